@@ -1,0 +1,23 @@
+"""The one exception of every room for bad input: a line that a user can act on."""
+
+
+class InputError(ValueError):
+    """Bad input: names the field, what was wrong and what is allowed.
+
+    The command line prints it as one line and exits with code 2.
+
+    Parameters
+    ----------
+    field
+        Name of the offending option, config field, file or column.
+    problem
+        What was wrong, with the value seen.
+    allowed
+        What would have been accepted; left out of the message when empty.
+    """
+
+    def __init__(self, field: str, problem: str, allowed: str = "") -> None:
+        self.field = field
+        self.problem = problem
+        self.allowed = allowed
+        super().__init__(f"{field}: {problem}" + (f" (allowed: {allowed})" if allowed else ""))
