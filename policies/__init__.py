@@ -1,1 +1,34 @@
-"""See the module docstrings."""
+"""Who serves it? Pure routing decisions over what a real router could see.
+
+A policy is a small object with a ``name`` and one ``select`` method: it gets the request as the
+router knows it (:class:`~eldr_sim.policies.base.RequestInfo`) and the load of every worker, and
+returns the index of the worker that serves. No policy knows of simulated time, so each can stand
+in front of a real engine as it is.
+
+==================  =========  ====================================================================
+name                decision   rule
+==================  =========  ====================================================================
+``random``          decode     a worker uniformly at random
+``round_robin``     both       the workers in turn
+``jsq``             decode     join the shortest queue
+``p2c``             decode     power of two choices: the less loaded of two sampled workers
+``domain``          decode     oracle domain label: workers split among the domains, JSQ inside
+``eldr``            decode     expert signature against one centroid a worker, locality band
+``least_loaded``    prefill    join the shortest queue
+``prefix_hash``     prefill    equal prompt prefixes to one worker, unless it is overloaded
+==================  =========  ====================================================================
+
+Modules:
+
+- ``base``: the protocols, ``RequestInfo`` and ``PolicyContext`` (what a policy is built from);
+- ``registry``: policies by name, open to other packages through the entry-point group
+  ``eldr_sim.policies`` (a worked example stands in ``docs/example_policy``);
+- ``balancing``: least-loaded choice with fairly rotated ties, shared by the others;
+- ``decode``, ``prefill``, ``eldr``: the policies above;
+- ``signature``: expert signature, its quality (Spearman rho) and the greedy layer mask;
+- ``clustering``: Hungarian-balanced K-means on the unit sphere;
+- ``artifact``: the offline fit of ELDR, saved to and loaded from one ``.npz`` file.
+
+Symbols follow ELDR (Sec. 4): L layers, E experts a layer, K decode workers, N calibration
+requests, tau the width of the locality band.
+"""

@@ -1,0 +1,145 @@
+"""What a routing policy is, what it may see, and what it is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+from eldr_sim.errors import InputError
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from eldr_sim.policies.artifact import RoutingArtifact
+    from eldr_sim.traces.calibration import CalibrationSet
+
+Loads = NDArray[np.int64]
+"""Shape [n_workers]: requests on each worker, as the router knows them (they may be stale)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestInfo:
+    """A request as the router sees it at the moment of a decision.
+
+    Attributes
+    ----------
+    request_id
+        Number of the request within the run.
+    prompt_len
+        Prompt length in tokens.
+    domain
+        Oracle domain label, an index into ``CalibrationSet.domains``. No real router has it: only
+        ``DomainPolicy`` reads it.
+    prefix_hash
+        Hashes of the prompt's full blocks in order, each over its own tokens and all before them
+        (as vLLM chains its block hashes). Empty where the prompt has no full block or none is
+        known.
+    signature
+        Prefill counts, shape [L, E]: prompt tokens that chose expert ``e`` at layer ``l``.
+        ``None`` before prefill has ended.
+    signature_id
+        Names the content of ``signature``: two requests with the same id have equal counts, so
+        that a policy may reuse what it computed. ``None``: nothing is promised.
+    """
+
+    request_id: int
+    prompt_len: int
+    domain: int
+    prefix_hash: Sequence[int] = ()
+    signature: NDArray[Any] | None = None
+    signature_id: int | None = None
+
+
+@runtime_checkable
+class DecodePolicy(Protocol):
+    """Chooses the decode worker of a request when its prefill has ended."""
+
+    name: str
+
+    def select(self, request: RequestInfo, loads: Loads) -> int:
+        """Return the index of the decode worker.
+
+        Parameters
+        ----------
+        request
+            The request; ``signature`` is set.
+        loads
+            Shape [n_workers]: in-flight decode requests of each worker, from dispatch to
+            completion, as counted at the router (ELDR Sec. 4.3.2).
+        """
+        ...
+
+
+@runtime_checkable
+class PrefillPolicy(Protocol):
+    """Chooses the prefill worker of a request when it arrives."""
+
+    name: str
+
+    def select(self, request: RequestInfo, loads: Loads) -> int:
+        """Return the index of the prefill worker.
+
+        Parameters
+        ----------
+        request
+            The request; ``signature`` is ``None``.
+        loads
+            Shape [n_workers]: requests queued or running on each prefill worker.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PolicyContext:
+    """All that a policy may be built from; a policy takes what it needs.
+
+    Attributes
+    ----------
+    n_workers
+        Workers to choose from, at least 1.
+    rng
+        Random stream of the policy; a deterministic policy leaves it alone.
+    tau
+        Width of ELDR's locality band, in [0, 1] of cosine similarity. The default is the paper's
+        (Sec. 4.3.2).
+    calibration
+        The calibration requests or a function that returns them, called only by policies that
+        need them.
+    artifact
+        ELDR's offline fit or a function that returns it, called only by policies that need it.
+    prefix_block_tokens
+        Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
+
+    Raises
+    ------
+    InputError
+        If ``n_workers``, ``tau`` or ``prefix_block_tokens`` is out of range.
+    """
+
+    n_workers: int
+    rng: np.random.Generator
+    tau: float = 0.1
+    calibration: CalibrationSet | Callable[[], CalibrationSet] | None = None
+    artifact: RoutingArtifact | Callable[[], RoutingArtifact] | None = None
+    prefix_block_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if self.n_workers < 1:
+            raise InputError("n_workers", f"{self.n_workers} workers", "1 or more")
+        if not 0.0 <= self.tau <= 1.0:
+            raise InputError("tau", f"{self.tau}", "0 to 1")
+        if self.prefix_block_tokens < 1:
+            raise InputError("prefix_block_tokens", f"{self.prefix_block_tokens}", "1 or more")
+
+    def require_calibration(self, policy: str) -> CalibrationSet:
+        """Return the calibration set; ``InputError`` naming ``policy`` if there is none."""
+        if self.calibration is None:
+            raise InputError(policy, "this policy needs calibration requests and none were given")
+        return self.calibration() if callable(self.calibration) else self.calibration
+
+    def require_artifact(self, policy: str) -> RoutingArtifact:
+        """Return the routing artifact; ``InputError`` naming ``policy`` if there is none."""
+        if self.artifact is None:
+            raise InputError(policy, "this policy needs a routing artifact and none was given")
+        return self.artifact() if callable(self.artifact) else self.artifact

@@ -1,0 +1,153 @@
+"""Decode policies of ELDR's evaluation other than ELDR itself (Sec. 6, Routers and baselines)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from eldr_sim.errors import InputError
+from eldr_sim.policies.balancing import LeastLoaded
+from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from numpy.typing import NDArray
+
+
+class RandomPolicy:
+    """A worker uniformly at random."""
+
+    name = "random"
+    decision: ClassVar[str] = "decode"
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._n = context.n_workers
+        self._rng = context.rng
+
+    def select(self, request: RequestInfo, loads: Loads) -> int:
+        """Return a uniformly drawn worker."""
+        return int(self._rng.integers(self._n))
+
+
+class RoundRobinPolicy:
+    """The workers in turn, from worker 0."""
+
+    name = "round_robin"
+    decision: ClassVar[str] = "decode"
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._n = context.n_workers
+        self._next = 0
+
+    def select(self, request: RequestInfo, loads: Loads) -> int:
+        """Return the next worker in turn."""
+        chosen = self._next
+        self._next = (chosen + 1) % self._n
+        return chosen
+
+
+class JoinShortestQueuePolicy:
+    """The worker with the fewest in-flight requests; ties in turn (see ``balancing``)."""
+
+    name = "jsq"
+    decision: ClassVar[str] = "decode"
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._least_loaded = LeastLoaded(range(context.n_workers))
+
+    def select(self, request: RequestInfo, loads: Loads) -> int:
+        """Return the least loaded worker."""
+        return self._least_loaded.pick(loads)
+
+
+class PowerOfTwoChoicesPolicy:
+    """The less loaded of two distinct workers drawn uniformly (Mitzenmacher 2001).
+
+    A tie goes to the worker drawn first, so that it is uniform too.
+    """
+
+    name = "p2c"
+    decision: ClassVar[str] = "decode"
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._n = context.n_workers
+        self._rng = context.rng
+
+    def select(self, request: RequestInfo, loads: Loads) -> int:
+        """Return the less loaded of two sampled workers."""
+        if self._n == 1:
+            return 0
+        first = int(self._rng.integers(self._n))
+        second = int(self._rng.integers(self._n - 1))
+        second += second >= first
+        return second if loads[second] < loads[first] else first
+
+
+class DomainPolicy:
+    """Workers split among the domains by their calibration mix, JSQ inside the split.
+
+    The naive locality-aware baseline of ELDR (Sec. 6): it routes on an oracle domain label that no
+    real router has. A request of a domain without calibration requests joins the shortest queue
+    of all workers.
+    """
+
+    name = "domain"
+    decision: ClassVar[str] = "decode"
+
+    def __init__(self, context: PolicyContext) -> None:
+        calibration = context.require_calibration(self.name)
+        counts = np.bincount(calibration.domain, minlength=len(calibration.domains))
+        self._pools = [
+            LeastLoaded(workers if workers else range(context.n_workers))
+            for workers in split_workers(counts, context.n_workers)
+        ]
+
+    def select(self, request: RequestInfo, loads: Loads) -> int:
+        """Return the least loaded worker of the request's domain."""
+        if not 0 <= request.domain < len(self._pools):
+            allowed = f"0 to {len(self._pools) - 1}"
+            raise InputError("domain", f"no domain has the index {request.domain}", allowed)
+        return self._pools[request.domain].pick(loads)
+
+
+def split_workers(counts: NDArray[np.int64], n_workers: int) -> list[list[int]]:
+    """Split the workers among domains in proportion to ``counts``.
+
+    With at least as many workers as domains each domain owns a block of its own: one worker at
+    least, the rest by largest remainder of ``n_workers * share`` (Hamilton's method; where the
+    minimum of one has used up the pool, the most over-served domain gives a worker back). With
+    fewer workers each domain owns one worker that it shares: domains from the largest to the
+    smallest join the worker with the smallest share so far. Ties go to the lower index.
+
+    Parameters
+    ----------
+    counts
+        Shape [n_domains]: calibration requests of each domain, zero where it has none.
+    n_workers
+        Workers to split, at least 1.
+
+    Returns
+    -------
+    list of list of int
+        The workers of each domain; empty for a domain with a count of zero.
+    """
+    present = [int(domain) for domain in np.flatnonzero(counts)]
+    owned: list[list[int]] = [[] for _ in counts]
+    if n_workers < len(present):
+        carried = [0] * n_workers
+        for domain in sorted(present, key=lambda d: (-int(counts[d]), d)):
+            worker = carried.index(min(carried))
+            carried[worker] += int(counts[domain])
+            owned[domain] = [worker]
+        return owned
+    # Integers throughout: quota of a domain = n_workers * count / total.
+    total = int(counts.sum())
+    quota = {d: n_workers * int(counts[d]) for d in present}
+    given = {d: max(1, quota[d] // total) for d in present}
+    while sum(given.values()) < n_workers:
+        given[max(present, key=lambda d: (quota[d] - given[d] * total, -d))] += 1
+    while sum(given.values()) > n_workers:
+        able = [d for d in present if given[d] > 1]
+        given[max(able, key=lambda d: (given[d] * total - quota[d], -d))] -= 1
+    first = 0
+    for domain in present:
+        owned[domain] = list(range(first, first + given[domain]))
+        first += given[domain]
+    return owned
