@@ -1,1 +1,24 @@
-"""See the module docstrings."""
+"""Traces: what do requests ask for, and which experts did a real model choose for their tokens?
+
+Modules
+-------
+format
+    Routing trace format v1: `RoutingTrace`, `Manifest`, `open_trace`, `write_trace`,
+    `builtin_traces`. The embedded default is ``reference-moe``.
+bitsets
+    Expert ids as bit sets for the hot loop, built once and cached beside the trace.
+domains
+    Domain mixes of the named workloads ``task`` and ``language``, with their sources.
+workload
+    `make_workload`: arrivals, lengths and prefix blocks joined with a routing trace.
+readers
+    Request logs: Azure CSV, Mooncake JSONL, BurstGPT CSV.
+calibration
+    `calibration_set`: the requests on which a routing policy is fitted.
+importers
+    `import_npz`: a routing trace out of a NumPy archive of chosen experts.
+statistics
+    `trace_statistics`: load, reuse and overlap of the experts in a trace.
+streams
+    Random streams split by purpose, so that policies under one seed see the same requests.
+"""

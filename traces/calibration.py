@@ -1,0 +1,88 @@
+"""Calibration sets: the requests on which a routing policy is fitted before it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.domains import resolve_domain_mix
+from eldr_sim.traces.format import RoutingTrace
+
+__all__ = ["CalibrationSet", "calibration_set"]
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationSet:
+    """What an offline fit may see: requests of the calibration split, never served.
+
+    Attributes
+    ----------
+    counts
+        uint16 or uint32 ``[n, layers, experts]``: how often the prompt tokens chose each
+        expert, ``c_r(l, e)`` of ELDR Sec. 4.2.
+    decode_activation
+        float32 ``[n, layers, experts]``: fraction of decode steps that chose each expert,
+        ``p_i(l, e)`` of ELDR Sec. 4.2.1.
+    domain
+        int16 ``[n]``, index into `domains`.
+    domains
+        Domain names of the trace.
+    requests
+        int64 ``[n]``, indices into the trace.
+    trace_checksum
+        Checksum of the trace's experts, to tell what a fit was made on.
+    """
+
+    counts: NDArray[np.uint16] | NDArray[np.uint32]
+    decode_activation: NDArray[np.float32]
+    domain: NDArray[np.int16]
+    domains: list[str]
+    requests: NDArray[np.int64]
+    trace_checksum: str
+
+
+def calibration_set(
+    trace: RoutingTrace, *, workload: str, domain_mix: Mapping[str, float] | None = None
+) -> CalibrationSet:
+    """Pick calibration requests in proportion to a workload's domain mix.
+
+    As many as the split holds at these shares, without replacement, the first of each domain
+    in trace order: of N requests in all, domain d gives ``round(N share_d)``, with the largest
+    N at which no domain runs out. A domain of positive share gives at least one.
+
+    Parameters
+    ----------
+    trace
+        The routing trace.
+    workload, domain_mix
+        As for `make_workload`: ``task``, ``language`` or the path of a request log.
+
+    Raises
+    ------
+    InputError
+        If the mix is not valid, or a domain in it has no calibration request.
+    """
+    shares, _ = resolve_domain_mix(trace, workload, domain_mix)
+    pools = {name: trace.requests_of([name], calibration=True) for name in shares}
+    empty = [name for name, pool in pools.items() if not len(pool)]
+    if empty:
+        raise InputError("trace", f"{trace.path.name} has no calibration request of domain "
+                         f"{empty[0]!r}")
+    # 1e-9 keeps a quotient that should be whole from falling one short.
+    total = min(int(len(pool) / shares[name] + 1e-9) for name, pool in pools.items())
+    taken = {name: min(len(pool), max(1, int(total * shares[name] + 0.5)))
+             for name, pool in pools.items()}
+    requests = np.concatenate([pool[: taken[name]] for name, pool in pools.items()])
+    requests.sort()
+    return CalibrationSet(
+        counts=trace.prompt_counts(requests),
+        decode_activation=trace.decode_activation(requests),
+        domain=trace.domain[requests],
+        domains=list(trace.domains),
+        requests=requests,
+        trace_checksum=trace.manifest.checksum,
+    )

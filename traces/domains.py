@@ -1,0 +1,84 @@
+"""Domain mixes of the named workloads, with their sources."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.format import RoutingTrace
+
+__all__ = ["DOMAIN_MIXES", "MIX_SOURCES", "resolve_domain_mix"]
+
+DOMAIN_MIXES: dict[str, dict[str, float]] = {
+    "task": {"code": 2779, "math": 2744, "medical": 2545, "legal": 3600},
+    "language": {"en": 60.2, "zh": 14.8, "ru": 9.45, "fr": 3.15},
+}
+"""Weight of each domain in the named workloads; see `MIX_SOURCES`."""
+
+MIX_SOURCES: dict[str, str] = {
+    "task": "prompts per domain in ELDR Sec. 6, Datasets",
+    "language": "derived: ELDR gives English + Chinese as about 75% of WildChat and the four "
+    "languages as 87.6% (Fig. 5, Sec. 6); the first two are split 53:13 as WildChat-1M's turns "
+    "are; Russian to French 3:1 is an assumption",
+}
+"""Where each mix comes from."""
+
+
+def resolve_domain_mix(
+    trace: RoutingTrace, workload: str, domain_mix: Mapping[str, float] | None = None
+) -> tuple[dict[str, float], str]:
+    """Return the share of each domain in a workload, and where the shares come from.
+
+    Parameters
+    ----------
+    trace
+        The routing trace that serves the workload.
+    workload
+        ``task``, ``language``, or anything else for a request log, which says nothing about
+        domains: its requests fall on all domains of the trace as its serving split does.
+    domain_mix
+        Weights that replace the default, by domain name; a domain left out gets none.
+
+    Returns
+    -------
+    shares, source
+        Positive shares that sum to 1, in the order of the trace's domains; and a phrase for
+        the result.
+
+    Raises
+    ------
+    InputError
+        If a weight is not a finite number of at least 0, all are 0, or a domain is not part
+        of the workload or the trace.
+    """
+    allowed = list(DOMAIN_MIXES.get(workload, dict.fromkeys(trace.domains, 0.0)))
+    missing = [name for name in allowed if name not in trace.domains]
+    if domain_mix is None:
+        if missing:
+            raise InputError("workload", f"{workload} needs domain {missing[0]!r}, which trace "
+                             f"{trace.path.name} lacks", ", ".join(trace.domains))
+        if workload in DOMAIN_MIXES:
+            weights, source = DOMAIN_MIXES[workload], MIX_SOURCES[workload]
+        else:
+            serving = np.bincount(trace.domain[~trace.is_calibration],
+                                  minlength=len(trace.domains))
+            weights = dict(zip(trace.domains, serving.tolist(), strict=True))
+            source = "shares of the trace's serving split"
+    else:
+        weights, source = dict(domain_mix), "given"
+    for name, weight in weights.items():
+        if name not in allowed or name in missing:
+            raise InputError("domain_mix", f"{name!r} is not a domain of {workload} in trace "
+                             f"{trace.path.name}",
+                             ", ".join(x for x in allowed if x not in missing))
+        if not math.isfinite(weight) or weight < 0:
+            raise InputError("domain_mix", f"weight of {name} is {weight}",
+                             "a finite number >= 0")
+    total = math.fsum(weights.values())
+    if total <= 0:
+        raise InputError("domain_mix", "no domain has a positive weight")
+    return ({name: weights[name] / total for name in trace.domains if weights.get(name, 0) > 0},
+            source)

@@ -1,0 +1,563 @@
+"""Routing trace format v1: a folder that records which experts a model chose, token by token.
+
+A trace folder holds three files:
+
+``manifest.json``
+    What the trace is and where it came from, see `Manifest`.
+``requests.parquet``
+    One row a request: ``request_id`` (string), ``domain`` (string), ``prompt_len`` and
+    ``output_len`` (int32 tokens), ``first_row`` (int64), ``session`` (int32) and ``split``
+    (``calibration`` or ``serving``).
+``experts.npy``
+    Chosen expert ids, uint8 or uint16 ``[token, layer, top_k]``, in any order within a token
+    and layer. The rows of a request are contiguous: from ``first_row`` on, one row for each
+    prompt token, then one for each generated token whose forward pass was recorded
+    (``output_len`` counts those). The requests' rows cover the file without gap or overlap.
+
+The forward pass of the last prompt token yields the first generated token, and that of
+generated token ``j`` yields token ``j + 1``. A decode worker that receives a request computes
+its last prompt token first (vLLM's KV connectors leave it one token short of the prompt), so
+the rows that a decode replays are ``1 + output_len`` from the last prompt row on, see
+`RoutingTrace.decode_window`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_sim.errors import InputError
+
+__all__ = ["DEFAULT_TRACE", "Manifest", "RoutingTrace", "builtin_traces", "open_trace",
+           "write_trace"]
+
+DEFAULT_TRACE = "reference-moe"
+"""Name of the embedded trace that runs replay unless told otherwise."""
+
+FORMAT_VERSION = 1
+_BUILTIN = Path(__file__).parent / "data"
+_CHUNK_ROWS = 1 << 15
+_SPLITS = ("calibration", "serving")
+_COLUMNS = {
+    "request_id": pa.string(),
+    "domain": pa.string(),
+    "prompt_len": pa.int32(),
+    "output_len": pa.int32(),
+    "first_row": pa.int64(),
+    "session": pa.int32(),
+    "split": pa.string(),
+}
+
+Provenance = Literal["recorded", "synthetic", "imported"]
+
+
+class Manifest(BaseModel):
+    """What a routing trace is and where it came from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    format_version: Literal[1] = 1
+    """Version of this format."""
+    model: str = Field(min_length=1)
+    """The model whose gates chose the experts."""
+    n_layers: int = Field(ge=1)
+    """MoE layers recorded."""
+    n_experts: int = Field(ge=1, le=65536)
+    """Routed experts per layer."""
+    top_k: int = Field(ge=1)
+    """Experts chosen per token and layer."""
+    domains: list[str] = Field(min_length=1)
+    """Domain names; a request's ``domain`` is an index into this list."""
+    captured_by: str
+    """How the expert ids were captured."""
+    source_data: str
+    """The prompts: data set, version, licence."""
+    tool_versions: dict[str, str]
+    """Versions of the tools that recorded or converted the trace."""
+    checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of ``experts.npy``."""
+    requests_checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of ``requests.parquet``."""
+    n_requests: int = Field(ge=1)
+    """Rows of ``requests.parquet``."""
+    n_tokens: int = Field(ge=2)
+    """Rows of ``experts.npy``: prompt and generated tokens of all requests."""
+    provenance: Provenance
+    """``recorded`` from a model that ran, ``synthetic`` (drawn from a distribution), or
+    ``imported`` from another project's recording."""
+    notes: str = ""
+    """Whatever a reader of results should know."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """A validated routing trace, its expert ids memory-mapped.
+
+    Attributes
+    ----------
+    path
+        The trace folder.
+    manifest
+        What the trace is.
+    request_id
+        Names of the requests, unique, length ``n_requests``.
+    domain
+        int16 ``[n_requests]``, index into ``manifest.domains``.
+    prompt_len, output_len
+        int32 ``[n_requests]``, tokens, each at least 1.
+    first_row
+        int64 ``[n_requests]``, row of the first prompt token in `experts`.
+    session
+        int32 ``[n_requests]``; requests of one conversation share a number.
+    is_calibration
+        bool ``[n_requests]``: for fitting policies only, never served.
+    experts
+        uint8 or uint16 ``[n_tokens, n_layers, top_k]``, memory-mapped.
+    """
+
+    path: Path
+    manifest: Manifest
+    request_id: list[str]
+    domain: NDArray[np.int16]
+    prompt_len: NDArray[np.int32]
+    output_len: NDArray[np.int32]
+    first_row: NDArray[np.int64]
+    session: NDArray[np.int32]
+    is_calibration: NDArray[np.bool_]
+    experts: NDArray[np.uint8] | NDArray[np.uint16]
+
+    @property
+    def n_requests(self) -> int:
+        """Number of requests."""
+        return self.manifest.n_requests
+
+    @property
+    def n_layers(self) -> int:
+        """Number of MoE layers recorded."""
+        return self.manifest.n_layers
+
+    @property
+    def n_experts(self) -> int:
+        """Number of routed experts per layer."""
+        return self.manifest.n_experts
+
+    @property
+    def top_k(self) -> int:
+        """Experts chosen per token and layer."""
+        return self.manifest.top_k
+
+    @property
+    def domains(self) -> list[str]:
+        """Domain names, in the order of the indices in `domain`."""
+        return self.manifest.domains
+
+    def decode_window(
+        self, requests: ArrayLike
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where the recorded decode of each request lies.
+
+        Parameters
+        ----------
+        requests
+            Indices of requests, ``[n]``.
+
+        Returns
+        -------
+        first, length
+            int64 ``[n]`` each: row of the last prompt token (what a decode worker computes
+            first) and ``1 + output_len`` rows from there.
+        """
+        q = np.asarray(requests, dtype=np.int64)
+        first = self.first_row[q] + self.prompt_len[q] - 1
+        return first, self.output_len[q].astype(np.int64) + 1
+
+    def prompt_counts(self, requests: ArrayLike) -> NDArray[np.uint16] | NDArray[np.uint32]:
+        """Count how often each expert was chosen by the prompt tokens of each request.
+
+        This is ``c_r(l, e)`` of ELDR Sec. 4.2, what prefill workers hand to the router.
+
+        Parameters
+        ----------
+        requests
+            Indices of requests, ``[n]``.
+
+        Returns
+        -------
+        counts
+            ``[n, n_layers, n_experts]``, uint16, or uint32 where a prompt is longer than
+            65,535 tokens.
+        """
+        q = np.asarray(requests, dtype=np.int64)
+        longest = int(self.prompt_len[q].max(initial=0))
+        counts = self._counts(self.first_row[q], self.prompt_len[q])
+        if longest <= np.iinfo(np.uint16).max:
+            return counts.astype(np.uint16)
+        return counts.astype(np.uint32)
+
+    def decode_activation(self, requests: ArrayLike) -> NDArray[np.float32]:
+        """Return the fraction of decode steps in which each request chose each expert.
+
+        This is ``p_i(l, e)`` of ELDR Sec. 4.2.1, over the generated tokens' forward passes.
+
+        Parameters
+        ----------
+        requests
+            Indices of requests, ``[n]``.
+
+        Returns
+        -------
+        activation
+            float32 ``[n, n_layers, n_experts]`` in [0, 1]; each layer sums to ``top_k``.
+        """
+        q = np.asarray(requests, dtype=np.int64)
+        counts = self._counts(self.first_row[q] + self.prompt_len[q], self.output_len[q])
+        return (counts / self.output_len[q][:, None, None]).astype(np.float32)
+
+    def requests_of(self, domains: Sequence[str], calibration: bool) -> NDArray[np.int64]:
+        """Return the indices of one split's requests in some domains, in trace order.
+
+        Parameters
+        ----------
+        domains
+            Names out of ``manifest.domains``.
+        calibration
+            The calibration split if true, else the serving split.
+
+        Raises
+        ------
+        InputError
+            If a domain is not in the trace.
+        """
+        unknown = [name for name in domains if name not in self.domains]
+        if unknown:
+            raise InputError("domain", f"{unknown[0]!r} is not in trace {self.path.name}",
+                             ", ".join(self.domains))
+        wanted = [self.domains.index(name) for name in domains]
+        hit = np.isin(self.domain, wanted) & (self.is_calibration == calibration)
+        return np.flatnonzero(hit).astype(np.int64)
+
+    def _counts(self, first: NDArray[Any], length: NDArray[Any]) -> NDArray[np.int64]:
+        layers, experts = self.n_layers, self.n_experts
+        base = (np.arange(layers, dtype=np.int64) * experts)[None, :, None]
+        out = np.empty((len(first), layers * experts), dtype=np.int64)
+        for i, (row, n) in enumerate(zip(first.tolist(), length.tolist(), strict=True)):
+            cells = (base + self.experts[row : row + n]).ravel()
+            out[i] = np.bincount(cells, minlength=layers * experts)
+        return out.reshape(len(first), layers, experts)
+
+
+def builtin_traces() -> list[str]:
+    """Return the names of the traces that come with the package."""
+    return sorted(p.parent.name.replace("_", "-") for p in _BUILTIN.glob("*/manifest.json"))
+
+
+def open_trace(path_or_name: str | os.PathLike[str] = DEFAULT_TRACE, *,
+               verify_checksum: bool = True) -> RoutingTrace:
+    """Open and validate a routing trace.
+
+    Parameters
+    ----------
+    path_or_name
+        Name of an embedded trace (`builtin_traces`) or a trace folder. A name wins over a
+        folder of the same name; write ``./name`` for the folder.
+    verify_checksum
+        Read the files through to verify their checksums and every expert id. Turn it off only
+        for a trace that was verified before, e.g. by the parent of a worker process.
+
+    Raises
+    ------
+    InputError
+        If anything about the trace is wrong, in one line.
+    """
+    if isinstance(path_or_name, str) and path_or_name in builtin_traces():
+        path = _BUILTIN / path_or_name.replace("-", "_")
+    else:
+        path = Path(path_or_name)
+        if not path.is_dir():
+            raise InputError("trace", f"{str(path_or_name)!r} is neither an embedded trace nor "
+                             "a folder", ", ".join([*builtin_traces(), "path of a trace folder"]))
+    manifest = _read_manifest(path / "manifest.json")
+    if verify_checksum:
+        for name, want in (("experts.npy", manifest.checksum),
+                           ("requests.parquet", manifest.requests_checksum)):
+            got = _sha256(path / name)
+            # A truncated file is told by its size below: more useful than a wrong checksum.
+            if got != want and not (name == "experts.npy" and _is_short(path / name)):
+                raise InputError(str(path / name), f"checksum {got[:12]}... differs from the "
+                                 f"manifest's {want[:12]}...", "the file as it was written")
+    experts = _map_experts(path / "experts.npy", manifest)
+    trace = _read_requests(path, manifest, experts)
+    _check_rows(trace)
+    if verify_checksum:
+        _check_experts(trace)
+    return trace
+
+
+def write_trace(
+    out: str | os.PathLike[str],
+    *,
+    experts: NDArray[Any],
+    request_id: Sequence[str],
+    domain: Sequence[str],
+    prompt_len: ArrayLike,
+    output_len: ArrayLike,
+    is_calibration: ArrayLike,
+    model: str,
+    n_experts: int,
+    domains: Sequence[str],
+    captured_by: str,
+    source_data: str,
+    tool_versions: Mapping[str, str],
+    provenance: Provenance,
+    notes: str = "",
+    session: ArrayLike | None = None,
+    force: bool = False,
+) -> RoutingTrace:
+    """Write a routing trace: a whole and valid folder, or nothing.
+
+    Parameters
+    ----------
+    out
+        Folder to make.
+    experts
+        Expert ids ``[tokens, layers, top_k]``, the requests' rows one after the other.
+    request_id, domain, prompt_len, output_len, is_calibration
+        One entry a request, see `RoutingTrace`; ``domain`` by name.
+    model, n_experts, domains, captured_by, source_data, tool_versions, provenance, notes
+        See `Manifest`.
+    session
+        Conversation number of each request; by default each request is its own.
+    force
+        Replace ``out`` if it is there.
+
+    Returns
+    -------
+    RoutingTrace
+        The trace as read back from ``out``.
+
+    Raises
+    ------
+    InputError
+        If ``out`` exists and ``force`` is false, or if the trace would not be valid.
+    """
+    target = Path(out)
+    if target.exists() and not force:
+        raise InputError("out", f"{target} exists", "a new folder, or force")
+    ids = np.asarray(experts)
+    if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
+        raise InputError("experts", f"got {ids.dtype} {list(ids.shape)}",
+                         "integers [tokens, layers, top_k]")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= n_experts):
+        raise InputError("experts", f"ids span {int(ids.min())}..{int(ids.max())}",
+                         f"0..{n_experts - 1}")
+    ids = np.ascontiguousarray(ids, dtype=np.uint8 if n_experts <= 256 else np.uint16)
+    prompt = np.asarray(prompt_len, dtype=np.int64)
+    output = np.asarray(output_len, dtype=np.int64)
+    n = len(request_id)
+    total = prompt + output
+    columns: dict[str, Any] = {
+        "request_id": list(request_id),
+        "domain": list(domain),
+        "prompt_len": prompt,
+        "output_len": output,
+        "first_row": np.cumsum(total) - total,
+        "session": np.arange(n) if session is None else np.asarray(session),
+        "split": [_SPLITS[0] if c else _SPLITS[1] for c in np.asarray(is_calibration, bool)],
+    }
+    wrong = [name for name, column in columns.items() if len(column) != n]
+    if wrong:
+        raise InputError(wrong[0], f"has {len(columns[wrong[0]])} entries for {n} requests")
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        np.save(temporary / "experts.npy", ids)
+        arrays = [pa.array(columns[name], type=kind) for name, kind in _COLUMNS.items()]
+        pq.write_table(pa.table(arrays, names=list(_COLUMNS)), temporary / "requests.parquet",
+                       compression="zstd")
+        try:
+            manifest = Manifest(
+                model=model, n_layers=ids.shape[1], n_experts=n_experts, top_k=ids.shape[2],
+                domains=list(domains), captured_by=captured_by, source_data=source_data,
+                tool_versions=dict(tool_versions), notes=notes, provenance=provenance,
+                checksum=_sha256(temporary / "experts.npy"),
+                requests_checksum=_sha256(temporary / "requests.parquet"),
+                n_requests=n, n_tokens=ids.shape[0],
+            )
+        except ValidationError as error:
+            raise _manifest_error("manifest", error) from None
+        text = json.dumps(manifest.model_dump(), indent=2, ensure_ascii=False) + "\n"
+        (temporary / "manifest.json").write_text(text, encoding="utf-8")
+        open_trace(temporary)
+        temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can read
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+            os.replace(target, old / target.name)
+            os.replace(temporary, target)
+            shutil.rmtree(old)
+        else:
+            os.replace(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return open_trace(target)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(str(path), error.strerror or "cannot be read") from None
+
+
+def _is_short(path: Path) -> bool:
+    try:
+        np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError):
+        return True
+    return False
+
+
+def _manifest_error(field: str, error: ValidationError) -> InputError:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return InputError(field, f"{where}: {first['msg']}, got {first['input']!r:.60}")
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(str(path), error.strerror or "cannot be read") from None
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise InputError(str(path), f"not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise InputError(str(path), f"holds a JSON {type(raw).__name__}", "a JSON object")
+    version = raw.get("format_version")
+    if version != FORMAT_VERSION:
+        raise InputError(str(path), f"format_version {version!r}", str(FORMAT_VERSION))
+    try:
+        manifest = Manifest.model_validate(raw)
+    except ValidationError as error:
+        raise _manifest_error(str(path), error) from None
+    if manifest.top_k > manifest.n_experts:
+        raise InputError(str(path), f"top_k {manifest.top_k} exceeds n_experts "
+                         f"{manifest.n_experts}")
+    if len(set(manifest.domains)) != len(manifest.domains):
+        raise InputError(str(path), "domains are not unique")
+    return manifest
+
+
+def _map_experts(path: Path, manifest: Manifest) -> NDArray[Any]:
+    try:
+        experts: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise InputError(str(path), error.strerror or "cannot be read") from None
+    except (ValueError, EOFError) as error:
+        raise InputError(str(path), f"truncated or not a .npy file: {error}") from None
+    want = (manifest.n_tokens, manifest.n_layers, manifest.top_k)
+    if experts.shape != want:
+        raise InputError(str(path), f"shape {list(experts.shape)}", f"{list(want)} as the "
+                         "manifest says")
+    if experts.dtype not in (np.dtype(np.uint8), np.dtype("<u2")):
+        raise InputError(str(path), f"dtype {experts.dtype}", "uint8, uint16")
+    if not experts.flags.c_contiguous:
+        raise InputError(str(path), "Fortran order", "C order")
+    return experts
+
+
+def _read_requests(path: Path, manifest: Manifest, experts: NDArray[Any]) -> RoutingTrace:
+    file = path / "requests.parquet"
+    try:
+        table = pq.read_table(file)
+    except OSError as error:
+        raise InputError(str(file), error.strerror or f"{error}".splitlines()[0]) from None
+    except pa.ArrowException as error:
+        raise InputError(str(file), f"{error}".splitlines()[0], "a Parquet file") from None
+    columns: dict[str, Any] = {}
+    for name, kind in _COLUMNS.items():
+        if name not in table.column_names:
+            raise InputError(str(file), f"column {name} is missing", ", ".join(_COLUMNS))
+        column = table.column(name)
+        if column.type != kind or column.null_count:
+            raise InputError(str(file), f"column {name} is {column.type} with "
+                             f"{column.null_count} nulls", f"{kind}, no nulls")
+        columns[name] = column.to_pylist() if kind == pa.string() else column.to_numpy()
+    if table.num_rows != manifest.n_requests:
+        raise InputError(str(file), f"{table.num_rows} requests",
+                         f"{manifest.n_requests} as the manifest says")
+    for name, allowed in (("domain", manifest.domains), ("split", list(_SPLITS))):
+        unknown = sorted(set(columns[name]) - set(allowed))
+        if unknown:
+            raise InputError(str(file), f"unknown {name} {unknown[0]!r}", ", ".join(allowed))
+    if len(set(columns["request_id"])) != table.num_rows:
+        raise InputError(str(file), "request_id values are not unique")
+    index = {name: i for i, name in enumerate(manifest.domains)}
+    return RoutingTrace(
+        path=path,
+        manifest=manifest,
+        request_id=columns["request_id"],
+        domain=np.array([index[name] for name in columns["domain"]], dtype=np.int16),
+        prompt_len=columns["prompt_len"],
+        output_len=columns["output_len"],
+        first_row=columns["first_row"],
+        session=columns["session"],
+        is_calibration=np.array([s == _SPLITS[0] for s in columns["split"]], dtype=bool),
+        experts=experts,
+    )
+
+
+def _check_rows(trace: RoutingTrace) -> None:
+    file = str(trace.path / "requests.parquet")
+    for name, lengths in (("prompt_len", trace.prompt_len), ("output_len", trace.output_len)):
+        if lengths.min() < 1:
+            bad = int(lengths.argmin())
+            raise InputError(file, f"{name} of request {trace.request_id[bad]} is {lengths[bad]}",
+                             "at least 1")
+    order = np.argsort(trace.first_row, kind="stable")
+    first = trace.first_row[order]
+    end = first + trace.prompt_len[order] + trace.output_len[order]
+    expected = np.concatenate([[0], end[:-1]])
+    wrong = np.flatnonzero(first != expected)
+    name = trace.request_id[int(order[wrong[0]])] if wrong.size else ""
+    if wrong.size and first[wrong[0]] < expected[wrong[0]]:
+        raise InputError(file, f"rows of request {name} start at {first[wrong[0]]}, before row "
+                         f"{expected[wrong[0]]} where the request before it ends")
+    if wrong.size:
+        raise InputError(file, f"rows {expected[wrong[0]]} to {first[wrong[0]] - 1} before "
+                         f"request {name} belong to no request")
+    if end[-1] != trace.manifest.n_tokens:
+        raise InputError(file, f"the requests' rows end at {end[-1]}",
+                         f"{trace.manifest.n_tokens}, the rows of experts.npy")
+
+
+def _check_experts(trace: RoutingTrace) -> None:
+    """Check that every id is an expert and that no token chose one twice in a layer."""
+    file = str(trace.path / "experts.npy")
+    for start in range(0, trace.manifest.n_tokens, _CHUNK_ROWS):
+        chunk = trace.experts[start : start + _CHUNK_ROWS]
+        if int(chunk.max()) >= trace.n_experts:
+            row, layer, _ = np.argwhere(chunk >= trace.n_experts)[0]
+            raise InputError(file, f"expert {int(chunk.max())} at row {start + row} layer {layer}",
+                             f"0..{trace.n_experts - 1}")
+        # Ids that ascend cannot repeat; only other orders need the sort.
+        if not bool((chunk[..., 1:] > chunk[..., :-1]).all()):
+            ids = np.sort(chunk, axis=-1)
+            twice = np.argwhere(ids[..., 1:] == ids[..., :-1])
+            if len(twice):
+                row, layer, slot = twice[0]
+                raise InputError(file, f"expert {ids[row, layer, slot]} twice at row "
+                                 f"{start + row} layer {layer}", "distinct experts")

@@ -1,0 +1,223 @@
+"""Request logs in the formats that serving traces are published in.
+
+Azure CSV
+    ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure LLM inference traces 2023 and 2024).
+BurstGPT CSV
+    ``Timestamp`` (s), ``Request tokens``, ``Response tokens``, and in newer releases
+    ``Session ID``; other columns are not used.
+Mooncake JSONL
+    ``timestamp`` or ``timestamp_ms`` (both ms), ``input_length``, ``output_length`` and
+    optionally ``hash_ids``: one id for each block of the prompt, equal ids for equal
+    prefixes. Mooncake's blocks have 512 tokens and the last may be partial; other tools
+    write the same lines with smaller, full blocks, so the block size is found from the data.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+
+__all__ = ["RequestLog", "read_request_log"]
+
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
+_SESSION = "Session ID"
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?")
+_BLOCK_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 1024, 2048)
+_MAX_TOKENS = 2**31 - 1
+
+# time in ns since any origin, prompt tokens, output tokens, block hashes, session
+_Row = tuple[int, int, int, Sequence[int], str]
+
+
+@dataclass(frozen=True, eq=False)
+class RequestLog:
+    """Requests as a serving system recorded them, in order of arrival.
+
+    Attributes
+    ----------
+    path, format
+        Where the log was read from, and as what: ``azure``, ``burstgpt`` or ``mooncake``.
+    arrival_s
+        float64 ``[n]``, seconds since the first request, rounded to 1 ns.
+    prompt_len, output_len
+        int32 ``[n]``, tokens, each at least 1.
+    session
+        int32 ``[n]``; requests of one conversation share a number. Where the log has no
+        sessions, each request is its own.
+    prefix_hash, prefix_indptr
+        Request ``i``'s block hashes are ``prefix_hash[prefix_indptr[i]:prefix_indptr[i+1]]``
+        (uint64); all empty where the log has none.
+    prefix_block_tokens
+        Tokens of a prefix block; 0 without block hashes.
+    n_dropped
+        Records left out because they have no prompt or no output tokens: requests that failed.
+    checksum
+        SHA-256 of the file.
+    """
+
+    path: Path
+    format: str
+    arrival_s: NDArray[np.float64]
+    prompt_len: NDArray[np.int32]
+    output_len: NDArray[np.int32]
+    session: NDArray[np.int32]
+    prefix_hash: NDArray[np.uint64]
+    prefix_indptr: NDArray[np.int64]
+    prefix_block_tokens: int
+    n_dropped: int
+    checksum: str
+
+
+def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
+    """Read a request log; the format is told by the first line.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be read, is of no known format, or has a bad line, named by number.
+    """
+    file = Path(path)
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            first = lines.readline()
+            lines.seek(0)
+            if first.lstrip().startswith("{"):
+                return _assemble(file, "mooncake", _mooncake_rows(file, lines))
+            header = [cell.strip() for cell in first.split(",")]
+            if all(name in header for name in _AZURE):
+                return _assemble(file, "azure", _csv_rows(file, lines, _AZURE, _timestamp_ns))
+            if all(name in header for name in _BURSTGPT):
+                return _assemble(file, "burstgpt", _csv_rows(file, lines, _BURSTGPT, _seconds_ns))
+    except OSError as error:
+        raise InputError(str(file), error.strerror or "cannot be read") from None
+    except csv.Error as error:
+        raise InputError(str(file), f"not valid CSV: {error}") from None
+    except UnicodeDecodeError:
+        raise InputError(str(file), "is not UTF-8 text") from None
+    raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}",
+                     f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), "
+                     "Mooncake JSONL")
+
+
+def _csv_rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str],
+              to_ns: Callable[[str], int]) -> Iterator[_Row]:
+    rows = csv.reader(lines)
+    header = [cell.strip() for cell in next(rows)]
+    when, prompt, output = (header.index(name) for name in columns)
+    session = header.index(_SESSION) if _SESSION in header else None
+    for row in rows:
+        if not row:
+            continue
+        try:
+            yield (to_ns(row[when]), int(row[prompt]), int(row[output]), (),
+                   "" if session is None else row[session])
+        except (ValueError, IndexError):
+            raise InputError(f"{file} line {rows.line_num}", f"got {','.join(row)!r:.80}",
+                             ",".join(columns)) from None
+
+
+def _timestamp_ns(text: str) -> int:
+    # By hand for the fraction: Azure writes 100 ns digits, which datetime would drop.
+    match = _TIMESTAMP.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(text)
+    seconds, fraction, zone = match.groups()
+    moment = datetime.fromisoformat(seconds + (zone or "+00:00"))
+    return int(moment.timestamp()) * 10**9 + int((fraction or "").ljust(9, "0"))
+
+
+def _seconds_ns(text: str) -> int:
+    return _to_ns(float(text), 1e9)
+
+
+def _to_ns(value: float, unit: float) -> int:
+    if not abs(value) * unit < 2**62:  # NaN and infinities too
+        raise ValueError(value)
+    return round(value * unit)
+
+
+def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[_Row]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            when = record["timestamp"] if "timestamp" in record else record["timestamp_ms"]
+            hashes = record.get("hash_ids", ())
+            lengths = record["input_length"], record["output_length"]
+            if not all(type(n) is int for n in (*lengths, *hashes)):
+                raise TypeError
+            yield _to_ns(float(when), 1e6), *lengths, hashes, str(record.get("session_id", ""))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(f"{file} line {number}", f"got {line.strip()!r:.80}",
+                             "timestamp or timestamp_ms, input_length, output_length, "
+                             "hash_ids") from None
+
+
+def _assemble(file: Path, kind: str, rows: Iterator[_Row]) -> RequestLog:
+    kept: list[_Row] = []
+    dropped = 0
+    for row in rows:
+        if min(row[1], row[2]) < 0 or max(row[1], row[2]) > _MAX_TOKENS:
+            raise InputError(f"{file} record {len(kept) + dropped + 1}",
+                             f"{row[1]} prompt and {row[2]} output tokens", f"0..{_MAX_TOKENS}")
+        if row[1] and row[2]:
+            kept.append(row)
+        else:
+            dropped += 1
+    if not kept:
+        raise InputError(str(file), "holds no request with prompt and output tokens")
+    kept.sort(key=lambda row: row[0])
+    when = np.array([row[0] for row in kept], dtype=np.int64)
+    prompt = np.array([row[1] for row in kept], dtype=np.int32)
+    blocks = np.array([len(row[3]) for row in kept], dtype=np.int64)
+    indptr = np.concatenate([[0], np.cumsum(blocks)])
+    try:
+        hashes = np.fromiter((h for row in kept for h in row[3]), dtype=np.uint64,
+                             count=int(indptr[-1]))
+    except (OverflowError, ValueError):
+        raise InputError(str(file), "a hash id is out of range", "0..2^64-1") from None
+    names: list[str | int] = [row[4] or i for i, row in enumerate(kept)]
+    numbers: dict[str | int, int] = {}
+    session = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int32)
+    return RequestLog(
+        path=file,
+        format=kind,
+        arrival_s=(when - when[0]) / 1e9,
+        prompt_len=prompt,
+        output_len=np.array([row[2] for row in kept], dtype=np.int32),
+        session=session,
+        prefix_hash=hashes,
+        prefix_indptr=indptr.astype(np.int64),
+        prefix_block_tokens=_block_tokens(file, prompt, blocks),
+        n_dropped=dropped,
+        checksum=hashlib.sha256(file.read_bytes()).hexdigest(),
+    )
+
+
+def _block_tokens(file: Path, prompt: NDArray[np.int32], blocks: NDArray[np.int64]) -> int:
+    """Find the block size at which every prompt has its full blocks hashed, and at most the
+    partial one after them."""
+    if not blocks.any():
+        return 0
+    for size in _BLOCK_SIZES:
+        full = prompt // size
+        if ((blocks == full) | (blocks == -(-prompt // size))).all():
+            return size
+    worst = int(np.argmax(blocks))
+    raise InputError(str(file), "hash_ids fit no block size, e.g. "
+                     f"{blocks[worst]} of {prompt[worst]} tokens", "one id per block of 512 "
+                     "tokens, or of another power of two up to 2048")

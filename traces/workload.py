@@ -1,0 +1,368 @@
+"""Workloads: requests that arrive at some time, joined with a routing trace.
+
+The named workloads ``task`` (code, math, medical, legal) and ``language`` (en, zh, ru, fr)
+draw requests from a trace's serving split by a domain mix. Any other name is the path of a
+request log (`readers`), which gives arrivals and lengths, and whose requests take the routing
+of trace requests.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.domains import DOMAIN_MIXES, resolve_domain_mix
+from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.readers import RequestLog, read_request_log
+from eldr_sim.traces.streams import stream
+
+__all__ = ["Workload", "make_workload"]
+
+_MAX_REQUESTS = 50_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """Requests in order of arrival, one array entry each.
+
+    Attributes
+    ----------
+    arrival_s
+        float64 ``[n]``, seconds, ascending, whole nanoseconds.
+    prompt_len, output_len
+        int32 ``[n]``, tokens to prefill and to generate, each at least 1.
+    trace_request
+        int32 ``[n]``: trace request whose prompt gives the expert signature.
+    decode_request
+        int32 ``[n]``: trace request whose decode rows are replayed; `trace_request` unless
+        made with ``trace_replay="same_domain"``.
+    replay_offset
+        int32 ``[n]``: row of `decode_request`'s decode window (`RoutingTrace.decode_window`)
+        that the first decode step replays; each later step takes the next row, around the end
+        to row 0. 0 wherever the window is as long as the output.
+    domain
+        int16 ``[n]``, index into the trace's domains.
+    session
+        int32 ``[n]``; requests of one conversation share a number.
+    prefix_hash, prefix_indptr
+        Request ``i``'s prompt blocks hash to
+        ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]`` (uint64). The named workloads
+        have none: every request stands for a prompt of its own.
+    prefix_block_tokens
+        Tokens of a prefix block, 0 where there are no hashes. The last block of a prompt may
+        be partial: only ``prompt_len // prefix_block_tokens`` blocks are full.
+    description
+        What the workload was made of, for the result: plain values, ready for JSON.
+    """
+
+    arrival_s: NDArray[np.float64]
+    prompt_len: NDArray[np.int32]
+    output_len: NDArray[np.int32]
+    trace_request: NDArray[np.int32]
+    decode_request: NDArray[np.int32]
+    replay_offset: NDArray[np.int32]
+    domain: NDArray[np.int16]
+    session: NDArray[np.int32]
+    prefix_hash: NDArray[np.uint64]
+    prefix_indptr: NDArray[np.int64]
+    prefix_block_tokens: int
+    description: dict[str, Any]
+
+    @property
+    def n_requests(self) -> int:
+        """Number of requests."""
+        return len(self.arrival_s)
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def blocks(self, request: int) -> NDArray[np.uint64]:
+        """Return the prefix block hashes of one request, uint64 ``[n_blocks]``."""
+        return self.prefix_hash[self.prefix_indptr[request] : self.prefix_indptr[request + 1]]
+
+
+def make_workload(
+    trace: RoutingTrace,
+    *,
+    workload: str | os.PathLike[str] = "task",
+    request_rate: float | None = None,
+    burstiness: float = 1.0,
+    horizon_s: float | None = None,
+    num_requests: int | None = None,
+    output_len: int | Literal["recorded"] = "recorded",
+    seed: int = 0,
+    domain_mix: Mapping[str, float] | None = None,
+    trace_replay: Literal["own", "same_domain"] = "own",
+) -> Workload:
+    """Make a workload. The same arguments give the same bits on every machine.
+
+    Each decision draws from a stream of its own (`streams.stream`), so a longer run starts
+    with the requests of a shorter one, and a change of rate, output length or replay leaves
+    the choice of requests as it was.
+
+    Parameters
+    ----------
+    trace
+        Routing trace; only its serving split is used.
+    workload
+        ``task``, ``language`` or the path of a request log.
+    request_rate
+        Mean requests per second, positive; ``inf`` lets all arrive at 0. Named workloads need
+        it. A request log without it keeps its recorded arrivals, and with it has them
+        stretched evenly to this mean rate (over the requests taken by ``num_requests``, or
+        over the whole log where ``horizon_s`` cuts it).
+    burstiness
+        Shape of the gamma-distributed times between arrivals, as in ``vllm bench serve``:
+        1 is Poisson, below 1 is burstier, above 1 more even. (vLLM then rescales the drawn
+        times so that the last arrival is at n / rate; here they stay as drawn.) Not for
+        request logs, whose arrivals are recorded.
+    horizon_s
+        Take the requests that arrive before this time, s.
+    num_requests
+        Take this many requests. A named workload needs one of the two; a log may take none
+        (all of it), and at most one may be given.
+    output_len
+        Tokens that every request generates, or ``recorded``: as the trace, or the log, has it.
+    seed
+        Non-negative integer.
+    domain_mix
+        Weights of the domains by name, in place of `domains.DOMAIN_MIXES` or, for a log, of
+        the serving split's own shares.
+    trace_replay
+        ``own`` replays the decode of the request that gave the signature; ``same_domain``
+        that of another request of its domain, so that a router gains nothing from copies of
+        one request meeting in one batch.
+
+    Returns
+    -------
+    Workload
+        The requests, in order of arrival.
+
+    Raises
+    ------
+    InputError
+        If an argument is not valid, or no request remains.
+
+    Notes
+    -----
+    Trace requests are dealt from a shuffled deck per domain, reshuffled when it runs out, so
+    that copies of one request lie as far apart as the size of the trace allows.
+    """
+    name = os.fspath(workload)
+    _check_arguments(name, request_rate, burstiness, horizon_s, num_requests, output_len,
+                     trace_replay)
+    log: RequestLog | None = None
+    if name in DOMAIN_MIXES:
+        arrival_s = _drawn_arrivals(request_rate or math.nan, burstiness, horizon_s, num_requests,
+                                    seed)
+    else:
+        if not Path(name).is_file():
+            raise InputError("workload", f"{name!r} is neither a named workload nor a file",
+                             ", ".join([*DOMAIN_MIXES, "path of a request log"]))
+        log = read_request_log(name)
+        arrival_s = _recorded_arrivals(log, request_rate, horizon_s, num_requests)
+    n = len(arrival_s)
+    if not n:
+        raise InputError("horizon_s", f"no request arrives before {horizon_s} s",
+                         "a longer horizon or a higher rate")
+
+    shares, mix_source = resolve_domain_mix(trace, name, domain_mix)
+    trace_request, decode_request = _choose_requests(trace, shares, n, seed, trace_replay)
+    prompt = trace.prompt_len[trace_request] if log is None else log.prompt_len[:n]
+    if output_len == "recorded":
+        output = trace.output_len[trace_request] if log is None else log.output_len[:n]
+    else:
+        output = np.full(n, output_len, dtype=np.int32)
+    _, window = trace.decode_window(decode_request)
+    # One draw a request, used or not: offsets do not shift when lengths change.
+    random = stream(seed, "replay-offset").random(n)
+    beyond = output > window
+    offset = np.where(beyond, (random * window).astype(np.int64), 0)
+
+    described = {
+        "workload": name if log is None else Path(name).name,
+        "arrivals": _describe_arrivals(log, request_rate, burstiness),
+        "request_rate": _json_rate(request_rate),
+        "burstiness": burstiness if log is None else None,
+        "seed": seed,
+        "n_requests": n,
+        "log_checksum": None if log is None else log.checksum,
+        "n_dropped_from_log": 0 if log is None else log.n_dropped,
+        "last_arrival_s": float(arrival_s[-1]),
+        "output_len": output_len,
+        "trace_replay": trace_replay,
+        "domain_mix": {k: round(v, 6) for k, v in shares.items()},
+        "domain_mix_source": mix_source,
+        **_describe_replay(trace, trace_request, decode_request, output, window),
+    }
+    indptr = np.zeros(n + 1, np.int64) if log is None else log.prefix_indptr[: n + 1]
+    return Workload(
+        arrival_s=arrival_s,
+        prompt_len=prompt.astype(np.int32),
+        output_len=output.astype(np.int32),
+        trace_request=trace_request.astype(np.int32),
+        decode_request=decode_request.astype(np.int32),
+        replay_offset=offset.astype(np.int32),
+        domain=trace.domain[trace_request],
+        session=np.arange(n, dtype=np.int32) if log is None else log.session[:n],
+        prefix_hash=np.empty(0, np.uint64) if log is None else log.prefix_hash[: indptr[-1]],
+        prefix_indptr=indptr,
+        prefix_block_tokens=0 if log is None else log.prefix_block_tokens,
+        description=described,
+    )
+
+
+def _check_arguments(
+    name: str, rate: float | None, burstiness: float, horizon_s: float | None,
+    num_requests: int | None, output_len: object, trace_replay: str,
+) -> None:
+    named = name in DOMAIN_MIXES
+    if rate is None and named:
+        raise InputError("request_rate", f"missing, workload {name} needs it", "a number > 0, inf")
+    if rate is not None and not rate > 0:
+        raise InputError("request_rate", f"got {rate}", "a number > 0, inf")
+    if not (burstiness > 0 and math.isfinite(burstiness)):
+        raise InputError("burstiness", f"got {burstiness}", "a finite number > 0")
+    if not named and burstiness != 1:
+        raise InputError("burstiness", f"got {burstiness}, but a request log's arrivals are "
+                         "recorded", "1")
+    if horizon_s is not None and num_requests is not None:
+        raise InputError("horizon_s", "given together with num_requests", "one of the two")
+    if named and horizon_s is None and num_requests is None:
+        raise InputError("horizon_s", "missing", "horizon_s or num_requests")
+    if horizon_s is not None and not (horizon_s > 0 and math.isfinite(horizon_s)):
+        raise InputError("horizon_s", f"got {horizon_s}", "a finite number > 0")
+    if horizon_s is not None and rate is not None and math.isinf(rate):
+        raise InputError("horizon_s", "does not bound an infinite request_rate", "num_requests")
+    if num_requests is not None and not 1 <= num_requests <= _MAX_REQUESTS:
+        raise InputError("num_requests", f"got {num_requests}", f"1..{_MAX_REQUESTS}")
+    if output_len != "recorded" and not (
+        isinstance(output_len, int | np.integer) and not isinstance(output_len, bool)
+        and 1 <= output_len < 2**31
+    ):
+        raise InputError("output_len", f"got {output_len!r}", "an integer >= 1, recorded")
+    if trace_replay not in ("own", "same_domain"):
+        raise InputError("trace_replay", f"got {trace_replay!r}", "own, same_domain")
+
+
+def _drawn_arrivals(rate: float, burstiness: float, horizon_s: float | None,
+                    num_requests: int | None, seed: int) -> NDArray[np.float64]:
+    if math.isinf(rate):
+        return np.zeros(num_requests or 0)
+    rng = stream(seed, "arrivals")
+
+    def gaps_ns(count: int) -> NDArray[np.int64]:
+        # Whole nanoseconds: sums are then exact, and a last-bit difference between the
+        # machines' log or pow does not show.
+        gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), count)
+        if not float(gaps.max()) < 2**63 / 1e9 / max(count, 1):
+            raise InputError("request_rate", f"got {rate}: arrivals lie centuries apart",
+                             "a higher rate")
+        return np.rint(gaps * 1e9).astype(np.int64)
+
+    if num_requests is not None:
+        arrivals = np.cumsum(gaps_ns(num_requests))
+    else:
+        assert horizon_s is not None
+        expected = rate * horizon_s
+        if expected > _MAX_REQUESTS:
+            raise InputError("horizon_s", f"{horizon_s} s at {rate}/s are {expected:.0f} requests",
+                             f"at most {_MAX_REQUESTS}")
+        arrivals = np.empty(0, np.int64)
+        last, end = 0, horizon_s * 1e9
+        while last < end:
+            more = last + np.cumsum(gaps_ns(int(expected / 8) + 64))
+            arrivals = np.concatenate([arrivals, more])
+            last = int(more[-1])
+        arrivals = arrivals[arrivals < end]
+    return arrivals / 1e9
+
+
+def _recorded_arrivals(log: RequestLog, rate: float | None, horizon_s: float | None,
+                       num_requests: int | None) -> NDArray[np.float64]:
+    arrival_s = log.arrival_s
+    if num_requests is not None:
+        if num_requests > len(arrival_s):
+            raise InputError("num_requests", f"got {num_requests}",
+                             f"1..{len(arrival_s)}, the requests of {log.path.name}")
+        arrival_s = arrival_s[:num_requests]
+    if rate is not None:
+        span = float(arrival_s[-1])
+        if math.isinf(rate):
+            return np.zeros(len(arrival_s))
+        if len(arrival_s) > 1 and span <= 0:
+            raise InputError("request_rate", f"got {rate}, but all requests of {log.path.name} "
+                             "arrive at once", "inf")
+        scale = (len(arrival_s) - 1) / (rate * span) if span else 1.0
+        arrival_s = np.rint(arrival_s * scale * 1e9) / 1e9
+    return arrival_s if horizon_s is None else arrival_s[arrival_s < horizon_s]
+
+
+def _choose_requests(
+    trace: RoutingTrace, shares: Mapping[str, float], n: int, seed: int, replay: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    names = list(shares)
+    edges = np.cumsum([shares[name] for name in names])
+    edges[-1] = 1.0
+    domain = np.searchsorted(edges, stream(seed, "domains").random(n), side="right")
+    request = np.empty(n, np.int64)
+    decode = np.empty(n, np.int64)
+    for d, name in enumerate(names):
+        pool = trace.requests_of([name], calibration=False)
+        if not len(pool):
+            raise InputError("trace", f"{trace.path.name} has no serving request of domain "
+                             f"{name!r}")
+        mine = np.flatnonzero(domain == d)
+        rng = stream(seed, f"trace-request:{name}")
+        decks = [rng.permutation(len(pool)) for _ in range(-(-len(mine) // len(pool)))]
+        card = np.concatenate(decks)[: len(mine)] if decks else np.empty(0, np.int64)
+        request[mine] = pool[card]
+        if replay == "same_domain" and len(pool) > 1:
+            step = 1 + (stream(seed, f"decode-request:{name}").random(len(mine))
+                        * (len(pool) - 1)).astype(np.int64)
+            card = (card + step) % len(pool)
+        decode[mine] = pool[card]
+    return request, decode
+
+
+def _describe_arrivals(log: RequestLog | None, rate: float | None, burstiness: float) -> str:
+    if rate is not None and math.isinf(rate):
+        return "all at 0"
+    if log is None:
+        return "Poisson" if burstiness == 1 else f"gamma with shape {burstiness:g}"
+    return f"recorded ({log.format})" + ("" if rate is None else ", stretched to the rate")
+
+
+def _json_rate(rate: float | None) -> float | str | None:
+    return "inf" if rate is not None and math.isinf(rate) else rate
+
+
+def _describe_replay(
+    trace: RoutingTrace, request: NDArray[np.int64], decode: NDArray[np.int64],
+    output: NDArray[np.int32], window: NDArray[np.int64],
+) -> dict[str, Any]:
+    """Say how far the trace was stretched: reuse is reported in every result."""
+    n = len(request)
+    uses = np.bincount(decode, minlength=trace.n_requests)
+    used = uses[uses > 0]
+    total = int(output.sum(dtype=np.int64))
+    extra = int(np.maximum(output - window, 0).sum())
+    drawn = np.bincount(trace.domain[request], minlength=len(trace.domains))
+    return {
+        "domain_mix_realised": {name: round(count / n, 6) for name, count
+                                in zip(trace.domains, drawn.tolist(), strict=True) if count},
+        "trace_requests_replayed": len(used),
+        "trace_request_uses_mean": round(n / len(used), 3),
+        "trace_request_uses_max": int(used.max()),
+        "output_tokens": total,
+        "output_tokens_beyond_recorded": extra,
+        "output_tokens_beyond_recorded_share": round(extra / total, 6),
+    }
