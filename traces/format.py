@@ -364,22 +364,20 @@ def write_trace(
         raise InputError("experts", f"ids span {int(ids.min())}..{int(ids.max())}",
                          f"0..{n_experts - 1}")
     ids = np.ascontiguousarray(ids, dtype=np.uint8 if n_experts <= 256 else np.uint16)
-    prompt = np.asarray(prompt_len, dtype=np.int64)
-    output = np.asarray(output_len, dtype=np.int64)
     n = len(request_id)
-    total = prompt + output
     columns: dict[str, Any] = {
         "request_id": list(request_id),
         "domain": list(domain),
-        "prompt_len": prompt,
-        "output_len": output,
-        "first_row": np.cumsum(total) - total,
+        "prompt_len": np.asarray(prompt_len, dtype=np.int64),
+        "output_len": np.asarray(output_len, dtype=np.int64),
         "session": np.arange(n) if session is None else np.asarray(session),
         "split": [_SPLITS[0] if c else _SPLITS[1] for c in np.asarray(is_calibration, bool)],
     }
     wrong = [name for name, column in columns.items() if len(column) != n]
     if wrong:
         raise InputError(wrong[0], f"has {len(columns[wrong[0]])} entries for {n} requests")
+    rows = columns["prompt_len"] + columns["output_len"]
+    columns["first_row"] = np.cumsum(rows) - rows
 
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
