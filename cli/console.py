@@ -1,0 +1,128 @@
+"""What commands print: results in the manner of ``vllm bench serve``, errors in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+_WIDTH = 64
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
+    """Show a progress bar on the terminal's standard error; yields a function of the share done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
+        task = progress.add_task(title, total=1.0)
+
+        def update(share: float) -> None:
+            progress.update(task, completed=share)
+
+        yield update
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table; columns whose cells are all numbers are right-aligned."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        cells = [row[index] for row in rows]
+        numeric = bool(cells) and all(cell[:1] in "-+0123456789" for cell in cells if cell)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    # Piped output must not depend on a terminal's width.
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, highlight=False, markup=False).print(table)
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """Print a run's summary with the headings of ``vllm bench serve``."""
+    click.echo(" Serving Benchmark Result (simulated) ".center(_WIDTH, "="))
+    _line("Policy, prefill policy", f"{summary['policy']}, {summary['prefill_policy']}")
+    _line("Model on GPU", f"{summary['model_id']} on {summary['gpu']}")
+    _line("Topology", summary["topology"])
+    _line("Successful requests", summary["completed"])
+    _line("Failed requests", summary["failed"])
+    for reason, count in summary["failed_reasons"].items():
+        _line(f"  {reason}", count)
+    rate = summary["request_rate"]
+    _line("Request rate configured (RPS)", "recorded" if rate is None else rate)
+    if summary["max_concurrency"] is not None:
+        _line("Maximum request concurrency", summary["max_concurrency"])
+    _line("Measured window (s)", summary["duration"])
+    _line("Total input tokens", summary["total_input_tokens"])
+    _line("Total generated tokens", summary["total_output_tokens"])
+    _line("Request throughput (req/s)", summary["request_throughput"])
+    _line("SLO attainment", summary["slo_attainment"])
+    _line("Output token throughput (tok/s)", summary["output_throughput"])
+    _line("Total token throughput (tok/s)", summary["total_token_throughput"])
+    _line("Peak concurrent requests", summary["max_concurrent_requests"])
+    for tag, heading in (
+        ("ttft", "Time to First Token"),
+        ("tpot", "Time per Output Token (excl. 1st token)"),
+        ("itl", "Inter-token Latency"),
+        ("e2el", "End-to-end Latency"),
+    ):
+        click.echo(heading.center(_WIDTH, "-"))
+        for statistic in ("mean", "median", "p90", "p99"):
+            label = f"{statistic.capitalize()} {tag.upper()} (ms)"
+            _line(label, summary[f"{statistic}_{tag}_ms"])
+    click.echo("Decode steps".center(_WIDTH, "-"))
+    _line("Mean batch (requests)", summary["mean_decode_batch"])
+    _line("Mean active experts per step", summary["mean_active_experts_per_step"])
+    _line("P99 active experts per step", summary["p99_active_experts_per_step"])
+    _line("Preemptions", summary["preemptions"])
+    _line("GPU-hours per million tokens", summary["gpu_hours_per_million_output_tokens"])
+    if summary["cost_per_million_output_tokens"] is not None:
+        _line("Cost per million tokens", summary["cost_per_million_output_tokens"])
+    click.echo("Rests on".center(_WIDTH, "-"))
+    _line("Weakest latency provenance", summary["weakest_provenance"])
+    trace = summary["trace"]
+    _line("Routing trace", f"{trace['name']} ({trace['provenance']})")
+    _line("  layers", trace["layers"])
+    click.echo("=" * _WIDTH)
+    for warning in warnings_of(summary):
+        click.echo(f"Warning: {warning}", err=True)
+
+
+def warnings_of(summary: dict[str, Any]) -> list[str]:
+    """Return what a reader of the figures must know, a line each."""
+    warnings = [
+        f"{count} of {summary['decode_steps']} decode steps lie outside the latency table "
+        f"({what.replace('_', ' ')}): extrapolated"
+        for what, count in summary["lookups_outside_tables"].items()
+        if count
+    ]
+    unserved = summary["failed_reasons"].get("unserved_at_time_limit", 0)
+    if unserved:
+        warnings.append(
+            f"the cluster cannot serve this load: {unserved} of {summary['num_prompts']} requests "
+            "had not ended at the time limit"
+        )
+    return warnings
+
+
+def _line(label: str, value: Any) -> None:
+    if value is None:
+        text = "-"
+    elif isinstance(value, float):
+        text = f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"
+    else:
+        text = str(value)
+    click.echo(f"{label + ':':<36}{text:>{_WIDTH - 36}}")

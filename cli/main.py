@@ -1,0 +1,42 @@
+"""The ``eldr-sim`` command."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from eldr_sim import __version__
+from eldr_sim.cli.compare import compare
+from eldr_sim.cli.fit import fit
+from eldr_sim.cli.listing import gpus, models
+from eldr_sim.cli.run import run
+from eldr_sim.cli.trace import trace
+from eldr_sim.errors import InputError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, package_name="eldr-sim")
+def cli() -> None:
+    """Simulate clusters that serve mixture-of-experts models, on real expert routing."""
+
+
+for command in (run, compare, fit, trace, gpus, models):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Run the command line: bad input is one line and exit code 2, Ctrl-C is 130."""
+    try:
+        cli.main(standalone_mode=False)
+    except InputError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted: nothing was written.", err=True)
+        sys.exit(130)

@@ -1,0 +1,99 @@
+"""Command-line options of a run, made from the fields of its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.config import RunConfig, make_config, read_config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Fields that are mappings: ``goodput`` has an option of its own, the mix is for files.
+_MAPPINGS = ("goodput", "domain_mix")
+
+
+def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Add an option for each field of :class:`RunConfig`, plus ``--config`` and ``--goodput``."""
+
+    def decorate(command: F) -> F:
+        options = [
+            click.option(
+                "--" + name.replace("_", "-"),
+                name,
+                metavar=_metavar(name),
+                help=_help(name),
+            )
+            for name in RunConfig.model_fields
+            if name not in (*_MAPPINGS, *without)
+        ]
+        options.append(
+            click.option(
+                "--goodput",
+                multiple=True,
+                metavar="METRIC:MS",
+                help="Service level of a good request, such as ttft:500 (also tpot, e2el); repeat "
+                "for more.",
+            )
+        )
+        options.append(
+            click.option(
+                "--config",
+                "config_file",
+                type=click.Path(path_type=Path),
+                metavar="FILE.yaml",
+                help="Read fields from a file (or from the config.json of a result); options "
+                "override it.",
+            )
+        )
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def config_from_options(options: dict[str, Any]) -> RunConfig:
+    """Build the configuration from ``--config`` and the options given; raises InputError."""
+    given = {name: value for name, value in options.items() if value is not None}
+    file = given.pop("config_file", None)
+    bounds = given.pop("goodput", ())
+    values = read_config(file) if file is not None else {}
+    values |= given
+    if bounds:
+        values["goodput"] = dict(_bound(text) for text in bounds)
+    return make_config(values)
+
+
+def _bound(text: str) -> tuple[str, str]:
+    name, colon, bound = text.partition(":")
+    if not colon:
+        raise InputError("goodput", repr(text), "METRIC:MS, such as ttft:500")
+    return name, bound
+
+
+def _metavar(name: str) -> str:
+    return {
+        "topology": "xPyD",
+        "workload": "task|language|FILE",
+        "trace": "NAME|DIR",
+        "artifact": "FILE",
+        "trace_replay": "own|same_domain",
+        "kv_transfer": "ideal|observed",
+        "output_len": "N|recorded",
+        "model": "NAME|PATH",
+        "gpu": "NAME",
+        "policy": "NAME",
+        "prefill_policy": "NAME",
+        "seed": "N",
+    }.get(name, "N" if name.startswith(("max_", "num_", "block")) else "NUMBER")
+
+
+def _help(name: str) -> str:
+    field = RunConfig.model_fields[name]
+    text = (field.description or "").replace("``", "")
+    return text if field.default is None else f"{text}  [default: {field.default}]"

@@ -1,0 +1,51 @@
+"""``eldr-sim run``: simulate one cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eldr_sim.cli.console import print_summary, progress_bar
+from eldr_sim.cli.options import config_from_options, run_options
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.plots import plot_writers
+from eldr_sim.simulator.results import check_output, write_result
+from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.timeline import write_timeline
+
+
+@click.command()
+@run_options()
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the result here.")
+@click.option("--force", is_flag=True, help="Replace the result in --out.")
+@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
+@click.option("--timeline", is_flag=True, help="Write timeline.json, a Chrome trace, into --out.")
+def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: Any) -> None:
+    """Simulate one cluster and print its latencies as `vllm bench serve` does."""
+    config = config_from_options(options)
+    for flag, given in (("plot", plot), ("timeline", timeline), ("force", force)):
+        if given and out is None:
+            raise InputError(flag, f"--{flag} without --out", "--out DIR beside it")
+    if out is not None:
+        check_output(out, force)
+    with progress_bar(f"{config.policy} on {config.topology}") as update:
+        result = simulate(config, update)
+    if out is not None:
+        extras = {}
+        if plot:
+            extras |= plot_writers(result.requests, result.steps, result.summary)
+        if timeline:
+            extras["timeline.json"] = lambda path: write_timeline(
+                path, result.requests, result.steps
+            )
+        write_result(result, out, force=force, extras=extras)
+    print_summary(result.summary)
+    if out is not None:
+        click.echo(f"Wrote {out}")
+    if result.summary["completed"] == 0:
+        reasons = ", ".join(f"{n} {why}" for why, n in result.summary["failed_reasons"].items())
+        click.echo(f"No request completed: {reasons}", err=True)
+        sys.exit(1)

@@ -1,0 +1,284 @@
+"""The cluster: client, routers, prefill workers, transfers and decode workers on one clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.step_time import StepTimeModel
+from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, RequestInfo
+from eldr_sim.simulator import request as outcomes
+from eldr_sim.simulator.clock import Clock
+from eldr_sim.simulator.decode import DecodePool
+from eldr_sim.simulator.kernel import StepLog
+from eldr_sim.simulator.prefill import PrefillWorker
+from eldr_sim.simulator.replay import Replay
+from eldr_sim.simulator.request import Request
+from eldr_sim.simulator.transfer import TransferModel, TransferNetwork
+from eldr_sim.traces.workload import Workload
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Size and engine settings of a cluster; see :class:`~eldr_sim.simulator.config.RunConfig`."""
+
+    n_prefill: int
+    n_decode: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    n_blocks: int
+    transfer: TransferModel
+    load_report_delay_s: float
+    max_concurrency: int | None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What happened: every request, every step.
+
+    ``prefill_steps`` holds one list a worker of (start s, end s, requests, tokens); ``window`` is
+    the measured window, s. ``first_token_s`` is indexed by request.
+    """
+
+    requests: list[Request]
+    first_token_s: NDArray[np.float64]
+    decode_steps: StepLog
+    prefill_steps: list[list[tuple[float, float, int, int]]]
+    preempted_gaps_s: list[float]
+    window: tuple[float, float]
+    end_s: float
+
+
+class Cluster:
+    """One run of a cluster over a workload.
+
+    Parameters
+    ----------
+    spec, model, step_time
+        The cluster, the model it serves, and that model's step times.
+    workload, replay
+        The requests, and the bit sets of the windows they replay.
+    signatures
+        ``[trace requests]`` prefill counts ``[layers, experts]``, the routers' view of a prompt.
+    prefill_policy, decode_policy
+        The two routers.
+    window
+        Requests that arrive in this window, s, are measured.
+    time_limit_s
+        Simulated time after which the run gives the rest up as unserved.
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        model: ModelDims,
+        step_time: StepTimeModel,
+        workload: Workload,
+        replay: Replay,
+        signatures: dict[int, NDArray[np.integer]],
+        prefill_policy: PrefillPolicy,
+        decode_policy: DecodePolicy,
+        window: tuple[float, float],
+        time_limit_s: float,
+    ) -> None:
+        self.env = Clock()
+        self.spec = spec
+        self.model = model
+        # K and V of a layer are two regions of memory; MLA keeps one latent.
+        self._kv_tensors = model.n_layers * (1 if model.attention == "mla" else 2)
+        self.workload = workload
+        self.signatures = signatures
+        self.prefill_policy = prefill_policy
+        self.decode_policy = decode_policy
+        self.window = window
+        self.time_limit_s = time_limit_s
+        self.requests = _requests(workload, replay, window)
+        self.open_measured = sum(request.measured for request in self.requests)
+        self.prefill_loads = np.zeros(spec.n_prefill, np.int64)
+        self.decode_loads = np.zeros(spec.n_decode, np.int64)
+        self.network = TransferNetwork(self.env, spec.transfer)
+        self.prefill_workers = [
+            PrefillWorker(
+                self.env,
+                index,
+                step_time=step_time,
+                max_num_batched_tokens=spec.max_num_batched_tokens,
+                max_num_seqs=spec.max_num_seqs,
+                block_size=spec.block_size,
+                n_blocks=spec.n_blocks,
+                on_prefilled=self._hand_off,
+            )
+            for index in range(spec.n_prefill)
+        ]
+        self.pool = DecodePool(
+            self.env,
+            n_workers=spec.n_decode,
+            max_num_seqs=spec.max_num_seqs,
+            block_size=spec.block_size,
+            n_blocks=spec.n_blocks,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            step_time=step_time,
+            bits=replay.bits,
+            n_requests=len(self.requests),
+            start_transfer=self._transfer,
+            on_finish=self._complete,
+        )
+        self.pool.requests = self.requests
+        self._in_flight = 0
+        self._at_client: deque[Request] = deque()
+        self._arrived = 0
+
+    def run(self, progress: Callable[[float], None] | None = None) -> RunRecord:
+        """Run until every measured request has ended, or the time limit.
+
+        ``progress`` is called now and then with the share of measured requests that have ended.
+        """
+        env, pool = self.env, self.pool
+        total = max(1, self.open_measured)
+        if self.requests:
+            env.at(self.requests[0].arrival_s, self._arrive)
+        events = 0
+        while self.open_measured > 0 and env.now <= self.time_limit_s:
+            until = env.peek()
+            if until > pool.next_start:
+                pool.advance(until)
+                if env.peek() == float("inf"):
+                    raise RuntimeError(
+                        f"no event left at {env.now:.3f} s with {self.open_measured} requests open"
+                    )
+            env.step()
+            events += 1
+            if progress is not None and events % 4096 == 0:
+                progress(1.0 - self.open_measured / total)
+        if progress is not None:
+            progress(1.0)
+        reason = outcomes.OVERLOADED if self.open_measured > 0 else outcomes.AFTER_WINDOW
+        for request in self.requests[: self._arrived]:
+            if not request.outcome:
+                request.outcome = reason
+        return RunRecord(
+            requests=self.requests[: self._arrived],
+            first_token_s=pool.state.first_token,
+            decode_steps=pool.steps(),
+            prefill_steps=[worker.steps for worker in self.prefill_workers],
+            preempted_gaps_s=pool.preempted_gaps_s,
+            window=self.window,
+            end_s=env.now,
+        )
+
+    # --- the life of a request ---
+
+    def _arrive(self, _event: object) -> None:
+        request = self.requests[self._arrived]
+        self._arrived += 1
+        if self._arrived < len(self.requests):
+            self.env.at(self.requests[self._arrived].arrival_s, self._arrive)
+        self._at_client.append(request)
+        self._send()
+
+    def _send(self) -> None:
+        limit = self.spec.max_concurrency
+        while self._at_client and (limit is None or self._in_flight < limit):
+            request = self._at_client.popleft()
+            request.sent_s = self.env.now
+            reason = self._refusal(request)
+            if reason:
+                self._end(request, reason)
+                continue
+            self._in_flight += 1
+            worker = self.prefill_policy.select(self._info(request, None), self.prefill_loads)
+            self.prefill_loads[worker] += 1
+            self.prefill_workers[worker].enqueue(request)
+
+    def _refusal(self, request: Request) -> str:
+        """Say why a request can never be served; empty if it can."""
+        tokens = request.prompt_len + request.output_len
+        if tokens > self.spec.max_model_len:
+            return outcomes.TOO_LONG
+        if tokens > self.spec.n_blocks * self.spec.block_size:
+            return outcomes.NO_KV_ROOM
+        return ""
+
+    def _info(self, request: Request, signature: NDArray[np.integer] | None) -> RequestInfo:
+        start, end = self.workload.prefix_indptr[request.index : request.index + 2]
+        return RequestInfo(
+            request_id=request.index,
+            prompt_len=request.prompt_len,
+            domain=request.domain,
+            prefix_hash=self.workload.prefix_hash[start:end],
+            signature=signature,
+            signature_id=request.trace_request,
+        )
+
+    def _hand_off(self, request: Request) -> None:
+        self._report(self.prefill_loads, request.prefill_worker)
+        info = self._info(request, self.signatures[request.trace_request])
+        worker = self.decode_policy.select(info, self.decode_loads)
+        self.decode_loads[worker] += 1
+        request.decode_worker = worker
+        self.pool.workers[worker].enqueue(request)
+
+    def _transfer(self, request: Request) -> None:
+        request.transfer_start_s = self.env.now
+        model, spec = self.model, self.spec
+        blocks = -(-request.prompt_len // spec.block_size)
+
+        def arrived() -> None:
+            request.transfer_end_s = self.env.now
+            self.prefill_workers[request.prefill_worker].release(request)
+            self.pool.workers[request.decode_worker].kv_arrived(request)
+
+        # NIXL moves whole blocks, one descriptor a block and KV tensor.
+        self.network.start(
+            request.prefill_worker,
+            request.decode_worker,
+            blocks * spec.block_size * model.kv_bytes_per_token,
+            blocks * self._kv_tensors,
+            arrived,
+        )
+
+    def _complete(self, request: Request) -> None:
+        self._report(self.decode_loads, request.decode_worker)
+        self._in_flight -= 1
+        self._end(request, outcomes.COMPLETED)
+        self._send()
+
+    def _end(self, request: Request, outcome: str) -> None:
+        request.outcome = outcome
+        self.open_measured -= request.measured
+
+    def _report(self, loads: NDArray[np.int64], worker: int) -> None:
+        """Tell a router that a worker has one request less, as late as the configuration says."""
+        if self.spec.load_report_delay_s == 0.0:
+            loads[worker] -= 1
+            return
+
+        def arrived(_event: object) -> None:
+            loads[worker] -= 1
+
+        self.env.at(self.env.now + self.spec.load_report_delay_s, arrived)
+
+
+def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -> list[Request]:
+    columns = zip(
+        workload.arrival_s.tolist(),
+        workload.prompt_len.tolist(),
+        workload.output_len.tolist(),
+        workload.domain.tolist(),
+        workload.trace_request.tolist(),
+        replay.first_row[workload.decode_request].tolist(),
+        replay.length[workload.decode_request].tolist(),
+        workload.replay_offset.tolist(),
+        strict=True,
+    )
+    return [
+        Request(index, *column, measured=window[0] <= column[0] < window[1])
+        for index, column in enumerate(columns)
+    ]

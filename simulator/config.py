@@ -1,0 +1,182 @@
+"""The configuration of a run: all that is needed to run it again."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from eldr_sim.errors import InputError
+
+_TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D", re.IGNORECASE)
+
+
+def _number_or_inf(value: Any) -> Any:
+    if isinstance(value, str) and value.strip().lower() in {"inf", "infinity", ".inf"}:
+        return math.inf
+    return value
+
+
+Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
+
+
+class ServiceLevel(BaseModel):
+    """Upper bounds that a good request keeps, as ``vllm bench serve --goodput`` has them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    ttft: float | None = Field(default=None, gt=0)
+    """Time to first token, ms."""
+    tpot: float | None = Field(default=None, gt=0)
+    """Time per output token after the first, ms."""
+    e2el: float | None = Field(default=None, gt=0)
+    """End-to-end latency, ms."""
+
+
+class RunConfig(BaseModel):
+    """One run of the simulator. Durations are seconds of simulated time unless named otherwise."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+    policy: str = "round_robin"
+    """Decode policy: which decode worker gets a request after its prefill."""
+    prefill_policy: str = "prefix_hash"
+    """Prefill policy: which prefill worker gets a request when it arrives."""
+    topology: str = "8P16D"
+    """``xPyD``: x prefill and y decode WORKERS, each of one GPU."""
+    model: str = "Qwen3-30B-A3B"
+    """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
+    gpu: str = "H100"
+    """Name of a known GPU."""
+    workload: str = "task"
+    """``task``, ``language``, or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
+    domain_mix: dict[str, float] | None = None
+    """Share of each domain among the requests; the workload's own when not given."""
+    trace: str = "reference-moe"
+    """Name of an embedded routing trace or a trace folder."""
+    trace_replay: Literal["own", "same_domain"] = "own"
+    """Whose generated tokens a request replays: its own, or those of another request of its domain
+    (then no two requests with equal signatures replay equal tokens)."""
+    request_rate: Rate | None = None
+    """Mean requests per second; ``inf`` sends all at once. 60 for the task and language workloads,
+    the recorded timestamps for a file."""
+    burstiness: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
+    duration: float = Field(default=120.0, gt=0, allow_inf_nan=False)
+    """Length of the measured window; requests that arrive in it make the statistics."""
+    warmup: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Time before the measured window; 30, or 0 with ``num_requests``."""
+    num_requests: int | None = Field(default=None, ge=1)
+    """Send this many requests instead of sending for a duration; all of them that arrive after the
+    warm-up are measured."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """At most this many requests in flight; the others wait at the client."""
+    output_len: Annotated[int, Field(ge=1)] | Literal["recorded"] | None = None
+    """Output tokens of every request, ignoring end-of-sequence, or ``recorded``. 512 for the task
+    and language workloads, ``recorded`` for a file."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Running requests of a worker; vLLM's server default for the GPU when not given."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens computed in one step; vLLM's server default for the GPU when not given."""
+    block_size: int = Field(default=16, ge=1)
+    """Tokens of a KV block."""
+    gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
+    """Share of the GPU's memory that an engine may use."""
+    kv_transfer: Literal["ideal", "observed"] = "observed"
+    """Cost of KV transfers: what NIXL's benchmark reaches, or what serving logs show."""
+    host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Time of a step that no kernel accounts for, ms; the profile's figure when not given."""
+    tau: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
+    """Width of ELDR's locality band."""
+    artifact: str | None = None
+    """ELDR routing artifact of ``eldr-sim fit``; fitted on the fly when not given."""
+    load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Age of the completions that the routers have heard of, ms."""
+    goodput: ServiceLevel = ServiceLevel()
+    """Service-level objective of good requests."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of a GPU-hour, for the cost per million output tokens."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of every random stream."""
+
+    @property
+    def n_prefill(self) -> int:
+        """Number of prefill workers."""
+        return parse_topology(self.topology)[0]
+
+    @property
+    def n_decode(self) -> int:
+        """Number of decode workers."""
+        return parse_topology(self.topology)[1]
+
+    @property
+    def warmup_s(self) -> float:
+        """Time before the measured window, s."""
+        if self.warmup is not None:
+            return self.warmup
+        return 30.0 if self.num_requests is None else 0.0
+
+    @property
+    def from_file(self) -> bool:
+        """Whether the workload is a file of recorded requests."""
+        return self.workload not in ("task", "language")
+
+
+def parse_topology(text: str) -> tuple[int, int]:
+    """Return (prefill workers, decode workers) of ``xPyD``; raises InputError."""
+    match = _TOPOLOGY.fullmatch(text.strip())
+    if match is None:
+        raise InputError(
+            "topology", repr(text), "xPyD with at least one worker of each kind, such as 8P16D"
+        )
+    return int(match[1]), int(match[2])
+
+
+def make_config(values: dict[str, Any]) -> RunConfig:
+    """Build a run's configuration from field values.
+
+    Raises
+    ------
+    InputError
+        Names the first field that is unknown or out of range.
+    """
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part not in _UNION_TAGS)
+        if first["type"] == "extra_forbidden":
+            raise InputError(
+                where, "no such field", ", ".join(RunConfig.model_fields)
+            ) from None
+        raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None
+    parse_topology(config.topology)
+    return config
+
+
+#: pydantic names the branches of a union in the location of an error; users know none of them.
+_UNION_TAGS = {"function-before[_number_or_inf(), constrained-float]", "constrained-int"}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read field values from a YAML file (or the ``config.json`` of a result); raises InputError."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError("config", f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = " ".join(str(error).split())
+        raise InputError("config", f"{path} is not YAML: {line}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise InputError("config", f"{path} holds no mapping", "field: value lines")
+    # A result's config.json keeps the fields under "config", beside checksums and versions.
+    nested = values.get("config")
+    return nested if isinstance(nested, dict) else values

@@ -1,0 +1,31 @@
+"""How many KV blocks a worker has."""
+
+from __future__ import annotations
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.models import ModelDims
+
+
+def kv_blocks(model: ModelDims, gpu: GPU, utilization: float, block_size: int) -> int:
+    """Return the KV blocks of ``block_size`` tokens that fit beside the weights on one GPU.
+
+    As vLLM sizes its cache at start-up (``vllm/v1/worker/gpu_worker.py``,
+    ``determine_available_memory``). Layers with a sliding window are charged for their whole
+    context.
+
+    Raises
+    ------
+    InputError
+        If the weights leave no room for a single block.
+    """
+    free = gpu.kv_cache_bytes(model.weight_bytes, utilization)
+    blocks = free // (block_size * model.kv_bytes_per_token)
+    if blocks < 1:
+        raise InputError(
+            "block_size",
+            f"a block of {block_size} tokens takes {block_size * model.kv_bytes_per_token} bytes, "
+            f"{model.name} leaves {free} on {gpu.name}",
+            "a smaller block",
+        )
+    return blocks

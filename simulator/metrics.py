@@ -1,0 +1,191 @@
+"""Statistics of a run, under the names of ``vllm bench serve``.
+
+Symbols: a request is sent at ``s``, its first token leaves at ``f``, its last at ``e``; it
+generates ``n`` tokens. Only requests that arrive in the measured window and complete count.
+
+- TTFT = ``f - s``. Under disaggregation the first token is the decode worker's.
+- TPOT = ``(e - f) / (n - 1)``; requests of one token have none.
+- ITL: every gap between two tokens of a request, pooled over requests. The requests of a batch
+  share a step's gap, so the pool is the steps of the window weighted by their batch.
+- E2EL = ``e - s``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.cluster import RunRecord
+from eldr_sim.simulator.config import RunConfig, ServiceLevel
+from eldr_sim.simulator.request import COMPLETED
+
+PERCENTILES = (50, 90, 99)
+
+
+def weighted_percentile(
+    values: NDArray[np.float64], weights: NDArray[np.int64], q: Sequence[float]
+) -> list[float]:
+    """Return percentiles of ``np.repeat(values, weights)`` (NumPy's linear method).
+
+    Parameters
+    ----------
+    values, weights
+        Shape [n]; weights are counts.
+    q
+        Percentiles in [0, 100].
+    """
+    order = np.argsort(values, kind="stable")
+    ordered, last = values[order], np.cumsum(weights[order]) - 1
+    result = []
+    for p in q:
+        rank = p / 100.0 * float(last[-1])
+        low, high = ordered[np.searchsorted(last, [math.floor(rank), math.ceil(rank)])]
+        result.append(float(low + (high - low) * (rank - math.floor(rank))))
+    return result
+
+
+def describe(
+    name: str, values_s: NDArray[np.float64], weights: NDArray[np.int64] | None = None
+) -> dict[str, float | None]:
+    """Return mean, median, standard deviation and percentiles of a metric, in ms.
+
+    The keys are those of ``vllm bench serve``: ``mean_{name}_ms`` and so on; all None where there
+    is no value. Sums are exact (``math.fsum``), so that they do not depend on the machine.
+    """
+    keys = [f"{k}_{name}_ms" for k in ("mean", "median", "std", *(f"p{p}" for p in PERCENTILES))]
+    counts = np.ones(len(values_s), np.int64) if weights is None else weights
+    total = int(counts.sum())
+    if total == 0:
+        return dict.fromkeys(keys)
+    mean = math.fsum((values_s * counts).tolist()) / total
+    variance = math.fsum(((values_s - mean) ** 2 * counts).tolist()) / total
+    quantiles = weighted_percentile(values_s, counts, PERCENTILES)
+    figures = [mean, quantiles[0], math.sqrt(variance), *quantiles]
+    return {key: 1e3 * figure for key, figure in zip(keys, figures, strict=True)}
+
+
+def request_times(record: RunRecord) -> dict[str, NDArray[np.float64]]:
+    """Return ``ttft, tpot, e2el`` in seconds per request; NaN where a request has none."""
+    requests = record.requests
+    sent = np.array([r.sent_s for r in requests])
+    finish = np.array([r.finish_s for r in requests])
+    tokens = np.array([r.output_len for r in requests])
+    done = np.array([r.outcome == COMPLETED for r in requests], bool)
+    first = record.first_token_s[: len(requests)]
+    gaps = np.where(tokens > 1, tokens - 1, np.nan)
+    return {
+        "ttft": np.where(first >= 0.0, first - sent, np.nan),
+        "tpot": np.where(done, (finish - first) / gaps, np.nan),
+        "e2el": np.where(done, finish - sent, np.nan),
+    }
+
+
+def good_requests(
+    times: dict[str, NDArray[np.float64]], level: ServiceLevel
+) -> NDArray[np.bool_]:
+    """Return which requests complete within a service level; a TPOT that is none counts as 0."""
+    good = ~np.isnan(times["e2el"])
+    for name, values in times.items():
+        bound = getattr(level, name)
+        if bound is not None:
+            good &= np.nan_to_num(values, nan=0.0) * 1e3 <= bound
+    return good
+
+
+def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[str, Any]:
+    """Return the figures of ``summary.json`` that the run itself yields."""
+    requests = record.requests
+    measured = np.array([r.measured for r in requests], bool)
+    done = measured & np.array([r.outcome == COMPLETED for r in requests], bool)
+    reasons = Counter(r.outcome for r in requests if r.measured and r.outcome != COMPLETED)
+    times = request_times(record)
+    start = record.window[0]
+    end = min(record.window[1], record.end_s)
+    seconds = max(end - start, 1e-9)
+    steps = record.decode_steps
+    inside = (steps.start >= start) & (steps.start < end)
+    batch = steps.batch[inside].astype(np.int64)
+    decoding = batch > 0
+    tokens = int(batch.sum())
+    finished = sum(start <= r.finish_s < end and r.outcome == COMPLETED for r in requests)
+    prompt_tokens = sum(
+        n for worker in record.prefill_steps for s, _, _, n in worker if start <= s < end
+    )
+    good = good_requests(times, config.goodput) & measured
+    gpus = config.n_prefill + config.n_decode
+
+    carried = batch - steps.joined[inside]
+    gaps = (steps.end - steps.start)[inside]
+    itl = np.concatenate([gaps, np.array(record.preempted_gaps_s)])
+    itl_weights = np.concatenate([carried, np.ones(len(record.preempted_gaps_s), np.int64)])
+    active = steps.active[inside][decoding] / n_moe_layers
+
+    gpu_hours = gpus * seconds / 3600.0
+    price = config.price_per_gpu_hour
+    per_million = gpu_hours / tokens * 1e6 if tokens else None
+    return {
+        "num_prompts": int(measured.sum()),
+        "completed": int(done.sum()),
+        "failed": int(sum(reasons.values())),
+        "failed_reasons": dict(sorted(reasons.items())),
+        "request_rate": config.request_rate,
+        "burstiness": config.burstiness,
+        "max_concurrency": config.max_concurrency,
+        "duration": seconds,
+        "total_input_tokens": int(sum(r.prompt_len for r, d in zip(requests, done, strict=True) if d)),
+        "total_output_tokens": int(
+            sum(r.output_len for r, d in zip(requests, done, strict=True) if d)
+        ),
+        "request_throughput": finished / seconds,
+        "request_goodput": float(good.sum()) / seconds,
+        "slo_attainment": float(good.sum()) / max(1, int(measured.sum())),
+        "output_throughput": tokens / seconds,
+        "total_token_throughput": (tokens + prompt_tokens) / seconds,
+        "max_concurrent_requests": _peak_concurrency(record),
+        **describe("ttft", times["ttft"][done]),
+        **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
+        **describe("itl", itl, itl_weights),
+        **describe("e2el", times["e2el"][done]),
+        "mean_active_experts_per_step": _mean(active),
+        "median_active_experts_per_step": _percentile(active, 50),
+        "p99_active_experts_per_step": _percentile(active, 99),
+        "mean_decode_batch": _mean(batch[decoding].astype(float)),
+        "decode_steps": int(decoding.sum()),
+        "preemptions": sum(r.preemptions for r in requests),
+        "gpus": gpus,
+        "gpu_hours_per_million_output_tokens": per_million,
+        "cost_per_million_output_tokens": (
+            None if price is None or per_million is None else price * per_million
+        ),
+    }
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    return math.fsum(values.tolist()) / len(values) if len(values) else None
+
+
+def _percentile(values: NDArray[np.float64], q: float) -> float | None:
+    if len(values) == 0:
+        return None
+    return weighted_percentile(values, np.ones(len(values), np.int64), [q])[0]
+
+
+def _peak_concurrency(record: RunRecord) -> int:
+    """Return the most requests that were in flight at one time of the window."""
+    changes = sorted(
+        (at, change)
+        for r in record.requests
+        if r.sent_s >= 0.0
+        for at, change in ((r.sent_s, 1), (r.finish_s if r.finish_s >= 0 else math.inf, -1))
+    )
+    now, peak = 0, 0
+    for at, change in changes:
+        now += change
+        if record.window[0] <= at < record.window[1]:
+            peak = max(peak, now)
+    return peak

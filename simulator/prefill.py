@@ -1,0 +1,125 @@
+"""Prefill workers: a queue, chunked prefill batched to a token budget, and the KV blocks.
+
+A prefill worker is a vLLM engine that gets prompts only: each step computes up to
+``max_num_batched_tokens`` prompt tokens, first of the prompts already begun, then of the queue
+(``vllm/v1/core/sched/scheduler.py``). A prompt's KV blocks are held until the decode worker has
+pulled them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from eldr_sim.simulator.request import Request
+
+if TYPE_CHECKING:
+    from eldr_sim.kernel_profiles.step_time import StepTimeModel
+    from eldr_sim.simulator.clock import Clock
+
+
+class PrefillWorker:
+    """One prefill engine, a SimPy process.
+
+    Parameters
+    ----------
+    env
+        Clock of the run.
+    index
+        Number of the worker.
+    step_time
+        Step times of the model on the worker's GPU.
+    max_num_batched_tokens, max_num_seqs, block_size, n_blocks
+        Token budget and seats of a step; tokens a KV block; KV blocks of the worker.
+    on_prefilled
+        Called with a request whose prompt has been computed.
+    """
+
+    def __init__(
+        self,
+        env: Clock,
+        index: int,
+        *,
+        step_time: StepTimeModel,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        block_size: int,
+        n_blocks: int,
+        on_prefilled: Callable[[Request], None],
+    ) -> None:
+        self.env = env
+        self.index = index
+        self.step_time = step_time
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.block_size = block_size
+        self.free_blocks = n_blocks
+        self.on_prefilled = on_prefilled
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        #: One row a step: start s, end s, requests, tokens.
+        self.steps: list[tuple[float, float, int, int]] = []
+        self._wake = env.event()
+        env.process(self._run())
+
+    def enqueue(self, request: Request) -> None:
+        """Take a request whose prompt has to be computed."""
+        request.prefill_worker = self.index
+        self.waiting.append(request)
+        self._notify()
+
+    def release(self, request: Request) -> None:
+        """Free the KV blocks of a request whose cache has been pulled."""
+        self.free_blocks += request.prefill_blocks
+        request.prefill_blocks = 0
+        self._notify()
+
+    def _notify(self) -> None:
+        if not self._wake.triggered:
+            self._wake.succeed()
+
+    def _run(self) -> Generator[Any, None, None]:
+        env = self.env
+        while True:
+            batch = self._schedule()
+            if not batch:
+                self._wake = env.event()
+                yield self._wake
+                continue
+            start = env.now
+            tokens = [n for _, n in batch]
+            contexts = [request.computed for request, _ in batch]
+            yield env.timeout(self.step_time.prefill_s(tokens, contexts))
+            self.steps.append((start, env.now, len(batch), sum(tokens)))
+            for request, n in batch:
+                request.computed += n
+            done = [request for request, _ in batch if request.computed == request.prompt_len]
+            self.running = [r for r in self.running if r.computed < r.prompt_len]
+            for request in done:
+                request.prefill_end_s = env.now
+                self.on_prefilled(request)
+
+    def _schedule(self) -> list[tuple[Request, int]]:
+        """Return the requests of the next step, each with the prompt tokens to compute."""
+        budget = self.max_num_batched_tokens
+        batch: list[tuple[Request, int]] = []
+        for request in self.running:
+            n = min(budget, request.prompt_len - request.computed)
+            if n == 0:
+                break
+            batch.append((request, n))
+            budget -= n
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            blocks = -(-request.prompt_len // self.block_size)
+            if blocks > self.free_blocks:
+                break
+            self.free_blocks -= blocks
+            request.prefill_blocks = blocks
+            request.prefill_start_s = self.env.now
+            self.running.append(self.waiting.popleft())
+            n = min(budget, request.prompt_len)
+            batch.append((request, n))
+            budget -= n
+        return batch

@@ -1,0 +1,100 @@
+"""Fit a routing trace to the served model: one bit-set row a decode step, over all its layers.
+
+A decode step of a request feeds one token and needs that token's experts in each MoE layer of the
+served model. Two things may be missing from a trace, and both are filled in the same way for every
+policy and reported in the result:
+
+- *Layers.* A trace of ``T`` layers is tiled over the model's ``L``: model layer ``l`` replays trace
+  layer ``l mod T``. Each tile reads the request's tokens rotated by another part of the window, so
+  that two tiles do not repeat each other's sets step by step: the expected number of distinct
+  experts is the same, its spread over the layers is as among different tokens.
+- *Tokens.* A request that generates more tokens than were recorded replays its window again and
+  again, from a random offset (drawn by the workload).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.traces.bitsets import bit_sets
+from eldr_sim.traces.format import RoutingTrace
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Bit sets of the replay windows of some trace requests.
+
+    Parameters
+    ----------
+    bits
+        ``uint64 [rows, moe_layers * words]``: the windows one after the other.
+    first_row, length
+        ``int64 [trace requests]``: each request's window in ``bits``; -1 and 0 where it has none.
+    """
+
+    bits: NDArray[np.uint64]
+    first_row: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+
+def check_trace_fits(trace: RoutingTrace, model: ModelDims) -> None:
+    """Raise InputError unless the trace's experts can stand for the model's."""
+    manifest = trace.manifest
+    have = (manifest.n_experts, manifest.top_k)
+    need = (model.n_experts, model.top_k)
+    if have != need:
+        raise InputError(
+            "trace",
+            f"{manifest.model} has {have[0]} experts and top-{have[1]}, but {model.name} has "
+            f"{need[0]} and top-{need[1]}",
+            f"a trace of {need[0]} experts and top-{need[1]}",
+        )
+    if manifest.n_layers > model.n_moe_layers:
+        raise InputError(
+            "trace",
+            f"it has {manifest.n_layers} MoE layers, {model.name} only {model.n_moe_layers}",
+            f"a trace of at most {model.n_moe_layers} layers",
+        )
+
+
+def make_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.int64]) -> Replay:
+    """Lay out the decode windows of ``requests`` over ``n_layers`` MoE layers.
+
+    The window of a request starts at its last prompt token, which a decode worker computes again
+    to get the first output token, and ends with its last recorded token.
+    """
+    wanted = np.unique(requests)
+    first_row = np.full(len(trace.prompt_len), -1, np.int64)
+    length = np.zeros(len(trace.prompt_len), np.int64)
+    length[wanted] = 1 + trace.output_len[wanted]
+    first_row[wanted] = np.cumsum(length[wanted]) - length[wanted]
+    source = trace.first_row[wanted] + trace.prompt_len[wanted] - 1
+    sets = bit_sets(trace)
+    flat = sets.reshape(len(sets), -1)
+    words = sets.shape[2]
+    bits = np.empty((int(length[wanted].sum()), n_layers * words), np.uint64)
+    _tile(flat, source.astype(np.int64), first_row[wanted], length[wanted], bits)
+    return Replay(bits, first_row, length)
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _tile(flat: Any, source: Any, target: Any, length: Any, out: Any) -> None:
+    """Copy each window, tile by tile, rotated by ``tile / tiles`` of its length."""
+    have, need = flat.shape[1], out.shape[1]
+    tiles = (need + have - 1) // have
+    for q in range(source.shape[0]):
+        n = length[q]
+        for t in range(tiles):
+            shift = t * n // tiles
+            width = min(have, need - t * have)
+            for p in range(n):
+                row = source[q] + (p + shift) % n
+                for k in range(width):
+                    out[target[q] + p, t * have + k] = flat[row, k]

@@ -1,0 +1,109 @@
+"""Writing a result: a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.run import Result
+
+#: A folder with this file is a result, and ``force`` may replace it.
+MARKER = "summary.json"
+
+
+def check_output(out: Path, force: bool) -> None:
+    """Raise InputError unless a result may be written to ``out``."""
+    if not out.exists():
+        return
+    if not force:
+        raise InputError("out", f"{out} exists", "a new folder, or --force to replace a result")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).exists()):
+        raise InputError("out", f"{out} exists and is no result", "a new folder, or a result")
+
+
+@contextmanager
+def whole_folder(out: Path, force: bool) -> Iterator[Path]:
+    """Yield a temporary folder that takes the place of ``out`` when the block ends well."""
+    check_output(out, force)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise InputError("out", f"cannot write {out}: {error.strerror}") from None
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if out.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
+            os.replace(out, old)
+            os.replace(temporary, out)
+            shutil.rmtree(old)
+        else:
+            os.replace(temporary, out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_result(
+    result: Result,
+    out: Path,
+    *,
+    force: bool = False,
+    extras: dict[str, Callable[[Path], None]] | None = None,
+) -> None:
+    """Write ``summary.json``, ``requests.parquet``, ``steps.parquet`` and ``config.json``.
+
+    Parameters
+    ----------
+    result
+        What to write.
+    out
+        Folder to make.
+    force
+        Replace an earlier result.
+    extras
+        More files of the folder: name, and a function that writes it to a path.
+
+    Raises
+    ------
+    InputError
+        If ``out`` exists and may not be replaced, or cannot be written.
+    """
+    with whole_folder(out, force) as folder:
+        write_json(folder / "summary.json", result.summary)
+        write_json(folder / "config.json", result.config)
+        write_table(folder / "requests.parquet", result.requests)
+        write_table(folder / "steps.parquet", result.steps)
+        for name, write in (extras or {}).items():
+            write(folder / name)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON; infinite rates are the string ``inf``, as vLLM writes them."""
+    path.write_text(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table as zstd Parquet."""
+    pq.write_table(table, path, compression="zstd")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return "inf" if value > 0 else "-inf"
+    return value

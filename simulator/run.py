@@ -1,0 +1,284 @@
+"""From a configuration to a result: the steps of one run, in order."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.policies.artifact import RoutingArtifact, fit
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.registry import decode_policy, prefill_policy
+from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.memory import kv_blocks
+from eldr_sim.simulator.metrics import summarise
+from eldr_sim.simulator.replay import check_trace_fits, make_replay
+from eldr_sim.simulator.tables import requests_table, steps_table
+from eldr_sim.simulator.transfer import PRESETS
+from eldr_sim.traces.calibration import CalibrationSet, calibration_set
+from eldr_sim.traces.format import RoutingTrace, open_trace
+from eldr_sim.traces.streams import stream
+from eldr_sim.traces.workload import Workload, make_workload
+
+#: Arrivals go on for this many measured windows after the warm-up, so that the requests measured
+#: last still see the load; the run stops when they have ended.
+_WINDOWS_OF_ARRIVALS = 2.0
+#: A run gives up when the measured requests have not ended after so many times its length.
+_TIME_LIMIT_FACTOR = 20.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that a run reads, loaded and checked."""
+
+    config: RunConfig
+    model: ModelDims
+    gpu: GPU
+    step_time: StepTimeModel
+    trace: RoutingTrace
+    spec: ClusterSpec
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind; see DESIGN: ``summary.json``, two tables and ``config.json``."""
+
+    summary: dict[str, Any]
+    requests: pa.Table
+    steps: pa.Table
+    config: dict[str, Any]
+
+
+def simulate(
+    config: RunConfig,
+    progress: Callable[[float], None] | None = None,
+    setting: Setting | None = None,
+) -> Result:
+    """Run one configuration.
+
+    Parameters
+    ----------
+    config
+        The run.
+    progress
+        Called now and then with the share of measured requests that have ended, 0 to 1.
+    setting
+        What :func:`prepare` returned for a configuration with the same model, GPU, trace and
+        topology, to save loading it again.
+
+    Raises
+    ------
+    InputError
+        If anything in the configuration does not exist or does not fit together.
+    """
+    if setting is None:
+        setting = prepare(config)
+    workload, window = offered_load(config, setting.trace)
+    cluster = build_cluster(config, setting, workload, window)
+    record = cluster.run(progress)
+    return _result(config, setting, workload, record)
+
+
+def prepare(config: RunConfig) -> Setting:
+    """Load model, GPU, tables and trace, and check that they fit together."""
+    model, gpu = load_model(config.model), load_gpu(config.gpu)
+    trace = _open_trace(config.trace)
+    check_trace_fits(trace, model)
+    max_num_seqs = config.max_num_seqs or gpu.max_num_seqs
+    n_blocks = kv_blocks(model, gpu, config.gpu_memory_utilization, config.block_size)
+    step_time = build_step_time_model(
+        model,
+        gpu,
+        max_num_seqs=max_num_seqs,
+        max_model_len=model.max_position_embeddings,
+        host_gap_s=None if config.host_gap_ms is None else config.host_gap_ms / 1e3,
+    )
+    transfer = PRESETS[config.kv_transfer]
+    spec = ClusterSpec(
+        n_prefill=config.n_prefill,
+        n_decode=config.n_decode,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens
+        or gpu.max_num_batched_tokens,
+        max_model_len=model.max_position_embeddings,
+        block_size=config.block_size,
+        n_blocks=n_blocks,
+        transfer=replace(transfer, bandwidth=min(transfer.bandwidth, gpu.nic_bandwidth)),
+        load_report_delay_s=config.load_report_delay_ms / 1e3,
+        max_concurrency=config.max_concurrency,
+    )
+    return Setting(config, model, gpu, step_time, trace, spec)
+
+
+def offered_load(
+    config: RunConfig, trace: RoutingTrace
+) -> tuple[Workload, tuple[float, float]]:
+    """Return the requests of a run and the window, s, in which those that count arrive."""
+    warmup = config.warmup_s
+    window = (warmup, np.inf if config.num_requests else warmup + config.duration)
+    rate = config.request_rate
+    if rate is None and not config.from_file:
+        rate = 60.0
+    output_len = config.output_len
+    if output_len is None:
+        output_len = "recorded" if config.from_file else 512
+    horizon = None if config.num_requests else warmup + _WINDOWS_OF_ARRIVALS * config.duration
+    workload = make_workload(
+        trace,
+        workload=config.workload,
+        request_rate=rate,
+        burstiness=config.burstiness,
+        horizon_s=horizon,
+        num_requests=config.num_requests,
+        output_len=output_len,
+        seed=config.seed,
+        domain_mix=config.domain_mix,
+        trace_replay=config.trace_replay,
+    )
+    arrivals = workload.arrival_s
+    if not ((arrivals >= window[0]) & (arrivals < window[1])).any():
+        raise InputError(
+            "warmup",
+            f"none of {len(arrivals)} requests arrives in the measured window "
+            f"[{window[0]:g} s, {window[1]:g} s)",
+            "a shorter warm-up, a longer duration or a higher rate",
+        )
+    return workload, window
+
+
+def build_cluster(
+    config: RunConfig, setting: Setting, workload: Workload, window: tuple[float, float]
+) -> Cluster:
+    """Put the cluster of a run together, policies fitted."""
+    trace = setting.trace
+
+    @cache
+    def calibration() -> CalibrationSet:
+        return calibration_set(trace, workload=config.workload, domain_mix=config.domain_mix)
+
+    @cache
+    def artifact() -> RoutingArtifact:
+        if config.artifact is not None:
+            return RoutingArtifact.load(Path(config.artifact))
+        return fit(calibration(), config.n_decode, config.seed)
+
+    decode = decode_policy(
+        config.policy,
+        PolicyContext(
+            n_workers=config.n_decode,
+            rng=stream(config.seed, "decode policy"),
+            tau=config.tau,
+            calibration=calibration,
+            artifact=artifact,
+        ),
+    )
+    prefill = prefill_policy(
+        config.prefill_policy,
+        PolicyContext(
+            n_workers=config.n_prefill,
+            rng=stream(config.seed, "prefill policy"),
+            prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
+        ),
+    )
+    prompts = np.unique(workload.trace_request)
+    signatures = dict(zip(prompts.tolist(), trace.prompt_counts(prompts), strict=True))
+    last_arrival = float(workload.arrival_s[-1])
+    return Cluster(
+        setting.spec,
+        setting.model,
+        setting.step_time,
+        workload,
+        make_replay(trace, setting.model.n_moe_layers, workload.decode_request),
+        signatures,
+        prefill,
+        decode,
+        window,
+        time_limit_s=np.inf
+        if config.num_requests
+        else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
+    )
+
+
+@cache
+def _opened(path: str, stamp: float) -> RoutingTrace:
+    return open_trace(path)
+
+
+def _open_trace(name: str) -> RoutingTrace:
+    """Open a trace; one opened before is not read again unless its folder has changed."""
+    manifest = Path(name) / "manifest.json"
+    return _opened(name, os.stat(manifest).st_mtime if manifest.exists() else 0.0)
+
+
+def _result(
+    config: RunConfig, setting: Setting, workload: Workload, record: RunRecord
+) -> Result:
+    model, step_time, trace = setting.model, setting.step_time, setting.trace
+    steps = record.decode_steps
+    outside = {
+        "moe_batch": int((steps.batch > step_time.moe_batch_max).sum()),
+        "attention_batch": int((steps.batch > step_time.attention_batch_max).sum()),
+        "attention_context": int(
+            (steps.context > step_time.context_max * np.maximum(steps.batch, 1)).sum()
+        ),
+    }
+    tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
+    summary = {
+        "label": f"{config.policy}, {config.topology} workers, {model.name} on {setting.gpu.name}",
+        "backend": "eldr-sim",
+        "model_id": model.name,
+        "gpu": setting.gpu.name,
+        "topology": f"{config.n_prefill} prefill + {config.n_decode} decode workers of 1 GPU",
+        "policy": config.policy,
+        "prefill_policy": config.prefill_policy,
+        "seed": config.seed,
+        **summarise(record, config, model.n_moe_layers),
+        "max_num_seqs": setting.spec.max_num_seqs,
+        "max_num_batched_tokens": setting.spec.max_num_batched_tokens,
+        "kv_blocks_per_worker": setting.spec.n_blocks,
+        "kv_transfer": f"{config.kv_transfer}: {setting.spec.transfer.source}",
+        "weakest_provenance": step_time.weakest,
+        "provenance": step_time.provenance,
+        "lookups_outside_tables": outside,
+        "trace": {
+            "name": trace.manifest.model,
+            "provenance": trace.manifest.provenance,
+            "checksum": trace.manifest.checksum,
+            "layers": f"{trace.manifest.n_layers} recorded layers"
+            + (
+                ""
+                if tiles == 1
+                else f" tiled over {model.n_moe_layers}, each tile rotated by another part of "
+                "the request"
+            ),
+            **workload.description,
+        },
+    }
+    effective = config.model_dump(mode="json")
+    run_again = {
+        "config": effective,
+        "trace_checksum": trace.manifest.checksum,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("eldr-sim", "numpy", "numba", "simpy", "pyarrow")},
+        },
+    }
+    return Result(
+        summary=summary,
+        requests=requests_table(record, trace.domains),
+        steps=steps_table(record, model.n_moe_layers),
+        config=run_again,
+    )

@@ -1,0 +1,108 @@
+"""The run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+
+One track a worker with its steps, counters of batch and active experts beside each decode worker,
+one track of overlapping slices a request, and an arrow from prefill to decode for each KV
+transfer. Times are microseconds of simulated time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+_ROLES = {"prefill": 1, "decode": 2}
+_REQUESTS = 3
+
+
+def timeline_events(requests: pa.Table, steps: pa.Table) -> list[dict[str, Any]]:
+    """Return the events of a run's tables (see :mod:`eldr_sim.simulator.tables`)."""
+    events: list[dict[str, Any]] = []
+    for role, pid in _ROLES.items():
+        events.append(_meta("process_name", pid, 0, f"{role} workers"))
+    events.append(_meta("process_name", _REQUESTS, 0, "requests"))
+    named: set[tuple[int, int]] = set()
+    for step in steps.to_pylist():
+        pid, tid = _ROLES[step["role"]], step["worker"]
+        if (pid, tid) not in named:
+            named.add((pid, tid))
+            events.append(_meta("thread_name", pid, tid, f"{step['role']} {tid}"))
+        args = {"batch": step["batch"], "tokens": step["tokens"]}
+        if step["role"] == "decode":
+            args |= {
+                "context_tokens": step["context_tokens"],
+                "active_experts": round(step["active_experts"], 2),
+            }
+            counters = {"batch": step["batch"], "active_experts": args["active_experts"]}
+            events.append(
+                {
+                    "name": f"decode {tid}",
+                    "ph": "C",
+                    "ts": _us(step["start_s"]),
+                    "pid": pid,
+                    "args": counters,
+                }
+            )
+        events.append(
+            {
+                "name": "step",
+                "cat": step["role"],
+                "ph": "X",
+                "ts": _us(step["start_s"]),
+                "dur": _us(step["end_s"] - step["start_s"]),
+                "pid": pid,
+                "tid": tid,
+                "args": args,
+            }
+        )
+    for request in requests.to_pylist():
+        events.extend(_request_events(request))
+    return events
+
+
+def write_timeline(path: Path, requests: pa.Table, steps: pa.Table) -> None:
+    """Write the Chrome trace JSON of a run."""
+    document = {"traceEvents": timeline_events(requests, steps), "displayTimeUnit": "ms"}
+    path.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+
+
+_PHASES = (
+    ("prefill queue", "sent_s", "prefill_start_s"),
+    ("prefill", "prefill_start_s", "prefill_end_s"),
+    ("handoff", "prefill_end_s", "transfer_start_s"),
+    ("KV transfer", "transfer_start_s", "transfer_end_s"),
+    ("decode queue", "transfer_end_s", "decode_start_s"),
+    ("decode", "decode_start_s", "finish_s"),
+)
+
+
+def _request_events(request: dict[str, Any]) -> list[dict[str, Any]]:
+    name, ident = f"request {request['request_id']}", request["request_id"]
+    events: list[dict[str, Any]] = []
+    for phase, start, end in _PHASES:
+        if request[start] is None or request[end] is None:
+            continue
+        common = {"cat": "request", "id": ident, "pid": _REQUESTS, "tid": 0, "name": phase}
+        args = {"request": name, "domain": request["domain"], "tokens": request["output_len"]}
+        events.append({**common, "ph": "b", "ts": _us(request[start]), "args": args})
+        events.append({**common, "ph": "e", "ts": _us(request[end])})
+        if phase == "KV transfer":
+            flow = {"cat": "KV transfer", "id": ident, "name": "KV transfer"}
+            source, target = request["prefill_worker"], request["decode_worker"]
+            events.append(
+                {**flow, "ph": "s", "ts": _us(request[start]), "pid": 1, "tid": source}
+            )
+            events.append(
+                {**flow, "ph": "f", "bp": "e", "ts": _us(request[end]), "pid": 2, "tid": target}
+            )
+    return events
+
+
+def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
