@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-from eldr_sim.errors import InputError
 from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
 
 if TYPE_CHECKING:
     from eldr_sim.policies.artifact import RoutingArtifact

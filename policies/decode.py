@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
+
 from eldr_sim.errors import InputError
 from eldr_sim.policies.balancing import LeastLoaded
 from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
-from numpy.typing import NDArray
 
 
 class RandomPolicy:
@@ -130,6 +131,8 @@ def split_workers(counts: NDArray[np.int64], n_workers: int) -> list[list[int]]:
     """
     present = [int(domain) for domain in np.flatnonzero(counts)]
     owned: list[list[int]] = [[] for _ in counts]
+    if not present:
+        return owned
     if n_workers < len(present):
         carried = [0] * n_workers
         for domain in sorted(present, key=lambda d: (-int(counts[d]), d)):

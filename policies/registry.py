@@ -26,6 +26,7 @@ from eldr_sim.policies.decode import (
     RandomPolicy,
     RoundRobinPolicy,
 )
+from eldr_sim.policies.eldr import EldrPolicy
 from eldr_sim.policies.prefill import (
     LeastLoadedPolicy,
     PrefillRoundRobinPolicy,
@@ -58,6 +59,7 @@ _BUILT_IN = cast(
         JoinShortestQueuePolicy,
         PowerOfTwoChoicesPolicy,
         DomainPolicy,
+        EldrPolicy,
         PrefillRoundRobinPolicy,
         LeastLoadedPolicy,
         PrefixHashPolicy,

@@ -1,0 +1,291 @@
+"""ELDR's offline fit: the routing artifact that a router loads at start (Sec. 4.1 and 5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.clustering import balanced_kmeans
+from eldr_sim.policies.signature import Floats, Ints, idf_weights, select_layers, signatures
+from eldr_sim.traces.calibration import CalibrationSet
+
+FORMAT_VERSION = 1
+"""Version of the file format, raised whenever an older reader would misread a newer file."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingArtifact:
+    """Layer mask, IDF weights and one centroid a decode worker, with what they were fit from.
+
+    Attributes
+    ----------
+    idf
+        Shape [L, E]: inverse document frequency of every expert.
+    layer_order
+        Shape [L]: layers in the order of the greedy selection.
+    rho
+        Shape [L]: ``rho[i]`` is the signature quality (Eq. 1) with the first ``i + 1`` layers of
+        ``layer_order``.
+    n_kept
+        N*, the number of layers kept.
+    centroids
+        Shape [K, n_kept * E]: unit centroids over the kept layers in ascending order. Centroid
+        ``k`` belongs to decode worker ``k``.
+    cluster_domains
+        Shape [K, n_domains]: calibration requests of each domain in each cluster (for reading
+        only: no decision uses it).
+    domains
+        Names of the domains.
+    n_pairs
+        Pairs of calibration requests that rho was measured on.
+    cost
+        Mean cosine distance between calibration signatures and their centroids.
+    seed
+        Seed of the fit.
+    trace_checksum
+        Checksum of the routing trace that the calibration requests came from.
+    """
+
+    idf: Floats
+    layer_order: Ints
+    rho: Floats
+    n_kept: int
+    centroids: Floats
+    cluster_domains: Ints
+    domains: tuple[str, ...]
+    n_pairs: int
+    cost: float
+    seed: int
+    trace_checksum: str
+
+    @property
+    def n_decoders(self) -> int:
+        """K, the number of centroids."""
+        return len(self.centroids)
+
+    @cached_property
+    def layers(self) -> Ints:
+        """The kept layers in ascending order, as the centroids stack them."""
+        return np.sort(self.layer_order[: self.n_kept])
+
+    @property
+    def layer_mask(self) -> NDArray[np.bool_]:
+        """Shape [L]: whether a layer is kept."""
+        mask = np.zeros(len(self.layer_order), dtype=bool)
+        mask[self.layers] = True
+        return mask
+
+    @property
+    def cluster_sizes(self) -> Ints:
+        """Shape [K]: calibration requests in each cluster."""
+        return np.asarray(self.cluster_domains.sum(axis=1))
+
+    @property
+    def n_calibration(self) -> int:
+        """Calibration requests that the fit used."""
+        return int(self.cluster_domains.sum())
+
+    def signatures(self, counts: NDArray[Any]) -> Floats:
+        """Return the signatures of prefill counts of shape [n, L, E] (Eq. 2)."""
+        if counts.shape[1:] != self.idf.shape:
+            seen = "x".join(map(str, counts.shape[1:]))
+            layers, experts = self.idf.shape
+            allowed = f"{layers} layers x {experts} experts"
+            raise InputError("signature", f"counts of {seen}", allowed)
+        return signatures(counts, self.idf, self.layers)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the fit in plain numbers, for reports and results."""
+        return {
+            "n_decoders": self.n_decoders,
+            "n_calibration": self.n_calibration,
+            "n_layers": len(self.layer_order),
+            "n_layers_kept": self.n_kept,
+            "layers_kept": self.layers.tolist(),
+            "rho": float(self.rho[self.n_kept - 1]),
+            "rho_all_layers": float(self.rho[-1]),
+            "rho_pairs": self.n_pairs,
+            "mean_cosine_distance": self.cost,
+            "cluster_sizes": self.cluster_sizes.tolist(),
+            "seed": self.seed,
+            "trace_checksum": self.trace_checksum,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the artifact to one ``.npz`` file, whole or not at all.
+
+        Centroids are stored as float32, which holds them exactly (multiples of 2^-24, at most 1).
+        """
+        target = Path(path)
+        facts = {
+            "format_version": FORMAT_VERSION,
+            "n_kept": self.n_kept,
+            "domains": list(self.domains),
+            "n_pairs": self.n_pairs,
+            "cost": self.cost,
+            "seed": self.seed,
+            "trace_checksum": self.trace_checksum,
+        }
+        try:
+            handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        except OSError as error:
+            raise InputError("artifact", f"cannot write {target}: {error.strerror}") from error
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez(
+                    file,
+                    facts=np.array(json.dumps(facts)),
+                    idf=self.idf,
+                    layer_order=self.layer_order,
+                    rho=self.rho,
+                    centroids=self.centroids.astype(np.float32),
+                    cluster_domains=self.cluster_domains,
+                )
+            os.chmod(name, 0o644)
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> RoutingArtifact:
+        """Read and validate an artifact.
+
+        Raises
+        ------
+        InputError
+            If the file is missing, is no artifact, is of another format version, or if its arrays
+            contradict each other.
+        """
+        source = Path(path)
+        try:
+            loaded = np.load(source, allow_pickle=False)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):
+                raise ValueError("a single array")
+            with loaded as file:
+                arrays = {name: file[name] for name in file.files}
+        except FileNotFoundError as error:
+            raise InputError("artifact", f"no file {source}") from error
+        except Exception as error:  # zipfile and numpy raise a dozen kinds on foreign bytes
+            raise InputError("artifact", f"{source} is no routing artifact (.npz)") from error
+        try:
+            return _checked(arrays)
+        except (KeyError, TypeError, ValueError) as error:
+            detail = error.problem if isinstance(error, InputError) else f"lacks or garbles {error}"
+            raise InputError("artifact", f"{source}: {detail}") from error
+
+
+def fit(calibration: CalibrationSet, n_decoders: int, seed: int) -> RoutingArtifact:
+    """Fit the routing artifact: IDF table, layer mask, one centroid a decode worker.
+
+    Parameters
+    ----------
+    calibration
+        Calibration requests with prefill counts and decode activation.
+    n_decoders
+        K, the decode workers to route among.
+    seed
+        Seed of the sampled pairs and of the clustering's starts, 0 or more.
+
+    Raises
+    ------
+    InputError
+        With fewer calibration requests than decode workers or than 3, or without any expert that
+        distinguishes the requests.
+    """
+    n = len(calibration.counts)
+    if n_decoders < 1:
+        raise InputError("n_decoders", f"{n_decoders} decode workers", "1 or more")
+    if n < n_decoders:
+        problem = f"{n} requests cannot make {n_decoders} clusters"
+        raise InputError("calibration", problem, f"{n_decoders} requests or more")
+    if seed < 0:
+        raise InputError("seed", f"{seed}", "0 or more")
+    pairs_rng, cluster_rng = (
+        np.random.Generator(np.random.PCG64(child))
+        for child in np.random.SeedSequence(seed).spawn(2)
+    )
+    idf = idf_weights(calibration.counts)
+    selection = select_layers(calibration.counts, calibration.decode_activation, idf, pairs_rng)
+    points = signatures(calibration.counts, idf, selection.layers)
+    clustering = balanced_kmeans(points, n_decoders, cluster_rng)
+    cluster_domains = np.zeros((n_decoders, len(calibration.domains)), dtype=np.int64)
+    np.add.at(cluster_domains, (clustering.labels, calibration.domain), 1)
+    return RoutingArtifact(
+        idf=idf,
+        layer_order=selection.order,
+        rho=selection.rho,
+        n_kept=selection.n_kept,
+        centroids=clustering.centroids,
+        cluster_domains=cluster_domains,
+        domains=tuple(calibration.domains),
+        n_pairs=selection.n_pairs,
+        cost=clustering.cost / n,
+        seed=seed,
+        trace_checksum=calibration.trace_checksum,
+    )
+
+
+def _checked(arrays: Mapping[str, NDArray[Any]]) -> RoutingArtifact:
+    """Build an artifact from the arrays of a file, or say what is wrong with them."""
+    facts = json.loads(str(arrays["facts"]))
+    version = facts["format_version"]
+    if version != FORMAT_VERSION:
+        raise InputError("artifact", f"format version {version}, not {FORMAT_VERSION}")
+    artifact = RoutingArtifact(
+        idf=arrays["idf"].astype(np.float64),
+        layer_order=arrays["layer_order"].astype(np.int64),
+        rho=arrays["rho"].astype(np.float64),
+        n_kept=int(facts["n_kept"]),
+        centroids=arrays["centroids"].astype(np.float64),
+        cluster_domains=arrays["cluster_domains"].astype(np.int64),
+        domains=tuple(str(domain) for domain in facts["domains"]),
+        n_pairs=int(facts["n_pairs"]),
+        cost=float(facts["cost"]),
+        seed=int(facts["seed"]),
+        trace_checksum=str(facts["trace_checksum"]),
+    )
+    n_layers = len(artifact.layer_order)
+    _require(artifact.idf.ndim == 2 and artifact.idf.size > 0, "idf is no table")
+    _require(bool((np.isfinite(artifact.idf) & (artifact.idf >= 0)).all()), "idf is out of range")
+    _require(
+        len(artifact.idf) == n_layers
+        and np.array_equal(np.sort(artifact.layer_order), np.arange(n_layers)),
+        "layer_order is no order of the layers of idf",
+    )
+    _require(
+        artifact.rho.shape == (n_layers,) and bool((np.abs(artifact.rho) <= 1 + 1e-9).all()),
+        "rho is no curve over the layers",
+    )
+    _require(1 <= artifact.n_kept <= n_layers, f"n_kept={artifact.n_kept} of {n_layers} layers")
+    width = artifact.n_kept * artifact.idf.shape[1]
+    _require(
+        artifact.centroids.ndim == 2
+        and len(artifact.centroids) > 0
+        and artifact.centroids.shape[1] == width,
+        "centroids do not fit the kept layers and experts",
+    )
+    _require(
+        bool(np.allclose((artifact.centroids**2).sum(axis=1), 1.0, rtol=0, atol=1e-5)),
+        "centroids are not of unit length",
+    )
+    _require(
+        artifact.cluster_domains.shape == (artifact.n_decoders, len(artifact.domains)),
+        "cluster_domains does not fit the centroids and domains",
+    )
+    return artifact
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise InputError("artifact", otherwise)

@@ -1,0 +1,189 @@
+"""Expert signatures against plain twins: textbook formulas, scipy and exhaustive pairs."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import pdist
+from scipy.stats import spearmanr
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.signature import (
+    idf_weights,
+    sample_pairs,
+    select_layers,
+    signatures,
+    spearman,
+    unit_rows,
+)
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def structured(n=60, n_layers=5, n_experts=12, n_groups=3, informative=(1, 3), seed=0):
+    """Counts and decode activation that share a group's taste on the ``informative`` layers.
+
+    On the others each request has a taste of its own, another in decode than in prefill.
+    """
+    r = rng(seed)
+    group = np.arange(n) % n_groups
+    taste = r.choice([0.1, 4.0], size=(2, n, n_layers, n_experts))
+    for layer in informative:
+        taste[:, :, layer] = r.choice([0.1, 4.0], size=(n_groups, n_experts))[group]
+    prefill, decode = taste / taste.sum(axis=3, keepdims=True)
+    counts = r.poisson(prefill * 80).astype(np.uint16)
+    activation = np.minimum(r.poisson(decode * 80) / 80, 1).astype(np.float32)
+    return counts, activation, group
+
+
+# -- unit vectors ------------------------------------------------------------------------------
+
+
+def test_unit_rows_are_the_direction():
+    rows = rng().gamma(0.3, 50.0, (40, 700))
+    rows[3] = 0
+    unit = unit_rows(rows)
+    norm = np.linalg.norm(rows, axis=1, keepdims=True)
+    np.testing.assert_allclose(unit, rows / np.where(norm > 0, norm, 1), rtol=0, atol=1e-6)
+    assert not unit[3].any()
+    assert unit_rows(np.array([[0.0, 7.0]])).tolist() == [[0.0, 1.0]]
+
+
+def test_dot_products_of_unit_rows_do_not_depend_on_the_order_of_summation():
+    rows = rng(1).gamma(0.3, 50.0, (20, 6144))
+    unit = unit_rows(rows)
+    shuffled = rng(2).permutation(6144)
+    left, right = unit[:10], unit[10:]
+    reference = np.array([[math.fsum(a * b) for b in right] for a in left])
+    assert (left @ right.T == reference).all()
+    assert (left[:, shuffled] @ right[:, shuffled].T == reference).all()
+    # The same without rounding does depend on it: the property is not free.
+    plain = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    a, b = plain[:10], plain[10:]
+    assert (a @ b.T != a[:, shuffled] @ b[:, shuffled].T).any()
+
+
+# -- IDF and signature -------------------------------------------------------------------------
+
+
+def test_idf_by_hand():
+    counts = np.zeros((3, 2, 2), np.uint16)
+    counts[:, 0, 0] = [5, 1, 9]  # in every request
+    counts[:, 0, 1] = [0, 7, 0]  # in one
+    counts[:, 1, 0] = [2, 0, 2]  # in two; (1, 1) in none
+    expected = [[0.0, math.log(4 / 2)], [math.log(4 / 3), math.log(4)]]
+    np.testing.assert_allclose(idf_weights(counts), expected, atol=1e-9)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
+def test_signature_matches_its_definition(seed, n, n_layers, n_experts):
+    r = rng(seed)
+    counts = r.poisson(0.8, (n, n_layers, n_experts)).astype(np.uint16)
+    layers = np.sort(r.choice(n_layers, size=r.integers(1, n_layers + 1), replace=False))
+    idf = idf_weights(counts)
+    made = signatures(counts, idf, layers)
+    for request in range(n):
+        x = []
+        for layer in layers:
+            for expert in range(n_experts):
+                df = sum(counts[other, layer, expert] > 0 for other in range(n))
+                weight = math.log((n + 1) / (df + 1))
+                x.append(float(counts[request, layer, expert]) * weight)
+        length = math.sqrt(sum(value**2 for value in x))
+        expected = [value / length if length else 0.0 for value in x]
+        np.testing.assert_allclose(made[request], expected, rtol=0, atol=1e-6)
+
+
+def test_signature_ignores_the_length_of_the_prompt():
+    counts, _, _ = structured()
+    idf = idf_weights(counts)
+    layers = np.arange(5)
+    tripled = signatures(3 * counts.astype(np.uint32), idf, layers)
+    np.testing.assert_array_equal(tripled, signatures(counts, idf, layers))
+
+
+# -- Spearman and pairs ------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.floats(-1, 1)), min_size=2, max_size=40))
+def test_spearman_is_scipys(pairs):
+    a, b = np.array(pairs, dtype=float).T
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        assert spearman(a, b) == 0.0
+    else:
+        assert spearman(a, b) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
+
+
+@given(st.integers(2, 40), st.integers(1, 300), st.integers(0, 2**32))
+def test_pairs_are_distinct_and_as_many_as_asked(n, n_pairs, seed):
+    i, j = sample_pairs(n, n_pairs, rng(seed))
+    every = set(combinations(range(n), 2))
+    drawn = set(zip(j.tolist(), i.tolist(), strict=True))
+    assert drawn <= every
+    assert len(drawn) == len(i) == min(n_pairs, len(every))
+
+
+def test_pair_numbers_hold_for_large_sets():
+    i, j = sample_pairs(3_000_000, 2000, rng())
+    assert ((j >= 0) & (j < i) & (i < 3_000_000)).all()
+    # Uniform over the triangle: (i / n)^2 is uniform, so its mean is 1/2.
+    assert np.mean((i / 3_000_000) ** 2) == pytest.approx(0.5, abs=0.03)
+
+
+# -- layer selection ---------------------------------------------------------------------------
+
+
+def naive_rho(counts, activation, idf, mask):
+    """Eq. 1 from scratch: build the signatures on the mask, take all pair distances, rank."""
+    n = len(counts)
+    x = (counts * idf)[:, mask].reshape(n, -1)
+    p = activation.reshape(n, -1).astype(float)
+    return spearmanr(pdist(x, "cosine"), pdist(p, "cosine")).statistic
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32))
+def test_greedy_selection_matches_the_naive_one(seed):
+    counts, activation, _ = structured(n=14, n_layers=4, n_experts=9, seed=seed)
+    counts[:, :, 0] += 1  # no row of zeros: scipy's cosine distance would be NaN there
+    counts[0, :, 1] = 0
+    idf = idf_weights(counts) + 0.01
+    found = select_layers(counts, activation, idf, rng())
+    assert found.n_pairs == 14 * 13 // 2
+    mask: list[int] = []
+    for step, layer in enumerate(found.order):
+        left = [c for c in range(4) if c not in mask]
+        rho = {c: naive_rho(counts, activation, idf, [*mask, c]) for c in left}
+        assert found.rho[step] == pytest.approx(max(rho.values()), abs=2e-3)
+        assert rho[int(layer)] == pytest.approx(max(rho.values()), abs=2e-3)
+        mask.append(int(layer))
+    assert sorted(mask) == list(range(4))
+
+
+def test_selection_finds_the_informative_layers():
+    counts, activation, _ = structured(n=90, informative=(1, 3))
+    found = select_layers(counts, activation, idf_weights(counts) + 0.01, rng())
+    assert set(found.order[:2].tolist()) == {1, 3}
+    assert found.layers.tolist() == [1, 3]
+    assert found.n_kept == 2
+    assert found.rho[1] > found.rho[-1] + 0.02
+
+
+def test_first_peak_wins_a_tie():
+    counts, activation, _ = structured(n=30, n_layers=3, informative=(0, 1, 2))
+    # Layers 1 and 2 repeat layer 0: nothing is gained by keeping them.
+    counts[:, 1] = counts[:, 2] = counts[:, 0]
+    found = select_layers(counts, activation, idf_weights(counts) + 0.01, rng())
+    assert found.order.tolist() == [0, 1, 2]
+    assert found.n_kept == 1
+
+
+def test_selection_needs_pairs_to_rank():
+    counts, activation, _ = structured(n=2, n_groups=2)
+    with pytest.raises(InputError, match="calibration: 2 requests"):
+        select_layers(counts, activation, idf_weights(counts), rng())
