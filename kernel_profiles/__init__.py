@@ -1,1 +1,15 @@
-"""See the module docstrings."""
+"""How long does a step take on this GPU?
+
+Modules, from facts to answers:
+
+- ``models``: dimensions, parameter and byte counts of the served MoE models.
+- ``gpus``: memory, bandwidth, compute and engine defaults of each GPU.
+- ``tables``: latency table format v1 (Parquet plus provenance) and the shipped tables.
+- ``aiconfigurator``: makes shipped tables from the optional package ``aiconfigurator-core``.
+- ``moe_latency``: one MoE layer's time over (batch, distinct experts).
+- ``kernel_latency``: attention, GEMM and collective times, interpolated from tables.
+- ``roofline``: what stands in where no table exists.
+- ``step_time``: ``StepTimeModel``, the sum of all of them for one worker.
+
+Times are seconds, sizes bytes, rates bytes or FLOP per second, unless a name says otherwise.
+"""

@@ -1,0 +1,346 @@
+"""Import measured kernel tables from the optional package ``aiconfigurator-core`` (Apache-2.0).
+
+The package ships Parquet tables under ``systems/data/<gpu>/<kind>/<backend>/<version>``. What
+this importer has to know about them:
+
+- MoE rows give tokens but no count of distinct experts. ``balanced`` routing activates exactly
+  ``min(E, k * tokens)``; ``power_law_*`` rows are unseeded draws, so that only the expectation is
+  known, computed here from the generator that the package's collector documents.
+- Attention ``step`` counts cached tokens, so a decode step attends to ``step + 1``.
+- NCCL ``message_size`` counts elements, not bytes.
+- Latencies are milliseconds, taken under CUDA graphs without flushing the L2 cache: points whose
+  weights fit into it read low.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from importlib import metadata as package_metadata
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.tables import (
+    Kind,
+    LatencyTable,
+    TableMetadata,
+    attention_shape,
+    moe_shape,
+    table_name,
+)
+
+SYSTEMS = {"H100": "h100_sxm", "H200": "h200_sxm", "A100": "a100_sxm", "B200": "b200_sxm"}
+"""GPUs that can be imported, and their folder in the package."""
+
+MOE_DTYPES = {"bfloat16": "bfloat16", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4"}
+"""Expert storage of a model, and the package's name for the kernels that serve it."""
+
+_GEMM_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_GEMM_ROWS += (3072, 4096, 8192, 16384)
+_NOTES = "CUDA graph timing, no L2 flush: points whose data fit the L2 cache read low"
+
+
+def expected_distinct(tokens: int, n_experts: int, top_k: int, alpha: float) -> float:
+    """Expected number of distinct experts under the package's power-law routing.
+
+    Follows the collector's generator: expert weights by inverse CDF of a power law with exponent
+    ``alpha`` (on [1, 0.8 tokens] where ``tokens * top_k > n_experts``, else on [0.01, 2]), scaled
+    to ``tokens * top_k`` choices, rounded and capped at ``tokens`` each; what is then missing goes
+    to the least loaded experts, what is too much comes off them. The mean over 200 draws of a
+    fixed seed; its standard error is below 1 expert.
+    """
+    rng = np.random.default_rng([tokens, n_experts, top_k, round(alpha * 1000)])
+    low, high = (1.0, 0.8 * tokens) if tokens * top_k > n_experts else (0.01, 2.0)
+    exponent = 1.0 - alpha
+    target = tokens * top_k
+    distinct = []
+    for _ in range(200):
+        span = high**exponent - low**exponent
+        weights = (span * rng.random(n_experts) + low**exponent) ** (1 / exponent)
+        counts = np.rint(weights / weights.sum() * target).astype(np.int64)
+        overflow = int(np.maximum(counts - tokens, 0).sum())
+        counts = np.minimum(counts, tokens)
+        ascending = np.argsort(counts, kind="stable")
+        for expert in ascending:  # the cap's overflow fills the least loaded expert first
+            taken = min(overflow, tokens - int(counts[expert]))
+            counts[expert] += taken
+            overflow -= taken
+        missing = target - int(counts.sum())
+        ascending = np.argsort(counts, kind="stable")
+        while missing > 0:  # one each, from the least loaded on
+            room = ascending[counts[ascending] < tokens][:missing]
+            counts[room] += 1
+            missing -= len(room)
+        for turn in range(-missing):
+            expert = ascending[turn % n_experts]
+            counts[expert if counts[expert] > 0 else np.argmax(counts)] -= 1
+        distinct.append(np.count_nonzero(counts))
+    return float(np.mean(distinct))
+
+
+def _data_folder(gpu: str) -> Path:
+    if gpu not in SYSTEMS:
+        raise InputError("gpu", f"no tables to import for {gpu!r}", ", ".join(SYSTEMS))
+    try:
+        root = Path(str(resources.files("aiconfigurator_core")))
+    except ModuleNotFoundError:
+        raise InputError(
+            "aiconfigurator",
+            "the package aiconfigurator-core is not installed",
+            "pip install 'eldr-sim[aiconfigurator]'",
+        ) from None
+    return root / "systems" / "data" / SYSTEMS[gpu]
+
+
+def _versions(folder: Path) -> list[str]:
+    """Version folders, newest first."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(names, key=lambda name: [int(p) for p in name.split(".") if p.isdigit()])[::-1]
+
+
+def _read(folder: Path, version: str, file: str) -> pd.DataFrame:
+    path = folder / version / file
+    return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+
+
+def _median(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """One row per point: the median latency of repeated rows, sorted by point."""
+    return frame.groupby(keys, as_index=False, sort=True)["latency"].median()
+
+
+def _table(
+    kind: Kind,
+    gpu: str,
+    frame: pd.DataFrame,
+    columns: dict[str, NDArray[Any]],
+    *,
+    shape: dict[str, int],
+    dtype: str,
+    framework: str,
+    path: str,
+    latency_dtype: type = np.float64,
+    device: str | None = None,
+    kernel_source: str | None = None,
+) -> LatencyTable:
+    sources = sorted(set(frame["kernel_source"])) if kernel_source is None else [kernel_source]
+    return LatencyTable(
+        TableMetadata(
+            kind=kind,
+            gpu=gpu,
+            shape=shape,
+            dtype=dtype,
+            kernel_source=" + ".join(sources),
+            framework=framework,
+            provenance="imported",
+            origin=f"aiconfigurator-core {package_metadata.version('aiconfigurator-core')}: {path}",
+            device=device or str(frame["device"].iloc[0]),
+            date=datetime.date.today().isoformat(),
+            notes=_NOTES if kind != "collective" else "",
+        ),
+        columns | {"latency_s": columns["latency_s"].astype(latency_dtype)},
+    )
+
+
+def moe_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
+    """Fused-MoE tables of a model's layer on one GPU, the newest version of every kernel."""
+    folder = _data_folder(gpu) / "moe" / "vllm"
+    seen: set[str] = set()
+    for version in _versions(folder):
+        frame = _read(folder, version, "moe_perf.parquet")
+        if frame.empty:
+            continue
+        frame = frame[
+            (frame.moe_tp_size == 1)
+            & (frame.moe_ep_size == 1)
+            & (frame.hidden_size == model.hidden_size)
+            & (frame.inter_size == model.expert_intermediate_size)
+            & (frame.num_experts == model.n_experts)
+            & (frame.topk == model.top_k)
+            & (frame.moe_dtype == MOE_DTYPES[model.expert_dtype])
+        ]
+        for source, rows in frame.groupby("kernel_source", sort=True):
+            points = _median(rows, ["distribution", "num_tokens"])
+            if source in seen or points.num_tokens.nunique() < 10:
+                continue
+            seen.add(str(source))
+            yield _table(
+                "moe",
+                gpu,
+                rows,
+                {
+                    "batch": points.num_tokens.to_numpy(np.int32),
+                    "distinct_experts": np.array(
+                        [
+                            _distinct(routing, tokens, model)
+                            for routing, tokens in zip(
+                                points.distribution, points.num_tokens, strict=True
+                            )
+                        ]
+                    ),
+                    "routing": points.distribution.to_numpy(dtype=object),
+                    "latency_s": points.latency.to_numpy(np.float64) / 1e3,
+                },
+                shape=moe_shape(
+                    model.hidden_size,
+                    model.expert_intermediate_size,
+                    model.n_experts,
+                    model.top_k,
+                ),
+                dtype=MOE_DTYPES[model.expert_dtype],
+                framework=f"vllm {version}",
+                path=f"{SYSTEMS[gpu]}/moe/vllm/{version}/moe_perf.parquet",
+            )
+
+
+def _distinct(routing: str, tokens: int, model: ModelDims) -> float:
+    if routing == "balanced":
+        return float(min(model.n_experts, tokens * model.top_k))
+    alpha = float(routing.removeprefix("power_law_"))
+    return expected_distinct(tokens, model.n_experts, model.top_k, alpha)
+
+
+def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
+    """Decode and prefill attention of every kind of layer of a model, newest version, bf16 KV."""
+    if model.attention != "gqa":
+        return
+    folder = _data_folder(gpu) / "attention" / "vllm"
+    shapes = []
+    if model.n_full_layers:
+        heads = model.global_n_kv_heads or model.n_kv_heads
+        width = model.global_head_dim or model.head_dim
+        shapes.append(attention_shape(model.n_heads, heads, width, 0))
+    if model.n_sliding_layers:
+        window = model.sliding_window
+        shapes.append(attention_shape(model.n_heads, model.n_kv_heads, model.head_dim, window))
+    for version in _versions(folder)[:1]:
+        for kind in ("attention_decode", "attention_prefill"):
+            decode = kind == "attention_decode"
+            file = f"{'generation' if decode else 'context'}_attention_perf.parquet"
+            frame = _read(folder, version, file)
+            if "window_size" not in frame:
+                frame["window_size"] = 0
+            for shape in shapes:
+                rows = frame[
+                    (frame.num_heads == shape["n_heads"])
+                    & (frame.num_key_value_heads == shape["n_kv_heads"])
+                    & (frame.head_dim == shape["head_dim"])
+                    & (frame.window_size == shape["window"])
+                    & (frame.kv_cache_dtype == "bfloat16")
+                ]
+                if rows.empty:
+                    continue
+                axis = "step" if decode else "isl"
+                points = _median(rows, ["batch_size", axis])
+                tokens = points[axis].to_numpy(np.int32)
+                columns: dict[str, NDArray[Any]] = {
+                    "batch": points.batch_size.to_numpy(np.int32),
+                    "context" if decode else "new_tokens": tokens + 1 if decode else tokens,
+                    "latency_s": points.latency.to_numpy(np.float64) / 1e3,
+                }
+                yield _table(
+                    "attention_decode" if decode else "attention_prefill",
+                    gpu,
+                    rows,
+                    columns,
+                    shape=shape,
+                    dtype="bfloat16",
+                    framework=f"vllm {version}",
+                    path=f"{SYSTEMS[gpu]}/attention/vllm/{version}/{file}",
+                )
+
+
+def gemm_table(gpu: str) -> LatencyTable:
+    """Dense bfloat16 GEMMs of one GPU: every (n, k) of the package, a subset of m."""
+    folder = _data_folder(gpu) / "gemm" / "vllm"
+    version = _versions(folder)[0]
+    frame = _read(folder, version, "gemm_perf.parquet")
+    rows = frame[(frame.gemm_dtype == "bfloat16") & frame.m.isin(_GEMM_ROWS)]
+    points = _median(rows, ["n", "k", "m"])
+    return _table(
+        "gemm",
+        gpu,
+        rows,
+        {name: points[name].to_numpy(np.int32) for name in ("m", "n", "k")}
+        | {"latency_s": points.latency.to_numpy(np.float64) / 1e3},
+        shape={},
+        dtype="bfloat16",
+        framework=f"vllm {version}",
+        path=f"{SYSTEMS[gpu]}/gemm/vllm/{version}/gemm_perf.parquet",
+        latency_dtype=np.float32,
+    )
+
+
+def collective_tables(gpu: str) -> Iterator[LatencyTable]:
+    """NCCL collectives and vLLM's custom all-reduce (under CUDA graphs) inside one node."""
+    comm = _data_folder(gpu) / "comm"
+    for backend, file, element, keep in (
+        ("nccl", "nccl_perf.parquet", "half", "NCCL"),
+        ("vllm", "custom_allreduce_perf.parquet", "bfloat16", "vLLM_custom_graph"),
+    ):
+        version = next(
+            (v for v in _versions(comm / backend) if (comm / backend / v / file).is_file()), None
+        )
+        if version is None:
+            continue
+        frame = _read(comm / backend, version, file)
+        dtype = frame["nccl_dtype" if backend == "nccl" else "allreduce_dtype"]
+        rows = frame[(dtype == element) & (frame.kernel_source == keep)]
+        points = _median(rows, ["op_name", "num_gpus", "message_size"])
+        yield _table(
+            "collective",
+            gpu,
+            rows,
+            {
+                "operation": points.op_name.to_numpy(dtype=object),
+                "n_gpus": points.num_gpus.to_numpy(np.int32),
+                "message_bytes": 2 * points.message_size.to_numpy(np.int64),  # 2-byte elements
+                "latency_s": points.latency.to_numpy(np.float64) / 1e3,
+            },
+            shape={},
+            dtype="float16" if element == "half" else element,
+            framework=f"{backend} {version}",
+            path=f"{SYSTEMS[gpu]}/comm/{backend}/{version}/{file}",
+            device=str(rows["device"].iloc[0]) if "device" in rows else SYSTEMS[gpu],
+            kernel_source=keep,
+        )
+
+
+def import_tables(gpu: str, model: ModelDims | None, out_dir: Path) -> list[Path]:
+    """Write latency tables of one GPU as format v1.
+
+    Parameters
+    ----------
+    gpu
+        One of :data:`SYSTEMS`.
+    model
+        Whose MoE and attention tables to write; None writes the GPU's GEMM and collective tables.
+    out_dir
+        Folder to write to, made if missing. Existing tables of the same name are replaced.
+
+    Returns
+    -------
+    list of Path
+        Files written, none if the package holds no rows of the model on this GPU.
+
+    Raises
+    ------
+    InputError
+        The package is missing, or knows no such GPU.
+    """
+    if model is None:
+        tables = [gemm_table(gpu), *collective_tables(gpu)]
+    else:
+        tables = [*moe_tables(gpu, model), *attention_tables(gpu, model)]
+    paths = []
+    for table in tables:
+        path = out_dir / table_name(table.metadata)
+        table.save(path)
+        paths.append(path)
+    return paths

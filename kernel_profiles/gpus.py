@@ -1,0 +1,108 @@
+"""GPUs: memory, bandwidth, compute and the engine's defaults on them.
+
+Facts live in ``data/gpus.json``, each with its source.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from importlib import resources
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eldr_sim.errors import InputError
+
+
+class GPU(BaseModel):
+    """One GPU and the node it sits in."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Short name, as accepted by :func:`load_gpu`."""
+    aliases: tuple[str, ...] = ()
+    """Other names."""
+    memory_bytes: int = Field(gt=0)
+    """Device memory."""
+    memory_bandwidth: float = Field(gt=0)
+    """Peak HBM bandwidth, bytes per second."""
+    bf16_flops: float = Field(gt=0)
+    """Peak dense bfloat16 tensor throughput, FLOP per second."""
+    fp8_flops: float = Field(ge=0)
+    """Peak dense FP8 tensor throughput; 0 where the hardware has none."""
+    nic_bandwidth: float = Field(gt=0)
+    """Network line rate per GPU, one direction, bytes per second."""
+    intra_node_bandwidth: float = Field(gt=0)
+    """Bandwidth to the other GPUs of the node, one direction, bytes per second."""
+    engine_reserved_bytes: int = Field(ge=0)
+    """Memory that is neither weights nor KV cache: activations, graphs, communicators, runtime."""
+    max_num_seqs: int = Field(ge=1)
+    """Default of ``vllm serve --max-num-seqs`` on this GPU."""
+    max_num_batched_tokens: int = Field(ge=1)
+    """Default of ``vllm serve --max-num-batched-tokens`` on this GPU."""
+    source: str
+    """Where the hardware figures come from."""
+    engine_reserved_source: str
+    """Where ``engine_reserved_bytes`` comes from."""
+    defaults_source: str
+    """Where the two server defaults come from."""
+
+    def kv_cache_bytes(self, weight_bytes: int, memory_utilization: float = 0.9) -> int:
+        """Memory left for KV blocks, as vLLM sizes its cache.
+
+        Parameters
+        ----------
+        weight_bytes
+            Bytes of the weights on this GPU.
+        memory_utilization
+            ``--gpu-memory-utilization``, in (0, 1].
+
+        Raises
+        ------
+        InputError
+            The weights leave no memory, or the utilization is out of range.
+        """
+        if not 0 < memory_utilization <= 1:
+            raise InputError("gpu_memory_utilization", f"{memory_utilization!r}", "0 < x <= 1")
+        budget = int(self.memory_bytes * memory_utilization)
+        left = budget - weight_bytes - self.engine_reserved_bytes
+        if left <= 0:
+            raise InputError(
+                "gpu",
+                f"{self.name} holds {budget / 1e9:.1f} GB at utilization {memory_utilization}, "
+                f"but weights need {weight_bytes / 1e9:.1f} GB "
+                f"and the engine {self.engine_reserved_bytes / 1e9:.1f} GB",
+                "a larger GPU, a smaller model, or more GPUs per worker",
+            )
+        return left
+
+
+@lru_cache(maxsize=1)
+def _registry() -> dict[str, GPU]:
+    text = resources.files("eldr_sim.kernel_profiles").joinpath("data/gpus.json").read_text()
+    data = json.loads(text)
+    return {entry["name"]: GPU(**{**data["common"], **entry}) for entry in data["gpus"]}
+
+
+def list_gpus() -> list[str]:
+    """Names of the GPUs that ship with the package."""
+    return list(_registry())
+
+
+def load_gpu(name: str) -> GPU:
+    """Find a GPU by name or alias (case, spaces, hyphens and underscores do not matter).
+
+    Raises
+    ------
+    InputError
+        No such GPU.
+    """
+
+    def key(text: str) -> str:
+        return "".join(character for character in text.lower() if character.isalnum())
+
+    for gpu in _registry().values():
+        if key(name) in {key(known) for known in (gpu.name, *gpu.aliases)}:
+            return gpu
+    raise InputError("gpu", f"unknown GPU {name!r}", ", ".join(list_gpus()))

@@ -1,0 +1,452 @@
+"""Dimensions of MoE models, and the counts that follow from them.
+
+Facts live in ``data/models.json`` with their sources; parameters and bytes are computed here, so
+that a model described only by its Hugging Face ``config.json`` gets the same treatment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_sim.errors import InputError
+
+WeightDtype = Literal["bfloat16", "fp8_block", "mxfp4"]
+_BLOCK = 128  # FP8 block scaling: one fp32 scale per 128 x 128 weights
+_MXFP4_GROUP = 32  # MXFP4: one scale byte per 32 weights
+
+
+class ModelDims(BaseModel):
+    """Everything about a model that decides bytes and FLOPs, and nothing else.
+
+    Multi-token-prediction layers and vision towers are left out.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Short name, as accepted by :func:`load_model`."""
+    hf_id: str = ""
+    """Hugging Face repository id, empty for a model read from a file."""
+    n_layers: int = Field(ge=1)
+    """Transformer layers."""
+    n_dense_layers: int = Field(default=0, ge=0)
+    """Leading layers with a dense MLP in place of experts."""
+    hidden_size: int = Field(ge=1)
+    """Width of the residual stream."""
+    n_experts: int = Field(ge=1)
+    """Routed experts per MoE layer."""
+    top_k: int = Field(ge=1)
+    """Routed experts per token."""
+    expert_intermediate_size: int = Field(ge=1)
+    """Inner width of one routed expert (gated MLP: three matrices)."""
+    dense_intermediate_size: int = Field(default=0, ge=0)
+    """Inner width of the MLP of a dense layer; 0 when there is none."""
+    shared_intermediate_size: int = Field(default=0, ge=0)
+    """Combined inner width of the always-on experts; 0 when there is none."""
+    shared_expert_gate: bool = False
+    """Whether a learnt sigmoid gate scales the shared expert."""
+    expert_bias: bool = False
+    """Whether the expert matrices carry biases."""
+    router_extra_params: int = 0
+    """Parameters of the MoE gate per layer besides its matrix (bias, scales)."""
+    vocab_size: int = Field(ge=1)
+    """Rows of the embedding."""
+    tie_word_embeddings: bool = False
+    """Whether lm_head shares the embedding."""
+    lm_head_bias: bool = False
+    """Whether lm_head has a bias."""
+    max_position_embeddings: int = Field(ge=1)
+    """Longest context."""
+    attention: Literal["gqa", "mla"] = "gqa"
+    """Grouped-query (multi-head included) or multi-head latent attention."""
+    n_heads: int = Field(ge=1)
+    """Query heads."""
+    n_kv_heads: int = Field(ge=1)
+    """Key and value heads."""
+    head_dim: int = Field(ge=1)
+    """Width of a head (MLA: of a query head, nope plus rope)."""
+    global_n_kv_heads: int = 0
+    """Key and value heads of full-attention layers where they differ (Gemma 4); 0 otherwise."""
+    global_head_dim: int = 0
+    """Head width of full-attention layers where it differs; 0 otherwise."""
+    global_shared_kv_projection: bool = False
+    """Whether full-attention layers project K and V by one matrix (both are still cached)."""
+    sliding_window: int = 0
+    """Window of the sliding layers in tokens; 0 when every layer attends to everything."""
+    n_sliding_layers: int = 0
+    """Layers that attend only to the window."""
+    qk_norm: Literal["none", "per_head", "full_width"] = "none"
+    """RMS norm on queries and keys."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Biases on the QKV projections, or on these and the output projection."""
+    attention_sinks: bool = False
+    """One learnt sink logit per head."""
+    q_lora_rank: int = 0
+    """MLA: rank of the query compression, 0 for none."""
+    kv_lora_rank: int = 0
+    """MLA: rank of the KV compression."""
+    qk_nope_head_dim: int = 0
+    """MLA: query-key width without rotary embedding."""
+    qk_rope_head_dim: int = 0
+    """MLA: query-key width with rotary embedding."""
+    v_head_dim: int = 0
+    """MLA: value width per head."""
+    norms_per_layer: int = 2
+    """Norm vectors of width ``hidden_size`` per layer."""
+    norm_bias: bool = False
+    """Whether norms carry a bias (LayerNorm)."""
+    expert_dtype: WeightDtype = "bfloat16"
+    """Storage of routed experts."""
+    linear_dtype: Literal["bfloat16", "fp8_block"] = "bfloat16"
+    """Storage of all other matrices but embedding, lm_head and MoE gate, which are bfloat16."""
+    published_total_params: float = 0.0
+    """Parameter count that the publisher states; 0 when unknown."""
+    published_active_params: float = 0.0
+    """Active parameter count that the publisher states; conventions differ. 0 when unknown."""
+    source: str = ""
+    """Where the configuration comes from."""
+    published_source: str = ""
+    """Where the published counts come from."""
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse combinations that no model can have."""
+        if self.top_k > self.n_experts:
+            raise InputError("top_k", f"{self.top_k} of {self.n_experts} experts")
+        if self.n_dense_layers >= self.n_layers:
+            raise InputError("n_dense_layers", f"{self.n_dense_layers} of {self.n_layers} layers")
+        if self.n_sliding_layers > self.n_layers:
+            raise InputError("n_sliding_layers", f"{self.n_sliding_layers} of {self.n_layers}")
+        if bool(self.n_sliding_layers) != bool(self.sliding_window):
+            raise InputError("sliding_window", "sliding layers and their window go together")
+
+    @property
+    def n_moe_layers(self) -> int:
+        """Layers with routed experts."""
+        return self.n_layers - self.n_dense_layers
+
+    @property
+    def n_full_layers(self) -> int:
+        """Layers that attend to the whole context."""
+        return self.n_layers - self.n_sliding_layers
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    def _attention_shape(self, sliding: bool) -> tuple[int, int, int]:
+        """Query heads, KV heads and head width of a sliding or a full layer."""
+        if not sliding and self.global_head_dim:
+            return self.n_heads, self.global_n_kv_heads, self.global_head_dim
+        return self.n_heads, self.n_kv_heads, self.head_dim
+
+    def attention_linears(self, sliding: bool = False) -> list[tuple[int, int]]:
+        """Matrices of one layer's attention, fused as vLLM runs them.
+
+        Parameters
+        ----------
+        sliding
+            Whether the layer is a sliding-window layer.
+
+        Returns
+        -------
+        list of (out features n, in features k)
+        """
+        hidden = self.hidden_size
+        if self.attention == "mla":
+            nope, rope, rank = self.qk_nope_head_dim, self.qk_rope_head_dim, self.kv_lora_rank
+            heads, value = self.n_heads, self.v_head_dim
+            query = (
+                [(self.q_lora_rank, hidden), (heads * (nope + rope), self.q_lora_rank)]
+                if self.q_lora_rank
+                else [(heads * (nope + rope), hidden)]
+            )
+            return [
+                *query,
+                (rank + rope, hidden),
+                (heads * (nope + value), rank),
+                (hidden, heads * value),
+            ]
+        heads, kv_heads, width = self._attention_shape(sliding)
+        projections = 1 if self.global_shared_kv_projection and not sliding else 2
+        return [((heads + projections * kv_heads) * width, hidden), (hidden, heads * width)]
+
+    def _attention_params(self, sliding: bool) -> int:
+        params = sum(n * k for n, k in self.attention_linears(sliding))
+        if self.attention == "mla":
+            return params + self.q_lora_rank + self.kv_lora_rank
+        heads, kv_heads, width = self._attention_shape(sliding)
+        if self.attention_bias != "none":
+            params += (heads + 2 * kv_heads) * width
+            params += self.hidden_size if self.attention_bias == "all" else 0
+        params += heads if self.attention_sinks else 0
+        if self.qk_norm == "per_head":
+            params += 2 * width
+        elif self.qk_norm == "full_width":
+            params += (heads + kv_heads) * width
+        return params
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of attention over all layers."""
+        return self.n_sliding_layers * self._attention_params(
+            True
+        ) + self.n_full_layers * self._attention_params(False)
+
+    @property
+    def params_per_expert(self) -> int:
+        """Parameters of one routed expert: gate, up and down matrices, and their biases."""
+        bias = 2 * self.expert_intermediate_size + self.hidden_size if self.expert_bias else 0
+        return 3 * self.hidden_size * self.expert_intermediate_size + bias
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the input embedding."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def lm_head_params(self) -> int:
+        """Parameters of lm_head that are not shared with the embedding."""
+        own = 0 if self.tie_word_embeddings else self.embedding_params
+        return own + (self.vocab_size if self.lm_head_bias else 0)
+
+    @property
+    def _always_on_params(self) -> int:
+        """Parameters that every token touches, but embedding and lm_head."""
+        hidden = self.hidden_size
+        gate = self.n_moe_layers * (hidden * self.n_experts + self.router_extra_params)
+        shared = self.n_moe_layers * 3 * hidden * self.shared_intermediate_size
+        shared += self.n_moe_layers * hidden if self.shared_expert_gate else 0
+        dense = self.n_dense_layers * 3 * hidden * self.dense_intermediate_size
+        norms = (self.norms_per_layer * self.n_layers + 1) * hidden * (2 if self.norm_bias else 1)
+        return self.attention_params + gate + shared + dense + norms
+
+    @property
+    def total_params(self) -> int:
+        """All parameters."""
+        experts = self.n_moe_layers * self.n_experts * self.params_per_expert
+        return self._always_on_params + experts + self.embedding_params + self.lm_head_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token touches, embedding and lm_head included."""
+        experts = self.n_moe_layers * self.top_k * self.params_per_expert
+        return self._always_on_params + experts + self.embedding_params + self.lm_head_params
+
+    # -- bytes ----------------------------------------------------------------------------------
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes of one routed expert as stored, scales and biases included."""
+        weights = 3 * self.hidden_size * self.expert_intermediate_size
+        bias = 2 * (self.params_per_expert - weights)
+        if self.expert_dtype == "mxfp4":
+            return weights // 2 + weights // _MXFP4_GROUP + bias
+        if self.expert_dtype == "fp8_block":
+            inner = self.expert_intermediate_size
+            return 3 * _fp8_bytes(inner, self.hidden_size) + bias
+        return 2 * weights + bias
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights as stored."""
+        total = 2 * (self._always_on_params + self.embedding_params + self.lm_head_params)
+        total += self.n_moe_layers * self.n_experts * self.bytes_per_expert
+        if self.linear_dtype == "fp8_block":
+            linears = self.n_full_layers * self.attention_linears(False)
+            linears += self.n_sliding_layers * self.attention_linears(True)
+            linears += self.n_moe_layers * 3 * [(self.shared_intermediate_size, self.hidden_size)]
+            linears += self.n_dense_layers * 3 * [(self.dense_intermediate_size, self.hidden_size)]
+            total += sum(_fp8_bytes(n, k) - 2 * n * k for n, k in linears)
+        return total
+
+    def kv_bytes_per_token_layer(self, sliding: bool = False, kv_dtype_bytes: int = 2) -> int:
+        """Bytes that one token adds to one layer's KV cache."""
+        if self.attention == "mla":
+            return kv_dtype_bytes * (self.kv_lora_rank + self.qk_rope_head_dim)
+        _, kv_heads, width = self._attention_shape(sliding)
+        return 2 * kv_dtype_bytes * kv_heads * width
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes (bfloat16) of KV cache of one token inside every window, over all layers."""
+        return self.n_sliding_layers * self.kv_bytes_per_token_layer(
+            True
+        ) + self.n_full_layers * self.kv_bytes_per_token_layer(False)
+
+    def kv_bytes(self, context: int, kv_dtype_bytes: int = 2) -> int:
+        """Bytes of KV cache that a sequence of ``context`` tokens needs.
+
+        Sliding layers keep no more than their window, as vLLM's hybrid KV cache manager does.
+        """
+        inside = min(context, self.sliding_window) if self.sliding_window else 0
+        return self.n_sliding_layers * inside * self.kv_bytes_per_token_layer(
+            True, kv_dtype_bytes
+        ) + self.n_full_layers * context * self.kv_bytes_per_token_layer(False, kv_dtype_bytes)
+
+
+def _fp8_bytes(n: int, k: int) -> int:
+    """Bytes of an n x k FP8 matrix with one fp32 scale per 128 x 128 block."""
+    return n * k + 4 * math.ceil(n / _BLOCK) * math.ceil(k / _BLOCK)
+
+
+@lru_cache(maxsize=1)
+def _registry() -> dict[str, ModelDims]:
+    text = resources.files("eldr_sim.kernel_profiles").joinpath("data/models.json").read_text()
+    return {entry["name"]: ModelDims(**entry) for entry in json.loads(text)["models"]}
+
+
+def list_models() -> list[str]:
+    """Names of the models that ship with the package."""
+    return list(_registry())
+
+
+def load_model(name: str | Path) -> ModelDims:
+    """Dimensions of a shipped model, or of a Hugging Face configuration on disk.
+
+    Parameters
+    ----------
+    name
+        A name of :func:`list_models` or its Hugging Face id (case does not matter), or the path
+        of a ``config.json`` or of the folder that holds one.
+
+    Raises
+    ------
+    InputError
+        Neither a known name nor a readable configuration of a MoE model.
+    """
+    wanted = str(name).lower()
+    for dims in _registry().values():
+        if wanted in (dims.name.lower(), dims.hf_id.lower()):
+            return dims
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return _from_hf_config(path)
+    raise InputError("model", f"unknown model {str(name)!r}", ", ".join(list_models()))
+
+
+def _from_hf_config(path: Path) -> ModelDims:
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError("model", f"cannot read {path}: {error}") from None
+    if not isinstance(raw, dict):
+        raise InputError("model", f"{path} does not hold a JSON object")
+    try:
+        return ModelDims(**_fields_of(raw, path))
+    except KeyError as error:
+        raise InputError("model", f"{path} has no {error.args[0]!r}") from None
+    except (ValidationError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        first = str(error).splitlines()[0]
+        raise InputError("model", f"{path} is not a usable configuration: {first}") from None
+
+
+def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Translate a Hugging Face configuration; key names differ by family."""
+    config: dict[str, Any] = {**raw, **(raw.get("text_config") or {})}
+    family = str(config.get("model_type", ""))
+
+    def first(*keys: str, default: Any = None) -> Any:
+        return next((config[key] for key in keys if config.get(key) is not None), default)
+
+    n_experts = first("num_experts", "n_routed_experts", "num_local_experts")
+    top_k = first("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
+    if not n_experts or not top_k:
+        raise InputError("model", f"{path} describes no routed experts", "a MoE configuration")
+    layers, hidden, heads = (
+        config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    expert_width = first("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")
+    gemma = family.startswith("gemma")
+    shared = first("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
+    if not shared and config.get("n_shared_experts"):
+        shared = config["n_shared_experts"] * expert_width
+    if gemma:  # a dense MLP runs beside the experts in every layer
+        shared = config["intermediate_size"]
+    dense = first("first_k_dense_replace", default=0)
+    mla = bool(config.get("kv_lora_rank"))
+    layer_types = first("layer_types", default=[])
+    sliding = sum(kind == "sliding_attention" for kind in layer_types)
+    fields: dict[str, Any] = {
+        "name": str(first("_name_or_path", default="") or path.parent.name or path.stem),
+        "n_layers": layers,
+        "n_dense_layers": dense,
+        "hidden_size": hidden,
+        "n_experts": n_experts,
+        "top_k": top_k,
+        "expert_intermediate_size": expert_width,
+        "dense_intermediate_size": config["intermediate_size"] if dense else 0,
+        "shared_intermediate_size": shared,
+        "shared_expert_gate": family == "qwen2_moe",
+        "expert_bias": family == "gpt_oss",
+        "router_extra_params": (
+            n_experts if family == "gpt_oss" else hidden + n_experts if gemma else 0
+        ),
+        "vocab_size": config["vocab_size"],
+        "tie_word_embeddings": bool(first("tie_word_embeddings", default=gemma)),
+        "lm_head_bias": bool(config.get("lm_head_bias")),
+        "max_position_embeddings": config["max_position_embeddings"],
+        "attention": "mla" if mla else "gqa",
+        "n_heads": heads,
+        "n_kv_heads": first("num_key_value_heads", default=heads),
+        "head_dim": first("head_dim", default=hidden // heads),
+        "sliding_window": config["sliding_window"] if sliding else 0,
+        "n_sliding_layers": sliding,
+        "qk_norm": _qk_norm(family, config),
+        "attention_bias": _attention_bias(family, config),
+        "attention_sinks": family == "gpt_oss",
+        "norms_per_layer": 7 if gemma else 2,
+        "norm_bias": family == "phimoe",
+        "source": str(path.name),
+    }
+    if gemma and config.get("global_head_dim"):
+        fields |= {
+            "global_n_kv_heads": first("num_global_key_value_heads", "num_key_value_heads"),
+            "global_head_dim": config["global_head_dim"],
+            "global_shared_kv_projection": bool(config.get("attention_k_eq_v")),
+        }
+    if mla:
+        nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        fields |= {
+            "q_lora_rank": config.get("q_lora_rank") or 0,
+            "kv_lora_rank": config["kv_lora_rank"],
+            "qk_nope_head_dim": nope,
+            "qk_rope_head_dim": rope,
+            "v_head_dim": config["v_head_dim"],
+            "head_dim": nope + rope,
+        }
+    return fields | _dtypes(config.get("quantization_config") or {})
+
+
+def _qk_norm(family: str, config: dict[str, Any]) -> str:
+    if family in ("qwen3_moe", "gemma4", "gemma4_text") or config.get("qk_norm_type") == "per_head":
+        return "per_head"
+    if family in ("olmoe", "minimax_m2") or config.get("qk_norm_type") == "per_layer":
+        return "full_width"
+    return "per_head" if config.get("use_qk_norm") else "none"
+
+
+def _attention_bias(family: str, config: dict[str, Any]) -> str:
+    if family in ("gpt_oss", "phimoe") and config.get("attention_bias", True):
+        return "all"
+    if family == "qwen2_moe" and config.get("qkv_bias", True):
+        return "qkv"
+    return "qkv" if config.get("attention_bias") else "none"
+
+
+def _dtypes(quantization: dict[str, Any]) -> dict[str, str]:
+    method = str(quantization.get("quant_method", ""))
+    if not method:
+        return {}
+    if method == "mxfp4":
+        return {"expert_dtype": "mxfp4"}
+    if method == "fp8":
+        return {"expert_dtype": "fp8_block", "linear_dtype": "fp8_block"}
+    raise InputError("model", f"quantization {method!r} is not modelled", "none, fp8, mxfp4")

@@ -1,0 +1,269 @@
+"""Time of one MoE layer over (batch, distinct experts), fitted to a latency table.
+
+The form is separable::
+
+    t(batch, distinct) = G(distinct) + C(batch)
+
+G is the cost of reading the weights of ``distinct`` experts (plus the fixed cost of the layer's
+kernels), C what more tokens add once the weights are read. Decode is bound by weights, so G
+carries nearly everything; the public (batch, distinct) grid of an RTX PRO 6000 bears the form
+out off the diagonal on which most tables lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.tables import LatencyTable
+
+FloatArray = NDArray[np.float64]
+
+_DECODE_TOKENS = 128  # rows up to here make the linear fit; beyond, kernels change their tiling
+
+
+def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: int) -> FloatArray:
+    """Expected distinct experts when every token picks ``top_k`` of ``n_experts`` uniformly.
+
+    ``E * (1 - (1 - k / E) ** batch)``: every expert is missed by a token with chance 1 - k / E.
+    """
+    tokens = np.asarray(batch, dtype=np.float64)
+    return n_experts * -np.expm1(tokens * np.log1p(-min(top_k / n_experts, 1 - 1e-12)))
+
+
+def monotone_envelope(values: ArrayLike, axis: int = -1) -> FloatArray:
+    """The largest non-decreasing sequence that lies nowhere above ``values``.
+
+    Disturbances make a timing slower, never faster, so where a larger input was timed faster than
+    a smaller one, the smaller one's time is the disturbed one.
+    """
+    reversed_values = np.flip(np.asarray(values, dtype=np.float64), axis)
+    return np.flip(np.minimum.accumulate(reversed_values, axis=axis), axis)
+
+
+def interpolate(x: ArrayLike, knots: FloatArray, values: FloatArray) -> FloatArray:
+    """Piecewise linear through (knots, values); beyond the last knot its last slope goes on."""
+    points = np.asarray(x, dtype=np.float64)
+    inside = np.interp(points, knots, values)
+    if len(knots) < 2:
+        return inside
+    slope = max(0.0, (values[-1] - values[-2]) / (knots[-1] - knots[-2]))
+    return inside + slope * np.maximum(points - knots[-1], 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class MoELatency:
+    """Seconds of one MoE layer, gate excluded.
+
+    Attributes
+    ----------
+    n_experts, top_k
+        Shape of the layer's routing.
+    expert_s
+        G: float64 [n_experts + 1], seconds by distinct experts; non-decreasing.
+    batch_knots, batch_s
+        C: piecewise linear; non-decreasing, C(0) = 0.
+    unbalanced_knots, unbalanced_s
+        Time by tokens under skewed routing, where tokens per expert do not fill the kernel's
+        tiles evenly; empty where the table has no such rows.
+    fit_error
+        Relative errors by name of check.
+    """
+
+    n_experts: int
+    top_k: int
+    expert_s: FloatArray
+    batch_knots: FloatArray
+    batch_s: FloatArray
+    unbalanced_knots: FloatArray = field(default_factory=lambda: np.empty(0))
+    unbalanced_s: FloatArray = field(default_factory=lambda: np.empty(0))
+    fit_error: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def batch_max(self) -> int:
+        """Largest batch that was measured."""
+        return int(self.batch_knots[-1])
+
+    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
+        """Seconds at (batch, distinct experts); arrays broadcast, distinct may be fractional."""
+        experts = np.interp(
+            np.asarray(distinct, dtype=np.float64), np.arange(self.n_experts + 1.0), self.expert_s
+        )
+        return experts + interpolate(batch, self.batch_knots, self.batch_s)
+
+    def grid_s(self, max_batch: int) -> FloatArray:
+        """Table [max_batch + 1, n_experts + 1] of seconds; row 0 and column 0 are zero."""
+        batch = np.arange(max_batch + 1.0)[:, None]
+        grid = self.time_s(batch, np.arange(self.n_experts + 1.0)[None, :])
+        grid[0, :] = 0.0
+        grid[:, 0] = 0.0
+        return grid
+
+    def prefill_s(self, tokens: ArrayLike) -> FloatArray:
+        """Seconds of one layer over a prefill of ``tokens`` tokens.
+
+        The experts that uniform routing is expected to touch must be read, and skewed routing
+        must be computed: the larger of the two.
+        """
+        counts = np.asarray(tokens, dtype=np.float64)
+        distinct = uniform_distinct(counts, self.n_experts, self.top_k)
+        balanced = self.time_s(counts, distinct)
+        if not len(self.unbalanced_knots):
+            return balanced
+        return np.maximum(balanced, interpolate(counts, self.unbalanced_knots, self.unbalanced_s))
+
+
+def fit_moe_latency(table: LatencyTable) -> MoELatency:
+    """Fit the separable form to a table.
+
+    Tables with rows whose distinct experts are exact (``balanced`` routing, or a profile's forced
+    routing) are followed point by point. Tables with expectations only get the straight line
+    ``a + b * distinct + c * batch`` up to 128 tokens, and their own excess over it beyond.
+
+    Raises
+    ------
+    InputError
+        Not a MoE table, or too few rows to fit.
+    """
+    if table.metadata.kind != "moe":
+        raise InputError("table", f"kind {table.metadata.kind!r}", "moe")
+    n_experts, top_k = table.metadata.shape["n_experts"], table.metadata.shape["top_k"]
+    batch = table.columns["batch"].astype(np.float64)
+    distinct = table.columns["distinct_experts"].astype(np.float64)
+    latency = table.columns["latency_s"].astype(np.float64)
+    skewed = np.array([str(r).startswith("power_law") for r in table.columns["routing"]])
+    if len(batch) < 4:
+        raise InputError("table", f"{len(batch)} rows", "at least 4 to fit a MoE layer")
+    exact = ~skewed
+    if exact.any():
+        fitted = _follow(batch[exact], distinct[exact], latency[exact], n_experts, top_k)
+    else:
+        fitted = _linear(batch, distinct, latency, n_experts, top_k)
+    knots, values = np.empty(0), np.empty(0)
+    if skewed.any():
+        knots, values = _mildest_skew(table, batch, latency)
+    errors = dict(fitted.fit_error)
+    decode = skewed & (batch <= _DECODE_TOKENS)
+    if exact.any() and decode.any():
+        relative = np.abs(fitted.time_s(batch[decode], distinct[decode]) / latency[decode] - 1)
+        errors |= {
+            "power_law_mean": float(relative.mean()),
+            "power_law_max": float(relative.max()),
+        }
+    return MoELatency(
+        n_experts, top_k, fitted.expert_s, fitted.batch_knots, fitted.batch_s, knots, values, errors
+    )
+
+
+def _mildest_skew(
+    table: LatencyTable, batch: FloatArray, latency: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    routing = table.columns["routing"]
+    mildest = min({str(r) for r in routing if str(r).startswith("power_law")})
+    rows = np.flatnonzero(routing == mildest)
+    rows = rows[np.argsort(batch[rows])]
+    return batch[rows], monotone_envelope(latency[rows])
+
+
+def _follow(
+    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: int
+) -> MoELatency:
+    """Separable form through exact rows, with leave-one-out errors over the distinct counts."""
+    model = _separate(batch, distinct, latency, n_experts, top_k)
+    residual = np.abs(model.time_s(batch, distinct) / latency - 1)
+    errors = {"rows_mean": float(residual.mean()), "rows_max": float(residual.max())}
+    levels = np.unique(distinct)
+    left_out = []
+    for level in levels[1:-1]:
+        keep = distinct != level
+        without = _separate(batch[keep], distinct[keep], latency[keep], n_experts, top_k)
+        gone = ~keep
+        left_out += list(np.abs(without.time_s(batch[gone], distinct[gone]) / latency[gone] - 1))
+    if left_out:
+        errors |= {
+            "leave_one_out_mean": float(np.mean(left_out)),
+            "leave_one_out_max": float(np.max(left_out)),
+        }
+    return MoELatency(
+        n_experts, top_k, model.expert_s, model.batch_knots, model.batch_s, fit_error=errors
+    )
+
+
+def _separate(
+    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: int
+) -> MoELatency:
+    """Split exact rows into G and C.
+
+    C comes from the rows with the most distinct experts: on the balanced diagonal these are the
+    batches past E / k, whose weights no longer grow. Below the first of them C continues as a
+    straight line to C(0) = 0, with the slope it has from there to four times that batch. G is
+    what remains, averaged where a distinct count was measured at several batches.
+    """
+    top = distinct == distinct.max()
+    order = np.argsort(batch[top])
+    knots, flat = np.unique(batch[top][order]), monotone_envelope(latency[top][order])
+    if len(knots) != len(flat):
+        raise InputError("table", "several exact rows at one (batch, distinct experts) point")
+    start = knots[0]
+    span = np.interp(4 * start, knots, flat) - flat[0]
+    slope = span / (min(4 * start, knots[-1]) - start) if len(knots) > 1 else 0.0
+    c_knots = np.concatenate([[0.0], knots])
+    c_values = np.concatenate([[0.0], slope * start + flat - flat[0]])
+    rest = latency - interpolate(batch, c_knots, c_values)
+    rest[top] = flat[0] - slope * start
+    levels = np.unique(distinct)
+    g_values = monotone_envelope([rest[distinct == level].mean() for level in levels])
+    counts = np.arange(n_experts + 1.0)
+    g = interpolate(counts, levels, g_values)
+    if len(levels) > 1:  # below the smallest measured count its first slope goes on, never below 0
+        first = (g_values[1] - g_values[0]) / (levels[1] - levels[0])
+        below = counts < levels[0]
+        g[below] = np.maximum(g_values[0] - first * (levels[0] - counts[below]), 0.0)
+    return MoELatency(n_experts, top_k, g, c_knots, c_values)
+
+
+def _linear(
+    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: int
+) -> MoELatency:
+    """Least squares of relative errors on a + b * distinct + c * batch, all coefficients >= 0."""
+    from scipy.optimize import nnls
+
+    decode = batch <= _DECODE_TOKENS
+
+    def solve(rows: NDArray[np.bool_]) -> FloatArray:
+        design = np.stack([np.ones(rows.sum()), distinct[rows], batch[rows]], axis=1)
+        solution, _ = nnls(design / latency[rows][:, None], np.ones(int(rows.sum())))
+        return np.asarray(solution, dtype=np.float64)
+
+    def predict(coefficients: FloatArray, rows: NDArray[np.bool_]) -> FloatArray:
+        a, b, c = coefficients
+        return np.asarray(a + b * distinct[rows] + c * batch[rows], dtype=np.float64)
+
+    coefficients = solve(decode)
+    residual = np.abs(predict(coefficients, decode) / latency[decode] - 1)
+    left_out = []
+    for tokens in np.unique(batch[decode]):
+        gone = decode & (batch == tokens)
+        left_out += list(np.abs(predict(solve(decode & ~gone), gone) / latency[gone] - 1))
+    a, b, c = coefficients
+    large = np.unique(batch[~decode])
+    excess = np.array([np.min((latency - a - b * distinct)[batch == tokens]) for tokens in large])
+    at_limit = c * _DECODE_TOKENS
+    knots = np.concatenate([[0.0, float(_DECODE_TOKENS)], large])
+    values = monotone_envelope(np.concatenate([[0.0, at_limit], np.maximum(excess, at_limit)]))
+    return MoELatency(
+        n_experts,
+        top_k,
+        a + b * np.arange(n_experts + 1.0),
+        knots,
+        values,
+        fit_error={
+            "rows_mean": float(residual.mean()),
+            "rows_max": float(residual.max()),
+            "leave_one_out_mean": float(np.mean(left_out)),
+            "leave_one_out_max": float(np.max(left_out)),
+        },
+    )

@@ -1,0 +1,183 @@
+"""Kernel times from bytes and FLOPs alone, where no table exists.
+
+Every kernel takes a fixed time plus the larger of its memory and its compute time at the fraction
+of the peak that such kernels were measured to reach elsewhere. :class:`Efficiency` names those
+fractions and their evidence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.kernel_latency import DecodeAttention, PrefillAttention
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.moe_latency import MoELatency
+from eldr_sim.kernel_profiles.tables import Provenance
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What fraction of the peak kernels reach on a GPU, and their fixed costs.
+
+    Attributes
+    ----------
+    bandwidth
+        Of peak memory bandwidth: GEMMs and attention.
+    moe_bandwidth
+        Of peak memory bandwidth: expert weights in the fused MoE kernels.
+    gemm_flops, attention_flops, moe_flops
+        Of peak bfloat16 throughput.
+    gemm_floor_s, attention_floor_s, moe_floor_s
+        Fixed time of one GEMM, one attention call and one layer's MoE kernels.
+    provenance, source
+        Label and evidence.
+    """
+
+    bandwidth: float
+    moe_bandwidth: float
+    gemm_flops: float
+    attention_flops: float
+    moe_flops: float
+    gemm_floor_s: float
+    attention_floor_s: float
+    moe_floor_s: float
+    provenance: Provenance
+    source: str
+
+
+GENERIC = Efficiency(
+    bandwidth=0.80,
+    moe_bandwidth=0.85,
+    gemm_flops=0.74,
+    attention_flops=0.65,
+    moe_flops=0.43,
+    gemm_floor_s=3e-6,
+    attention_floor_s=11.2e-6,
+    moe_floor_s=20e-6,
+    provenance="roofline",
+    source=(
+        "bandwidth and GEMM floor: aiconfigurator-core 0.12.0 systems/*.yaml (0.8 of peak, 3 us); "
+        "MoE bandwidth and floor: fits to its bf16 tables on A100, H100, H200 (83-91% of peak, "
+        "18-23 us); compute and attention floor: its largest H100 rows (GEMM 65536 x 2048 at "
+        "m = 16384, attention 32/4 x 128 at 16384 tokens, MoE 2048 x 768 E 128 top 8 at 16384)"
+    ),
+)
+"""Fractions measured on H100-class GPUs, used for any GPU without tables."""
+
+MI300X = Efficiency(
+    bandwidth=0.69,
+    moe_bandwidth=0.69,
+    gemm_flops=0.39,
+    attention_flops=0.34,
+    moe_flops=0.22,
+    gemm_floor_s=3e-6,
+    attention_floor_s=11.2e-6,
+    moe_floor_s=36.6e-6,
+    provenance="derived",
+    source=(
+        "MoE: 3.68 of 5.3 TB/s and 36.6 us from ELDR Sec. 3.1 (16 to 128 experts: 4.7x at batch "
+        "64) with AITER's tuned bf16 rows (ROCm/aiter e404860: 338 us at batch 64, 22% of peak "
+        "FLOPs at 16384 tokens); bandwidth of other kernels taken as the same; their compute as "
+        "H100's fraction times MI300X's over H100's fraction in the fused MoE (0.22 / 0.43); "
+        "floors of GEMM and attention as on H100"
+    ),
+)
+"""Fractions derived for MI300X from what is published about it."""
+
+
+def efficiency_of(gpu: GPU) -> Efficiency:
+    """The fractions to use for a GPU."""
+    return MI300X if gpu.name == "MI300X" else GENERIC
+
+
+def _flops(gpu: GPU, fp8: bool) -> float:
+    """Peak throughput of a data type; FP8 weights on GPUs without FP8 units compute in bf16."""
+    return gpu.fp8_flops if fp8 and gpu.fp8_flops else gpu.bf16_flops
+
+
+def gemm_s(gpu: GPU, n: int, k: int, rows: ArrayLike, weight_bytes: float = 2.0) -> FloatArray:
+    """Seconds of ``rows`` rows through an n x k matrix stored in ``weight_bytes`` per weight."""
+    efficiency = efficiency_of(gpu)
+    m = np.asarray(rows, dtype=np.float64)
+    memory = (weight_bytes * n * k + 2 * m * (n + k)) / (
+        efficiency.bandwidth * gpu.memory_bandwidth
+    )
+    compute = 2 * m * n * k / (efficiency.gemm_flops * _flops(gpu, weight_bytes < 2))
+    return np.where(m > 0, efficiency.gemm_floor_s + np.maximum(memory, compute), 0.0)
+
+
+def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
+    """One MoE layer: expert weights over bandwidth, and compute where it exceeds them.
+
+    Only FP8 experts compute in FP8: MXFP4 weights are widened to bf16 in the kernels of all GPUs
+    but those with FP4 units.
+    """
+    efficiency = efficiency_of(gpu)
+    experts = np.arange(model.n_experts + 1.0)
+    bandwidth = efficiency.moe_bandwidth * gpu.memory_bandwidth
+    expert_s = efficiency.moe_floor_s + experts * model.bytes_per_expert / bandwidth
+    flops = 6.0 * model.top_k * model.hidden_size * model.expert_intermediate_size
+    peak = _flops(gpu, model.expert_dtype == "fp8_block")
+    token_s = flops / (efficiency.moe_flops * peak)
+    hidden = (expert_s[-1] - expert_s[0]) / token_s  # tokens whose compute hides behind weights
+    knots = np.array([0.0, hidden, 2 * hidden])
+    return MoELatency(
+        model.n_experts, model.top_k, expert_s, knots, np.array([0.0, 0.0, hidden * token_s])
+    )
+
+
+def decode_attention(gpu: GPU, model: ModelDims, sliding: bool) -> DecodeAttention:
+    """One layer's decode attention: KV bytes over bandwidth, or FLOPs where MLA makes them more."""
+    efficiency = efficiency_of(gpu)
+    token_s = _token_s(gpu, model, sliding)
+    context = np.array([0.0, model.sliding_window, 2.0 * model.sliding_window])
+    if not sliding:
+        context = np.array([0.0, float(model.max_position_embeddings)])
+    batch = np.array([0.0, 1024.0])
+    read = np.minimum(context, model.sliding_window) if sliding else context
+    seconds = efficiency.attention_floor_s + token_s * batch[:, None] * read[None, :]
+    return DecodeAttention(batch, context, seconds, token_s, int(batch[-1] * context[-1]))
+
+
+def _token_s(gpu: GPU, model: ModelDims, sliding: bool) -> float:
+    efficiency = efficiency_of(gpu)
+    memory = model.kv_bytes_per_token_layer(sliding) / (efficiency.bandwidth * gpu.memory_bandwidth)
+    return max(memory, _pair_s(gpu, model, sliding, decode=True))
+
+
+def _pair_s(gpu: GPU, model: ModelDims, sliding: bool, *, decode: bool) -> float:
+    """Compute time of one query token against one cached token, all heads.
+
+    MLA decodes against the compressed cache (kv_lora_rank + rope per score, kv_lora_rank per
+    value) and prefills against the expanded one.
+    """
+    if model.attention == "mla" and decode:
+        width = 2 * model.kv_lora_rank + model.qk_rope_head_dim
+    elif model.attention == "mla":
+        width = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
+    else:
+        full = not sliding and model.global_head_dim
+        width = 2 * (model.global_head_dim if full else model.head_dim)
+    peak = efficiency_of(gpu).attention_flops * gpu.bf16_flops
+    return 2.0 * model.n_heads * width / peak
+
+
+def prefill_attention(
+    gpu: GPU, model: ModelDims, sliding: bool, max_tokens: int
+) -> PrefillAttention:
+    """One layer's prefill attention: the pairs under the causal mask (and the window)."""
+    efficiency = efficiency_of(gpu)
+    tokens = np.arange(max_tokens + 1.0)
+    pairs = tokens * (tokens + 1) / 2
+    if sliding:
+        past = np.maximum(tokens - model.sliding_window, 0.0)
+        pairs -= past * (past + 1) / 2
+    share = pairs * _pair_s(gpu, model, sliding, decode=False)
+    floor = efficiency.attention_floor_s
+    return PrefillAttention(floor, floor + share, share, _token_s(gpu, model, sliding))

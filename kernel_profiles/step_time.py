@@ -1,0 +1,450 @@
+"""Step times of one worker (one GPU) that serves one model: the sum of its kernels.
+
+A decode step costs::
+
+    fixed_s[batch] + attention_s[batch, context] + sum over MoE layers of moe_s[batch, distinct]
+
+Everything that does not depend on what the step's tokens are is tabulated once, so that a
+simulator's inner loop only looks up and adds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles import roofline
+from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.kernel_latency import DecodeAttention, GemmLatency, PrefillAttention
+from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.moe_latency import MoELatency, fit_moe_latency
+from eldr_sim.kernel_profiles.tables import (
+    LatencyTable,
+    Provenance,
+    attention_shape,
+    find_table,
+    moe_shape,
+    weakest,
+)
+
+FloatArray = NDArray[np.float64]
+
+MOE_TABLE_DTYPE = {"bfloat16": "bfloat16", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4"}
+"""Data type of the MoE tables that serve a model's experts."""
+
+NORMS_S = 8e-6
+"""Norms, rotary embedding and the like of one layer under CUDA graphs, small batches: H100, from
+the bottom-up check on GPT-OSS-120B that they close."""
+
+HOST_GAP_S = 0.0
+"""Engine time per step that no kernel hides, for engines with asynchronous scheduling.
+
+Evidence: measured TPOT less the sum of kernels, GPT-OSS-120B on H200 with vLLM at concurrency 4 to
+64: mean +0.02 ms, spread 0.5 ms. At batch 1 older engines wait for the host (A100, Qwen3-30B-A3B:
+9.6 ms measured against 5.5 ms of kernels, a gap of about 4 ms)."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepTimeModel:
+    """Step times of one GPU serving one model.
+
+    Attributes
+    ----------
+    model, gpu
+        What serves where.
+    max_num_seqs, max_model_len
+        Extent of the tables: sequences in a decode step, tokens of one sequence.
+    moe_s
+        float64 [max_num_seqs + 1, n_experts + 1]: seconds of ONE MoE layer by batch and distinct
+        experts. Row 0 and column 0 are zero.
+    fixed_s
+        float64 [max_num_seqs + 1]: seconds of a decode step but MoE experts and attention: GEMMs
+        of all layers, gates, shared experts, dense layers, norms, embedding, lm_head, host gap.
+        ``fixed_s[0]`` is zero.
+    attention_s
+        float64 [max_num_seqs + 1, knots]: seconds of all layers' attention in a decode step at
+        mean context ``knot * context_stride``; linear in between.
+    context_stride
+        Tokens between the knots of ``attention_s``.
+    n_moe_layers, n_experts
+        Of the model.
+    moe_batch_max, attention_batch_max, context_max
+        Largest measured points; beyond them the tables extrapolate.
+    attention_tokens_max
+        Largest measured batch * context of attention.
+    host_gap_s
+        Engine time per step, contained in ``fixed_s``.
+    provenance
+        By component (moe, attention, gemm, norms, host_gap): label, origin, kernel_source, and
+        the fit errors of the MoE layer.
+    warnings
+        What a reader of results must know, one line each.
+    """
+
+    model: ModelDims
+    gpu: GPU
+    max_num_seqs: int
+    max_model_len: int
+    moe_s: FloatArray
+    fixed_s: FloatArray
+    attention_s: FloatArray
+    context_stride: int
+    n_moe_layers: int
+    n_experts: int
+    moe_batch_max: int
+    attention_batch_max: int
+    context_max: int
+    attention_tokens_max: int
+    host_gap_s: float
+    provenance: dict[str, dict[str, Any]]
+    warnings: tuple[str, ...]
+    _prefill_base_s: array[float] = field(repr=False)
+    _prefill_head_s: array[float] = field(repr=False)
+    _attention_alone_s: array[float] = field(repr=False)
+    _attention_share_s: array[float] = field(repr=False)
+    _attention_floor_s: float = field(repr=False)
+    _attention_token_s: float = field(repr=False)
+
+    @property
+    def label(self) -> Provenance:
+        """The weakest provenance of any component."""
+        return weakest(component["label"] for component in self.provenance.values())
+
+    def decode_s(self, distinct: Sequence[float], batch: int, mean_context: float) -> float:
+        """Seconds of one decode step.
+
+        Parameters
+        ----------
+        distinct
+            Distinct experts of each MoE layer; fractions are interpolated.
+        batch
+            Sequences in the step, at most ``max_num_seqs``.
+        mean_context
+            Mean tokens that a sequence attends to, its new token included.
+        """
+        if not 0 <= batch <= self.max_num_seqs:
+            raise InputError("batch", f"{batch}", f"0 to {self.max_num_seqs}")
+        if len(distinct) != self.n_moe_layers:
+            raise InputError("distinct", f"{len(distinct)} layers", str(self.n_moe_layers))
+        knots = np.arange(self.attention_s.shape[1]) * self.context_stride
+        attention = np.interp(mean_context, knots, self.attention_s[batch])
+        moe = np.interp(distinct, np.arange(self.n_experts + 1), self.moe_s[batch]).sum()
+        return float(self.fixed_s[batch] + attention + moe)
+
+    def prefill_s(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
+        """Seconds of one prefill step.
+
+        Request i computes ``tokens[i]`` new tokens after ``contexts[i]`` tokens that are cached.
+        Attention pays for the pairs under the causal mask, which for a chunk is the cost of the
+        whole prompt less the cost of its cached part; but no less than reading the cached KV, and
+        no less than the slowest request alone. Every request pays for a row of lm_head. A decode
+        beside the prefill is a request with one new token.
+
+        Parameters
+        ----------
+        tokens
+            New tokens of each request, at least 1 each.
+        contexts
+            Cached tokens of each request; ``tokens[i] + contexts[i] <= max_model_len``.
+        """
+        if not tokens:
+            return 0.0
+        alone_s, share_s = self._attention_alone_s, self._attention_share_s
+        floor_s, token_s = self._attention_floor_s, self._attention_token_s
+        total = 0
+        longest = together = floor_s
+        for new, cached in zip(tokens, contexts, strict=True):
+            total += new
+            end = new + cached
+            read = token_s * end
+            cost = share_s[end] - share_s[cached]
+            together += cost if cost > read else read
+            alone = floor_s + alone_s[end] - alone_s[cached]
+            if alone > longest:
+                longest = alone
+        base_s, head_s = self._prefill_base_s, self._prefill_head_s
+        last = len(base_s) - 1
+        base = base_s[total] if total <= last else base_s[last] * (total / last)
+        rows = len(tokens)
+        last = len(head_s) - 1
+        head = head_s[rows] if rows <= last else head_s[last] * (rows / last)
+        return base + head + (together if together > longest else longest)
+
+
+def build_step_time_model(
+    model: ModelDims | str,
+    gpu: GPU | str,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int = 16384,
+    host_gap_s: float | None = None,
+    kernel_source: str | None = None,
+    tables: Sequence[LatencyTable] = (),
+) -> StepTimeModel:
+    """Tabulate the step times of one GPU that serves one model.
+
+    Parameters
+    ----------
+    model, gpu
+        Dimensions, or names for :func:`load_model` and :func:`load_gpu`.
+    max_num_seqs
+        Most sequences in one decode step.
+    max_model_len
+        Most tokens of one sequence, prompt and output.
+    max_num_batched_tokens
+        Prefill steps up to this many tokens are tabulated; larger ones scale in proportion.
+    host_gap_s
+        Engine time per step in seconds; None takes :data:`HOST_GAP_S`.
+    kernel_source
+        Use only MoE tables of this kernel; None takes the newest.
+    tables
+        Tables of the user's own; they take precedence over the shipped ones.
+
+    Raises
+    ------
+    InputError
+        Unknown names, sizes out of range, or no MoE table of the kernel asked for.
+    """
+    dims = load_model(model) if isinstance(model, str) else model
+    device = load_gpu(gpu) if isinstance(gpu, str) else gpu
+    for name, value in (
+        ("max_num_seqs", max_num_seqs),
+        ("max_model_len", max_model_len),
+        ("max_num_batched_tokens", max_num_batched_tokens),
+    ):
+        if value < 1:
+            raise InputError(name, f"{value}", "1 or more")
+    gap = HOST_GAP_S if host_gap_s is None else float(host_gap_s)
+    if not (np.isfinite(gap) and gap >= 0):
+        raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
+
+    parts = _Parts(dims, device, tables, max_model_len, kernel_source)
+    rows = np.arange(max_num_seqs + 1.0)
+    fixed = parts.dense_s(rows) + parts.head_s(rows) + gap
+    fixed[0] = 0.0
+    stride = 16
+    while stride * 512 < max_model_len:
+        stride *= 2
+    context = np.arange(-(-max_model_len // stride) + 1) * float(stride)
+    attention = sum(count * decode.time_s(rows, context) for count, decode, _ in parts.attention)
+    chunk = np.arange(max_num_batched_tokens + 1.0)
+    base = dims.n_moe_layers * parts.moe.prefill_s(chunk) + parts.dense_s(chunk) + gap
+    windowless = [part for part in parts.attention if not part[1] is parts.sliding]
+    measured = [decode for _, decode, _ in parts.attention]
+    parts.provenance["host_gap"] = {
+        "label": "published" if host_gap_s is None else "measured",
+        "origin": "GPT-OSS-120B on H200 (TPOT less kernels)" if host_gap_s is None else "given",
+        "kernel_source": "",
+    }
+    return StepTimeModel(
+        model=dims,
+        gpu=device,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        moe_s=parts.moe.grid_s(max_num_seqs),
+        fixed_s=fixed,
+        attention_s=np.asarray(attention),
+        context_stride=stride,
+        n_moe_layers=dims.n_moe_layers,
+        n_experts=dims.n_experts,
+        moe_batch_max=parts.moe.batch_max,
+        attention_batch_max=int(min(decode.batch[-1] for decode in measured)),
+        context_max=int(min(decode.context[-1] for decode in measured)),
+        attention_tokens_max=min(decode.tokens_max for decode in measured),
+        host_gap_s=gap,
+        provenance=parts.provenance,
+        warnings=tuple(parts.warnings),
+        _prefill_base_s=array("d", base),
+        _prefill_head_s=array("d", parts.head_s(rows)),
+        _attention_alone_s=array("d", sum(n * p.alone_s for n, _, p in parts.attention)),
+        _attention_share_s=array("d", sum(n * p.share_s for n, _, p in parts.attention)),
+        _attention_floor_s=sum(n * p.floor_s for n, _, p in parts.attention),
+        _attention_token_s=sum(n * p.token_s for n, _, p in windowless),
+    )
+
+
+class _Parts:
+    """The kernels of one model on one GPU: from tables where there are any, else from rooflines."""
+
+    def __init__(
+        self,
+        model: ModelDims,
+        gpu: GPU,
+        tables: Sequence[LatencyTable],
+        max_model_len: int,
+        kernel_source: str | None,
+    ) -> None:
+        self.model, self.gpu, self.tables = model, gpu, tables
+        self.provenance: dict[str, dict[str, Any]] = {}
+        self.warnings: list[str] = []
+        self.sliding: DecodeAttention | None = None
+        self.moe = self._moe(kernel_source)
+        self.gemm = self._gemm()
+        self.attention = self._attention(max_model_len)
+        norms = gpu.name == "H100"
+        self.provenance["norms"] = {
+            "label": "published" if norms else "derived",
+            "origin": "8 us a layer on H100 under CUDA graphs"
+            + ("" if norms else ", taken over")
+            + "; large batches from bytes over bandwidth",
+            "kernel_source": "",
+        }
+        if model.weight_bytes > 0.9 * gpu.memory_bytes:
+            self.warnings.append(
+                f"{model.name} needs {model.weight_bytes / 1e9:.0f} GB for weights, "
+                f"more than 90% of one {gpu.name}: step times are those of an impossible worker"
+            )
+
+    def _record(self, component: str, table: LatencyTable, **more: Any) -> None:
+        metadata = table.metadata
+        entry = {
+            "label": metadata.provenance,
+            "origin": metadata.origin,
+            "kernel_source": metadata.kernel_source,
+            "framework": metadata.framework,
+            "device": metadata.device,
+            **more,
+        }
+        known = self.provenance.get(component)
+        if known is None or weakest([known["label"], entry["label"]]) != known["label"]:
+            self.provenance[component] = entry
+
+    def _record_roofline(self, component: str) -> None:
+        efficiency = roofline.efficiency_of(self.gpu)
+        if self.provenance.get(component, {}).get("origin") != efficiency.source:
+            self.warnings.append(
+                f"{component}: no table of {self.model.name} on {self.gpu.name}, "
+                f"times are {efficiency.provenance} from bytes and FLOPs"
+            )
+        self.provenance[component] = {
+            "label": efficiency.provenance,
+            "origin": efficiency.source,
+            "kernel_source": "",
+        }
+
+    def _moe(self, kernel_source: str | None) -> MoELatency:
+        model = self.model
+        table = find_table(
+            "moe",
+            self.gpu.name,
+            shape=moe_shape(
+                model.hidden_size, model.expert_intermediate_size, model.n_experts, model.top_k
+            ),
+            dtype=MOE_TABLE_DTYPE[model.expert_dtype],
+            kernel_source=kernel_source,
+            extra=self.tables,
+        )
+        if table is None:
+            if kernel_source is not None:
+                raise InputError(
+                    "kernel_source",
+                    f"no MoE table of {kernel_source!r} for {model.name} on {self.gpu.name}",
+                )
+            self._record_roofline("moe")
+            return roofline.moe_latency(self.gpu, model)
+        fitted = fit_moe_latency(table)
+        self._record("moe", table, fit_error=fitted.fit_error)
+        return fitted
+
+    def _gemm(self) -> GemmLatency | None:
+        table = find_table("gemm", self.gpu.name, dtype="bfloat16", extra=self.tables)
+        if table is None:
+            self._record_roofline("gemm")
+            return None
+        self._record("gemm", table)
+        if self.model.linear_dtype != "bfloat16":
+            self._record_roofline("gemm")
+        return GemmLatency.from_table(table)
+
+    def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
+        """Layers, decode and prefill attention of every kind of layer."""
+        model, found = self.model, []
+        kinds = ((True, model.n_sliding_layers), (False, model.n_full_layers))
+        for sliding, layers in kinds:
+            if not layers:
+                continue
+            own = not sliding and model.global_head_dim
+            shape = attention_shape(
+                model.n_heads,
+                model.global_n_kv_heads if own else model.n_kv_heads,
+                model.global_head_dim if own else model.head_dim,
+                model.sliding_window if sliding else 0,
+            )
+            pair: list[LatencyTable | None] = [None, None]
+            if model.attention == "gqa":
+                pair = [
+                    find_table(kind, self.gpu.name, shape=shape, extra=self.tables)
+                    for kind in ("attention_decode", "attention_prefill")
+                ]
+            decode_table, prefill_table = pair
+            if decode_table is None or prefill_table is None:
+                self._record_roofline("attention")
+                decode = roofline.decode_attention(self.gpu, model, sliding)
+                prefill = roofline.prefill_attention(self.gpu, model, sliding, max_tokens)
+            else:
+                self._record("attention", decode_table)
+                self._record("attention", prefill_table)
+                decode = DecodeAttention.from_table(decode_table)
+                prefill = PrefillAttention.from_table(prefill_table, max_tokens, decode.token_s)
+            if sliding:
+                self.sliding = decode
+            found.append((layers, decode, prefill))
+        return found
+
+    def _linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
+        """One matrix stored like the model's linear layers."""
+        if self.gemm is None or self.model.linear_dtype != "bfloat16":
+            width = 1.0 if self.model.linear_dtype == "fp8_block" else 2.0
+            return roofline.gemm_s(self.gpu, n, k, rows, width)
+        return self.gemm.time_s(n, k, rows)
+
+    def _plain_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
+        """One bfloat16 matrix."""
+        if self.gemm is None:
+            return roofline.gemm_s(self.gpu, n, k, rows)
+        return self.gemm.time_s(n, k, rows)
+
+    def dense_s(self, rows: FloatArray) -> FloatArray:
+        """All layers but routed experts and attention, and the embedding, for ``rows`` tokens."""
+        model = self.model
+        total = np.zeros_like(rows)
+        for sliding, layers in ((True, model.n_sliding_layers), (False, model.n_full_layers)):
+            if layers:
+                for n, k in model.attention_linears(sliding):
+                    total += layers * self._linear_s(n, k, rows)
+        hidden = model.hidden_size
+        total += model.n_moe_layers * self._plain_s(model.n_experts, hidden, rows)
+        for width, layers in (
+            (model.shared_intermediate_size, model.n_moe_layers),
+            (model.dense_intermediate_size, model.n_dense_layers),
+        ):
+            if width and layers:
+                total += layers * self._linear_s(2 * width, hidden, rows)
+                total += layers * self._linear_s(hidden, width, rows)
+        return total + self._elementwise_s(rows)
+
+    def _elementwise_s(self, rows: FloatArray) -> FloatArray:
+        """Norms, rotary embedding, KV cache writes of all layers, and the embedding lookup.
+
+        Small batches take :data:`NORMS_S` a layer. Large ones move 2-byte elements: two fused
+        residual norms read and write hidden state and residual (8 hidden), rotary embedding with
+        its norms reads and writes queries and keys, the cache takes keys and values.
+        """
+        model = self.model
+        bandwidth = roofline.efficiency_of(self.gpu).bandwidth * self.gpu.memory_bandwidth
+        heads = 2 * (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
+        moved = 2 * (8 * model.hidden_size + heads) * rows
+        layers = model.n_layers * np.maximum(NORMS_S, moved / bandwidth)
+        return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
+
+    def head_s(self, rows: FloatArray) -> FloatArray:
+        """lm_head for ``rows`` tokens."""
+        seconds = self._plain_s(self.model.vocab_size, self.model.hidden_size, rows)
+        return np.where(rows > 0, seconds, 0.0)

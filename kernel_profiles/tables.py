@@ -1,0 +1,326 @@
+"""Latency table format v1: one Parquet file, its columns and where its numbers come from.
+
+The file's schema carries one JSON document under the key ``eldr_sim.latency_table``: a
+:class:`TableMetadata`. Columns depend on the kind of kernel:
+
+==================  =====================================================================
+kind                columns (besides ``latency_s``, the median in seconds)
+==================  =====================================================================
+moe                 batch, distinct_experts, routing
+attention_decode    batch, context (tokens attended to, the new one included)
+attention_prefill   batch, new_tokens (all of the sequence: nothing cached)
+gemm                m (rows), n (out features), k (in features)
+collective          operation, n_gpus, message_bytes
+==================  =====================================================================
+
+Optional columns: ``latency_q1_s``, ``latency_q3_s`` (quartiles) and ``repeats``. Imported tables
+lack them where their origin gives one number only. ``distinct_experts`` is fractional where only
+its expectation is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from eldr_sim.errors import InputError
+
+FORMAT_VERSION = 1
+_METADATA_KEY = b"eldr_sim.latency_table"
+
+Provenance = Literal["measured", "imported", "published", "derived", "roofline"]
+PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
+"""From strongest to weakest."""
+
+Kind = Literal["moe", "attention_decode", "attention_prefill", "gemm", "collective"]
+_COLUMNS: dict[Kind, dict[str, str]] = {
+    "moe": {"batch": "i", "distinct_experts": "f", "routing": "s"},
+    "attention_decode": {"batch": "i", "context": "i"},
+    "attention_prefill": {"batch": "i", "new_tokens": "i"},
+    "gemm": {"m": "i", "n": "i", "k": "i"},
+    "collective": {"operation": "s", "n_gpus": "i", "message_bytes": "i"},
+}
+_OPTIONAL = {"latency_q1_s": "f", "latency_q3_s": "f", "repeats": "i"}
+
+
+def weakest(labels: Iterable[str]) -> Provenance:
+    """The weakest provenance among ``labels``.
+
+    Raises
+    ------
+    InputError
+        No label, or an unknown one.
+    """
+    ranks = []
+    for label in labels:
+        if label not in PROVENANCES:
+            raise InputError("provenance", f"{label!r}", ", ".join(PROVENANCES))
+        ranks.append(PROVENANCES.index(label))
+    if not ranks:
+        raise InputError("provenance", "no label given")
+    return PROVENANCES[max(ranks)]
+
+
+class TableMetadata(BaseModel):
+    """What a latency table measures, and why to believe it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: Literal[1] = 1
+    """Version of this format."""
+    kind: Kind
+    """Kind of kernel."""
+    gpu: str
+    """Name of the GPU, as in :mod:`eldr_sim.kernel_profiles.gpus`."""
+    shape: dict[str, int]
+    """What identifies the kernel besides the rows: see :func:`moe_shape`, :func:`attention_shape`;
+    empty for GEMMs and collectives."""
+    dtype: str
+    """Data type of weights (MoE, GEMM), KV cache (attention) or message (collective)."""
+    kernel_source: str
+    """Which kernel ran."""
+    framework: str
+    """Engine or library, with its version, such as ``vllm 0.24.0``."""
+    provenance: Provenance
+    """How the numbers came about."""
+    origin: str
+    """The data's source: package and file, paper and section, or the command that measured it."""
+    device: str
+    """Device name as the driver reports it."""
+    driver: str = ""
+    """Driver version; empty when the origin does not tell."""
+    versions: dict[str, str] = {}
+    """Versions of further tools."""
+    date: str = ""
+    """Day of measurement or import, ISO 8601."""
+    fit_error: dict[str, float] = {}
+    """Relative errors of the model fitted to the table, by the name of the check."""
+    notes: str = ""
+    """What a reader must know."""
+
+
+@dataclass(frozen=True, eq=False)
+class LatencyTable:
+    """Rows of one kernel on one GPU.
+
+    Attributes
+    ----------
+    metadata
+        What was measured.
+    columns
+        Arrays of equal length by column name; times in seconds.
+    """
+
+    metadata: TableMetadata
+    columns: Mapping[str, NDArray[Any]]
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    def __len__(self) -> int:
+        return len(self.columns["latency_s"])
+
+    def save(self, path: Path) -> None:
+        """Write the table as Parquet; the file appears whole or not at all."""
+        arrays = {name: pa.array(values) for name, values in self.columns.items()}
+        table = pa.table(arrays).replace_schema_metadata(
+            {_METADATA_KEY: self.metadata.model_dump_json(exclude_defaults=False).encode()}
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        os.close(handle)
+        try:
+            pq.write_table(table, temporary, compression="zstd", compression_level=19)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+def load_table(path: Path) -> LatencyTable:
+    """Read and validate a latency table.
+
+    Raises
+    ------
+    InputError
+        The file is missing, is no latency table, or breaks a rule of the format.
+    """
+    metadata = _read_metadata(path)
+    try:
+        data = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError("table", f"cannot read {path}: {error}") from None
+    columns: dict[str, NDArray[Any]] = {}
+    for name in data.column_names:
+        values = data.column(name)
+        if values.null_count:
+            raise InputError("table", f"{path}: column {name!r} holds nulls")
+        columns[name] = values.to_numpy()
+    try:
+        return LatencyTable(metadata, columns)
+    except InputError as error:
+        raise InputError("table", f"{path}: {error}") from None
+
+
+def _read_metadata(path: Path) -> TableMetadata:
+    try:
+        raw = (pq.read_schema(path).metadata or {}).get(_METADATA_KEY)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError("table", f"cannot read {path}: {error}") from None
+    if raw is None:
+        raise InputError("table", f"{path} is not a latency table", "format v1 metadata")
+    try:
+        document = json.loads(raw)
+        version = document.get("format_version")
+        if version != FORMAT_VERSION:
+            raise InputError("table", f"{path}: format version {version!r}", str(FORMAT_VERSION))
+        return TableMetadata(**document)
+    except (ValidationError, json.JSONDecodeError, TypeError, AttributeError) as error:
+        first = str(error).splitlines()
+        raise InputError("table", f"{path}: bad metadata: {' '.join(first[:3])}") from None
+
+
+def _validate(table: LatencyTable) -> None:
+    """Raise InputError unless columns, types, lengths and values obey the format."""
+    required = {**_COLUMNS[table.metadata.kind], "latency_s": "f"}
+    missing = [name for name in required if name not in table.columns]
+    if missing:
+        raise InputError("columns", f"missing {', '.join(missing)}", ", ".join(required))
+    unknown = [name for name in table.columns if name not in {**required, **_OPTIONAL}]
+    if unknown:
+        raise InputError("columns", f"unknown {', '.join(unknown)}", ", ".join(required))
+    lengths = {len(values) for values in table.columns.values()}
+    if len(lengths) != 1 or 0 in lengths:
+        raise InputError("columns", f"lengths {sorted(lengths)}", "equal and not zero")
+    for name, values in table.columns.items():
+        wanted = {**required, **_OPTIONAL}[name]
+        kind = values.dtype.kind
+        if wanted == "s":
+            if kind not in "OUT" or not all(isinstance(value, str) for value in values):
+                raise InputError(name, f"type {values.dtype}", "text")
+        elif kind not in ("iu" if wanted == "i" else "f"):
+            expected = "integers" if wanted == "i" else "floats"
+            raise InputError(name, f"type {values.dtype}", expected)
+        elif not np.isfinite(values).all() or (values <= 0).any():
+            bad = int(np.flatnonzero(~(np.isfinite(values) & (values > 0)))[0])
+            raise InputError(name, f"row {bad} is {values[bad]}", "finite and positive")
+    keys = list(zip(*(table.columns[name].tolist() for name in required if name != "latency_s")))
+    if len(set(keys)) != len(keys):
+        raise InputError("columns", "two rows measure the same point")
+
+
+def moe_shape(hidden: int, intermediate: int, n_experts: int, top_k: int) -> dict[str, int]:
+    """Shape of a MoE layer as it identifies a table."""
+    return {
+        "hidden_size": hidden,
+        "expert_intermediate_size": intermediate,
+        "n_experts": n_experts,
+        "top_k": top_k,
+    }
+
+
+def attention_shape(n_heads: int, n_kv_heads: int, head_dim: int, window: int) -> dict[str, int]:
+    """Shape of one layer's attention as it identifies a table; ``window`` 0 means none."""
+    return {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "window": window}
+
+
+def table_name(metadata: TableMetadata) -> str:
+    """File name of a table: GPU, kind, shape, dtype and framework."""
+    letters = {
+        "hidden_size": "h",
+        "expert_intermediate_size": "i",
+        "n_experts": "e",
+        "top_k": "k",
+        "n_heads": "q",
+        "n_kv_heads": "kv",
+        "head_dim": "d",
+        "window": "w",
+    }
+    parts = [metadata.gpu, metadata.kind]
+    parts += [f"{letters[name]}{value}" for name, value in metadata.shape.items()]
+    parts += [metadata.dtype, metadata.framework]
+    return "_".join(parts).lower().replace(" ", "-").replace("/", "-") + ".parquet"
+
+
+@lru_cache(maxsize=1)
+def shipped_tables() -> tuple[tuple[Path, TableMetadata], ...]:
+    """Path and metadata of every table that ships with the package, sorted by file name."""
+    folder = Path(str(resources.files("eldr_sim.kernel_profiles").joinpath("data/tables")))
+    return tuple((path, _read_metadata(path)) for path in sorted(folder.glob("*.parquet")))
+
+
+@lru_cache(maxsize=64)
+def _load_shipped(path: Path) -> LatencyTable:
+    return load_table(path)
+
+
+def find_table(
+    kind: Kind,
+    gpu: str,
+    *,
+    shape: Mapping[str, int] | None = None,
+    dtype: str | None = None,
+    kernel_source: str | None = None,
+    extra: Sequence[LatencyTable] = (),
+) -> LatencyTable | None:
+    """The best table for a kernel, or None.
+
+    Tables in ``extra`` come first, in their order; then the strongest provenance, then the newest
+    framework.
+
+    Parameters
+    ----------
+    kind, gpu, dtype
+        As in :class:`TableMetadata`; a ``dtype`` of None accepts any.
+    shape
+        Must equal the table's shape.
+    kernel_source
+        Only tables of this kernel.
+    extra
+        Tables of the user's own, such as a ``profile`` run wrote.
+    """
+    wanted = dict(shape or {})
+
+    def fits(metadata: TableMetadata) -> bool:
+        return (
+            metadata.kind == kind
+            and metadata.gpu == gpu
+            and metadata.shape == wanted
+            and dtype in (None, metadata.dtype)
+            and kernel_source in (None, metadata.kernel_source)
+        )
+
+    for table in extra:
+        if fits(table.metadata):
+            return table
+    candidates = [(path, metadata) for path, metadata in shipped_tables() if fits(metadata)]
+    if not candidates:
+        return None
+    path, _ = max(
+        candidates,
+        key=lambda item: (
+            -PROVENANCES.index(item[1].provenance),
+            _version_key(item[1].framework),
+            item[0].name,
+        ),
+    )
+    return _load_shipped(path)
+
+
+def _version_key(framework: str) -> tuple[int, ...]:
+    digits = "".join(c if c.isdigit() else " " for c in framework).split()
+    return tuple(int(part) for part in digits)
