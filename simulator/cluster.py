@@ -15,7 +15,6 @@ from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, RequestInfo
 from eldr_sim.simulator import request as outcomes
 from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.decode import DecodePool
-from eldr_sim.simulator.kernel import StepLog
 from eldr_sim.simulator.prefill import PrefillWorker
 from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.request import Request
@@ -43,13 +42,14 @@ class ClusterSpec:
 class RunRecord:
     """What happened: every request, every step.
 
-    ``prefill_steps`` holds one list a worker of (start s, end s, requests, tokens); ``window`` is
-    the measured window, s. ``first_token_s`` is indexed by request.
+    ``decode_steps`` are records of ``kernel.STEP``; ``prefill_steps`` holds one list a worker of
+    (start s, end s, requests, tokens); ``window`` is the measured window, s. ``first_token_s`` is
+    indexed by request and negative where there was no token.
     """
 
     requests: list[Request]
     first_token_s: NDArray[np.float64]
-    decode_steps: StepLog
+    decode_steps: NDArray[np.void]
     prefill_steps: list[list[tuple[float, float, int, int]]]
     preempted_gaps_s: list[float]
     window: tuple[float, float]
@@ -165,7 +165,7 @@ class Cluster:
                 request.outcome = reason
         return RunRecord(
             requests=self.requests[: self._arrived],
-            first_token_s=pool.state.first_token,
+            first_token_s=pool.token_times["first"],
             decode_steps=pool.steps(),
             prefill_steps=[worker.steps for worker in self.prefill_workers],
             preempted_gaps_s=pool.preempted_gaps_s,

@@ -63,25 +63,10 @@ class DecodePool:
         start_transfer: Callable[[Request], None],
         on_finish: Callable[[Request], None],
     ) -> None:
-        slots = (n_workers, max_num_seqs)
-        self.state = kernel.PoolState(
-            batch=np.zeros(n_workers, np.int64),
-            next_start=np.zeros(n_workers),
-            stop=np.zeros(n_workers, np.int64),
-            joined=np.zeros(n_workers, np.int64),
-            context=np.zeros(n_workers, np.int64),
-            free_blocks=np.full(n_workers, n_blocks, np.int64),
-            extra_s=np.zeros(n_workers),
-            extra_tokens=np.zeros(n_workers, np.int64),
-            request=np.zeros(slots, np.int32),
-            row=np.zeros(slots, np.int64),
-            row_end=np.zeros(slots, np.int64),
-            row_span=np.zeros(slots, np.int64),
-            left=np.zeros(slots, np.int64),
-            room=np.zeros(slots, np.int64),
-            first_token=np.full(n_requests, -1.0),
-            resumed=np.full(n_requests, -1.0),
-        )
+        self.state = np.zeros(n_workers, kernel.WORKER)
+        self.state["free_blocks"] = n_blocks
+        self.slots = np.zeros((n_workers, max_num_seqs), kernel.SLOT)
+        self.token_times = np.full(n_requests, -1.0, kernel.TOKEN_TIMES)
         self.env = env
         self.block_size = block_size
         self.n_blocks = n_blocks
@@ -100,18 +85,19 @@ class DecodePool:
         )
         self._layers = step_time.n_moe_layers
         self._union = np.zeros(bits.shape[1], np.uint64)
-        self._log = kernel.new_log(1 << 14)
+        self._log = np.zeros(1 << 14, kernel.STEP)
         self._logged = 0
         self._stopped = np.zeros(n_workers, np.int64)
-        self.finished = np.zeros(max_num_seqs, np.int32)
+        self.finished = np.zeros(max_num_seqs, np.int64)
         self.next_start = float("inf")  # earliest step that is still to run
 
     def advance(self, until: float) -> None:
         """Run every decode step that starts before ``until`` seconds, up to the first change."""
-        n_stopped = 0
         while True:
             self._logged, n_stopped, self.next_start = kernel.advance(
                 self.state,
+                self.slots,
+                self.token_times,
                 self._bits,
                 self._layers,
                 self._tables,
@@ -122,19 +108,17 @@ class DecodePool:
                 self._logged,
                 self._stopped,
             )
-            for w in self._stopped[:n_stopped].tolist():
-                self.workers[w].wake_at_boundary()
-            if self._logged < len(self._log.end):
+            for i in range(n_stopped):
+                self.workers[self._stopped[i]].wake_at_boundary()
+            if self._logged < len(self._log):
                 return
-            self._log = kernel.StepLog(
-                *(np.concatenate([column, np.zeros_like(column)]) for column in self._log)
-            )
+            self._log = np.concatenate([self._log, np.zeros_like(self._log)])
             if n_stopped:  # a change came before ``until``: the caller looks at the clock again
                 return
 
-    def steps(self) -> kernel.StepLog:
-        """Return the log of all decode steps run so far."""
-        return kernel.StepLog(*(column[: self._logged] for column in self._log))
+    def steps(self) -> NDArray[np.void]:
+        """Return the decode steps run so far, records of ``kernel.STEP``."""
+        return self._log[: self._logged]
 
 
 class DecodeWorker:
@@ -143,10 +127,10 @@ class DecodeWorker:
     def __init__(self, pool: DecodePool, index: int) -> None:
         self.pool = pool
         self.index = index
-        self.unreserved: deque[Request] = deque()  # wait for KV blocks; their KV is at the prefiller
-        self.arrived: deque[Request] = deque()  # KV is here; wait for a seat
+        self.state = pool.state[index]  # a view: the kernel sees what is written here
+        self.unreserved: deque[Request] = deque()  # their KV cache is still at the prefill worker
+        self.arrived: deque[Request] = deque()  # KV cache is here; wait for a seat
         self.preempted: deque[Request] = deque()  # wait for blocks to recompute their context
-        self.in_transfer = 0
         self._recompute: deque[tuple[Request, int]] = deque()  # and tokens still to recompute
         self._wake_s = -1.0
 
@@ -157,14 +141,13 @@ class DecodeWorker:
 
     def kv_arrived(self, request: Request) -> None:
         """Note that the KV cache of ``request`` is in the blocks reserved for it."""
-        self.in_transfer -= 1
         self.arrived.append(request)
         self.wake_at_boundary()
 
     def wake_at_boundary(self) -> None:
         """Schedule the engine at the end of the step in progress, or now if it is idle."""
-        env, state = self.pool.env, self.pool.state
-        at = max(env.now, float(state.next_start[self.index]))
+        env = self.pool.env
+        at = max(env.now, float(self.state["next_start"]))
         if at != self._wake_s:
             self._wake_s = at
             env.at(at, self._boundary)
@@ -175,57 +158,63 @@ class DecodeWorker:
 
     def _boundary(self, _event: object) -> None:
         """Do what an engine does between two steps: finish, preempt, admit, reserve."""
-        pool, state, w = self.pool, self.pool.state, self.index
+        pool, state = self.pool, self.state
         self._wake_s = -1.0
-        why = int(state.stop[w])
-        state.stop[w] = kernel.RUNNING
-        state.next_start[w] = pool.env.now
+        why = state["stop"]
+        state["stop"] = kernel.RUNNING
+        state["next_start"] = pool.env.now
         if why == kernel.FINISHED:
             self._finish()
-        elif why == kernel.OUT_OF_BLOCKS:
+        if why == kernel.OUT_OF_BLOCKS:
             self._preempt()
-        self._admit()
-        if state.batch[w] > 0 or state.extra_s[w] > 0.0:
+            state["single"] = 1  # nobody is admitted in this step, but perhaps in the next
+            self._continue_recomputation()
+        if why != kernel.OUT_OF_BLOCKS or state["batch"] == 0:
+            self._admit()
+        if state["batch"] > 0 or state["extra_s"] > 0.0:
             pool.next_start = min(pool.next_start, pool.env.now)
 
     def _finish(self) -> None:
-        pool, state, w = self.pool, self.pool.state, self.index
-        now = pool.env.now
-        for index in pool.finished[: kernel.drop_finished(state, w, pool.finished)].tolist():
-            request = pool.requests[index]
-            request.finish_s = now
+        pool, state = self.pool, self.state
+        n = kernel.drop_finished(pool.state, pool.slots, self.index, pool.finished)
+        for i in range(n):
+            request = pool.requests[pool.finished[i]]
+            request.finish_s = pool.env.now
             context = request.prompt_len - 1 + request.output_len
-            state.context[w] -= context
-            state.free_blocks[w] += self.blocks_for(context)
+            state["context"] -= context
+            state["free_blocks"] += self.blocks_for(context)
             self._note_resumption(request)
             pool.on_finish(request)
 
     def _note_resumption(self, request: Request) -> None:
         if request.last_token_s >= 0.0:  # it was preempted after its first token
-            gap = float(self.pool.state.resumed[request.index]) - request.last_token_s
-            self.pool.preempted_gaps_s.append(gap)
+            resumed = float(self.pool.token_times["resumed"][request.index])
+            self.pool.preempted_gaps_s.append(resumed - request.last_token_s)
 
     def _preempt(self) -> None:
         """Take requests from the end of the batch until the others have the blocks they need."""
-        pool, state, w = self.pool, self.pool.state, self.index
-        while state.batch[w] > 0:
-            n = int(state.batch[w])
-            if np.count_nonzero(state.room[w, :n] == 0) <= state.free_blocks[w]:
+        pool, state = self.pool, self.state
+        while state["batch"] > 0:
+            seats = pool.slots[self.index, : state["batch"]]
+            if np.count_nonzero(seats["room"] == 0) <= state["free_blocks"]:
                 return
-            request = pool.requests[int(state.request[w, n - 1])]
-            request.generated = request.output_len - int(state.left[w, n - 1])
-            self._note_resumption(request)
-            request.last_token_s = pool.env.now if request.generated else -1.0
+            request = pool.requests[seats["request"][-1]]
+            generated = request.output_len - int(seats["left"][-1])
+            if generated > request.generated:
+                self._note_resumption(request)
+                request.generated = generated
+                request.last_token_s = pool.env.now
             request.preemptions += 1
             context = request.prompt_len - 1 + request.generated
-            state.context[w] -= context
-            state.free_blocks[w] += max(self.blocks_for(context), request.decode_blocks)
-            state.batch[w] = n - 1
-            state.joined[w] = max(0, int(state.joined[w]) - 1)
+            state["context"] -= context
+            state["free_blocks"] += max(self.blocks_for(context), request.decode_blocks)
+            state["batch"] -= 1
+            state["joined"] = max(0, state["joined"] - 1)
             self.preempted.appendleft(request)
 
     def _admit(self) -> None:
-        pool, state, w = self.pool, self.pool.state, self.index
+        """Fill the seats: who holds blocks already, then who lost them, then who is new."""
+        pool, state = self.pool, self.state
         self._continue_recomputation()
         while self.arrived and self._seats() > 0:
             request = self.arrived.popleft()
@@ -233,48 +222,48 @@ class DecodeWorker:
             self._join(request)
         while self.preempted and self._seats() > 0:
             request = self.preempted[0]
-            blocks = self.blocks_for(request.prompt_len + request.generated)
-            if blocks > state.free_blocks[w]:
-                return  # first come, first served: nobody overtakes a preempted request
-            state.free_blocks[w] -= blocks
-            request.decode_blocks = blocks
+            if not self._reserve(request, request.prompt_len + request.generated):
+                return  # first come, first served: nobody new overtakes a preempted request
             self.preempted.popleft()
             self._recompute.append((request, request.prompt_len - 1 + request.generated))
             self._continue_recomputation()
         while self.unreserved and self._seats() > 0:
             request = self.unreserved[0]
-            blocks = self.blocks_for(request.prompt_len)
-            if blocks > state.free_blocks[w]:
+            if not self._reserve(request, request.prompt_len):
                 return
-            state.free_blocks[w] -= blocks
-            request.decode_blocks = blocks
             self.unreserved.popleft()
-            self.in_transfer += 1
             pool.start_transfer(request)
 
+    def _reserve(self, request: Request, tokens: int) -> bool:
+        """Take the KV blocks of ``tokens`` tokens if they are free."""
+        blocks = self.blocks_for(tokens)
+        if blocks > self.state["free_blocks"]:
+            return False
+        self.state["free_blocks"] -= blocks
+        request.decode_blocks = blocks
+        return True
+
     def _seats(self) -> int:
-        return int(
-            self.pool.max_num_seqs - self.pool.state.batch[self.index] - len(self._recompute)
-        )
+        return int(self.pool.max_num_seqs - self.state["batch"] - len(self._recompute))
 
     def _continue_recomputation(self) -> None:
         """Fill the next step's token budget with contexts to recompute.
 
-        The chunk's time comes on top of the decode step's, as the sum over kernels has it: a mixed
+        The last token of a context is not recomputed but decoded, in the step of its last chunk.
+        A chunk's time comes on top of the decode step's, as the sum over kernels has it: a mixed
         step reads each expert once for both, so this is an upper bound for these rare steps.
         """
-        pool, state, w = self.pool, self.pool.state, self.index
+        pool, state = self.pool, self.state
         while self._recompute:
-            budget = int(
-                pool.max_num_batched_tokens - state.batch[w] - 1 - state.extra_tokens[w]
-            )
+            budget = int(pool.max_num_batched_tokens - state["batch"] - state["extra_tokens"])
             if budget <= 0:
                 return
             request, left = self._recompute[0]
             chunk = min(left, budget)
-            done = request.prompt_len - 1 + request.generated - left
-            state.extra_s[w] += pool.step_time.prefill_s([chunk], [done])
-            state.extra_tokens[w] += chunk
+            if chunk > 0:
+                done = request.prompt_len - 1 + request.generated - left
+                state["extra_s"] += pool.step_time.prefill_s([chunk], [done])
+                state["extra_tokens"] += chunk
             if chunk < left:
                 self._recompute[0] = (request, left - chunk)
                 return
@@ -282,17 +271,18 @@ class DecodeWorker:
             self._join(request)
 
     def _join(self, request: Request) -> None:
-        pool = self.pool
+        """Give a request whose context is cached, but for its last token, the next seat."""
+        pool, state = self.pool, self.state
         context = request.prompt_len - 1 + request.generated
-        first = request.window_row
-        kernel.add_request(
-            pool.state,
-            self.index,
+        first, span = request.window_row, request.window_len
+        pool.slots[self.index, state["batch"]] = (
             request.index,
-            first + (request.window_offset + request.generated) % request.window_len,
-            first + request.window_len,
-            request.window_len,
+            first + (request.window_offset + request.generated) % span,
+            first + span,
+            span,
             request.output_len - request.generated,
             request.decode_blocks * pool.block_size - context,
-            context,
         )
+        state["context"] += context
+        state["batch"] += 1
+        state["joined"] += 1

@@ -23,57 +23,60 @@ from numpy.typing import NDArray
 RUNNING, FINISHED, OUT_OF_BLOCKS, SINGLE_STEP = 0, 1, 2, 3
 
 
-class PoolState(NamedTuple):
-    """Arrays of a pool of ``W`` decode workers with ``S`` batch slots each.
-
-    Slots ``0 .. batch[w]-1`` of a worker are its running requests in the order of admission.
-    """
-
-    batch: NDArray[np.int64]  #: [W] running requests
-    next_start: NDArray[np.float64]  #: [W] when the next step may begin, s
-    stop: NDArray[np.int64]  #: [W] RUNNING or why the worker waits for its engine
-    joined: NDArray[np.int64]  #: [W] requests at the end of the slots that joined since last step
-    context: NDArray[np.int64]  #: [W] tokens of KV cache of the running requests
-    free_blocks: NDArray[np.int64]  #: [W] KV blocks that nobody holds
-    extra_s: NDArray[np.float64]  #: [W] time added to the next step (recomputed prompts), s
-    extra_tokens: NDArray[np.int64]  #: [W] tokens of that recomputation
-    request: NDArray[np.int32]  #: [W, S] request index
-    row: NDArray[np.int64]  #: [W, S] bit-set row of the token that the next step feeds
-    row_end: NDArray[np.int64]  #: [W, S] one past the last row of the replay window
-    row_span: NDArray[np.int64]  #: [W, S] length of the replay window: after row_end, wrap
-    left: NDArray[np.int64]  #: [W, S] output tokens still to generate
-    room: NDArray[np.int64]  #: [W, S] tokens that fit into the blocks already held
-    first_token: NDArray[np.float64]  #: [requests] end of a request's first decode step, s
-    resumed: NDArray[np.float64]  #: [requests] end of its first step after a preemption, s
+#: One row a decode worker. Kept as records, so that a call hands over one array and not eight.
+WORKER = np.dtype(
+    [
+        ("batch", np.int64),  # running requests
+        ("next_start", np.float64),  # when the next step may begin, s
+        ("stop", np.int64),  # RUNNING, or why the worker waits for its engine
+        ("joined", np.int64),  # last slots of the batch, new since the last step
+        ("context", np.int64),  # tokens of KV cache of the running requests
+        ("free_blocks", np.int64),  # KV blocks that nobody holds
+        ("extra_s", np.float64),  # time added to the next step (recomputed prompts), s
+        ("extra_tokens", np.int64),  # tokens of that recomputation
+        ("single", np.int64),  # stop after the next step, whatever happens in it
+    ]
+)
+#: One row a seat: slots ``[w, :batch]`` are the running requests in the order of admission.
+SLOT = np.dtype(
+    [
+        ("request", np.int64),
+        ("row", np.int64),  # bit-set row of the token that the next step feeds
+        ("row_end", np.int64),  # one past the last row of the replay window
+        ("row_span", np.int64),  # length of the window: at row_end, go back by it
+        ("left", np.int64),  # output tokens still to generate
+        ("room", np.int64),  # tokens that fit into the blocks already held
+    ]
+)
+#: One row a request, negative while still to come.
+TOKEN_TIMES = np.dtype(
+    [
+        ("first", np.float64),  # end of its first decode step, s
+        ("resumed", np.float64),  # end of its first step after its last preemption, s
+    ]
+)
+#: One row a decode step.
+STEP = np.dtype(
+    [
+        ("start", np.float64),  # s
+        ("end", np.float64),  # s
+        ("context", np.int64),  # KV tokens that attention read, summed over the batch
+        ("worker", np.int32),
+        ("batch", np.int32),
+        ("joined", np.int32),  # requests for which this was the first step since they joined
+        ("active", np.int32),  # distinct experts, summed over the MoE layers
+        ("recomputed", np.int32),  # prompt tokens recomputed beside the decode tokens
+    ]
+)
 
 
 class StepTables(NamedTuple):
-    """Step times of one model on one GPU, see :class:`~eldr_sim.kernel_profiles.step_time`."""
+    """Step times of one model on one GPU, see :mod:`eldr_sim.kernel_profiles.step_time`."""
 
     moe_s: NDArray[np.float64]  #: [batch, distinct experts] one MoE layer
     fixed_s: NDArray[np.float64]  #: [batch] all but MoE and attention
     attention_s: NDArray[np.float64]  #: [batch, knots] attention of all layers
     context_stride: int  #: tokens between two knots
-
-
-class StepLog(NamedTuple):
-    """One row a decode step, filled by the kernel."""
-
-    worker: NDArray[np.int32]
-    start: NDArray[np.float64]  #: s
-    end: NDArray[np.float64]  #: s
-    batch: NDArray[np.int32]
-    joined: NDArray[np.int32]  #: requests for which this was the first step since they joined
-    context: NDArray[np.int64]  #: KV tokens that attention read, summed over the batch
-    active: NDArray[np.int32]  #: distinct experts, summed over the MoE layers
-    recomputed: NDArray[np.int32]  #: prompt tokens recomputed beside the decode tokens
-
-
-def new_log(capacity: int) -> StepLog:
-    """Return an empty step log with room for ``capacity`` steps."""
-    return StepLog(
-        *(np.zeros(capacity, t) for t in ("i4", "f8", "f8", "i4", "i4", "i8", "i4", "i4"))
-    )
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -85,20 +88,30 @@ def _popcount(_typing: Any, _word: Any) -> Any:
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def union_rows(bits: Any, rows: Any, n: int, union: Any) -> None:
-    """OR ``bits[rows[:n]]`` into ``union``; eight rows a pass keep the union in registers."""
+def union_rows(bits: Any, slots: Any, n: int, union: Any) -> None:
+    """OR the bit-set rows of ``slots[:n]`` into ``union``; eight a pass to spare the stores."""
     width = bits.shape[1]
     for k in range(width):
         union[k] = 0
     i = 0
     while i + 8 <= n:
-        a, b, c, d = bits[rows[i]], bits[rows[i + 1]], bits[rows[i + 2]], bits[rows[i + 3]]
-        e, f, g, h = bits[rows[i + 4]], bits[rows[i + 5]], bits[rows[i + 6]], bits[rows[i + 7]]
+        a, b, c, d = (
+            bits[slots[i].row],
+            bits[slots[i + 1].row],
+            bits[slots[i + 2].row],
+            bits[slots[i + 3].row],
+        )
+        e, f, g, h = (
+            bits[slots[i + 4].row],
+            bits[slots[i + 5].row],
+            bits[slots[i + 6].row],
+            bits[slots[i + 7].row],
+        )
         for k in range(width):
             union[k] |= a[k] | b[k] | c[k] | d[k] | e[k] | f[k] | g[k] | h[k]
         i += 8
     while i < n:
-        a = bits[rows[i]]
+        a = bits[slots[i].row]
         for k in range(width):
             union[k] |= a[k]
         i += 1
@@ -131,14 +144,16 @@ def attention_time(knots: Any, stride: int, context: int, batch: int) -> float:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def advance(
-    pool: PoolState,
+    workers: Any,
+    slots: Any,
+    token_times: Any,
     bits: Any,
     layers: int,
     tables: StepTables,
     block_size: int,
     until: float,
     union: Any,
-    log: StepLog,
+    log: Any,
     logged: int,
     stopped: Any,
 ) -> tuple[int, int, float]:
@@ -147,128 +162,122 @@ def advance(
     A step after which a batch may change moves ``until`` back to its end, so no worker starts a
     step that an effect of this change could still reach.
 
+    Parameters
+    ----------
+    workers, slots, token_times
+        ``WORKER [workers]``, ``SLOT [workers, seats]`` and ``TOKEN_TIMES [requests]``.
+    bits
+        uint64 ``[rows, layers * words]``.
+    layers, tables, block_size
+        MoE layers of the model, its step times, tokens a KV block.
+    until
+        Time limit, s.
+    union
+        uint64 ``[layers * words]``, scratch.
+    log, logged
+        ``STEP [capacity]`` and how many rows are filled.
+    stopped
+        int64 ``[workers]``, filled with the workers that stopped.
+
     Returns
     -------
     logged, n_stopped, next_start
-        Rows of ``log`` filled so far; how many workers stopped (in ``stopped``); the earliest
-        start of a step that is still to run, s. A full log returns early: grow it, call again.
+        Rows of ``log`` filled now; how many workers stopped; the earliest start of a step that is
+        still to run, s. A full log returns early: grow it and call again.
     """
     n_stopped = 0
     while True:
         w, start = -1, np.inf
-        for i in range(pool.batch.shape[0]):
-            if pool.stop[i] == RUNNING and pool.next_start[i] < start:
-                if pool.batch[i] > 0 or pool.extra_s[i] > 0.0:
-                    w, start = i, pool.next_start[i]
-        if w < 0 or start >= until or logged == log.end.shape[0]:
+        for i in range(workers.shape[0]):
+            if (
+                workers[i].stop == RUNNING
+                and workers[i].next_start < start
+                and (workers[i].batch > 0 or workers[i].extra_s > 0.0)
+            ):
+                w, start = i, workers[i].next_start
+        if w < 0 or start >= until or logged == log.shape[0]:
             return logged, n_stopped, start
-        n = pool.batch[w]
+        worker, seats = workers[w], slots[w]
+        n = worker.batch
 
         needed = 0
         for i in range(n):
-            if pool.room[w, i] == 0:
+            if seats[i].room == 0:
                 needed += 1
-        if needed > pool.free_blocks[w]:
-            pool.stop[w] = OUT_OF_BLOCKS
+        if needed > worker.free_blocks:
+            worker.stop = OUT_OF_BLOCKS
             stopped[n_stopped] = w
             n_stopped += 1
             until = start
             continue
-        pool.free_blocks[w] -= needed
+        worker.free_blocks -= needed
 
-        duration, active = pool.extra_s[w], 0
+        duration, active = worker.extra_s, 0
         if n > 0:
-            union_rows(bits, pool.row[w], n, union)
+            union_rows(bits, seats, n, union)
             moe, active = moe_time(union, tables.moe_s[n], layers)
-            pool.context[w] += n
+            worker.context += n
             duration += tables.fixed_s[n] + moe
             duration += attention_time(
-                tables.attention_s[n], tables.context_stride, pool.context[w], n
+                tables.attention_s[n], tables.context_stride, worker.context, n
             )
         end = start + duration
         ended = False
         for i in range(n):
-            room = pool.room[w, i]
-            pool.room[w, i] = (block_size if room == 0 else room) - 1
-            pool.left[w, i] -= 1
-            if pool.left[w, i] == 0:
+            seat = seats[i]
+            seat.room = (block_size if seat.room == 0 else seat.room) - 1
+            seat.left -= 1
+            if seat.left == 0:
                 ended = True
-            row = pool.row[w, i] + 1
-            pool.row[w, i] = row - pool.row_span[w, i] if row == pool.row_end[w, i] else row
-        for i in range(n - pool.joined[w], n):
-            request = pool.request[w, i]
-            if pool.first_token[request] < 0.0:
-                pool.first_token[request] = end
+            seat.row += 1
+            if seat.row == seat.row_end:
+                seat.row -= seat.row_span
+        for i in range(n - worker.joined, n):
+            times = token_times[seats[i].request]
+            if times.first < 0.0:
+                times.first = end
             else:
-                pool.resumed[request] = end
+                times.resumed = end
 
-        log.worker[logged] = w
-        log.start[logged] = start
-        log.end[logged] = end
-        log.batch[logged] = n
-        log.joined[logged] = pool.joined[w]
-        log.context[logged] = pool.context[w]
-        log.active[logged] = active
-        log.recomputed[logged] = pool.extra_tokens[w]
+        step = log[logged]
+        step.start = start
+        step.end = end
+        step.context = worker.context
+        step.worker = w
+        step.batch = n
+        step.joined = worker.joined
+        step.active = active
+        step.recomputed = worker.extra_tokens
         logged += 1
 
-        single = pool.extra_s[w] > 0.0
-        pool.joined[w] = 0
-        pool.extra_s[w] = 0.0
-        pool.extra_tokens[w] = 0
-        pool.next_start[w] = end
+        single = worker.single != 0 or worker.extra_s > 0.0
+        worker.single = 0
+        worker.joined = 0
+        worker.extra_s = 0.0
+        worker.extra_tokens = 0
+        worker.next_start = end
         if ended or single:
-            pool.stop[w] = FINISHED if ended else SINGLE_STEP
+            worker.stop = FINISHED if ended else SINGLE_STEP
             stopped[n_stopped] = w
             n_stopped += 1
             until = min(until, end)
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def add_request(
-    pool: PoolState,
-    w: int,
-    request: int,
-    row: int,
-    row_end: int,
-    row_span: int,
-    left: int,
-    room: int,
-    context: int,
-) -> None:
-    """Append a request to the batch of worker ``w``; ``context`` tokens are in its KV cache."""
-    i = pool.batch[w]
-    pool.request[w, i] = request
-    pool.row[w, i] = row
-    pool.row_end[w, i] = row_end
-    pool.row_span[w, i] = row_span
-    pool.left[w, i] = left
-    pool.room[w, i] = room
-    pool.context[w] += context
-    pool.batch[w] = i + 1
-    pool.joined[w] += 1
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def drop_finished(pool: PoolState, w: int, finished: Any) -> int:
+def drop_finished(workers: Any, slots: Any, w: int, finished: Any) -> int:
     """Take the finished requests out of the batch of ``w``; the others keep their order.
 
     Their indices go to ``finished``; their KV tokens are the caller's to subtract. Returns how
     many there were.
     """
     kept, gone = 0, 0
-    for i in range(pool.batch[w]):
-        if pool.left[w, i] == 0:
-            finished[gone] = pool.request[w, i]
+    for i in range(workers[w].batch):
+        if slots[w, i].left == 0:
+            finished[gone] = slots[w, i].request
             gone += 1
             continue
         if kept != i:
-            pool.request[w, kept] = pool.request[w, i]
-            pool.row[w, kept] = pool.row[w, i]
-            pool.row_end[w, kept] = pool.row_end[w, i]
-            pool.row_span[w, kept] = pool.row_span[w, i]
-            pool.left[w, kept] = pool.left[w, i]
-            pool.room[w, kept] = pool.room[w, i]
+            slots[w, kept] = slots[w, i]
         kept += 1
-    pool.batch[w] = kept
+    workers[w].batch = kept
     return gone

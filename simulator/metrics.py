@@ -108,8 +108,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     end = min(record.window[1], record.end_s)
     seconds = max(end - start, 1e-9)
     steps = record.decode_steps
-    inside = (steps.start >= start) & (steps.start < end)
-    batch = steps.batch[inside].astype(np.int64)
+    inside = (steps["start"] >= start) & (steps["start"] < end)
+    batch = steps["batch"][inside].astype(np.int64)
     decoding = batch > 0
     tokens = int(batch.sum())
     finished = sum(start <= r.finish_s < end and r.outcome == COMPLETED for r in requests)
@@ -119,11 +119,11 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     good = good_requests(times, config.goodput) & measured
     gpus = config.n_prefill + config.n_decode
 
-    carried = batch - steps.joined[inside]
-    gaps = (steps.end - steps.start)[inside]
+    carried = batch - steps["joined"][inside]
+    gaps = (steps["end"] - steps["start"])[inside]
     itl = np.concatenate([gaps, np.array(record.preempted_gaps_s)])
     itl_weights = np.concatenate([carried, np.ones(len(record.preempted_gaps_s), np.int64)])
-    active = steps.active[inside][decoding] / n_moe_layers
+    active = steps["active"][inside][decoding] / n_moe_layers
 
     gpu_hours = gpus * seconds / 3600.0
     price = config.price_per_gpu_hour

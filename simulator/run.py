@@ -229,10 +229,10 @@ def _result(
     model, step_time, trace = setting.model, setting.step_time, setting.trace
     steps = record.decode_steps
     outside = {
-        "moe_batch": int((steps.batch > step_time.moe_batch_max).sum()),
-        "attention_batch": int((steps.batch > step_time.attention_batch_max).sum()),
+        "moe_batch": int((steps["batch"] > step_time.moe_batch_max).sum()),
+        "attention_batch": int((steps["batch"] > step_time.attention_batch_max).sum()),
         "attention_context": int(
-            (steps.context > step_time.context_max * np.maximum(steps.batch, 1)).sum()
+            (steps["context"] > step_time.context_max * np.maximum(steps["batch"], 1)).sum()
         ),
     }
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)

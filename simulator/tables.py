@@ -67,7 +67,7 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     )
     columns = [np.array(c) for c in zip(*prefill, strict=True)] or [np.zeros(0)] * 5
     decode = record.decode_steps
-    n_prefill, n_decode = len(prefill), len(decode.end)
+    n_prefill, n_decode = len(prefill), len(decode)
 
     def both(first: np.ndarray, second: np.ndarray, kind: str) -> pa.Array:
         return pa.array(np.concatenate([first, second]).astype(kind))
@@ -82,14 +82,14 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     return pa.table(
         {
             "role": role,
-            "worker": both(columns[1], decode.worker, "int16"),
-            "start_s": both(columns[0], decode.start, "float64"),
-            "end_s": both(columns[2], decode.end, "float64"),
-            "batch": both(columns[3], decode.batch, "int32"),
-            "tokens": both(columns[4], decode.batch + decode.recomputed, "int32"),
-            "joined": decode_only(decode.joined, "int32"),
-            "context_tokens": decode_only(decode.context, "int64"),
-            "active_experts": decode_only(decode.active / n_moe_layers, "float64"),
+            "worker": both(columns[1], decode["worker"], "int16"),
+            "start_s": both(columns[0], decode["start"], "float64"),
+            "end_s": both(columns[2], decode["end"], "float64"),
+            "batch": both(columns[3], decode["batch"], "int32"),
+            "tokens": both(columns[4], decode["batch"] + decode["recomputed"], "int32"),
+            "joined": decode_only(decode["joined"], "int32"),
+            "context_tokens": decode_only(decode["context"], "int64"),
+            "active_experts": decode_only(decode["active"] / n_moe_layers, "float64"),
         }
     )
 
