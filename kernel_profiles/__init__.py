@@ -6,6 +6,7 @@ Modules, from facts to answers:
 - ``gpus``: memory, bandwidth, compute and engine defaults of each GPU.
 - ``tables``: latency table format v1 (Parquet plus provenance) and the shipped tables.
 - ``aiconfigurator``: makes shipped tables from the optional package ``aiconfigurator-core``.
+- ``mi300x``: derives MI300X tables from published MI300X figures.
 - ``moe_latency``: one MoE layer's time over (batch, distinct experts).
 - ``kernel_latency``: attention, GEMM and collective times, interpolated from tables.
 - ``roofline``: what stands in where no table exists.

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.tables import (
+    MOE_DTYPES,
     Kind,
     LatencyTable,
     TableMetadata,
@@ -39,11 +40,8 @@ from eldr_sim.kernel_profiles.tables import (
 SYSTEMS = {"H100": "h100_sxm", "H200": "h200_sxm", "A100": "a100_sxm", "B200": "b200_sxm"}
 """GPUs that can be imported, and their folder in the package."""
 
-MOE_DTYPES = {"bfloat16": "bfloat16", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4"}
-"""Expert storage of a model, and the package's name for the kernels that serve it."""
-
-_GEMM_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-_GEMM_ROWS += (3072, 4096, 8192, 16384)
+_SMALL = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+_GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
 _NOTES = "CUDA graph timing, no L2 flush: points whose data fit the L2 cache read low"
 
 
@@ -112,7 +110,7 @@ def _read(folder: Path, version: str, file: str) -> pd.DataFrame:
 
 def _median(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """One row per point: the median latency of repeated rows, sorted by point."""
-    return frame.groupby(keys, as_index=False, sort=True)["latency"].median()
+    return frame.groupby(keys, sort=True)["latency"].median().reset_index()
 
 
 def _table(

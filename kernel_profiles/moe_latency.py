@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import nnls
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables import LatencyTable
@@ -31,7 +32,8 @@ def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: int) -> FloatArray
     ``E * (1 - (1 - k / E) ** batch)``: every expert is missed by a token with chance 1 - k / E.
     """
     tokens = np.asarray(batch, dtype=np.float64)
-    return n_experts * -np.expm1(tokens * np.log1p(-min(top_k / n_experts, 1 - 1e-12)))
+    missed = tokens * np.log1p(-min(top_k / n_experts, 1 - 1e-12))
+    return np.asarray(-n_experts * np.expm1(missed), dtype=np.float64)
 
 
 def monotone_envelope(values: ArrayLike, axis: int = -1) -> FloatArray:
@@ -51,7 +53,7 @@ def interpolate(x: ArrayLike, knots: FloatArray, values: FloatArray) -> FloatArr
     if len(knots) < 2:
         return inside
     slope = max(0.0, (values[-1] - values[-2]) / (knots[-1] - knots[-2]))
-    return inside + slope * np.maximum(points - knots[-1], 0.0)
+    return np.asarray(inside + slope * np.maximum(points - knots[-1], 0.0), dtype=np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,8 +231,6 @@ def _linear(
     batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: int
 ) -> MoELatency:
     """Least squares of relative errors on a + b * distinct + c * batch, all coefficients >= 0."""
-    from scipy.optimize import nnls
-
     decode = batch <= _DECODE_TOKENS
 
     def solve(rows: NDArray[np.bool_]) -> FloatArray:

@@ -78,10 +78,10 @@ MI300X = Efficiency(
     moe_flops=0.22,
     gemm_floor_s=3e-6,
     attention_floor_s=11.2e-6,
-    moe_floor_s=36.6e-6,
+    moe_floor_s=26.7e-6,
     provenance="derived",
     source=(
-        "MoE: 3.68 of 5.3 TB/s and 36.6 us from ELDR Sec. 3.1 (16 to 128 experts: 4.7x at batch "
+        "MoE: 3.68 of 5.3 TB/s and 26.7 us from ELDR Sec. 3.1 (16 to 128 experts: 4.7x at batch "
         "64) with AITER's tuned bf16 rows (ROCm/aiter e404860: 338 us at batch 64, 22% of peak "
         "FLOPs at 16384 tokens); bandwidth of other kernels taken as the same; their compute as "
         "H100's fraction times MI300X's over H100's fraction in the fused MoE (0.22 / 0.43); "

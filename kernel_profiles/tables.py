@@ -56,6 +56,10 @@ _COLUMNS: dict[Kind, dict[str, str]] = {
 _OPTIONAL = {"latency_q1_s": "f", "latency_q3_s": "f", "repeats": "i"}
 
 
+MOE_DTYPES = {"bfloat16": "bfloat16", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4"}
+"""Storage of a model's experts, and the ``dtype`` of the MoE tables that serve it."""
+
+
 def weakest(labels: Iterable[str]) -> Provenance:
     """The weakest provenance among ``labels``.
 
@@ -137,7 +141,7 @@ class LatencyTable:
         """Write the table as Parquet; the file appears whole or not at all."""
         arrays = {name: pa.array(values) for name, values in self.columns.items()}
         table = pa.table(arrays).replace_schema_metadata(
-            {_METADATA_KEY: self.metadata.model_dump_json(exclude_defaults=False).encode()}
+            {_METADATA_KEY: self.metadata.model_dump_json().encode()}
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -218,7 +222,8 @@ def _validate(table: LatencyTable) -> None:
         elif not np.isfinite(values).all() or (values <= 0).any():
             bad = int(np.flatnonzero(~(np.isfinite(values) & (values > 0)))[0])
             raise InputError(name, f"row {bad} is {values[bad]}", "finite and positive")
-    keys = list(zip(*(table.columns[name].tolist() for name in required if name != "latency_s")))
+    points = [table.columns[name].tolist() for name in required if name != "latency_s"]
+    keys = list(zip(*points, strict=True))
     if len(set(keys)) != len(keys):
         raise InputError("columns", "two rows measure the same point")
 
