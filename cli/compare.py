@@ -93,9 +93,7 @@ def _print(comparison: Comparison) -> None:
         rows = []
         for name in names:
             own = [
-                d
-                for d in comparison.differences
-                if d.policy == name and d.reference == reference
+                d for d in comparison.differences if d.policy == name and d.reference == reference
             ]
             if own:
                 rows.append([name, *(_cell(d) for d in own)])

@@ -95,7 +95,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     _line("Weakest latency provenance", summary["weakest_provenance"])
     trace = summary["trace"]
     _line("Routing trace", f"{trace['name']} ({trace['provenance']})")
-    _line("  layers", trace["layers"])
+    click.echo(f"  {trace['layers']}")
     click.echo("=" * _WIDTH)
     for warning in warnings_of(summary):
         click.echo(f"Warning: {warning}", err=True)
@@ -109,6 +109,7 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
         for what, count in summary["lookups_outside_tables"].items()
         if count
     ]
+    warnings += summary["latency_warnings"]
     unserved = summary["failed_reasons"].get("unserved_at_time_limit", 0)
     if unserved:
         warnings.append(

@@ -82,6 +82,7 @@ def _metavar(name: str) -> str:
         "workload": "task|language|FILE",
         "trace": "NAME|DIR",
         "artifact": "FILE",
+        "tables": "DIR",
         "trace_replay": "own|same_domain",
         "kv_transfer": "ideal|observed",
         "output_len": "N|recorded",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from eldr_sim.simulator.timeline import write_timeline
 
 @click.command()
 @run_options()
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the result here.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the result.")
 @click.option("--force", is_flag=True, help="Replace the result in --out.")
 @click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
 @click.option("--timeline", is_flag=True, help="Write timeline.json, a Chrome trace, into --out.")
@@ -34,7 +35,7 @@ def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: An
     with progress_bar(f"{config.policy} on {config.topology}") as update:
         result = simulate(config, update)
     if out is not None:
-        extras = {}
+        extras: dict[str, Callable[[Path], None]] = {}
         if plot:
             extras |= plot_writers(result.requests, result.steps, result.summary)
         if timeline:

@@ -9,7 +9,7 @@ import simpy
 from simpy.events import NORMAL, Event
 
 
-class Clock(simpy.Environment):  # type: ignore[misc]
+class Clock(simpy.Environment):
     """A SimPy environment that can schedule at an absolute time.
 
     ``timeout(t - now)`` fires at ``now + (t - now)``, which may miss ``t`` by a rounding error;

@@ -212,7 +212,7 @@ class Cluster:
             request_id=request.index,
             prompt_len=request.prompt_len,
             domain=request.domain,
-            prefix_hash=self.workload.prefix_hash[start:end],
+            prefix_hash=self.workload.prefix_hash[start:end].tolist() if end > start else (),
             signature=signature,
             signature_id=request.trace_request,
         )
@@ -267,18 +267,17 @@ class Cluster:
 
 
 def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -> list[Request]:
-    columns = zip(
-        workload.arrival_s.tolist(),
-        workload.prompt_len.tolist(),
-        workload.output_len.tolist(),
-        workload.domain.tolist(),
-        workload.trace_request.tolist(),
-        replay.first_row[workload.decode_request].tolist(),
-        replay.length[workload.decode_request].tolist(),
-        workload.replay_offset.tolist(),
-        strict=True,
+    measured = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
+    columns = (
+        workload.arrival_s,
+        workload.prompt_len,
+        workload.output_len,
+        workload.domain,
+        workload.trace_request,
+        replay.first_row[workload.decode_request],
+        replay.length[workload.decode_request],
+        workload.replay_offset,
+        measured,
     )
-    return [
-        Request(index, *column, measured=window[0] <= column[0] < window[1])
-        for index, column in enumerate(columns)
-    ]
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [Request(index, *row) for index, row in enumerate(rows)]

@@ -148,10 +148,8 @@ def compare(
     return Comparison(runs, best, differences, summaries)
 
 
-def _pair(
-    values: list[float | None], reference: list[float | None]
-) -> tuple[float, float, float]:
+def _pair(values: list[float | None], reference: list[float | None]) -> tuple[float, float, float]:
     pairs = [(v, r) for v, r in zip(values, reference, strict=True) if v is not None and r]
     if not pairs:
         return math.nan, math.nan, math.nan
-    return paired_difference(*zip(*pairs, strict=True))
+    return paired_difference([v for v, _ in pairs], [r for _, r in pairs])

@@ -54,6 +54,8 @@ class RunConfig(BaseModel):
     """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
     gpu: str = "H100"
     """Name of a known GPU."""
+    tables: str | None = None
+    """Folder of latency tables that take precedence over the embedded ones."""
     workload: str = "task"
     """``task``, ``language``, or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
     domain_mix: dict[str, float] | None = None
@@ -123,6 +125,20 @@ class RunConfig(BaseModel):
         return 30.0 if self.num_requests is None else 0.0
 
     @property
+    def effective_rate(self) -> float | None:
+        """Mean requests per second; None where a file's timestamps rule."""
+        if self.request_rate is not None or self.from_file:
+            return self.request_rate
+        return 60.0
+
+    @property
+    def effective_output_len(self) -> int | Literal["recorded"]:
+        """Output tokens of every request, or ``recorded``."""
+        if self.output_len is not None:
+            return self.output_len
+        return "recorded" if self.from_file else 512
+
+    @property
     def from_file(self) -> bool:
         """Whether the workload is a file of recorded requests."""
         return self.workload not in ("task", "language")
@@ -152,9 +168,7 @@ def make_config(values: dict[str, Any]) -> RunConfig:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part not in _UNION_TAGS)
         if first["type"] == "extra_forbidden":
-            raise InputError(
-                where, "no such field", ", ".join(RunConfig.model_fields)
-            ) from None
+            raise InputError(where, "no such field", ", ".join(RunConfig.model_fields)) from None
         raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None
     parse_topology(config.topology)
     return config
@@ -165,7 +179,7 @@ _UNION_TAGS = {"function-before[_number_or_inf(), constrained-float]", "constrai
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read field values from a YAML file (or the ``config.json`` of a result); raises InputError."""
+    """Read field values from YAML, or from a result's ``config.json``; raises InputError."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -214,7 +214,7 @@ class DecodeWorker:
 
     def _admit(self) -> None:
         """Fill the seats: who holds blocks already, then who lost them, then who is new."""
-        pool, state = self.pool, self.state
+        pool = self.pool
         self._continue_recomputation()
         while self.arrived and self._seats() > 0:
             request = self.arrived.popleft()

@@ -79,7 +79,7 @@ class StepTables(NamedTuple):
     context_stride: int  #: tokens between two knots
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _popcount(_typing: Any, _word: Any) -> Any:
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
@@ -87,7 +87,7 @@ def _popcount(_typing: Any, _word: Any) -> Any:
     return types.uint64(types.uint64), codegen
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def union_rows(bits: Any, slots: Any, n: int, union: Any) -> None:
     """OR the bit-set rows of ``slots[:n]`` into ``union``; eight a pass to spare the stores."""
     width = bits.shape[1]
@@ -117,7 +117,7 @@ def union_rows(bits: Any, slots: Any, n: int, union: Any) -> None:
         i += 1
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def moe_time(union: Any, layer_s: Any, layers: int) -> tuple[float, int]:
     """Return the time of all MoE layers, s, and the distinct experts summed over them.
 
@@ -128,21 +128,21 @@ def moe_time(union: Any, layer_s: Any, layers: int) -> tuple[float, int]:
     for layer in range(layers):
         distinct = 0
         for w in range(layer * words, (layer + 1) * words):
-            distinct += _popcount(union[w])
+            distinct += _popcount(union[w])  # type: ignore[call-arg]
         total += layer_s[distinct]
         active += distinct
     return total, active
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def attention_time(knots: Any, stride: int, context: int, batch: int) -> float:
     """Interpolate the attention time, s, at the mean context ``context / batch``."""
     x = context / batch / stride
     i = min(int(x), knots.shape[0] - 2)
-    return knots[i] + (knots[i + 1] - knots[i]) * (x - i)
+    return float(knots[i] + (knots[i + 1] - knots[i]) * (x - i))
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def advance(
     workers: Any,
     slots: Any,
@@ -263,7 +263,7 @@ def advance(
             until = min(until, end)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def drop_finished(workers: Any, slots: Any, w: int, finished: Any) -> int:
     """Take the finished requests out of the batch of ``w``; the others keep their order.
 

@@ -12,6 +12,7 @@ generates ``n`` tokens. Only requests that arrive in the measured window and com
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -85,9 +86,7 @@ def request_times(record: RunRecord) -> dict[str, NDArray[np.float64]]:
     }
 
 
-def good_requests(
-    times: dict[str, NDArray[np.float64]], level: ServiceLevel
-) -> NDArray[np.bool_]:
+def good_requests(times: dict[str, NDArray[np.float64]], level: ServiceLevel) -> NDArray[np.bool_]:
     """Return which requests complete within a service level; a TPOT that is none counts as 0."""
     good = ~np.isnan(times["e2el"])
     for name, values in times.items():
@@ -133,14 +132,12 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "completed": int(done.sum()),
         "failed": int(sum(reasons.values())),
         "failed_reasons": dict(sorted(reasons.items())),
-        "request_rate": config.request_rate,
+        "request_rate": config.effective_rate,
         "burstiness": config.burstiness,
         "max_concurrency": config.max_concurrency,
         "duration": seconds,
-        "total_input_tokens": int(sum(r.prompt_len for r, d in zip(requests, done, strict=True) if d)),
-        "total_output_tokens": int(
-            sum(r.output_len for r, d in zip(requests, done, strict=True) if d)
-        ),
+        "total_input_tokens": sum(r.prompt_len for r in itertools.compress(requests, done)),
+        "total_output_tokens": sum(r.output_len for r in itertools.compress(requests, done)),
         "request_throughput": finished / seconds,
         "request_goodput": float(good.sum()) / seconds,
         "slo_attainment": float(good.sum()) / max(1, int(measured.sum())),

@@ -33,7 +33,8 @@ def plot_writers(
             FigureCanvasAgg(figure)
             draw[name](figure)
             figure.suptitle(
-                f"{summary['label']}, {summary['weakest_provenance']} tables", fontsize=10
+                f"{summary['label']} (weakest provenance: {summary['weakest_provenance']})",
+                fontsize=10,
             )
             figure.savefig(path, dpi=120, metadata={"Software": None})
 
@@ -64,7 +65,14 @@ def _cdfs(figure: Any, requests: pa.Table) -> None:
             if len(values):
                 at = float(np.percentile(values, q))
                 axes.axvline(at, linestyle=":", color="grey")
-                axes.annotate(f" p{q} {at:.1f} ms", (at, 0.02), rotation=90, fontsize=8)
+                axes.annotate(
+                    f"p{q} {at:.1f} ms",
+                    (at, 0.03),
+                    xytext=(-9, 0),
+                    textcoords="offset points",
+                    rotation=90,
+                    fontsize=8,
+                )
         axes.set(xlabel=f"{name}, ms", ylim=(0, 1))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("share of requests")
@@ -106,21 +114,16 @@ def _decoder_load(figure: Any, requests: pa.Table, steps: pa.Table) -> None:
     batch = _values(decode, "batch")
     axes = figure.subplots()
     workers = np.unique(worker)
-    mean = [np.average(batch[worker == w], weights=seconds[worker == w]) for w in workers]
-    axes.bar(workers, mean)
+    mean = np.array([np.average(batch[worker == w], weights=seconds[worker == w]) for w in workers])
     done = _completed(requests)
-    domains = sorted(set(done["domain"].to_pylist()))
-    axes.set(xlabel="decode worker", ylabel="mean batch, requests")
-    if len(domains) > 1 and len(mean):
-        served = _values(done, "decode_worker")
-        labels = np.array(done["domain"].to_pylist())
-        bottom = np.zeros(len(workers))
-        axes.clear()
-        for domain in domains:
-            share = np.array(
-                [np.mean(labels[served == w] == domain) if (served == w).any() else 0 for w in workers]
-            )
-            axes.bar(workers, share * mean, bottom=bottom, label=domain)
-            bottom += share * np.array(mean)
-        axes.legend()
-        axes.set(xlabel="decode worker", ylabel="mean batch, requests (by share of domain)")
+    served, labels = _values(done, "decode_worker"), np.array(done["domain"].to_pylist())
+    bottom = np.zeros(len(workers))
+    for domain in sorted(set(labels.tolist())):
+        share = np.array(
+            [np.mean(labels[served == w] == domain) if (served == w).any() else 0 for w in workers]
+        )
+        axes.bar(workers, share * mean, bottom=bottom, label=domain)
+        bottom += share * mean
+    axes.set(xlabel="decode worker", ylabel="mean batch, requests, by share of domain")
+    if len(bottom):
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

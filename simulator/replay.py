@@ -84,7 +84,7 @@ def make_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.int64])
     return Replay(bits, first_row, length)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _tile(flat: Any, source: Any, target: Any, length: Any, out: Any) -> None:
     """Copy each window, tile by tile, rotated by ``tile / tiles`` of its length."""
     have, need = flat.shape[1], out.shape[1]

@@ -18,6 +18,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
 from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.registry import decode_policy, prefill_policy
@@ -97,13 +98,22 @@ def prepare(config: RunConfig) -> Setting:
     model, gpu = load_model(config.model), load_gpu(config.gpu)
     trace = _open_trace(config.trace)
     check_trace_fits(trace, model)
-    max_num_seqs = config.max_num_seqs or gpu.max_num_seqs
+    budget = config.max_num_batched_tokens or gpu.max_num_batched_tokens
+    max_num_seqs = config.max_num_seqs or min(gpu.max_num_seqs, budget)
+    if max_num_seqs > budget:
+        raise InputError(
+            "max_num_batched_tokens",
+            f"{budget} is below max_num_seqs {max_num_seqs}",
+            f"{max_num_seqs} or more",
+        )
     n_blocks = kv_blocks(model, gpu, config.gpu_memory_utilization, config.block_size)
     step_time = build_step_time_model(
         model,
         gpu,
         max_num_seqs=max_num_seqs,
         max_model_len=model.max_position_embeddings,
+        max_num_batched_tokens=budget,
+        tables=[] if config.tables is None else _tables(Path(config.tables)),
         host_gap_s=None if config.host_gap_ms is None else config.host_gap_ms / 1e3,
     )
     transfer = PRESETS[config.kv_transfer]
@@ -111,8 +121,7 @@ def prepare(config: RunConfig) -> Setting:
         n_prefill=config.n_prefill,
         n_decode=config.n_decode,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens
-        or gpu.max_num_batched_tokens,
+        max_num_batched_tokens=budget,
         max_model_len=model.max_position_embeddings,
         block_size=config.block_size,
         n_blocks=n_blocks,
@@ -123,27 +132,27 @@ def prepare(config: RunConfig) -> Setting:
     return Setting(config, model, gpu, step_time, trace, spec)
 
 
-def offered_load(
-    config: RunConfig, trace: RoutingTrace
-) -> tuple[Workload, tuple[float, float]]:
+def _tables(folder: Path) -> list[LatencyTable]:
+    """Load the latency tables of a folder; it must hold one at least."""
+    paths = sorted(folder.glob("*.parquet"))
+    if not paths:
+        raise InputError("tables", f"{folder} holds no latency table", "a folder of .parquet files")
+    return [load_table(path) for path in paths]
+
+
+def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tuple[float, float]]:
     """Return the requests of a run and the window, s, in which those that count arrive."""
     warmup = config.warmup_s
     window = (warmup, np.inf if config.num_requests else warmup + config.duration)
-    rate = config.request_rate
-    if rate is None and not config.from_file:
-        rate = 60.0
-    output_len = config.output_len
-    if output_len is None:
-        output_len = "recorded" if config.from_file else 512
     horizon = None if config.num_requests else warmup + _WINDOWS_OF_ARRIVALS * config.duration
     workload = make_workload(
         trace,
         workload=config.workload,
-        request_rate=rate,
+        request_rate=config.effective_rate,
         burstiness=config.burstiness,
         horizon_s=horizon,
         num_requests=config.num_requests,
-        output_len=output_len,
+        output_len=config.effective_output_len,
         seed=config.seed,
         domain_mix=config.domain_mix,
         trace_replay=config.trace_replay,
@@ -201,7 +210,7 @@ def build_cluster(
         setting.model,
         setting.step_time,
         workload,
-        make_replay(trace, setting.model.n_moe_layers, workload.decode_request),
+        make_replay(trace, setting.model.n_moe_layers, workload.decode_request.astype(np.int64)),
         signatures,
         prefill,
         decode,
@@ -223,9 +232,7 @@ def _open_trace(name: str) -> RoutingTrace:
     return _opened(name, os.stat(manifest).st_mtime if manifest.exists() else 0.0)
 
 
-def _result(
-    config: RunConfig, setting: Setting, workload: Workload, record: RunRecord
-) -> Result:
+def _result(config: RunConfig, setting: Setting, workload: Workload, record: RunRecord) -> Result:
     model, step_time, trace = setting.model, setting.step_time, setting.trace
     steps = record.decode_steps
     outside = {
@@ -234,6 +241,7 @@ def _result(
         "attention_context": int(
             (steps["context"] > step_time.context_max * np.maximum(steps["batch"], 1)).sum()
         ),
+        "attention_tokens": int((steps["context"] > step_time.attention_tokens_max).sum()),
     }
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
     summary = {
@@ -250,11 +258,13 @@ def _result(
         "max_num_batched_tokens": setting.spec.max_num_batched_tokens,
         "kv_blocks_per_worker": setting.spec.n_blocks,
         "kv_transfer": f"{config.kv_transfer}: {setting.spec.transfer.source}",
-        "weakest_provenance": step_time.weakest,
+        "weakest_provenance": step_time.label,
         "provenance": step_time.provenance,
         "lookups_outside_tables": outside,
+        "latency_warnings": list(step_time.warnings),
         "trace": {
-            "name": trace.manifest.model,
+            "name": Path(config.trace).name,
+            "model": trace.manifest.model,
             "provenance": trace.manifest.provenance,
             "checksum": trace.manifest.checksum,
             "layers": f"{trace.manifest.n_layers} recorded layers"

@@ -91,9 +91,7 @@ def _request_events(request: dict[str, Any]) -> list[dict[str, Any]]:
         if phase == "KV transfer":
             flow = {"cat": "KV transfer", "id": ident, "name": "KV transfer"}
             source, target = request["prefill_worker"], request["decode_worker"]
-            events.append(
-                {**flow, "ph": "s", "ts": _us(request[start]), "pid": 1, "tid": source}
-            )
+            events.append({**flow, "ph": "s", "ts": _us(request[start]), "pid": 1, "tid": source})
             events.append(
                 {**flow, "ph": "f", "bp": "e", "ts": _us(request[end]), "pid": 2, "tid": target}
             )

@@ -58,9 +58,7 @@ PRESETS = {
 }
 
 
-def max_min_rates(
-    flows: Sequence[tuple[int, int]], egress: float, ingress: float
-) -> list[float]:
+def max_min_rates(flows: Sequence[tuple[int, int]], egress: float, ingress: float) -> list[float]:
     """Share links among flows max-min fairly.
 
     Parameters

@@ -70,12 +70,15 @@ def calibration_set(
     pools = {name: trace.requests_of([name], calibration=True) for name in shares}
     empty = [name for name, pool in pools.items() if not len(pool)]
     if empty:
-        raise InputError("trace", f"{trace.path.name} has no calibration request of domain "
-                         f"{empty[0]!r}")
+        raise InputError(
+            "trace", f"{trace.path.name} has no calibration request of domain {empty[0]!r}"
+        )
     # 1e-9 keeps a quotient that should be whole from falling one short.
     total = min(int(len(pool) / shares[name] + 1e-9) for name, pool in pools.items())
-    taken = {name: min(len(pool), max(1, int(total * shares[name] + 0.5)))
-             for name, pool in pools.items()}
+    taken = {
+        name: min(len(pool), max(1, int(total * shares[name] + 0.5)))
+        for name, pool in pools.items()
+    }
     requests = np.concatenate([pool[: taken[name]] for name, pool in pools.items()])
     requests.sort()
     return CalibrationSet(

@@ -58,27 +58,32 @@ def resolve_domain_mix(
     missing = [name for name in allowed if name not in trace.domains]
     if domain_mix is None:
         if missing:
-            raise InputError("workload", f"{workload} needs domain {missing[0]!r}, which trace "
-                             f"{trace.path.name} lacks", ", ".join(trace.domains))
+            raise InputError(
+                "workload",
+                f"{workload} needs domain {missing[0]!r}, which trace {trace.path.name} lacks",
+                ", ".join(trace.domains),
+            )
         if workload in DOMAIN_MIXES:
             weights, source = DOMAIN_MIXES[workload], MIX_SOURCES[workload]
         else:
-            serving = np.bincount(trace.domain[~trace.is_calibration],
-                                  minlength=len(trace.domains))
+            serving = np.bincount(trace.domain[~trace.is_calibration], minlength=len(trace.domains))
             weights = dict(zip(trace.domains, serving.tolist(), strict=True))
             source = "shares of the trace's serving split"
     else:
         weights, source = dict(domain_mix), "given"
     for name, weight in weights.items():
         if name not in allowed or name in missing:
-            raise InputError("domain_mix", f"{name!r} is not a domain of {workload} in trace "
-                             f"{trace.path.name}",
-                             ", ".join(x for x in allowed if x not in missing))
+            raise InputError(
+                "domain_mix",
+                f"{name!r} is not a domain of {workload} in trace {trace.path.name}",
+                ", ".join(x for x in allowed if x not in missing),
+            )
         if not math.isfinite(weight) or weight < 0:
-            raise InputError("domain_mix", f"weight of {name} is {weight}",
-                             "a finite number >= 0")
+            raise InputError("domain_mix", f"weight of {name} is {weight}", "a finite number >= 0")
     total = math.fsum(weights.values())
     if total <= 0:
         raise InputError("domain_mix", "no domain has a positive weight")
-    return ({name: weights[name] / total for name in trace.domains if weights.get(name, 0) > 0},
-            source)
+    return (
+        {name: weights[name] / total for name in trace.domains if weights.get(name, 0) > 0},
+        source,
+    )

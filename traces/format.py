@@ -41,8 +41,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
 
-__all__ = ["DEFAULT_TRACE", "Manifest", "RoutingTrace", "builtin_traces", "open_trace",
-           "write_trace"]
+__all__ = [
+    "DEFAULT_TRACE",
+    "Manifest",
+    "RoutingTrace",
+    "builtin_traces",
+    "open_trace",
+    "write_trace",
+]
 
 DEFAULT_TRACE = "reference-moe"
 """Name of the embedded trace that runs replay unless told otherwise."""
@@ -164,9 +170,7 @@ class RoutingTrace:
         """Domain names, in the order of the indices in `domain`."""
         return self.manifest.domains
 
-    def decode_window(
-        self, requests: ArrayLike
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def decode_window(self, requests: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return where the recorded decode of each request lies.
 
         Parameters
@@ -243,8 +247,11 @@ class RoutingTrace:
         """
         unknown = [name for name in domains if name not in self.domains]
         if unknown:
-            raise InputError("domain", f"{unknown[0]!r} is not in trace {self.path.name}",
-                             ", ".join(self.domains))
+            raise InputError(
+                "domain",
+                f"{unknown[0]!r} is not in trace {self.path.name}",
+                ", ".join(self.domains),
+            )
         wanted = [self.domains.index(name) for name in domains]
         hit = np.isin(self.domain, wanted) & (self.is_calibration == calibration)
         return np.flatnonzero(hit).astype(np.int64)
@@ -264,8 +271,9 @@ def builtin_traces() -> list[str]:
     return sorted(p.parent.name.replace("_", "-") for p in _BUILTIN.glob("*/manifest.json"))
 
 
-def open_trace(path_or_name: str | os.PathLike[str] = DEFAULT_TRACE, *,
-               verify_checksum: bool = True) -> RoutingTrace:
+def open_trace(
+    path_or_name: str | os.PathLike[str] = DEFAULT_TRACE, *, verify_checksum: bool = True
+) -> RoutingTrace:
     """Open and validate a routing trace.
 
     Parameters
@@ -287,17 +295,25 @@ def open_trace(path_or_name: str | os.PathLike[str] = DEFAULT_TRACE, *,
     else:
         path = Path(path_or_name)
         if not path.is_dir():
-            raise InputError("trace", f"{str(path_or_name)!r} is neither an embedded trace nor "
-                             "a folder", ", ".join([*builtin_traces(), "path of a trace folder"]))
+            raise InputError(
+                "trace",
+                f"{str(path_or_name)!r} is neither an embedded trace nor a folder",
+                ", ".join([*builtin_traces(), "path of a trace folder"]),
+            )
     manifest = _read_manifest(path / "manifest.json")
     if verify_checksum:
-        for name, want in (("experts.npy", manifest.checksum),
-                           ("requests.parquet", manifest.requests_checksum)):
+        for name, want in (
+            ("experts.npy", manifest.checksum),
+            ("requests.parquet", manifest.requests_checksum),
+        ):
             got = _sha256(path / name)
             # A truncated file is told by its size below: more useful than a wrong checksum.
             if got != want and not (name == "experts.npy" and _is_short(path / name)):
-                raise InputError(str(path / name), f"checksum {got[:12]}... differs from the "
-                                 f"manifest's {want[:12]}...", "the file as it was written")
+                raise InputError(
+                    str(path / name),
+                    f"checksum {got[:12]}... differs from the manifest's {want[:12]}...",
+                    "the file as it was written",
+                )
     experts = _map_experts(path / "experts.npy", manifest)
     trace = _read_requests(path, manifest, experts)
     _check_rows(trace)
@@ -358,11 +374,13 @@ def write_trace(
         raise InputError("out", f"{target} exists", "a new folder, or force")
     ids = np.asarray(experts)
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
-        raise InputError("experts", f"got {ids.dtype} {list(ids.shape)}",
-                         "integers [tokens, layers, top_k]")
+        raise InputError(
+            "experts", f"got {ids.dtype} {list(ids.shape)}", "integers [tokens, layers, top_k]"
+        )
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= n_experts):
-        raise InputError("experts", f"ids span {int(ids.min())}..{int(ids.max())}",
-                         f"0..{n_experts - 1}")
+        raise InputError(
+            "experts", f"ids span {int(ids.min())}..{int(ids.max())}", f"0..{n_experts - 1}"
+        )
     ids = np.ascontiguousarray(ids, dtype=np.uint8 if n_experts <= 256 else np.uint16)
     n = len(request_id)
     columns: dict[str, Any] = {
@@ -384,16 +402,27 @@ def write_trace(
     try:
         np.save(temporary / "experts.npy", ids)
         arrays = [pa.array(columns[name], type=kind) for name, kind in _COLUMNS.items()]
-        pq.write_table(pa.table(arrays, names=list(_COLUMNS)), temporary / "requests.parquet",
-                       compression="zstd")
+        pq.write_table(
+            pa.table(arrays, names=list(_COLUMNS)),
+            temporary / "requests.parquet",
+            compression="zstd",
+        )
         try:
             manifest = Manifest(
-                model=model, n_layers=ids.shape[1], n_experts=n_experts, top_k=ids.shape[2],
-                domains=list(domains), captured_by=captured_by, source_data=source_data,
-                tool_versions=dict(tool_versions), notes=notes, provenance=provenance,
+                model=model,
+                n_layers=ids.shape[1],
+                n_experts=n_experts,
+                top_k=ids.shape[2],
+                domains=list(domains),
+                captured_by=captured_by,
+                source_data=source_data,
+                tool_versions=dict(tool_versions),
+                notes=notes,
+                provenance=provenance,
                 checksum=_sha256(temporary / "experts.npy"),
                 requests_checksum=_sha256(temporary / "requests.parquet"),
-                n_requests=n, n_tokens=ids.shape[0],
+                n_requests=n,
+                n_tokens=ids.shape[0],
             )
         except ValidationError as error:
             raise _manifest_error("manifest", error) from None
@@ -452,8 +481,9 @@ def _read_manifest(path: Path) -> Manifest:
     except ValidationError as error:
         raise _manifest_error(str(path), error) from None
     if manifest.top_k > manifest.n_experts:
-        raise InputError(str(path), f"top_k {manifest.top_k} exceeds n_experts "
-                         f"{manifest.n_experts}")
+        raise InputError(
+            str(path), f"top_k {manifest.top_k} exceeds n_experts {manifest.n_experts}"
+        )
     if len(set(manifest.domains)) != len(manifest.domains):
         raise InputError(str(path), "domains are not unique")
     return manifest
@@ -468,8 +498,9 @@ def _map_experts(path: Path, manifest: Manifest) -> NDArray[Any]:
         raise InputError(str(path), f"truncated or not a .npy file: {error}") from None
     want = (manifest.n_tokens, manifest.n_layers, manifest.top_k)
     if experts.shape != want:
-        raise InputError(str(path), f"shape {list(experts.shape)}", f"{list(want)} as the "
-                         "manifest says")
+        raise InputError(
+            str(path), f"shape {list(experts.shape)}", f"{list(want)} as the manifest says"
+        )
     if experts.dtype not in (np.dtype(np.uint8), np.dtype("<u2")):
         raise InputError(str(path), f"dtype {experts.dtype}", "uint8, uint16")
     if not experts.flags.c_contiguous:
@@ -491,12 +522,16 @@ def _read_requests(path: Path, manifest: Manifest, experts: NDArray[Any]) -> Rou
             raise InputError(str(file), f"column {name} is missing", ", ".join(_COLUMNS))
         column = table.column(name)
         if column.type != kind or column.null_count:
-            raise InputError(str(file), f"column {name} is {column.type} with "
-                             f"{column.null_count} nulls", f"{kind}, no nulls")
+            raise InputError(
+                str(file),
+                f"column {name} is {column.type} with {column.null_count} nulls",
+                f"{kind}, no nulls",
+            )
         columns[name] = column.to_pylist() if kind == pa.string() else column.to_numpy()
     if table.num_rows != manifest.n_requests:
-        raise InputError(str(file), f"{table.num_rows} requests",
-                         f"{manifest.n_requests} as the manifest says")
+        raise InputError(
+            str(file), f"{table.num_rows} requests", f"{manifest.n_requests} as the manifest says"
+        )
     for name, allowed in (("domain", manifest.domains), ("split", list(_SPLITS))):
         unknown = sorted(set(columns[name]) - set(allowed))
         if unknown:
@@ -523,8 +558,9 @@ def _check_rows(trace: RoutingTrace) -> None:
     for name, lengths in (("prompt_len", trace.prompt_len), ("output_len", trace.output_len)):
         if lengths.min() < 1:
             bad = int(lengths.argmin())
-            raise InputError(file, f"{name} of request {trace.request_id[bad]} is {lengths[bad]}",
-                             "at least 1")
+            raise InputError(
+                file, f"{name} of request {trace.request_id[bad]} is {lengths[bad]}", "at least 1"
+            )
     order = np.argsort(trace.first_row, kind="stable")
     first = trace.first_row[order]
     end = first + trace.prompt_len[order] + trace.output_len[order]
@@ -532,14 +568,23 @@ def _check_rows(trace: RoutingTrace) -> None:
     wrong = np.flatnonzero(first != expected)
     name = trace.request_id[int(order[wrong[0]])] if wrong.size else ""
     if wrong.size and first[wrong[0]] < expected[wrong[0]]:
-        raise InputError(file, f"rows of request {name} start at {first[wrong[0]]}, before row "
-                         f"{expected[wrong[0]]} where the request before it ends")
+        raise InputError(
+            file,
+            f"rows of request {name} start at {first[wrong[0]]}, before row "
+            f"{expected[wrong[0]]} where the request before it ends",
+        )
     if wrong.size:
-        raise InputError(file, f"rows {expected[wrong[0]]} to {first[wrong[0]] - 1} before "
-                         f"request {name} belong to no request")
+        raise InputError(
+            file,
+            f"rows {expected[wrong[0]]} to {first[wrong[0]] - 1} before "
+            f"request {name} belong to no request",
+        )
     if end[-1] != trace.manifest.n_tokens:
-        raise InputError(file, f"the requests' rows end at {end[-1]}",
-                         f"{trace.manifest.n_tokens}, the rows of experts.npy")
+        raise InputError(
+            file,
+            f"the requests' rows end at {end[-1]}",
+            f"{trace.manifest.n_tokens}, the rows of experts.npy",
+        )
 
 
 def _check_experts(trace: RoutingTrace) -> None:
@@ -549,13 +594,19 @@ def _check_experts(trace: RoutingTrace) -> None:
         chunk = trace.experts[start : start + _CHUNK_ROWS]
         if int(chunk.max()) >= trace.n_experts:
             row, layer, _ = np.argwhere(chunk >= trace.n_experts)[0]
-            raise InputError(file, f"expert {int(chunk.max())} at row {start + row} layer {layer}",
-                             f"0..{trace.n_experts - 1}")
+            raise InputError(
+                file,
+                f"expert {int(chunk.max())} at row {start + row} layer {layer}",
+                f"0..{trace.n_experts - 1}",
+            )
         # Ids that ascend cannot repeat; only other orders need the sort.
         if not bool((chunk[..., 1:] > chunk[..., :-1]).all()):
             ids = np.sort(chunk, axis=-1)
             twice = np.argwhere(ids[..., 1:] == ids[..., :-1])
             if len(twice):
                 row, layer, slot = twice[0]
-                raise InputError(file, f"expert {ids[row, layer, slot]} twice at row "
-                                 f"{start + row} layer {layer}", "distinct experts")
+                raise InputError(
+                    file,
+                    f"expert {ids[row, layer, slot]} twice at row {start + row} layer {layer}",
+                    "distinct experts",
+                )

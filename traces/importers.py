@@ -17,8 +17,16 @@ from eldr_sim.traces.format import Provenance, RoutingTrace, write_trace
 
 __all__ = ["import_npz"]
 
-_KEYS = ("topk", "request_id", "domain", "domain_names", "is_decode", "prompt_len", "output_len",
-         "E")
+_KEYS = (
+    "topk",
+    "request_id",
+    "domain",
+    "domain_names",
+    "is_decode",
+    "prompt_len",
+    "output_len",
+    "E",
+)
 
 
 def import_npz(
@@ -64,8 +72,9 @@ def import_npz(
         exists and ``force`` is false.
     """
     if not 0 < calibration_fraction < 1:
-        raise InputError("calibration_fraction", f"got {calibration_fraction}",
-                         "a number between 0 and 1")
+        raise InputError(
+            "calibration_fraction", f"got {calibration_fraction}", "a number between 0 and 1"
+        )
     data = _load(Path(path))
     names = [str(name) for name in data["domain_names"]]
     domain = data["domain"].astype(np.int64)
@@ -73,20 +82,29 @@ def import_npz(
     output = data["output_len"].astype(np.int64)
     n = len(prompt)
     if len(domain) != n or len(output) != n:
-        raise InputError(str(path), f"domain, prompt_len, output_len have {len(domain)}, {n}, "
-                         f"{len(output)} entries", "one a request")
+        raise InputError(
+            str(path),
+            f"domain, prompt_len, output_len have {len(domain)}, {n}, {len(output)} entries",
+            "one a request",
+        )
     if n == 0 or domain.min() < 0 or domain.max() >= len(names):
-        raise InputError(str(path), "domain is empty or outside domain_names",
-                         f"0..{len(names) - 1}")
+        raise InputError(
+            str(path), "domain is empty or outside domain_names", f"0..{len(names) - 1}"
+        )
     lengths = np.stack([prompt, output], axis=1).ravel()
     if lengths.min() < 1:
         raise InputError(str(path), f"a length is {lengths.min()}", "at least 1")
     rows = np.repeat(np.arange(2 * n), lengths)
-    if not (np.array_equal(data["request_id"], rows // 2)
-            and np.array_equal(data["is_decode"].astype(bool), rows % 2 == 1)
-            and len(data["topk"]) == len(rows)):
-        raise InputError(str(path), "request_id, is_decode and topk do not follow prompt_len "
-                         "and output_len", "per request, its prompt rows, then its decode rows")
+    if not (
+        np.array_equal(data["request_id"], rows // 2)
+        and np.array_equal(data["is_decode"].astype(bool), rows % 2 == 1)
+        and len(data["topk"]) == len(rows)
+    ):
+        raise InputError(
+            str(path),
+            "request_id, is_decode and topk do not follow prompt_len and output_len",
+            "per request, its prompt rows, then its decode rows",
+        )
 
     calibration = np.zeros(n, dtype=bool)
     for d in range(len(names)):

@@ -107,13 +107,16 @@ def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
         raise InputError(str(file), f"not valid CSV: {error}") from None
     except UnicodeDecodeError:
         raise InputError(str(file), "is not UTF-8 text") from None
-    raise InputError(str(file), f"unknown format, first line {first.strip()!r:.80}",
-                     f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), "
-                     "Mooncake JSONL")
+    raise InputError(
+        str(file),
+        f"unknown format, first line {first.strip()!r:.80}",
+        f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL",
+    )
 
 
-def _csv_rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str],
-              to_ns: Callable[[str], int]) -> Iterator[_Row]:
+def _csv_rows(
+    file: Path, lines: Iterator[str], columns: tuple[str, str, str], to_ns: Callable[[str], int]
+) -> Iterator[_Row]:
     rows = csv.reader(lines)
     header = [cell.strip() for cell in next(rows)]
     when, prompt, output = (header.index(name) for name in columns)
@@ -122,11 +125,17 @@ def _csv_rows(file: Path, lines: Iterator[str], columns: tuple[str, str, str],
         if not row:
             continue
         try:
-            yield (to_ns(row[when]), int(row[prompt]), int(row[output]), (),
-                   "" if session is None else row[session])
+            yield (
+                to_ns(row[when]),
+                int(row[prompt]),
+                int(row[output]),
+                (),
+                "" if session is None else row[session],
+            )
         except (ValueError, IndexError):
-            raise InputError(f"{file} line {rows.line_num}", f"got {','.join(row)!r:.80}",
-                             ",".join(columns)) from None
+            raise InputError(
+                f"{file} line {rows.line_num}", f"got {','.join(row)!r:.80}", ",".join(columns)
+            ) from None
 
 
 def _timestamp_ns(text: str) -> int:
@@ -162,9 +171,11 @@ def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[_Row]:
                 raise TypeError
             yield _to_ns(float(when), 1e6), *lengths, hashes, str(record.get("session_id", ""))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError(f"{file} line {number}", f"got {line.strip()!r:.80}",
-                             "timestamp or timestamp_ms, input_length, output_length, "
-                             "hash_ids") from None
+            raise InputError(
+                f"{file} line {number}",
+                f"got {line.strip()!r:.80}",
+                "timestamp or timestamp_ms, input_length, output_length, hash_ids",
+            ) from None
 
 
 def _assemble(file: Path, kind: str, rows: Iterator[_Row]) -> RequestLog:
@@ -172,8 +183,11 @@ def _assemble(file: Path, kind: str, rows: Iterator[_Row]) -> RequestLog:
     dropped = 0
     for row in rows:
         if min(row[1], row[2]) < 0 or max(row[1], row[2]) > _MAX_TOKENS:
-            raise InputError(f"{file} record {len(kept) + dropped + 1}",
-                             f"{row[1]} prompt and {row[2]} output tokens", f"0..{_MAX_TOKENS}")
+            raise InputError(
+                f"{file} record {len(kept) + dropped + 1}",
+                f"{row[1]} prompt and {row[2]} output tokens",
+                f"0..{_MAX_TOKENS}",
+            )
         if row[1] and row[2]:
             kept.append(row)
         else:
@@ -186,8 +200,9 @@ def _assemble(file: Path, kind: str, rows: Iterator[_Row]) -> RequestLog:
     blocks = np.array([len(row[3]) for row in kept], dtype=np.int64)
     indptr = np.concatenate([[0], np.cumsum(blocks)])
     try:
-        hashes = np.fromiter((h for row in kept for h in row[3]), dtype=np.uint64,
-                             count=int(indptr[-1]))
+        hashes = np.fromiter(
+            (h for row in kept for h in row[3]), dtype=np.uint64, count=int(indptr[-1])
+        )
     except (OverflowError, ValueError):
         raise InputError(str(file), "a hash id is out of range", "0..2^64-1") from None
     names: list[str | int] = [row[4] or i for i, row in enumerate(kept)]
@@ -218,6 +233,8 @@ def _block_tokens(file: Path, prompt: NDArray[np.int32], blocks: NDArray[np.int6
         if ((blocks == full) | (blocks == -(-prompt // size))).all():
             return size
     worst = int(np.argmax(blocks))
-    raise InputError(str(file), "hash_ids fit no block size, e.g. "
-                     f"{blocks[worst]} of {prompt[worst]} tokens", "one id per block of 512 "
-                     "tokens, or of another power of two up to 2048")
+    raise InputError(
+        str(file),
+        f"hash_ids fit no block size, e.g. {blocks[worst]} of {prompt[worst]} tokens",
+        "one id per block of 512 tokens, or of another power of two up to 2048",
+    )

@@ -17,8 +17,13 @@ from numpy.typing import NDArray
 from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.format import RoutingTrace
 
-__all__ = ["BATCH_SIZES", "DistinctExperts", "TraceStatistics", "expected_distinct",
-           "trace_statistics"]
+__all__ = [
+    "BATCH_SIZES",
+    "DistinctExperts",
+    "TraceStatistics",
+    "expected_distinct",
+    "trace_statistics",
+]
 
 BATCH_SIZES = (8, 16, 32, 64, 128)
 """Batch sizes at which distinct experts are told."""
@@ -116,16 +121,20 @@ def trace_statistics(
     names = [name for d, name in enumerate(trace.domains) if (trace.domain == d).any()]
     members = {name: np.flatnonzero(trace.domain == trace.domains.index(name)) for name in names}
 
-    load = (prompt_counts.sum(axis=0, dtype=np.float64)
-            + np.einsum("rle,r->le", decode, trace.output_len.astype(np.float64)))
+    load = prompt_counts.sum(axis=0, dtype=np.float64) + np.einsum(
+        "rle,r->le", decode, trace.output_len.astype(np.float64)
+    )
     # Weighted by length: the chance that a random generated token chose the expert.
     weight = trace.output_len / trace.output_len.sum(dtype=np.int64)
     chance = np.einsum("rle,r->le", decode, weight)
     return TraceStatistics(
-        requests={name: {
-            "calibration": int(trace.is_calibration[q].sum()),
-            "serving": int((~trace.is_calibration[q]).sum()),
-        } for name, q in members.items()},
+        requests={
+            name: {
+                "calibration": int(trace.is_calibration[q].sum()),
+                "serving": int((~trace.is_calibration[q]).sum()),
+            }
+            for name, q in members.items()
+        },
         prompt_len={name: _summary(trace.prompt_len[q]) for name, q in members.items()},
         output_len={name: _summary(trace.output_len[q]) for name, q in members.items()},
         load_max_over_mean=[float(x) for x in load.max(axis=1) / load.mean(axis=1)],
@@ -183,7 +192,9 @@ def _mean_products(miss: NDArray[np.float64], largest: int) -> NDArray[np.float6
 
 
 def _distinct_table(
-    trace: RoutingTrace, decode: NDArray[np.float64], members: dict[str, NDArray[np.int64]],
+    trace: RoutingTrace,
+    decode: NDArray[np.float64],
+    members: dict[str, NDArray[np.int64]],
     batch_sizes: Sequence[int],
 ) -> list[DistinctExperts]:
     groups = {name: list(mix) for name, mix in DOMAIN_MIXES.items() if set(mix) <= set(members)}
@@ -202,9 +213,16 @@ def _distinct_table(
                 absent *= means[name][batch // len(names) + (i < batch % len(names))]
             mixed = float((1 - absent).sum(axis=-1).mean())
             none = (1 - trace.top_k / trace.n_experts) ** batch
-            table.append(DistinctExperts(
-                batch=batch, group=group, uniform=trace.n_experts * (1 - none), mixed=mixed,
-                same_domain=same, reduction=1 - float(np.mean(list(same.values()))) / mixed))
+            table.append(
+                DistinctExperts(
+                    batch=batch,
+                    group=group,
+                    uniform=trace.n_experts * (1 - none),
+                    mixed=mixed,
+                    same_domain=same,
+                    reduction=1 - float(np.mean(list(same.values()))) / mixed,
+                )
+            )
     return table
 
 

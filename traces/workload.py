@@ -157,22 +157,30 @@ def make_workload(
     that copies of one request lie as far apart as the size of the trace allows.
     """
     name = os.fspath(workload)
-    _check_arguments(name, request_rate, burstiness, horizon_s, num_requests, output_len,
-                     trace_replay)
+    _check_arguments(
+        name, request_rate, burstiness, horizon_s, num_requests, output_len, trace_replay
+    )
     log: RequestLog | None = None
     if name in DOMAIN_MIXES:
-        arrival_s = _drawn_arrivals(request_rate or math.nan, burstiness, horizon_s, num_requests,
-                                    seed)
+        arrival_s = _drawn_arrivals(
+            request_rate or math.nan, burstiness, horizon_s, num_requests, seed
+        )
     else:
         if not Path(name).is_file():
-            raise InputError("workload", f"{name!r} is neither a named workload nor a file",
-                             ", ".join([*DOMAIN_MIXES, "path of a request log"]))
+            raise InputError(
+                "workload",
+                f"{name!r} is neither a named workload nor a file",
+                ", ".join([*DOMAIN_MIXES, "path of a request log"]),
+            )
         log = read_request_log(name)
         arrival_s = _recorded_arrivals(log, request_rate, horizon_s, num_requests)
     n = len(arrival_s)
     if not n:
-        raise InputError("horizon_s", f"no request arrives before {horizon_s} s",
-                         "a longer horizon or a higher rate")
+        raise InputError(
+            "horizon_s",
+            f"no request arrives before {horizon_s} s",
+            "a longer horizon or a higher rate",
+        )
 
     shares, mix_source = resolve_domain_mix(trace, name, domain_mix)
     trace_request, decode_request = _choose_requests(trace, shares, n, seed, trace_replay)
@@ -221,8 +229,13 @@ def make_workload(
 
 
 def _check_arguments(
-    name: str, rate: float | None, burstiness: float, horizon_s: float | None,
-    num_requests: int | None, output_len: object, trace_replay: str,
+    name: str,
+    rate: float | None,
+    burstiness: float,
+    horizon_s: float | None,
+    num_requests: int | None,
+    output_len: object,
+    trace_replay: str,
 ) -> None:
     named = name in DOMAIN_MIXES
     if rate is None and named:
@@ -232,8 +245,9 @@ def _check_arguments(
     if not (burstiness > 0 and math.isfinite(burstiness)):
         raise InputError("burstiness", f"got {burstiness}", "a finite number > 0")
     if not named and burstiness != 1:
-        raise InputError("burstiness", f"got {burstiness}, but a request log's arrivals are "
-                         "recorded", "1")
+        raise InputError(
+            "burstiness", f"got {burstiness}, but a request log's arrivals are recorded", "1"
+        )
     if horizon_s is not None and num_requests is not None:
         raise InputError("horizon_s", "given together with num_requests", "one of the two")
     if named and horizon_s is None and num_requests is None:
@@ -245,7 +259,8 @@ def _check_arguments(
     if num_requests is not None and not 1 <= num_requests <= _MAX_REQUESTS:
         raise InputError("num_requests", f"got {num_requests}", f"1..{_MAX_REQUESTS}")
     if output_len != "recorded" and not (
-        isinstance(output_len, int | np.integer) and not isinstance(output_len, bool)
+        isinstance(output_len, int | np.integer)
+        and not isinstance(output_len, bool)
         and 1 <= output_len < 2**31
     ):
         raise InputError("output_len", f"got {output_len!r}", "an integer >= 1, recorded")
@@ -253,8 +268,9 @@ def _check_arguments(
         raise InputError("trace_replay", f"got {trace_replay!r}", "own, same_domain")
 
 
-def _drawn_arrivals(rate: float, burstiness: float, horizon_s: float | None,
-                    num_requests: int | None, seed: int) -> NDArray[np.float64]:
+def _drawn_arrivals(
+    rate: float, burstiness: float, horizon_s: float | None, num_requests: int | None, seed: int
+) -> NDArray[np.float64]:
     if math.isinf(rate):
         return np.zeros(num_requests or 0)
     rng = stream(seed, "arrivals")
@@ -264,8 +280,9 @@ def _drawn_arrivals(rate: float, burstiness: float, horizon_s: float | None,
         # machines' log or pow does not show.
         gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), count)
         if not float(gaps.max()) < 2**63 / 1e9 / max(count, 1):
-            raise InputError("request_rate", f"got {rate}: arrivals lie centuries apart",
-                             "a higher rate")
+            raise InputError(
+                "request_rate", f"got {rate}: arrivals lie centuries apart", "a higher rate"
+            )
         return np.rint(gaps * 1e9).astype(np.int64)
 
     if num_requests is not None:
@@ -274,8 +291,11 @@ def _drawn_arrivals(rate: float, burstiness: float, horizon_s: float | None,
         assert horizon_s is not None
         expected = rate * horizon_s
         if expected > _MAX_REQUESTS:
-            raise InputError("horizon_s", f"{horizon_s} s at {rate}/s are {expected:.0f} requests",
-                             f"at most {_MAX_REQUESTS}")
+            raise InputError(
+                "horizon_s",
+                f"{horizon_s} s at {rate}/s are {expected:.0f} requests",
+                f"at most {_MAX_REQUESTS}",
+            )
         arrivals = np.empty(0, np.int64)
         last, end = 0, horizon_s * 1e9
         while last < end:
@@ -286,21 +306,28 @@ def _drawn_arrivals(rate: float, burstiness: float, horizon_s: float | None,
     return arrivals / 1e9
 
 
-def _recorded_arrivals(log: RequestLog, rate: float | None, horizon_s: float | None,
-                       num_requests: int | None) -> NDArray[np.float64]:
+def _recorded_arrivals(
+    log: RequestLog, rate: float | None, horizon_s: float | None, num_requests: int | None
+) -> NDArray[np.float64]:
     arrival_s = log.arrival_s
     if num_requests is not None:
         if num_requests > len(arrival_s):
-            raise InputError("num_requests", f"got {num_requests}",
-                             f"1..{len(arrival_s)}, the requests of {log.path.name}")
+            raise InputError(
+                "num_requests",
+                f"got {num_requests}",
+                f"1..{len(arrival_s)}, the requests of {log.path.name}",
+            )
         arrival_s = arrival_s[:num_requests]
     if rate is not None:
         span = float(arrival_s[-1])
         if math.isinf(rate):
             return np.zeros(len(arrival_s))
         if len(arrival_s) > 1 and span <= 0:
-            raise InputError("request_rate", f"got {rate}, but all requests of {log.path.name} "
-                             "arrive at once", "inf")
+            raise InputError(
+                "request_rate",
+                f"got {rate}, but all requests of {log.path.name} arrive at once",
+                "inf",
+            )
         scale = (len(arrival_s) - 1) / (rate * span) if span else 1.0
         arrival_s = np.rint(arrival_s * scale * 1e9) / 1e9
     return arrival_s if horizon_s is None else arrival_s[arrival_s < horizon_s]
@@ -318,16 +345,18 @@ def _choose_requests(
     for d, name in enumerate(names):
         pool = trace.requests_of([name], calibration=False)
         if not len(pool):
-            raise InputError("trace", f"{trace.path.name} has no serving request of domain "
-                             f"{name!r}")
+            raise InputError(
+                "trace", f"{trace.path.name} has no serving request of domain {name!r}"
+            )
         mine = np.flatnonzero(domain == d)
         rng = stream(seed, f"trace-request:{name}")
         decks = [rng.permutation(len(pool)) for _ in range(-(-len(mine) // len(pool)))]
         card = np.concatenate(decks)[: len(mine)] if decks else np.empty(0, np.int64)
         request[mine] = pool[card]
         if replay == "same_domain" and len(pool) > 1:
-            step = 1 + (stream(seed, f"decode-request:{name}").random(len(mine))
-                        * (len(pool) - 1)).astype(np.int64)
+            step = 1 + (
+                stream(seed, f"decode-request:{name}").random(len(mine)) * (len(pool) - 1)
+            ).astype(np.int64)
             card = (card + step) % len(pool)
         decode[mine] = pool[card]
     return request, decode
@@ -346,8 +375,11 @@ def _json_rate(rate: float | None) -> float | str | None:
 
 
 def _describe_replay(
-    trace: RoutingTrace, request: NDArray[np.int64], decode: NDArray[np.int64],
-    output: NDArray[np.int32], window: NDArray[np.int64],
+    trace: RoutingTrace,
+    request: NDArray[np.int64],
+    decode: NDArray[np.int64],
+    output: NDArray[np.int32],
+    window: NDArray[np.int64],
 ) -> dict[str, Any]:
     """Say how far the trace was stretched: reuse is reported in every result."""
     n = len(request)
@@ -357,8 +389,11 @@ def _describe_replay(
     extra = int(np.maximum(output - window, 0).sum())
     drawn = np.bincount(trace.domain[request], minlength=len(trace.domains))
     return {
-        "domain_mix_realised": {name: round(count / n, 6) for name, count
-                                in zip(trace.domains, drawn.tolist(), strict=True) if count},
+        "domain_mix_realised": {
+            name: round(count / n, 6)
+            for name, count in zip(trace.domains, drawn.tolist(), strict=True)
+            if count
+        },
         "trace_requests_replayed": len(used),
         "trace_request_uses_mean": round(n / len(used), 3),
         "trace_request_uses_max": int(used.max()),

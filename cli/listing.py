@@ -1,0 +1,105 @@
+"""``eldr-sim gpus``, ``models`` and ``tables``: what there is, and what it rests on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from eldr_sim.cli.console import print_table
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.aiconfigurator import import_tables
+from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
+from eldr_sim.kernel_profiles.models import list_models, load_model
+from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.tables import shipped_tables
+
+
+@click.command()
+@click.option("--model", default="Qwen3-30B-A3B", show_default=True, metavar="NAME|PATH")
+def gpus(model: str) -> None:
+    """List the known GPUs and how well a model's step times are known on each."""
+    dims = load_model(model)
+    rows = []
+    for name in list_gpus():
+        gpu = load_gpu(name)
+        step_time = build_step_time_model(dims, gpu, max_num_seqs=64, max_model_len=4096)
+        moe = step_time.provenance["moe"]
+        error = moe.get("fit_error") or {}
+        rows.append(
+            [
+                name,
+                f"{gpu.memory_bytes / 1e9:.0f}",
+                f"{gpu.memory_bandwidth / 1e12:.2f}",
+                "yes" if gpu.memory_bytes > dims.weight_bytes else "no",
+                step_time.label,
+                moe["label"],
+                ", ".join(f"{k} {v:.1%}" for k, v in error.items() if "mean" in k) or "-",
+                str(moe.get("kernel_source", "-")),
+            ]
+        )
+    columns = ["GPU", "GB", "TB/s", "fits", "weakest", "MoE", "MoE fit error", "MoE kernel"]
+    print_table(f"{dims.name}: weights {dims.weight_bytes / 1e9:.1f} GB", columns, rows)
+
+
+@click.command()
+def models() -> None:
+    """List the known models; `--model` also takes a Hugging Face config.json."""
+    rows = []
+    for name in list_models():
+        model = load_model(name)
+        rows.append(
+            [
+                name,
+                f"{model.total_params / 1e9:.1f}",
+                f"{model.active_params / 1e9:.1f}",
+                str(model.n_moe_layers),
+                f"{model.n_experts} top-{model.top_k}",
+                model.expert_dtype,
+                f"{model.weight_bytes / 1e9:.1f}",
+                f"{model.kv_bytes_per_token / 1024:.0f}",
+                f"{model.published_total_params / 1e9:g}" if model.published_total_params else "-",
+            ]
+        )
+    columns = [
+        "model",
+        "params, B",
+        "active, B",
+        "MoE layers",
+        "experts",
+        "expert dtype",
+        "weights, GB",
+        "KV, KiB/token",
+        "published params, B",
+    ]
+    print_table("Models", columns, rows)
+
+
+@click.group()
+def tables() -> None:
+    """Latency tables: what is shipped, and how to import more."""
+
+
+@tables.command("list")
+def list_tables() -> None:
+    """List the latency tables of the package."""
+    rows = [
+        [path.stem, meta.kind, meta.gpu, meta.provenance, meta.origin]
+        for path, meta in shipped_tables()
+    ]
+    print_table("Latency tables", ["table", "kind", "GPU", "provenance", "origin"], rows)
+
+
+@tables.command("import")
+@click.option("--gpu", required=True, metavar="NAME")
+@click.option("--model", default=None, metavar="NAME|PATH", help="Tables of this model's shapes.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
+def import_(gpu: str, model: str | None, out: Path) -> None:
+    """Import a GPU's tables from the package aiconfigurator-core.
+
+    Use them with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`.
+    """
+    if out.exists() and not out.is_dir():
+        raise InputError("out", f"{out} is a file", "a folder")
+    paths = import_tables(gpu, None if model is None else load_model(model), out)
+    click.echo(f"Wrote {len(paths)} tables to {out}")

@@ -1,0 +1,169 @@
+"""``eldr-sim trace``: look at routing traces and import them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eldr_sim.cli.console import print_table
+from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, builtin_traces, open_trace
+from eldr_sim.traces.importers import import_npz
+from eldr_sim.traces.statistics import TraceStatistics, trace_statistics
+
+
+@click.group()
+def trace() -> None:
+    """Routing traces: which experts a model chose, token by token."""
+
+
+@trace.command("list")
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
+def list_traces(folders: tuple[Path, ...]) -> None:
+    """List the embedded traces and those in FOLDERS."""
+    names = [*builtin_traces(), *(str(folder) for folder in folders)]
+    rows = []
+    for name in names:
+        opened = open_trace(name)
+        manifest = opened.manifest
+        rows.append(
+            [
+                name,
+                manifest.model,
+                manifest.provenance,
+                str(opened.n_layers),
+                f"{opened.n_experts} top-{opened.top_k}",
+                f"{int((~opened.is_calibration).sum())}+{int(opened.is_calibration.sum())}",
+                str(manifest.n_tokens),
+                " ".join(manifest.domains),
+            ]
+        )
+    columns = [
+        "trace",
+        "model",
+        "provenance",
+        "layers",
+        "experts",
+        "serving+calibration",
+        "tokens",
+        "domains",
+    ]
+    print_table("Routing traces", columns, rows)
+
+
+@trace.command()
+@click.argument("name", default=DEFAULT_TRACE, metavar="[NAME|DIR]")
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
+def inspect(name: str, as_json: bool) -> None:
+    """Validate a trace and print what is in it."""
+    opened = open_trace(name)
+    statistics = trace_statistics(opened)
+    if as_json:
+        document = {"manifest": opened.manifest.model_dump(), **statistics.as_dict()}
+        click.echo(json.dumps(document, indent=2))
+        return
+    _print_manifest(opened)
+    _print_requests(statistics)
+    _print_distinct(statistics)
+    click.echo()
+    load = statistics.load_max_over_mean
+    click.echo(f"Load of the busiest expert over the mean, by layer: {_range(load)}")
+    click.echo(
+        f"Experts that the next token uses again: {statistics.neighbour_reuse:.3f} "
+        f"(random pairs of tokens {statistics.random_reuse:.3f}, "
+        f"uniform {statistics.uniform_reuse:.3f})"
+    )
+    pearson = statistics.prefill_decode_pearson
+    click.echo(
+        "Prefill-decode correlation of expert use, by domain: "
+        + ", ".join(f"{domain} {value:.2f}" for domain, value in pearson.items())
+        + " (an untrained model is high here too)"
+    )
+
+
+@trace.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
+@click.option("--model", required=True, help="Model whose gates chose the experts.")
+@click.option("--captured-by", required=True, help="How the choices were recorded.")
+@click.option("--source-data", required=True, help="Text that the model read, with its licence.")
+@click.option("--notes", default="", help="What else a reader must know.")
+@click.option(
+    "--provenance",
+    type=click.Choice(["recorded", "synthetic", "imported"]),
+    default="imported",
+    show_default=True,
+)
+@click.option("--calibration-fraction", type=float, default=0.5, show_default=True)
+@click.option("--force", is_flag=True, help="Replace DIR.")
+def import_(file: Path, out: Path, **options: Any) -> None:
+    """Import a NumPy archive of chosen experts (arrays as `traces.importers` describes)."""
+    opened = import_npz(file, out, tool_versions={}, **options)
+    click.echo(
+        f"Wrote {out}: {opened.n_requests} requests, {opened.manifest.n_tokens} tokens, "
+        f"{opened.n_layers} layers, {opened.n_experts} experts, top-{opened.top_k}"
+    )
+
+
+def _print_manifest(opened: RoutingTrace) -> None:
+    manifest = opened.manifest
+    click.echo(f"Trace:      {opened.path.name}, format v{manifest.format_version}, valid")
+    click.echo(f"Model:      {manifest.model} ({manifest.provenance})")
+    click.echo(f"Captured:   {manifest.captured_by}")
+    click.echo(f"Text:       {manifest.source_data}")
+    click.echo(
+        f"Shape:      {manifest.n_tokens} tokens x {opened.n_layers} layers x top-{opened.top_k} "
+        f"of {opened.n_experts} experts"
+    )
+    click.echo(f"Checksum:   {manifest.checksum}")
+    if manifest.notes:
+        click.echo(f"Notes:      {manifest.notes}")
+    click.echo()
+
+
+def _print_requests(statistics: TraceStatistics) -> None:
+    rows = []
+    for domain, counts in statistics.requests.items():
+        prompt, output = statistics.prompt_len[domain], statistics.output_len[domain]
+        rows.append(
+            [
+                domain,
+                str(counts["serving"]),
+                str(counts["calibration"]),
+                _lengths(prompt),
+                _lengths(output),
+            ]
+        )
+    print_table(
+        "Requests", ["domain", "serving", "calibration", "prompt tokens", "output tokens"], rows
+    )
+    click.echo()
+
+
+def _print_distinct(statistics: TraceStatistics) -> None:
+    rows = [
+        [
+            entry.group,
+            str(entry.batch),
+            f"{entry.uniform:.1f}",
+            f"{entry.mixed:.1f}",
+            f"{sum(entry.same_domain.values()) / len(entry.same_domain):.1f}",
+            f"{100 * entry.reduction:.1f}%",
+        ]
+        for entry in statistics.distinct_experts
+    ]
+    print_table(
+        "Distinct experts a layer in a decode step, no request twice",
+        ["domains", "batch", "uniform", "mixed", "one domain", "saved"],
+        rows,
+    )
+
+
+def _lengths(summary: dict[str, float]) -> str:
+    return f"{summary['min']:.0f} to {summary['max']:.0f}, mean {summary['mean']:.1f}"
+
+
+def _range(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
