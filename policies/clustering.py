@@ -10,7 +10,7 @@ from scipy.optimize import linear_sum_assignment
 from eldr_sim.errors import InputError
 from eldr_sim.policies.signature import Floats, Ints, unit_rows
 
-RESTARTS = 4
+RESTARTS = 8
 """Independent seedings; the clustering of the smallest total distance is kept."""
 
 MAX_ITERATIONS = 100

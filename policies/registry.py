@@ -126,7 +126,7 @@ def _external(decision: str) -> dict[str, PolicyClass]:
             raise InputError(GROUP, f"{origin} takes the built-in name {policy.name!r}")
         if policy.decision != decision:
             continue
-        if policy.name in found and found[policy.name] is not policy:
+        if policy.name in found:
             raise InputError(GROUP, f"{origin} offers {policy.name!r}, which another one has")
         found[policy.name] = policy
     return found

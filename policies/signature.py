@@ -99,10 +99,9 @@ def sample_pairs(n: int, n_pairs: int, rng: np.random.Generator) -> tuple[Ints, 
     """
     total = n * (n - 1) // 2
     index = np.arange(total) if total <= n_pairs else rng.choice(total, n_pairs, replace=False)
-    # Pair number i (i - 1) / 2 + j: take the root, then mend its rounding.
+    # Pair number is i (i - 1) / 2 + j. The root is right for all n below 2^25: roots of perfect
+    # squares are exact, and the next square is too far away for rounding to reach it.
     i = ((1 + np.sqrt(1.0 + 8.0 * index)) // 2).astype(np.int64)
-    i -= i * (i - 1) // 2 > index
-    i += (i + 1) * i // 2 <= index
     return i, index - i * (i - 1) // 2
 
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
@@ -134,6 +134,19 @@ def test_more_zero_rows_than_places_leave_unit_centroids():
     x = np.vstack([points(1, 5, 0), np.zeros((7, 5))])
     found = balanced_kmeans(x, 4, rng())
     np.testing.assert_allclose((found.centroids**2).sum(axis=1), 1.0, atol=1e-6)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 2**32))
+@example(122)  # in these two a cluster is left with nothing while the cost still falls
+@example(147)
+def test_centroids_stay_of_unit_length_among_copies_and_zeros(seed):
+    r = rng(seed)
+    n, k, d = int(r.integers(5, 14)), int(r.integers(3, 5)), int(r.integers(2, 5))
+    x = unit_rows(r.integers(0, 3, (n, d)) * (r.random((n, 1)) < 0.6))
+    if x.any():
+        found = balanced_kmeans(x, k, r, restarts=1)
+        np.testing.assert_allclose((found.centroids**2).sum(axis=1), 1.0, atol=1e-6)
 
 
 def test_result_does_not_depend_on_the_order_of_summation():

@@ -128,11 +128,25 @@ def test_pairs_are_distinct_and_as_many_as_asked(n, n_pairs, seed):
     assert len(drawn) == len(i) == min(n_pairs, len(every))
 
 
+def test_pair_numbers_are_right_next_to_the_squares():
+    class Stub:
+        """Stands for the generator and draws the first and last pair of large ``i``."""
+
+        def choice(self, total, size, replace):
+            i = (1 << 25) - 1 - np.arange(500)
+            return np.concatenate([i * (i - 1) // 2, i * (i + 1) // 2 - 1])
+
+    i, j = sample_pairs(1 << 25, 1000, Stub())
+    expected = (1 << 25) - 1 - np.arange(500)
+    assert (i == np.concatenate([expected, expected])).all()
+    assert (j == np.concatenate([0 * expected, expected - 1])).all()
+
+
 def test_pair_numbers_hold_for_large_sets():
-    i, j = sample_pairs(3_000_000, 2000, rng())
-    assert ((j >= 0) & (j < i) & (i < 3_000_000)).all()
+    i, j = sample_pairs(1 << 25, 2000, rng())
+    assert ((j >= 0) & (j < i) & (i < 1 << 25)).all()
     # Uniform over the triangle: (i / n)^2 is uniform, so its mean is 1/2.
-    assert np.mean((i / 3_000_000) ** 2) == pytest.approx(0.5, abs=0.03)
+    assert np.mean((i / (1 << 25)) ** 2) == pytest.approx(0.5, abs=0.03)
 
 
 # -- layer selection ---------------------------------------------------------------------------
