@@ -113,8 +113,7 @@ class DecodePool:
             if self._logged < len(self._log):
                 return
             self._log = np.concatenate([self._log, np.zeros_like(self._log)])
-            if n_stopped:  # a change came before ``until``: the caller looks at the clock again
-                return
+            until = min(until, self.env.peek())  # the boundary of a worker that stopped
 
     def steps(self) -> NDArray[np.void]:
         """Return the decode steps run so far, records of ``kernel.STEP``."""
