@@ -13,13 +13,31 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_sim.errors import InputError
 
 WeightDtype = Literal["bfloat16", "fp8_block", "mxfp4"]
 _BLOCK = 128  # FP8 block scaling: one fp32 scale per 128 x 128 weights
 _MXFP4_GROUP = 32  # MXFP4: one scale byte per 32 weights
+_FAMILIES = (  # model_type of the Hugging Face architectures whose layers are described here
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma4",
+    "gemma4_text",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "kimi_k2",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_vl_moe",
+    "qwen3_vl_moe_text",
+)
 
 
 class ModelDims(BaseModel):
@@ -115,16 +133,17 @@ class ModelDims(BaseModel):
     published_source: str = ""
     """Where the published counts come from."""
 
-    def model_post_init(self, context: Any, /) -> None:
-        """Refuse combinations that no model can have."""
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ModelDims:
         if self.top_k > self.n_experts:
-            raise InputError("top_k", f"{self.top_k} of {self.n_experts} experts")
+            raise ValueError(f"top_k {self.top_k} of {self.n_experts} experts")
         if self.n_dense_layers >= self.n_layers:
-            raise InputError("n_dense_layers", f"{self.n_dense_layers} of {self.n_layers} layers")
+            raise ValueError(f"n_dense_layers {self.n_dense_layers} of {self.n_layers} layers")
         if self.n_sliding_layers > self.n_layers:
-            raise InputError("n_sliding_layers", f"{self.n_sliding_layers} of {self.n_layers}")
+            raise ValueError(f"n_sliding_layers {self.n_sliding_layers} of {self.n_layers} layers")
         if bool(self.n_sliding_layers) != bool(self.sliding_window):
-            raise InputError("sliding_window", "sliding layers and their window go together")
+            raise ValueError("n_sliding_layers and sliding_window go together")
+        return self
 
     @property
     def n_moe_layers(self) -> int:
@@ -341,11 +360,12 @@ def _from_hf_config(path: Path) -> ModelDims:
         return ModelDims(**_fields_of(raw, path))
     except KeyError as error:
         raise InputError("model", f"{path} has no {error.args[0]!r}") from None
-    except (ValidationError, TypeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        first = str(error).splitlines()[0]
-        raise InputError("model", f"{path} is not a usable configuration: {first}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "model"
+        raise InputError("model", f"{path}: {where}: {first['msg']}") from None
+    except TypeError as error:
+        raise InputError("model", f"{path}: {error}") from None
 
 
 def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -360,6 +380,8 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     top_k = first("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
     if not n_experts or not top_k:
         raise InputError("model", f"{path} describes no routed experts", "a MoE configuration")
+    if family not in _FAMILIES:
+        raise InputError("model", f"{path}: model_type {family!r}", ", ".join(_FAMILIES))
     layers, hidden, heads = (
         config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -426,9 +448,9 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _qk_norm(family: str, config: dict[str, Any]) -> str:
-    if family in ("qwen3_moe", "gemma4", "gemma4_text") or config.get("qk_norm_type") == "per_head":
+    if family.startswith(("qwen3", "gemma4")):
         return "per_head"
-    if family in ("olmoe", "minimax_m2") or config.get("qk_norm_type") == "per_layer":
+    if family in ("olmoe", "minimax_m2"):
         return "full_width"
     return "per_head" if config.get("use_qk_norm") else "none"
 

@@ -71,21 +71,20 @@ GENERIC = Efficiency(
 """Fractions measured on H100-class GPUs, used for any GPU without tables."""
 
 MI300X = Efficiency(
-    bandwidth=0.69,
-    moe_bandwidth=0.69,
+    bandwidth=0.71,
+    moe_bandwidth=0.71,
     gemm_flops=0.39,
     attention_flops=0.34,
     moe_flops=0.22,
     gemm_floor_s=3e-6,
     attention_floor_s=11.2e-6,
-    moe_floor_s=26.7e-6,
+    moe_floor_s=35.6e-6,
     provenance="derived",
     source=(
-        "MoE: 3.68 of 5.3 TB/s and 26.7 us from ELDR Sec. 3.1 (16 to 128 experts: 4.7x at batch "
-        "64) with AITER's tuned bf16 rows (ROCm/aiter e404860: 338 us at batch 64, 22% of peak "
-        "FLOPs at 16384 tokens); bandwidth of other kernels taken as the same; their compute as "
-        "H100's fraction times MI300X's over H100's fraction in the fused MoE (0.22 / 0.43); "
-        "floors of GEMM and attention as on H100"
+        "MoE: 3.78 of 5.3 TB/s from AITER's tuned bf16 rows (ROCm/aiter e404860; 22% of peak "
+        "FLOPs at 16384 tokens), 35.6 us from ELDR Sec. 3.1 (16 to 128 experts: 4.7x); bandwidth "
+        "of other kernels taken as the same; their compute as H100's fraction times MI300X's over "
+        "H100's fraction in the fused MoE (0.22 / 0.43); floors of GEMM and attention as on H100"
     ),
 )
 """Fractions derived for MI300X from what is published about it."""
@@ -125,11 +124,8 @@ def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
     flops = 6.0 * model.top_k * model.hidden_size * model.expert_intermediate_size
     peak = _flops(gpu, model.expert_dtype == "fp8_block")
     token_s = flops / (efficiency.moe_flops * peak)
-    hidden = (expert_s[-1] - expert_s[0]) / token_s  # tokens whose compute hides behind weights
-    knots = np.array([0.0, hidden, 2 * hidden])
-    return MoELatency(
-        model.n_experts, model.top_k, expert_s, knots, np.array([0.0, 0.0, hidden * token_s])
-    )
+    batches = np.array([0.0, 1.0])
+    return MoELatency(model.n_experts, model.top_k, expert_s, batches, np.zeros(2), token_s)
 
 
 def decode_attention(gpu: GPU, model: ModelDims, sliding: bool) -> DecodeAttention:

@@ -193,9 +193,12 @@ def _read_metadata(path: Path) -> TableMetadata:
         if version != FORMAT_VERSION:
             raise InputError("table", f"{path}: format version {version!r}", str(FORMAT_VERSION))
         return TableMetadata(**document)
-    except (ValidationError, json.JSONDecodeError, TypeError, AttributeError) as error:
-        first = str(error).splitlines()
-        raise InputError("table", f"{path}: bad metadata: {' '.join(first[:3])}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError("table", f"{path}: bad metadata: {where}: {first['msg']}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise InputError("table", f"{path}: bad metadata: {error}") from None
 
 
 def _validate(table: LatencyTable) -> None:

@@ -1,0 +1,57 @@
+"""GPUs: lookup, and the memory that is left for KV blocks."""
+
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
+from eldr_sim.kernel_profiles.models import load_model
+
+
+def test_the_gpus_of_the_shipped_tables_exist():
+    assert {"H100", "H200", "A100", "B200", "MI300X"} <= set(list_gpus())
+
+
+@pytest.mark.parametrize("name", list_gpus())
+def test_every_gpu_is_complete_and_sourced(name):
+    gpu = load_gpu(name)
+    assert gpu.source
+    assert gpu.engine_reserved_source
+    assert gpu.defaults_source
+    # No GPU of the list reads its memory in less than 10 ms or more than 100 ms.
+    assert 0.01 < gpu.memory_bytes / gpu.memory_bandwidth < 0.1
+    # Nor has one a ridge point outside of 100 to 600 bf16 FLOPs a byte.
+    assert 100 < gpu.bf16_flops / gpu.memory_bandwidth < 600
+    assert gpu.fp8_flops == 0 or 1.9 < gpu.fp8_flops / gpu.bf16_flops < 2.1
+
+
+def test_names_are_forgiving():
+    h100 = load_gpu("H100")
+    assert load_gpu("h100_sxm") is load_gpu("nvidia h100 80gb hbm3") is h100
+
+
+def test_vllm_gives_a100_the_smaller_defaults():
+    assert (load_gpu("A100").max_num_seqs, load_gpu("A100").max_num_batched_tokens) == (256, 2048)
+    assert (load_gpu("H100").max_num_seqs, load_gpu("H100").max_num_batched_tokens) == (1024, 8192)
+
+
+def test_kv_cache_is_the_budget_less_weights_and_engine():
+    gpu, weights = load_gpu("H100"), load_model("Qwen3-30B-A3B").weight_bytes
+    expected = int(0.9 * gpu.memory_bytes) - weights - gpu.engine_reserved_bytes
+    assert gpu.kv_cache_bytes(weights) == expected
+    assert 100_000 < expected / load_model("Qwen3-30B-A3B").kv_bytes_per_token < 150_000
+
+
+def test_weights_that_do_not_fit_are_refused():
+    with pytest.raises(InputError, match="weights need 470"):
+        load_gpu("H200").kv_cache_bytes(load_model("Qwen3-235B-A22B").weight_bytes)
+
+
+@pytest.mark.parametrize("utilization", [0.0, -0.1, 1.01, float("nan")])
+def test_utilization_out_of_range_is_refused(utilization):
+    with pytest.raises(InputError, match="0 < x <= 1"):
+        load_gpu("H200").kv_cache_bytes(0, utilization)
+
+
+def test_unknown_gpus_are_refused_with_the_names_that_exist():
+    with pytest.raises(InputError, match="MI300X"):
+        load_gpu("H900")
