@@ -26,7 +26,7 @@ _HEADINGS = {
 }
 
 
-@click.command()
+@click.command(short_help="Compare policies on the same requests.")
 @click.option(
     "--policies",
     default="random,round_robin,jsq,p2c,domain,eldr",

@@ -39,7 +39,8 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table; columns whose cells are all numbers are right-aligned."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    click.echo(title)
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         cells = [row[index] for row in rows]
         numeric = bool(cells) and all(cell[:1] in "-+0123456789" for cell in cells if cell)

@@ -13,7 +13,7 @@ from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
 
 
-@click.command()
+@click.command(short_help="Fit ELDR's routing artifact.")
 @click.option("--trace", default=DEFAULT_TRACE, show_default=True, metavar="NAME|DIR")
 @click.option(
     "--workload",

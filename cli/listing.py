@@ -15,7 +15,7 @@ from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables import shipped_tables
 
 
-@click.command()
+@click.command(short_help="List the known GPUs.")
 @click.option("--model", default="Qwen3-30B-A3B", show_default=True, metavar="NAME|PATH")
 def gpus(model: str) -> None:
     """List the known GPUs and how well a model's step times are known on each."""
@@ -42,7 +42,7 @@ def gpus(model: str) -> None:
     print_table(f"{dims.name}: weights {dims.weight_bytes / 1e9:.1f} GB", columns, rows)
 
 
-@click.command()
+@click.command(short_help="List the known models.")
 def models() -> None:
     """List the known models; `--model` also takes a Hugging Face config.json."""
     rows = []
@@ -75,7 +75,7 @@ def models() -> None:
     print_table("Models", columns, rows)
 
 
-@click.group()
+@click.group(short_help="List and import latency tables.")
 def tables() -> None:
     """Latency tables: what is shipped, and how to import more."""
 

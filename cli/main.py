@@ -40,3 +40,7 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted: nothing was written.", err=True)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

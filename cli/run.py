@@ -18,7 +18,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.timeline import write_timeline
 
 
-@click.command()
+@click.command(short_help="Simulate one cluster.")
 @run_options()
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the result.")
 @click.option("--force", is_flag=True, help="Replace the result in --out.")

@@ -14,7 +14,7 @@ from eldr_sim.traces.importers import import_npz
 from eldr_sim.traces.statistics import TraceStatistics, trace_statistics
 
 
-@click.group()
+@click.group(short_help="Inspect, list and import routing traces.")
 def trace() -> None:
     """Routing traces: which experts a model chose, token by token."""
 

@@ -13,7 +13,7 @@ from scipy import stats
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.run import prepare, simulate
+from eldr_sim.simulator.run import simulate
 
 #: Policies that balance load and know nothing of experts (ELDR section 6, baselines).
 LOAD_BALANCERS = ("random", "round_robin", "jsq", "p2c")
@@ -105,7 +105,6 @@ def compare(
         raise InputError("policies", f"{', '.join(names)} names one twice")
     if "round_robin" not in names:
         names.insert(0, "round_robin")
-    setting = prepare(config)
     seeds = range(config.seed, config.seed + n_seeds)
     rows: list[dict[str, Any]] = []
     summaries: dict[str, dict[str, Any]] = {}
@@ -118,7 +117,7 @@ def compare(
                 if progress is not None:
                     progress((before + done) / total)
 
-            summary = simulate(config.model_copy(update=update), share, setting).summary
+            summary = simulate(config.model_copy(update=update), share).summary
             summaries.setdefault(name, summary)
             rows.append(
                 update

@@ -2,9 +2,10 @@
 
 The rules are those of vLLM's v1 scheduler (``vllm/v1/core/sched/scheduler.py``): first come, first
 served; a request is admitted at a step boundary if the batch has a seat and the cache has blocks;
-with a KV connector its blocks are reserved before the transfer starts; when a running request
-needs a block and none is free, the request admitted last is preempted, goes to the front of the
-queue and recomputes its context later.
+with a KV connector its blocks are reserved before the transfer starts. Running requests come first:
+what their next step needs is not given away, and when it is not free, the request that joined last
+is preempted, goes to the front of the queue and recomputes its context later; nobody is admitted
+in that step.
 """
 
 from __future__ import annotations
@@ -164,14 +165,18 @@ class DecodeWorker:
         state["next_start"] = pool.env.now
         if why == kernel.FINISHED:
             self._finish()
-        if why == kernel.OUT_OF_BLOCKS:
+        if not self._fits(0):
             self._preempt()
-            state["single"] = 1  # nobody is admitted in this step, but perhaps in the next
             self._continue_recomputation()
-        if why != kernel.OUT_OF_BLOCKS or state["batch"] == 0:
+            # Nobody is admitted in this step if there is one, but perhaps in the next.
+            state["single"] = self._has_work()
+        if not state["single"]:
             self._admit()
-        if state["batch"] > 0 or state["extra_s"] > 0.0:
+        if self._has_work():
             pool.next_start = min(pool.next_start, pool.env.now)
+
+    def _has_work(self) -> bool:
+        return bool(self.state["batch"] > 0 or self.state["extra_s"] > 0.0)
 
     def _finish(self) -> None:
         pool, state = self.pool, self.state
@@ -191,42 +196,46 @@ class DecodeWorker:
             self.pool.preempted_gaps_s.append(resumed - request.last_token_s)
 
     def _preempt(self) -> None:
-        """Take requests from the end of the batch until the others have the blocks they need."""
-        pool, state = self.pool, self.state
-        while state["batch"] > 0:
-            seats = pool.slots[self.index, : state["batch"]]
-            if np.count_nonzero(seats["room"] == 0) <= state["free_blocks"]:
-                return
-            request = pool.requests[seats["request"][-1]]
-            generated = request.output_len - int(seats["left"][-1])
-            if generated > request.generated:
-                self._note_resumption(request)
-                request.generated = generated
-                request.last_token_s = pool.env.now
+        """Take requests back, last joined first, until the others have the blocks they need."""
+        while not self._fits(0):
+            if self._recompute:  # not in the batch yet, so behind all that are
+                request, _ = self._recompute.pop()
+                self.state["free_blocks"] += request.decode_blocks
+            else:
+                request = self._leave()
             request.preemptions += 1
-            context = request.prompt_len - 1 + request.generated
-            state["context"] -= context
-            state["free_blocks"] += max(self.blocks_for(context), request.decode_blocks)
-            state["batch"] -= 1
-            state["joined"] = max(0, state["joined"] - 1)
             self.preempted.appendleft(request)
+
+    def _leave(self) -> Request:
+        """Take the last request out of the batch; it has generated a token since it joined."""
+        pool, state = self.pool, self.state
+        seat = pool.slots[self.index, state["batch"] - 1]
+        request = pool.requests[seat["request"]]
+        self._note_resumption(request)
+        request.generated = request.output_len - int(seat["left"])
+        request.last_token_s = pool.env.now
+        context = request.prompt_len - 1 + request.generated
+        state["context"] -= context
+        state["free_blocks"] += self.blocks_for(context)
+        state["batch"] -= 1
+        return request
 
     def _admit(self) -> None:
         """Fill the seats: who holds blocks already, then who lost them, then who is new."""
         pool = self.pool
         self._continue_recomputation()
-        while self.arrived and self._seats() > 0:
+        while self.arrived and self._is_open():
             request = self.arrived.popleft()
             request.decode_start_s = pool.env.now
             self._join(request)
-        while self.preempted and self._seats() > 0:
+        while self.preempted and self._is_open():
             request = self.preempted[0]
             if not self._reserve(request, request.prompt_len + request.generated):
                 return  # first come, first served: nobody new overtakes a preempted request
             self.preempted.popleft()
             self._recompute.append((request, request.prompt_len - 1 + request.generated))
             self._continue_recomputation()
-        while self.unreserved and self._seats() > 0:
+        while self.unreserved and self._is_open():
             request = self.unreserved[0]
             if not self._reserve(request, request.prompt_len):
                 return
@@ -236,14 +245,30 @@ class DecodeWorker:
     def _reserve(self, request: Request, tokens: int) -> bool:
         """Take the KV blocks of ``tokens`` tokens if they are free."""
         blocks = self.blocks_for(tokens)
-        if blocks > self.state["free_blocks"]:
+        if not self._fits(blocks):
             return False
         self.state["free_blocks"] -= blocks
         request.decode_blocks = blocks
         return True
 
-    def _seats(self) -> int:
-        return int(self.pool.max_num_seqs - self.state["batch"] - len(self._recompute))
+    def _fits(self, blocks: int) -> bool:
+        """Whether ``blocks`` are free beside those that the batch needs for its next step."""
+        state = self.state
+        spare = state["free_blocks"] - blocks
+        if spare >= state["batch"]:  # a request needs one at most
+            return True
+        rooms = self.pool.slots["room"][self.index, : state["batch"]]
+        return bool(np.count_nonzero(rooms == 0) <= spare)
+
+    def _is_open(self) -> bool:
+        """Whether the next step has a seat and a token of its budget left."""
+        seats = self.pool.max_num_seqs - self.state["batch"] - len(self._recompute)
+        return bool(seats > 0 and self._budget() > 0)
+
+    def _budget(self) -> int:
+        """Return how many tokens the next step can still take."""
+        state = self.state
+        return int(self.pool.max_num_batched_tokens - state["batch"] - state["extra_tokens"])
 
     def _continue_recomputation(self) -> None:
         """Fill the next step's token budget with contexts to recompute.
@@ -253,17 +278,14 @@ class DecodeWorker:
         step reads each expert once for both, so this is an upper bound for these rare steps.
         """
         pool, state = self.pool, self.state
-        while self._recompute:
-            budget = int(pool.max_num_batched_tokens - state["batch"] - state["extra_tokens"])
-            if budget <= 0:
-                return
+        while self._recompute and (budget := self._budget()) > 0:
             request, left = self._recompute[0]
             chunk = min(left, budget)
             if chunk > 0:
                 done = request.prompt_len - 1 + request.generated - left
                 state["extra_s"] += pool.step_time.prefill_s([chunk], [done])
                 state["extra_tokens"] += chunk
-            if chunk < left:
+            if chunk == budget:  # none left for the token to decode
                 self._recompute[0] = (request, left - chunk)
                 return
             self._recompute.popleft()

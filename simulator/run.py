@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ _TIME_LIMIT_FACTOR = 20.0
 class Setting:
     """Everything that a run reads, loaded and checked."""
 
-    config: RunConfig
     model: ModelDims
     gpu: GPU
     step_time: StepTimeModel
@@ -63,11 +62,7 @@ class Result:
     config: dict[str, Any]
 
 
-def simulate(
-    config: RunConfig,
-    progress: Callable[[float], None] | None = None,
-    setting: Setting | None = None,
-) -> Result:
+def simulate(config: RunConfig, progress: Callable[[float], None] | None = None) -> Result:
     """Run one configuration.
 
     Parameters
@@ -76,25 +71,23 @@ def simulate(
         The run.
     progress
         Called now and then with the share of measured requests that have ended, 0 to 1.
-    setting
-        What :func:`prepare` returned for a configuration with the same model, GPU, trace and
-        topology, to save loading it again.
 
     Raises
     ------
     InputError
         If anything in the configuration does not exist or does not fit together.
     """
-    if setting is None:
-        setting = prepare(config)
+    setting = prepare(config)
     workload, window = offered_load(config, setting.trace)
-    cluster = build_cluster(config, setting, workload, window)
-    record = cluster.run(progress)
+    record = build_cluster(config, setting, workload, window).run(progress)
     return _result(config, setting, workload, record)
 
 
 def prepare(config: RunConfig) -> Setting:
-    """Load model, GPU, tables and trace, and check that they fit together."""
+    """Load model, GPU, tables and trace, and check that they fit together.
+
+    Step times and traces are kept for the next run of this process.
+    """
     model, gpu = load_model(config.model), load_gpu(config.gpu)
     trace = _open_trace(config.trace)
     check_trace_fits(trace, model)
@@ -107,15 +100,6 @@ def prepare(config: RunConfig) -> Setting:
             f"{max_num_seqs} or more",
         )
     n_blocks = kv_blocks(model, gpu, config.gpu_memory_utilization, config.block_size)
-    step_time = build_step_time_model(
-        model,
-        gpu,
-        max_num_seqs=max_num_seqs,
-        max_model_len=model.max_position_embeddings,
-        max_num_batched_tokens=budget,
-        tables=[] if config.tables is None else _tables(Path(config.tables)),
-        host_gap_s=None if config.host_gap_ms is None else config.host_gap_ms / 1e3,
-    )
     transfer = PRESETS[config.kv_transfer]
     spec = ClusterSpec(
         n_prefill=config.n_prefill,
@@ -129,7 +113,28 @@ def prepare(config: RunConfig) -> Setting:
         load_report_delay_s=config.load_report_delay_ms / 1e3,
         max_concurrency=config.max_concurrency,
     )
-    return Setting(config, model, gpu, step_time, trace, spec)
+    step_time = _step_time(model, gpu, max_num_seqs, budget, config.host_gap_ms, config.tables)
+    return Setting(model, gpu, step_time, trace, spec)
+
+
+@lru_cache(maxsize=8)
+def _step_time(
+    model: ModelDims,
+    gpu: GPU,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    host_gap_ms: float | None,
+    tables: str | None,
+) -> StepTimeModel:
+    return build_step_time_model(
+        model,
+        gpu,
+        max_num_seqs=max_num_seqs,
+        max_model_len=model.max_position_embeddings,
+        max_num_batched_tokens=max_num_batched_tokens,
+        host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
+        tables=[] if tables is None else _tables(Path(tables)),
+    )
 
 
 def _tables(folder: Path) -> list[LatencyTable]:
@@ -221,7 +226,7 @@ def build_cluster(
     )
 
 
-@cache
+@lru_cache(maxsize=4)
 def _opened(path: str, stamp: float) -> RoutingTrace:
     return open_trace(path)
 

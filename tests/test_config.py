@@ -1,0 +1,106 @@
+"""Run configurations: defaults, YAML, and one clear line for each wrong field."""
+
+import math
+
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.config import RunConfig, make_config, parse_topology, read_config
+
+
+def test_defaults_are_those_of_the_paper_run():
+    config = make_config({})
+    assert (config.model, config.gpu, config.workload) == ("Qwen3-30B-A3B", "H100", "task")
+    assert config.effective_rate == 60.0
+    assert (config.duration, config.warmup_s) == (120.0, 30.0)
+    assert config.effective_output_len == 512
+    assert config.tau == 0.1
+
+
+def test_a_request_log_keeps_its_own_rate_and_lengths():
+    config = make_config({"workload": "log.csv"})
+    assert config.effective_rate is None
+    assert config.effective_output_len == "recorded"
+
+
+def test_num_requests_has_no_warmup_unless_asked():
+    assert make_config({"num_requests": 10}).warmup_s == 0.0
+    assert make_config({"num_requests": 10, "warmup": 3}).warmup_s == 3.0
+
+
+@pytest.mark.parametrize("text", ["inf", "Infinity", ".inf", math.inf])
+def test_infinite_rate(text):
+    assert make_config({"request_rate": text}).request_rate == math.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "workers"), [("8P16D", (8, 16)), ("1p1d", (1, 1)), (" 64P128D ", (64, 128))]
+)
+def test_topology(text, workers):
+    assert parse_topology(text) == workers
+
+
+@pytest.mark.parametrize(
+    "text", ["8P0D", "0P8D", "P16", "8P", "16D", "", "8P16", "-1P2D", "1.5P2D"]
+)
+def test_bad_topology(text):
+    with pytest.raises(InputError, match=r"topology: .*such as 8P16D"):
+        make_config({"topology": text})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"request_rate": -1}, "request_rate: -1: input should be greater than 0"),
+        ({"request_rate": "nan"}, "request_rate: 'nan'"),
+        ({"request_rate": 0}, "request_rate: 0"),
+        ({"burstiness": "inf"}, "burstiness: 'inf'"),
+        ({"duration": math.nan}, "duration: nan"),
+        ({"duration": -3}, "duration: -3"),
+        ({"warmup": -3}, "warmup: -3"),
+        ({"output_len": 0}, "output_len: 0"),
+        ({"output_len": "long"}, "output_len: 'long'"),
+        ({"seed": -1}, "seed: -1"),
+        ({"tau": 1.5}, "tau: 1.5"),
+        ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization: 1.2"),
+        ({"max_num_seqs": 0}, "max_num_seqs: 0"),
+        ({"kv_transfer": "fast"}, "kv_transfer: 'fast'"),
+        ({"goodput": {"ttft": -1}}, "goodput.ttft: -1"),
+        ({"goodput": {"latency": 1}}, "goodput.latency: no such field"),
+        ({"polcy": "eldr"}, "polcy: no such field"),
+    ],
+)
+def test_bad_field_is_named_in_one_line(values, message):
+    with pytest.raises(InputError) as error:
+        make_config(values)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_yaml_and_a_results_config_read_alike(tmp_path):
+    flat, nested = tmp_path / "run.yaml", tmp_path / "config.json"
+    flat.write_text("policy: jsq\nrequest_rate: .inf\nnum_requests: 5\n")
+    nested.write_text(
+        '{"config": {"policy": "jsq", "request_rate": "inf", "num_requests": 5}, "versions": {}}'
+    )
+    assert make_config(read_config(flat)) == make_config(read_config(nested))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "is not YAML"), ("- 1\n- 2", "holds no mapping"), ("3: x", "holds no mapping")],
+)
+def test_unreadable_config(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_config(path)
+
+
+def test_missing_config(tmp_path):
+    with pytest.raises(InputError, match="cannot read"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_every_field_says_what_it_is():
+    assert [name for name, field in RunConfig.model_fields.items() if not field.description] == []

@@ -1,0 +1,94 @@
+"""The result folder: whole or absent, and identical bytes for identical runs."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.results import check_output, whole_folder, write_json
+
+FILES = ("summary.json", "config.json", "requests.parquet", "steps.parquet")
+
+
+def test_nothing_is_left_when_writing_fails(tmp_path):
+    out = tmp_path / "result"
+
+    def write_half():
+        with whole_folder(out, force=False) as folder:
+            (folder / "summary.json").write_text("half")
+            raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        write_half()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_replacement_keeps_the_old_result(tmp_path):
+    out = tmp_path / "result"
+    with whole_folder(out, force=False) as folder:
+        (folder / "summary.json").write_text("old")
+
+    def replace():
+        with whole_folder(out, force=True) as folder:
+            (folder / "summary.json").write_text("new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace()
+    assert (out / "summary.json").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_force_replaces_all_of_the_old_result(tmp_path):
+    out = tmp_path / "result"
+    for name in ("summary.json", "old.png"):
+        with whole_folder(out, force=out.exists()) as folder:
+            (folder / "summary.json").write_text(name)
+            (folder / name).write_text(name)
+    with whole_folder(out, force=True) as folder:
+        (folder / "summary.json").write_text("new")
+    assert [path.name for path in out.iterdir()] == ["summary.json"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_file_is_no_result(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    for force in (False, True):
+        with pytest.raises(InputError, match="out: "):
+            check_output(path, force)
+
+
+def test_unwritable_place_is_told(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(InputError, match="out: cannot write"), whole_folder(blocker / "out", False):
+        pass
+
+
+def test_json_has_no_infinities(tmp_path):
+    write_json(tmp_path / "a.json", {"rate": math.inf, "list": [1.0, -math.inf], "none": None})
+    assert json.loads((tmp_path / "a.json").read_text()) == {
+        "rate": "inf",
+        "list": [1.0, "-inf"],
+        "none": None,
+    }
+    with pytest.raises(ValueError, match="Out of range"):
+        write_json(tmp_path / "b.json", {"x": math.nan})
+
+
+def test_two_processes_write_identical_bytes(tmp_path):
+    """One configuration, two processes whose hashes of strings differ."""
+    outputs = []
+    for seed in ("1", "2"):
+        out = tmp_path / seed
+        command = [sys.executable, "-m", "eldr_sim.cli.main", "run", "--policy", "eldr"]
+        command += ["--topology", "2P4D", "--duration", "8", "--warmup", "2", "--out", str(out)]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+        outputs.append({name: (out / name).read_bytes() for name in FILES})
+    assert outputs[0] == outputs[1]
