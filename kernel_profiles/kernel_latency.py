@@ -19,8 +19,8 @@ class GemmLatency:
     """Dense GEMMs ``[m, k] x [k, n]`` on one GPU.
 
     Linear between the grid's points in m, n and k: exact for kernels bound by bandwidth, whose
-    time follows n * k, and for kernels bound by compute, whose time follows m * n * k. Past the
-    grid's end the last slope goes on.
+    time follows n * k, and for kernels bound by compute, whose time follows m * n * k. Matrices
+    larger than the grid's scale with n and k; past the last m the last slope goes on.
 
     Attributes
     ----------
@@ -60,16 +60,17 @@ class GemmLatency:
 
     def time_s(self, n: int, k: int, rows: ArrayLike) -> FloatArray:
         """Seconds for ``rows`` (m) rows through an n x k matrix."""
-        i, u = _bracket(self.n, n)
-        j, v = _bracket(self.k, k)
+        i, u = _bracket(self.n, min(n, self.n[-1]))
+        j, v = _bracket(self.k, min(k, self.k[-1]))
+        beyond = max(n / self.n[-1], 1.0) * max(k / self.k[-1], 1.0)
         grid = self.seconds
         low = (1 - u) * grid[i, j] + u * grid[i + 1, j]
         high = (1 - u) * grid[i, j + 1] + u * grid[i + 1, j + 1]
-        return interpolate(rows, self.m, (1 - v) * low + v * high)
+        return interpolate(rows, self.m, beyond * ((1 - v) * low + v * high))
 
 
 def _bracket(knots: FloatArray, x: float) -> tuple[int, float]:
-    """Index of the interval to use for x, and x's place in it; above 1 past the last knot."""
+    """Index of the interval that holds x, and x's place in it from 0 to 1."""
     index = int(np.clip(np.searchsorted(knots, x, side="right") - 1, 0, len(knots) - 2))
     return index, max(0.0, float((x - knots[index]) / (knots[index + 1] - knots[index])))
 

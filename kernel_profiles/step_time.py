@@ -168,7 +168,11 @@ class StepTimeModel:
                 longest = alone
         base_s, head_s = self._prefill_base_s, self._prefill_head_s
         last = len(base_s) - 1
-        base = base_s[total] if total <= last else base_s[last] * (total / last)
+        if total <= last:
+            base = base_s[total]
+        else:
+            half = last // 2
+            base = base_s[last] + (total - last) * (base_s[last] - base_s[half]) / (last - half)
         rows = len(tokens)
         last = len(head_s) - 1
         head = head_s[rows] if rows <= last else head_s[last] * (rows / last)
@@ -197,7 +201,8 @@ def build_step_time_model(
     max_model_len
         Most tokens of one sequence, prompt and output.
     max_num_batched_tokens
-        Prefill steps up to this many tokens are tabulated; larger ones scale in proportion.
+        Prefill steps up to this many tokens are tabulated; larger ones go on with the slope of
+        the upper half.
     host_gap_s
         Engine time per step in seconds; None takes :data:`HOST_GAP_S`.
     kernel_source
