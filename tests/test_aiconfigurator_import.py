@@ -1,0 +1,207 @@
+"""The aiconfigurator importer: against a package made up here, and against the real one."""
+
+import importlib
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.aiconfigurator import expected_distinct, import_tables
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.tables import load_table, shipped_tables
+
+TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+
+
+def _moe_rows(version, source, scale=1.0, **changes):
+    row = {
+        "framework": "VLLM",
+        "version": version,
+        "device": "NVIDIA Test",
+        "op_name": "moe",
+        "kernel_source": source,
+        "moe_dtype": "bfloat16",
+        "hidden_size": 2048,
+        "inter_size": 768,
+        "topk": 8,
+        "num_experts": 128,
+        "moe_tp_size": 1,
+        "moe_ep_size": 1,
+    }
+    return [
+        row
+        | {"distribution": distribution, "num_tokens": t, "latency": scale * (0.02 + t / 1e3)}
+        | changes
+        for distribution in ("balanced", "power_law_1.2")
+        for t in TOKENS
+    ]
+
+
+def _attention_rows(axis):
+    base = {
+        "device": "NVIDIA Test",
+        "kernel_source": "fa",
+        "num_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+    return [
+        base
+        | {"kv_cache_dtype": dtype, "window_size": window, "batch_size": b, axis: t}
+        | {"latency": 0.01 + b * t * 1e-6 + (dtype == "fp8") + window}
+        for dtype in ("bfloat16", "fp8")
+        for window in (0, 128)
+        for b in (1, 8)
+        for t in (1, 255)
+    ]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package of the same layout with numbers that are easy to recognise."""
+    root = tmp_path / "site" / "aiconfigurator_core"
+    info = tmp_path / "site" / "aiconfigurator_core-9.9.9.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: aiconfigurator-core\nVersion: 9.9.9\n"
+    )
+    root.mkdir()
+    (root / "__init__.py").write_text("")
+
+    def write(path, rows):
+        file = root / "systems" / "data" / "h100_sxm" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pd.DataFrame(rows).to_parquet(file)
+
+    write(
+        "moe/vllm/0.24.0/moe_perf.parquet",
+        _moe_rows("0.24.0", "new")
+        + _moe_rows("0.24.0", "new", scale=3.0)  # repeated points: the median counts
+        + _moe_rows("0.24.0", "new", moe_ep_size=2, scale=99.0)
+        + _moe_rows("0.24.0", "new", moe_dtype="fp8", scale=99.0)
+        + _moe_rows("0.24.0", "new", hidden_size=4096, scale=99.0),
+    )
+    write(
+        "moe/vllm/0.9.0/moe_perf.parquet",
+        _moe_rows("0.9.0", "old", scale=5.0) + _moe_rows("0.9.0", "new", scale=7.0),
+    )
+    write("attention/vllm/0.24.0/generation_attention_perf.parquet", _attention_rows("step"))
+    write("attention/vllm/0.24.0/context_attention_perf.parquet", _attention_rows("isl"))
+    gemm = {"device": "NVIDIA Test", "kernel_source": "linear", "gemm_dtype": "bfloat16"}
+    write(
+        "gemm/vllm/0.24.0/gemm_perf.parquet",
+        [
+            gemm | {"m": m, "n": n, "k": k, "latency": m * n * k * 1e-9}
+            for m in (1, 3, 64)  # 3 is not among the rows that are kept
+            for n in (32, 64)
+            for k in (32, 64)
+        ],
+    )
+    nccl = {"nccl_dtype": "half", "kernel_source": "NCCL", "op_name": "all_reduce", "num_gpus": 8}
+    write(
+        "comm/nccl/2.9.0/nccl_perf.parquet",
+        [nccl | {"device": "x", "message_size": s, "latency": 0.02} for s in (256, 512)],
+    )
+    monkeypatch.syspath_prepend(str(root.parent))
+    for name in [name for name in sys.modules if name.split(".")[0] == "aiconfigurator_core"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    yield root
+    sys.modules.pop("aiconfigurator_core", None)
+
+
+def test_moe_rows_become_batches_and_distinct_experts(package, tmp_path):
+    paths = import_tables("H100", load_model("Qwen3-30B-A3B"), tmp_path / "out")
+    tables = {path.name: load_table(path) for path in paths}
+    moe = {t.metadata.framework: t for t in tables.values() if t.metadata.kind == "moe"}
+    # "old" is a kernel of its own and kept; 0.9.0's rows of "new" are superseded.
+    assert {f: t.metadata.kernel_source for f, t in moe.items()} == {
+        "vllm 0.24.0": "new",
+        "vllm 0.9.0": "old",
+    }
+    table = moe["vllm 0.24.0"]
+    balanced = table.columns["routing"] == "balanced"
+    np.testing.assert_array_equal(table.columns["batch"][balanced], TOKENS)
+    np.testing.assert_array_equal(
+        table.columns["distinct_experts"][balanced], [min(128, 8 * t) for t in TOKENS]
+    )
+    expected = [2.0 * (0.02 + t / 1e3) * 1e-3 for t in TOKENS]  # median of 1x and 3x, ms to s
+    np.testing.assert_allclose(table.columns["latency_s"][balanced], expected)
+    assert table.metadata.provenance == "imported"
+    assert table.metadata.origin.startswith("aiconfigurator-core 9.9.9: h100_sxm/moe/vllm/0.24.0")
+    assert table.metadata.device == "NVIDIA Test"
+
+
+def test_attention_steps_become_contexts(package, tmp_path):
+    paths = import_tables("H100", load_model("Qwen3-30B-A3B"), tmp_path)
+    tables = {t.metadata.kind: t for t in map(load_table, paths)}
+    decode, prefill = tables["attention_decode"], tables["attention_prefill"]
+    # A step of 255 cached tokens attends to 256: itself included. A prompt of 255 is just that.
+    assert sorted(set(decode.columns["context"].tolist())) == [2, 256]
+    assert sorted(set(prefill.columns["new_tokens"].tolist())) == [1, 255]
+    # FP8 caches and windows, marked by large latencies, stay out.
+    assert decode.columns["latency_s"].max() < 0.02e-3 + 1e-5
+    assert decode.metadata.shape == {"n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "window": 0}
+
+
+def test_gemms_and_collectives(package, tmp_path):
+    tables = {t.metadata.kind: t for t in map(load_table, import_tables("H100", None, tmp_path))}
+    gemm = tables["gemm"].columns
+    assert len(gemm["m"]) == 8
+    np.testing.assert_allclose(gemm["latency_s"], gemm["m"] * gemm["n"] * gemm["k"] * 1e-12, 1e-6)
+    # message_size counts half-precision elements.
+    assert tables["collective"].columns["message_bytes"].tolist() == [512, 1024]
+    assert tables["collective"].columns["latency_s"].tolist() == [2e-5, 2e-5]
+
+
+def test_models_without_rows_write_nothing(package, tmp_path):
+    assert import_tables("H100", load_model("OLMoE-1B-7B"), tmp_path) == []
+    assert list(tmp_path.glob("*.parquet")) == []
+
+
+def test_a_missing_package_is_named_with_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
+    with pytest.raises(InputError) as caught:
+        import_tables("H100", None, tmp_path)
+    assert "pip install 'eldr-sim[aiconfigurator]'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_gpus_that_the_package_lacks_are_refused(tmp_path):
+    with pytest.raises(InputError, match="MI300X"):
+        import_tables("MI300X", None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "low", "high"),
+    [
+        (1, 128, 8, 8, 8),  # one token picks top_k experts, whatever the skew
+        (2, 128, 8, 15, 16),
+        (1, 8, 8, 8, 8),
+        (64, 128, 8, 100, 128),
+        (4096, 128, 8, 126, 128),
+    ],
+)
+def test_expected_distinct_experts_stay_in_their_bounds(tokens, experts, top_k, low, high):
+    for alpha in (1.01, 1.2):
+        assert low <= expected_distinct(tokens, experts, top_k, alpha) <= high
+
+
+def test_expected_distinct_experts_are_the_same_every_time():
+    assert expected_distinct(16, 128, 8, 1.2) == expected_distinct(16, 128, 8, 1.2)
+
+
+@pytest.mark.parametrize("gpu", ["H100", "A100"])
+def test_the_shipped_tables_are_what_the_real_package_gives(gpu, tmp_path):
+    pytest.importorskip("aiconfigurator_core", reason="the optional package is not installed")
+    shipped = {path.name: load_table(path) for path, _ in shipped_tables()}
+    written = import_tables(gpu, load_model("Qwen3-30B-A3B"), tmp_path)
+    written += import_tables(gpu, None, tmp_path)
+    assert len(written) == 6
+    for path in written:
+        fresh, kept = load_table(path), shipped[path.name]
+        assert fresh.metadata.model_copy(update={"date": kept.metadata.date}) == kept.metadata
+        for name, values in kept.columns.items():
+            np.testing.assert_array_equal(fresh.columns[name], values)
