@@ -8,7 +8,6 @@ import click
 
 from eldr_sim.cli.console import print_table
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.aiconfigurator import import_tables
 from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
@@ -99,6 +98,8 @@ def import_(gpu: str, model: str | None, out: Path) -> None:
 
     Use them with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`.
     """
+    from eldr_sim.kernel_profiles.aiconfigurator import import_tables  # pandas, for this alone
+
     if out.exists() and not out.is_dir():
         raise InputError("out", f"{out} is a file", "a folder")
     paths = import_tables(gpu, None if model is None else load_model(model), out)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from scipy import stats
+from scipy.special import stdtrit
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import RunConfig
@@ -70,7 +70,8 @@ def paired_difference(
     mean = math.fsum(percent.tolist()) / len(percent)
     if len(percent) < 2:
         return mean, math.nan, math.nan
-    error = float(stats.sem(percent)) * float(stats.t.ppf((1 + confidence) / 2, len(percent) - 1))
+    standard_error = float(np.std(percent, ddof=1)) / math.sqrt(len(percent))
+    error = standard_error * float(stdtrit(len(percent) - 1, (1 + confidence) / 2))
     return mean, mean - error, mean + error
 
 

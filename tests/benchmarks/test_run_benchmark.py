@@ -1,0 +1,101 @@
+"""How fast the simulator runs, against the floor of reading the bit sets once.
+
+Run with ``pytest tests/benchmarks -m slow --benchmark-only -s``. Every figure goes to the table's
+``extra_info`` (``--benchmark-json FILE`` keeps it).
+"""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from numba import njit
+
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.run import build_cluster, offered_load, prepare
+
+pytestmark = pytest.mark.slow
+
+
+@njit
+def _read_all(words):
+    union = np.uint64(0)
+    for i in range(words.shape[0]):
+        union |= words[i]
+    return union
+
+
+def stream_bandwidth():
+    """Bytes per second at which one core reads an array that no cache holds."""
+    words = np.ones(1 << 26, np.uint64)
+    _read_all(words[:8])
+    best = min(_timed(_read_all, words) for _ in range(5))
+    return words.nbytes / best
+
+
+def _timed(function, *arguments):
+    start = time.process_time()
+    function(*arguments)
+    return time.process_time() - start
+
+
+def _cluster(topology, rate, policy):
+    config = make_config({"topology": topology, "request_rate": rate, "policy": policy})
+    setting = prepare(config)
+    return build_cluster(config, setting, *offered_load(config, setting.trace))
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "eldr"])
+@pytest.mark.parametrize(
+    ("topology", "rate"), [("8P16D", 100), ("16P32D", 200), ("32P64D", 400), ("64P128D", 800)]
+)
+def test_output_tokens_per_cpu_second(benchmark, topology, rate, policy):
+    """120 s after 30 s of warm-up, 512 tokens a request, 48 layers x 128 experts."""
+    seconds, tokens, row_bytes = [], 0, 0
+
+    def setup():
+        return (_cluster(topology, rate, policy),), {}
+
+    def run(cluster):
+        nonlocal tokens, row_bytes
+        start = time.process_time()
+        record = cluster.run()
+        seconds.append(time.process_time() - start)
+        tokens = int(record.decode_steps["batch"].sum())
+        row_bytes = cluster.pool._bits.shape[1] * 8
+
+    benchmark.pedantic(run, setup=setup, rounds=3, warmup_rounds=1)
+    cpu = sorted(seconds[1:])[1]
+    floor = tokens * row_bytes / stream_bandwidth()
+    benchmark.extra_info.update(
+        output_tokens=tokens,
+        cpu_s=cpu,
+        million_tokens_per_cpu_s=tokens / cpu / 1e6,
+        streaming_floor_s=floor,
+        times_the_floor=cpu / floor,
+    )
+    print(
+        f"\n{policy} {topology} {rate}/s: {tokens / cpu / 1e6:.2f} M tokens/CPU-s, "
+        f"{cpu:.2f} s = {cpu / floor:.1f} x streaming floor"
+    )
+
+
+@pytest.mark.parametrize(("topology", "rate"), [("8P16D", 100), ("64P128D", 800)])
+def test_peak_memory_of_a_whole_command(benchmark, topology, rate):
+    """Peak resident memory of ``eldr-sim run``, imports and result tables included."""
+    script = (
+        "import sys; from eldr_sim.simulator.config import make_config; "
+        "from eldr_sim.simulator.run import simulate; "
+        "simulate(make_config({'policy': 'eldr', 'topology': sys.argv[1], "
+        "'request_rate': float(sys.argv[2])})); "
+        "print(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1])"
+    )
+
+    def run():
+        command = [sys.executable, "-c", script, topology, str(rate)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    mib = float(benchmark.pedantic(run, rounds=1)) / 1024
+    benchmark.extra_info.update(peak_rss_mib=mib)
+    print(f"\n{topology} {rate}/s: peak {mib:.0f} MiB")
