@@ -14,9 +14,13 @@ def unpack(words):
     return {64 * w + b for w, word in enumerate(words.tolist()) for b in range(64) if word >> b & 1}
 
 
-@given(tokens=st.integers(1, 20), layers=st.integers(1, 3),
-       n_experts=st.sampled_from([1, 63, 64, 65, 128, 256, 500]), top_k=st.integers(1, 5),
-       seed=st.integers(0, 2**31))
+@given(
+    tokens=st.integers(1, 20),
+    layers=st.integers(1, 3),
+    n_experts=st.sampled_from([1, 63, 64, 65, 128, 256, 500]),
+    top_k=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+)
 @settings(max_examples=40, deadline=None)
 def test_pack_against_sets(tokens, layers, n_experts, top_k, seed):
     rng = np.random.default_rng(seed)
@@ -46,9 +50,21 @@ def trace(tmp_path, monkeypatch):
     rng = np.random.default_rng(3)
     experts = np.argsort(rng.random((12, 2, 100)), axis=-1)[..., :4]
     return write_trace(
-        tmp_path / "t", experts=experts, request_id=["a"], domain=["x"], prompt_len=[5],
-        output_len=[7], is_calibration=[False], model="m", n_experts=100, domains=["x"],
-        captured_by="test", source_data="drawn", tool_versions={}, provenance="synthetic")
+        tmp_path / "t",
+        experts=experts,
+        request_id=["a"],
+        domain=["x"],
+        prompt_len=[5],
+        output_len=[7],
+        is_calibration=[False],
+        model="m",
+        n_experts=100,
+        domains=["x"],
+        captured_by="test",
+        source_data="drawn",
+        tool_versions={},
+        provenance="synthetic",
+    )
 
 
 def cache_beside(trace):

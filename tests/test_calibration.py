@@ -35,18 +35,23 @@ def test_contents(trace):
     assert picked.trace_checksum == trace.manifest.checksum
     np.testing.assert_array_equal(picked.counts, trace.prompt_counts(picked.requests))
     np.testing.assert_array_equal(picked.domain, trace.domain[picked.requests])
-    np.testing.assert_array_equal(picked.counts.sum(axis=2),
-                                  8 * trace.prompt_len[picked.requests][:, None].repeat(6, 1))
+    np.testing.assert_array_equal(
+        picked.counts.sum(axis=2), 8 * trace.prompt_len[picked.requests][:, None].repeat(6, 1)
+    )
     np.testing.assert_allclose(picked.decode_activation.sum(axis=2), 8, rtol=1e-5)
 
 
-@given(weights=st.lists(st.floats(0.01, 100), min_size=8, max_size=8),
-       zero=st.sets(st.integers(0, 7), max_size=6))
+@given(
+    weights=st.lists(st.floats(0.01, 100), min_size=8, max_size=8),
+    zero=st.sets(st.integers(0, 7), max_size=6),
+)
 @settings(max_examples=30, deadline=None)
 def test_proportions(weights, zero):
     trace = open_trace(verify_checksum=False)
-    mix = {name: 0.0 if d in zero else w
-           for d, (name, w) in enumerate(zip(trace.domains, weights, strict=True))}
+    mix = {
+        name: 0.0 if d in zero else w
+        for d, (name, w) in enumerate(zip(trace.domains, weights, strict=True))
+    }
     picked = calibration_set(trace, workload="log", domain_mix=mix)
     share = np.array(list(mix.values())) / sum(mix.values())
     counts = np.bincount(picked.domain, minlength=8)
@@ -68,10 +73,21 @@ def test_never_served(trace):
 
 def test_domain_without_calibration_requests(tmp_path):
     trace = write_trace(
-        tmp_path / "t", experts=np.zeros((4, 1, 1), int), request_id=["0", "1"],
-        domain=["x", "y"], prompt_len=[1, 1], output_len=[1, 1], is_calibration=[True, False],
-        model="m", n_experts=1, domains=["x", "y"], captured_by="test", source_data="drawn",
-        tool_versions={}, provenance="synthetic")
+        tmp_path / "t",
+        experts=np.zeros((4, 1, 1), int),
+        request_id=["0", "1"],
+        domain=["x", "y"],
+        prompt_len=[1, 1],
+        output_len=[1, 1],
+        is_calibration=[True, False],
+        model="m",
+        n_experts=1,
+        domains=["x", "y"],
+        captured_by="test",
+        source_data="drawn",
+        tool_versions={},
+        provenance="synthetic",
+    )
     with pytest.raises(InputError, match="no calibration request of domain 'y'"):
         calibration_set(trace, workload="log")
     assert calibration_set(trace, workload="log", domain_mix={"x": 1}).requests.tolist() == [0]

@@ -20,11 +20,14 @@ def archive(file, *, n=10, changes=None):
     data = {
         "topk": np.argsort(rng.random((tokens, 2, 12)), axis=-1)[..., :3].astype(np.uint8),
         "request_id": np.repeat(np.arange(n), prompt + output),
-        "is_decode": np.concatenate([[False] * p + [True] * o
-                                     for p, o in zip(prompt, output, strict=True)]),
-        "prompt_len": prompt.astype(np.uint16), "output_len": output.astype(np.uint16),
+        "is_decode": np.concatenate(
+            [[False] * p + [True] * o for p, o in zip(prompt, output, strict=True)]
+        ),
+        "prompt_len": prompt.astype(np.uint16),
+        "output_len": output.astype(np.uint16),
         "domain": np.array([0] * 7 + [1] * (n - 7), np.uint8),
-        "domain_names": np.array(["p", "q"]), "E": np.int64(12),
+        "domain_names": np.array(["p", "q"]),
+        "E": np.int64(12),
     } | (changes or {})
     np.savez(file, **{k: v for k, v in data.items() if v is not None})
     return data
@@ -49,9 +52,14 @@ def test_import_keeps_every_row(tmp_path):
     assert trace.request_id[:2] == ["p-0000", "p-0001"]
 
 
-@pytest.mark.parametrize(("fraction", "calibration"), [
-    (0.5, [0, 1, 2, 3, 7, 8]), (0.01, [0, 7]), (0.99, [0, 1, 2, 3, 4, 5, 7, 8]),
-])
+@pytest.mark.parametrize(
+    ("fraction", "calibration"),
+    [
+        (0.5, [0, 1, 2, 3, 7, 8]),
+        (0.01, [0, 7]),
+        (0.99, [0, 1, 2, 3, 4, 5, 7, 8]),
+    ],
+)
 def test_split_is_stratified(tmp_path, fraction, calibration):
     archive(tmp_path / "a.npz")
     trace = import_npz(tmp_path / "a.npz", tmp_path / "t", calibration_fraction=fraction, **ABOUT)
@@ -66,17 +74,20 @@ def test_import_replaces_only_when_forced(tmp_path):
     import_npz(tmp_path / "a.npz", tmp_path / "t", force=True, **ABOUT)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"topk": None}, "array topk is missing"),
-    ({"E": None}, "array E is missing"),
-    ({"E": np.int64(5)}, "ids span"),
-    ({"domain": np.zeros(9, np.uint8)}, "have 9, 10, 10 entries"),
-    ({"domain": np.full(10, 2, np.uint8)}, "outside domain_names"),
-    ({"prompt_len": np.zeros(10, np.uint16)}, "a length is 0"),
-    ({"output_len": np.full(10, 9, np.uint16)}, "do not follow prompt_len"),
-    ({"is_decode": np.zeros(3, bool)}, "do not follow prompt_len"),
-    ({"domain_names": np.array([None])}, "not a .npz archive of plain arrays"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk": None}, "array topk is missing"),
+        ({"E": None}, "array E is missing"),
+        ({"E": np.int64(5)}, "ids span"),
+        ({"domain": np.zeros(9, np.uint8)}, "have 9, 10, 10 entries"),
+        ({"domain": np.full(10, 2, np.uint8)}, "outside domain_names"),
+        ({"prompt_len": np.zeros(10, np.uint16)}, "a length is 0"),
+        ({"output_len": np.full(10, 9, np.uint16)}, "do not follow prompt_len"),
+        ({"is_decode": np.zeros(3, bool)}, "do not follow prompt_len"),
+        ({"domain_names": np.array([None])}, "not a .npz archive of plain arrays"),
+    ],
+)
 def test_bad_archive_leaves_nothing(tmp_path, changes, message):
     archive(tmp_path / "a.npz", changes=changes)
     with pytest.raises(InputError, match=message) as caught:
@@ -103,8 +114,14 @@ def test_bad_fraction(tmp_path, fraction):
 
 
 def test_embedded_trace_is_this_import_of_the_reference_model():
-    source = (Path(__file__).parents[1].parent / "shared" / "data" / "routing" / "reference_moe"
-              / "sampled.npz")
+    source = (
+        Path(__file__).parents[1].parent
+        / "shared"
+        / "data"
+        / "routing"
+        / "reference_moe"
+        / "sampled.npz"
+    )
     if not source.is_file():
         pytest.skip("the reference model's archive is not here")
     trace = open_trace("reference-moe")

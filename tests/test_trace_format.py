@@ -22,8 +22,17 @@ def draw_experts(rng, tokens, layers, n_experts, top_k):
     return np.argsort(scores, axis=-1)[..., :top_k]
 
 
-def small_trace(out, *, seed=0, lengths=((3, 2), (1, 4), (5, 1)), layers=2, n_experts=10, top_k=3,
-                force=False, **changes):
+def small_trace(
+    out,
+    *,
+    seed=0,
+    lengths=((3, 2), (1, 4), (5, 1)),
+    layers=2,
+    n_experts=10,
+    top_k=3,
+    force=False,
+    **changes,
+):
     rng = np.random.default_rng(seed)
     n = len(lengths)
     arguments = {
@@ -33,8 +42,13 @@ def small_trace(out, *, seed=0, lengths=((3, 2), (1, 4), (5, 1)), layers=2, n_ex
         "prompt_len": [p for p, _ in lengths],
         "output_len": [o for _, o in lengths],
         "is_calibration": [i % 3 == 0 for i in range(n)],
-        "model": "m", "n_experts": n_experts, "domains": ["a", "b"], "captured_by": "test",
-        "source_data": "drawn", "tool_versions": {}, "provenance": "synthetic",
+        "model": "m",
+        "n_experts": n_experts,
+        "domains": ["a", "b"],
+        "captured_by": "test",
+        "source_data": "drawn",
+        "tool_versions": {},
+        "provenance": "synthetic",
     } | changes
     return write_trace(out, force=force, **arguments)
 
@@ -50,11 +64,13 @@ def small_trace(out, *, seed=0, lengths=((3, 2), (1, 4), (5, 1)), layers=2, n_ex
 def test_round_trip_and_counts(tmp_path_factory, lengths, layers, n_experts, top_k, seed):
     top_k = min(top_k, n_experts)
     folder = tmp_path_factory.mktemp("trace")
-    written = small_trace(folder / "t", seed=seed, lengths=lengths, layers=layers,
-                          n_experts=n_experts, top_k=top_k)
+    written = small_trace(
+        folder / "t", seed=seed, lengths=lengths, layers=layers, n_experts=n_experts, top_k=top_k
+    )
     trace = open_trace(folder / "t")
-    experts = draw_experts(np.random.default_rng(seed), sum(map(sum, lengths)), layers, n_experts,
-                           top_k)
+    experts = draw_experts(
+        np.random.default_rng(seed), sum(map(sum, lengths)), layers, n_experts, top_k
+    )
     assert trace.experts.dtype == (np.uint8 if n_experts <= 256 else np.uint16)
     assert isinstance(trace.experts, np.memmap)
     np.testing.assert_array_equal(trace.experts, experts)
@@ -135,6 +151,7 @@ def put(index, value):
     def change(experts):
         experts[index] = value
         return experts
+
     return change
 
 
@@ -157,10 +174,14 @@ DEFECTS = {
     "bad json": (lambda f: (f / "manifest.json").write_text("{"), "not valid JSON"),
     "bad utf-8": (lambda f: (f / "manifest.json").write_bytes(b"\xff"), "not valid JSON"),
     "json list": (lambda f: (f / "manifest.json").write_text("[]"), "holds a JSON list"),
-    "format version": (lambda f: edit_manifest(f, format_version=2),
-                       r"format_version 2 \(allowed: 1\)"),
-    "format version missing": (lambda f: edit_manifest(f, format_version=None),
-                               "format_version None"),
+    "format version": (
+        lambda f: edit_manifest(f, format_version=2),
+        r"format_version 2 \(allowed: 1\)",
+    ),
+    "format version missing": (
+        lambda f: edit_manifest(f, format_version=None),
+        "format_version None",
+    ),
     "unknown field": (lambda f: edit_manifest(f, extra=1), "extra: Extra inputs"),
     "field missing": (lambda f: edit_manifest(f, model=None), "model: Field required"),
     "bad provenance": (lambda f: edit_manifest(f, provenance="guess"), "provenance: "),
@@ -168,35 +189,56 @@ DEFECTS = {
     "top_k": (lambda f: edit_manifest(f, n_experts=2), "top_k 3 exceeds n_experts 2"),
     "domain twice": (lambda f: edit_manifest(f, domains=["a", "b", "a"]), "domains are not unique"),
     "wrong checksum": (lambda f: flip_last_byte(f, "experts.npy"), r"experts.npy: checksum \w{12}"),
-    "wrong requests checksum": (lambda f: flip_last_byte(f, "requests.parquet"),
-                                r"requests.parquet: checksum \w{12}"),
+    "wrong requests checksum": (
+        lambda f: flip_last_byte(f, "requests.parquet"),
+        r"requests.parquet: checksum \w{12}",
+    ),
     "truncated experts": (lambda f: truncate(f, "experts.npy", 0.9), "truncated or not a .npy"),
     "empty experts": (lambda f: truncate(f, "experts.npy", 0), "truncated or not a .npy"),
-    "shape": (lambda f: edit_experts(f, lambda e: e[:, :1]), r"shape \[16, 1, 3\] \(allowed: "
-              r"\[16, 2, 3\]"),
+    "shape": (
+        lambda f: edit_experts(f, lambda e: e[:, :1]),
+        r"shape \[16, 1, 3\] \(allowed: "
+        r"\[16, 2, 3\]",
+    ),
     "rows": (lambda f: edit_experts(f, lambda e: e[:-1]), r"shape \[15, 2, 3\]"),
     "dtype": (lambda f: edit_experts(f, lambda e: e.astype(np.int64)), "dtype int64"),
     "fortran": (lambda f: edit_experts(f, np.asfortranarray), "Fortran order"),
-    "expert out of range": (lambda f: edit_experts(f, put((7, 1, 0), 10)),
-                            "expert 10 at row 7 layer 1"),
-    "expert twice": (lambda f: edit_experts(f, put((9, 0, slice(None)), [4, 2, 4])),
-                     "expert 4 twice at row 9 layer 0"),
+    "expert out of range": (
+        lambda f: edit_experts(f, put((7, 1, 0), 10)),
+        "expert 10 at row 7 layer 1",
+    ),
+    "expert twice": (
+        lambda f: edit_experts(f, put((9, 0, slice(None)), [4, 2, 4])),
+        "expert 4 twice at row 9 layer 0",
+    ),
     "column missing": (lambda f: edit_requests(f, session=None), "column session is missing"),
-    "column type": (lambda f: edit_requests(f, first_row=pa.array([0.0, 5.0, 10.0])),
-                    "column first_row is double"),
+    "column type": (
+        lambda f: edit_requests(f, first_row=pa.array([0.0, 5.0, 10.0])),
+        "column first_row is double",
+    ),
     "null": (lambda f: edit_requests(f, prompt_len=[3, None, 5]), "with 1 nulls"),
     "request count": (lambda f: edit_manifest(f, n_requests=4), "3 requests .allowed: 4"),
-    "unknown domain": (lambda f: edit_requests(f, domain=["a", "c", "a"]),
-                       r"unknown domain 'c' \(allowed: a, b\)"),
-    "unknown split": (lambda f: edit_requests(f, split=["serving", "x", "serving"]),
-                      "unknown split 'x'"),
+    "unknown domain": (
+        lambda f: edit_requests(f, domain=["a", "c", "a"]),
+        r"unknown domain 'c' \(allowed: a, b\)",
+    ),
+    "unknown split": (
+        lambda f: edit_requests(f, split=["serving", "x", "serving"]),
+        "unknown split 'x'",
+    ),
     "id twice": (lambda f: edit_requests(f, request_id=["r0", "r1", "r0"]), "not unique"),
-    "zero prompt": (lambda f: edit_requests(f, prompt_len=[3, 0, 5]),
-                    "prompt_len of request r1 is 0"),
-    "negative output": (lambda f: edit_requests(f, output_len=[2, 4, -1]),
-                        "output_len of request r2 is -1"),
-    "overlap": (lambda f: edit_requests(f, first_row=[0, 4, 10]),
-                "request r1 start at 4, before row 5"),
+    "zero prompt": (
+        lambda f: edit_requests(f, prompt_len=[3, 0, 5]),
+        "prompt_len of request r1 is 0",
+    ),
+    "negative output": (
+        lambda f: edit_requests(f, output_len=[2, 4, -1]),
+        "output_len of request r2 is -1",
+    ),
+    "overlap": (
+        lambda f: edit_requests(f, first_row=[0, 4, 10]),
+        "request r1 start at 4, before row 5",
+    ),
     "gap": (lambda f: edit_requests(f, output_len=[1, 4, 1]), "rows 4 to 4 before request r1"),
     "negative row": (lambda f: edit_requests(f, first_row=[-1, 5, 10]), "start at -1, before row"),
     "beyond the end": (lambda f: edit_requests(f, output_len=[2, 4, 2]), "end at 17"),
@@ -247,24 +289,31 @@ def test_write_refuses_and_replaces(tmp_path):
         small_trace(tmp_path / "t", seed=2)
     replaced = small_trace(tmp_path / "t", seed=2, force=True)
     np.testing.assert_array_equal(
-        replaced.experts, draw_experts(np.random.default_rng(2), 16, 2, 10, 3))
+        replaced.experts, draw_experts(np.random.default_rng(2), 16, 2, 10, 3)
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
     assert sorted(p.name for p in (tmp_path / "t").iterdir()) == [
-        "experts.npy", "manifest.json", "requests.parquet"]
+        "experts.npy",
+        "manifest.json",
+        "requests.parquet",
+    ]
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"experts": np.full((16, 2, 3), 10)}, "experts: ids span 10..10"),
-    ({"experts": np.full((16, 2, 3), -1)}, "experts: ids span -1..-1"),
-    ({"experts": np.zeros((16, 2))}, "experts: got float64"),
-    ({"experts": np.zeros((16, 2, 3), int)}, "expert 0 twice at row 0 layer 0"),
-    ({"experts": np.zeros((0, 2, 3), int)}, "n_tokens"),
-    ({"domain": ["a", "b", "z"]}, "unknown domain 'z'"),
-    ({"prompt_len": [3, 1]}, "prompt_len: has 2 entries for 3 requests"),
-    ({"prompt_len": [3, 1, 6]}, "end at 17"),
-    ({"is_calibration": [True]}, "split: has 1 entries for 3 requests"),
-    ({"model": ""}, "model"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": np.full((16, 2, 3), 10)}, "experts: ids span 10..10"),
+        ({"experts": np.full((16, 2, 3), -1)}, "experts: ids span -1..-1"),
+        ({"experts": np.zeros((16, 2))}, "experts: got float64"),
+        ({"experts": np.zeros((16, 2, 3), int)}, "expert 0 twice at row 0 layer 0"),
+        ({"experts": np.zeros((0, 2, 3), int)}, "n_tokens"),
+        ({"domain": ["a", "b", "z"]}, "unknown domain 'z'"),
+        ({"prompt_len": [3, 1]}, "prompt_len: has 2 entries for 3 requests"),
+        ({"prompt_len": [3, 1, 6]}, "end at 17"),
+        ({"is_calibration": [True]}, "split: has 1 entries for 3 requests"),
+        ({"model": ""}, "model"),
+    ],
+)
 def test_invalid_trace_leaves_nothing_behind(tmp_path, changes, message):
     with pytest.raises(InputError, match=message):
         small_trace(tmp_path / "t", **changes)
@@ -305,8 +354,10 @@ def test_embedded_trace():
     for name in trace.domains:
         assert len(trace.requests_of([name], calibration=True)) == 64
         assert len(trace.requests_of([name], calibration=False)) == 64
-    assert sum(p.stat().st_size for p in trace.path.iterdir()
-               if not p.name.startswith("bitsets-")) < 15e6
+    assert (
+        sum(p.stat().st_size for p in trace.path.iterdir() if not p.name.startswith("bitsets-"))
+        < 15e6
+    )
 
 
 def test_embedded_trace_is_packaged():

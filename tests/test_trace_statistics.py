@@ -23,11 +23,21 @@ def make_trace(out, seed, n=6, domains=("x", "y"), top_k=2, n_experts=5):
     output = rng.integers(1, 4, n)
     experts = np.argsort(rng.random((int((prompt + output).sum()), 2, n_experts)), axis=-1)
     return write_trace(
-        out, experts=experts[..., :top_k], request_id=[str(i) for i in range(n)],
-        domain=[domains[i % len(domains)] for i in range(n)], prompt_len=prompt,
-        output_len=output, is_calibration=np.arange(n) % 2 == 1, model="m", n_experts=n_experts,
-        domains=list(domains), captured_by="test", source_data="drawn", tool_versions={},
-        provenance="synthetic")
+        out,
+        experts=experts[..., :top_k],
+        request_id=[str(i) for i in range(n)],
+        domain=[domains[i % len(domains)] for i in range(n)],
+        prompt_len=prompt,
+        output_len=output,
+        is_calibration=np.arange(n) % 2 == 1,
+        model="m",
+        n_experts=n_experts,
+        domains=list(domains),
+        captured_by="test",
+        source_data="drawn",
+        tool_versions={},
+        provenance="synthetic",
+    )
 
 
 def enumerate_distinct(trace, pools, takes):
@@ -39,10 +49,16 @@ def enumerate_distinct(trace, pools, takes):
         steps = [range(trace.output_len[q]) for q in requests]
         share = 1 / np.prod([len(s) for s in steps])
         for step in itertools.product(*steps):
-            rows = [trace.first_row[q] + trace.prompt_len[q] + s
-                    for q, s in zip(requests, step, strict=True)]
-            total += share * np.array([len(set(trace.experts[rows, layer].ravel().tolist()))
-                                       for layer in range(trace.n_layers)])
+            rows = [
+                trace.first_row[q] + trace.prompt_len[q] + s
+                for q, s in zip(requests, step, strict=True)
+            ]
+            total += share * np.array(
+                [
+                    len(set(trace.experts[rows, layer].ravel().tolist()))
+                    for layer in range(trace.n_layers)
+                ]
+            )
         weight += 1
     return total / weight
 
@@ -53,18 +69,24 @@ def test_expected_distinct_against_enumeration(tmp_path_factory, seed, takes):
     trace = make_trace(tmp_path_factory.mktemp("traces") / "t", seed)
     pools = [np.flatnonzero(trace.domain == d) for d in (0, 1)]
     groups = [trace.decode_activation(p).astype(float) for p in pools]
-    np.testing.assert_allclose(expected_distinct(groups, takes),
-                               enumerate_distinct(trace, pools, takes), rtol=1e-6)
+    np.testing.assert_allclose(
+        expected_distinct(groups, takes), enumerate_distinct(trace, pools, takes), rtol=1e-6
+    )
 
 
 def test_small_trace_against_loops(tmp_path):
     trace = make_trace(tmp_path / "t", seed=8)
     found = trace_statistics(trace, batch_sizes=(2, 3, 4))
-    assert found.requests == {"x": {"calibration": 0, "serving": 3},
-                              "y": {"calibration": 3, "serving": 0}}
+    assert found.requests == {
+        "x": {"calibration": 0, "serving": 3},
+        "y": {"calibration": 3, "serving": 0},
+    }
     x = trace.prompt_len[::2].tolist()
-    assert found.prompt_len["x"] == {"min": min(x), "mean": pytest.approx(sum(x) / 3),
-                                     "max": max(x)}
+    assert found.prompt_len["x"] == {
+        "min": min(x),
+        "mean": pytest.approx(sum(x) / 3),
+        "max": max(x),
+    }
     loads = [np.bincount(trace.experts[:, layer].ravel(), minlength=5) for layer in range(2)]
     assert found.load_max_over_mean == pytest.approx([n.max() / n.mean() for n in loads])
     assert found.unused_experts == [int((n == 0).sum()) for n in loads]
@@ -74,10 +96,12 @@ def test_small_trace_against_loops(tmp_path):
     pools = [np.flatnonzero(trace.domain == d) for d in (0, 1)]
     assert three.mixed == pytest.approx(enumerate_distinct(trace, pools, (2, 1)).mean())
     assert three.same_domain["y"] == pytest.approx(
-        enumerate_distinct(trace, pools[1:], (3,)).mean())
+        enumerate_distinct(trace, pools[1:], (3,)).mean()
+    )
     assert three.uniform == pytest.approx(5 * (1 - 0.6**3))
     assert three.reduction == pytest.approx(
-        1 - (three.same_domain["x"] + three.same_domain["y"]) / 2 / three.mixed)
+        1 - (three.same_domain["x"] + three.same_domain["y"]) / 2 / three.mixed
+    )
 
     shares, generated = [], []
     for q in range(6):
@@ -85,22 +109,42 @@ def test_small_trace_against_loops(tmp_path):
         for r in range(row, row + trace.output_len[q]):
             generated.append(r)
             if r > row:
-                shares += [len(set(trace.experts[r, layer].tolist())
-                               & set(trace.experts[r - 1, layer].tolist())) / 2
-                           for layer in range(2)]
+                shares += [
+                    len(
+                        set(trace.experts[r, layer].tolist())
+                        & set(trace.experts[r - 1, layer].tolist())
+                    )
+                    / 2
+                    for layer in range(2)
+                ]
     assert found.neighbour_reuse == pytest.approx(np.mean(shares))
-    pairs = [len(set(trace.experts[a, layer].tolist()) & set(trace.experts[b, layer].tolist())) / 2
-             for a in generated for b in generated for layer in range(2)]
+    pairs = [
+        len(set(trace.experts[a, layer].tolist()) & set(trace.experts[b, layer].tolist())) / 2
+        for a in generated
+        for b in generated
+        for layer in range(2)
+    ]
     assert found.random_reuse == pytest.approx(np.mean(pairs))
     assert found.uniform_reuse == 0.4
 
 
 def test_identical_tokens(tmp_path):
     trace = write_trace(
-        tmp_path / "t", experts=np.tile(np.array([[[1, 3]]]), (12, 1, 1)),
-        request_id=["a", "b"], domain=["x", "x"], prompt_len=[3, 3], output_len=[3, 3],
-        is_calibration=[True, False], model="m", n_experts=4, domains=["x", "unused"],
-        captured_by="test", source_data="drawn", tool_versions={}, provenance="synthetic")
+        tmp_path / "t",
+        experts=np.tile(np.array([[[1, 3]]]), (12, 1, 1)),
+        request_id=["a", "b"],
+        domain=["x", "x"],
+        prompt_len=[3, 3],
+        output_len=[3, 3],
+        is_calibration=[True, False],
+        model="m",
+        n_experts=4,
+        domains=["x", "unused"],
+        captured_by="test",
+        source_data="drawn",
+        tool_versions={},
+        provenance="synthetic",
+    )
     found = trace_statistics(trace, batch_sizes=(1, 2))
     assert found.neighbour_reuse == found.random_reuse == 1
     assert found.prefill_decode_pearson == {"x": pytest.approx(1)}
@@ -111,7 +155,11 @@ def test_identical_tokens(tmp_path):
 
 # Sampled by another program when the reference model was made, 200 batches a figure.
 UNION_REDUCTION = {  # batch: own group, task and language, %
-    8: (11.9, 16.9), 16: (15.7, 20.8), 32: (15.1, 21.5), 64: (11.3, 17.8), 128: (6.4, 11.4),
+    8: (11.9, 16.9),
+    16: (15.7, 20.8),
+    32: (15.1, 21.5),
+    64: (11.3, 17.8),
+    128: (6.4, 11.4),
 }
 
 
@@ -119,15 +167,21 @@ UNION_REDUCTION = {  # batch: own group, task and language, %
 def test_reference_model_same_domain_reduction(reference, batch):
     found = {d.group: 100 * d.reduction for d in reference.distinct_experts if d.batch == batch}
     task, language = UNION_REDUCTION[batch]
-    assert found == {"task": pytest.approx(task, abs=0.6),
-                     "language": pytest.approx(language, abs=0.6)}
+    assert found == {
+        "task": pytest.approx(task, abs=0.6),
+        "language": pytest.approx(language, abs=0.6),
+    }
 
 
 def test_reference_model(reference):
     uniform = {d.batch: d.uniform for d in reference.distinct_experts}
-    assert uniform == {8: pytest.approx(51.6, abs=0.05), 16: pytest.approx(82.4, abs=0.05),
-                       32: pytest.approx(111.8, abs=0.05), 64: pytest.approx(125.9, abs=0.05),
-                       128: pytest.approx(128.0, abs=0.05)}
+    assert uniform == {
+        8: pytest.approx(51.6, abs=0.05),
+        16: pytest.approx(82.4, abs=0.05),
+        32: pytest.approx(111.8, abs=0.05),
+        64: pytest.approx(125.9, abs=0.05),
+        128: pytest.approx(128.0, abs=0.05),
+    }
     pearson = reference.prefill_decode_pearson.values()
     assert min(pearson) == pytest.approx(0.82, abs=0.01)
     assert max(pearson) == pytest.approx(0.99, abs=0.01)

@@ -16,8 +16,11 @@ from eldr_sim.traces.format import open_trace, write_trace
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload, make_workload
 
-ARRAYS = [f.name for f in dataclasses.fields(Workload)
-          if f.name not in ("description", "prefix_block_tokens")]
+ARRAYS = [
+    f.name
+    for f in dataclasses.fields(Workload)
+    if f.name not in ("description", "prefix_block_tokens")
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +36,36 @@ def tiny(tmp_path_factory):
     output = rng.integers(1, 9, 24)
     experts = np.argsort(rng.random((int((prompt + output).sum()), 1, 8)), axis=-1)[..., :2]
     return write_trace(
-        tmp_path_factory.mktemp("traces") / "tiny", experts=experts,
-        request_id=[str(i) for i in range(24)], domain=[("x", "y")[i % 2] for i in range(24)],
-        prompt_len=prompt, output_len=output, is_calibration=[i % 3 == 0 for i in range(24)],
-        model="m", n_experts=8, domains=["x", "y"], captured_by="test", source_data="drawn",
-        tool_versions={}, provenance="synthetic")
+        tmp_path_factory.mktemp("traces") / "tiny",
+        experts=experts,
+        request_id=[str(i) for i in range(24)],
+        domain=[("x", "y")[i % 2] for i in range(24)],
+        prompt_len=prompt,
+        output_len=output,
+        is_calibration=[i % 3 == 0 for i in range(24)],
+        model="m",
+        n_experts=8,
+        domains=["x", "y"],
+        captured_by="test",
+        source_data="drawn",
+        tool_versions={},
+        provenance="synthetic",
+    )
 
 
 @pytest.fixture
 def log(tmp_path):
     """Write ten requests, 2 s apart at first and 1 s later."""
     when = [0, 2, 4, 6, 7, 8, 9, 10, 11, 12]
-    lines = [{"timestamp": 1000 * t, "input_length": 600 + i, "output_length": 3 + i,
-              "hash_ids": [0, i + 1]} for i, t in enumerate(when)]
+    lines = [
+        {
+            "timestamp": 1000 * t,
+            "input_length": 600 + i,
+            "output_length": 3 + i,
+            "hash_ids": [0, i + 1],
+        }
+        for i, t in enumerate(when)
+    ]
     file = tmp_path / "log.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     return file
@@ -92,8 +112,15 @@ def test_longer_runs_start_with_the_shorter_ones_requests(trace):
 def test_one_decision_does_not_shift_another(trace):
     base = make_workload(trace, request_rate=80, num_requests=400, output_len=500, seed=1)
     faster = make_workload(trace, request_rate=160, num_requests=400, output_len=500, seed=1)
-    other = make_workload(trace, request_rate=80, num_requests=400, output_len=100, seed=1,
-                          burstiness=0.3, trace_replay="same_domain")
+    other = make_workload(
+        trace,
+        request_rate=80,
+        num_requests=400,
+        output_len=100,
+        seed=1,
+        burstiness=0.3,
+        trace_replay="same_domain",
+    )
     assert_same(base, faster, ["trace_request", "replay_offset"])
     np.testing.assert_allclose(base.arrival_s, 2 * faster.arrival_s, atol=1e-6)
     assert_same(base, other, ["trace_request", "domain", "prompt_len"])
@@ -171,8 +198,9 @@ def test_decks_use_every_request_before_any_twice(trace):
 
 
 def test_given_mix(trace):
-    w = make_workload(trace, request_rate=9, num_requests=400, domain_mix={"math": 3, "code": 1,
-                                                                           "legal": 0})
+    w = make_workload(
+        trace, request_rate=9, num_requests=400, domain_mix={"math": 3, "code": 1, "legal": 0}
+    )
     assert set(w.domain.tolist()) == {0, 1}
     assert w.description["domain_mix"] == {"code": 0.25, "math": 0.75}
     realised = w.description["domain_mix_realised"]
@@ -191,12 +219,21 @@ def test_same_domain_replay(trace):
 # --- replay windows ---------------------------------------------------------------------------
 
 
-@given(output_len=st.integers(1, 14), seed=st.integers(0, 10**6),
-       replay=st.sampled_from(["own", "same_domain"]))
+@given(
+    output_len=st.integers(1, 14),
+    seed=st.integers(0, 10**6),
+    replay=st.sampled_from(["own", "same_domain"]),
+)
 @settings(max_examples=40, deadline=None)
 def test_offsets(tiny, log_path, output_len, seed, replay):
-    w = make_workload(tiny, workload=log_path, num_requests=10, output_len=output_len, seed=seed,
-                      trace_replay=replay)
+    w = make_workload(
+        tiny,
+        workload=log_path,
+        num_requests=10,
+        output_len=output_len,
+        seed=seed,
+        trace_replay=replay,
+    )
     window = tiny.output_len[w.decode_request] + 1
     beyond = output_len > window
     assert (w.replay_offset[~beyond] == 0).all()
@@ -224,8 +261,9 @@ def test_offsets_are_spread_over_the_window(trace):
 
 def test_recorded_window_is_replayed_from_its_start(trace):
     for length in (128, 129):
-        assert not make_workload(trace, request_rate=9, num_requests=50,
-                                 output_len=length).replay_offset.any()
+        assert not make_workload(
+            trace, request_rate=9, num_requests=50, output_len=length
+        ).replay_offset.any()
     assert make_workload(trace, request_rate=9, num_requests=50, output_len=130).replay_offset.any()
 
 
@@ -271,37 +309,40 @@ def test_log_with_fixed_output_and_mix(tiny, log):
 # --- bad arguments ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"request_rate": 0}, "request_rate: got 0"),
-    ({"request_rate": -1}, "request_rate: got -1"),
-    ({"request_rate": math.nan}, "request_rate: got nan"),
-    ({"request_rate": None}, "request_rate: missing"),
-    ({"request_rate": 1e-300}, "request_rate: got 1e-300"),
-    ({"burstiness": 0}, "burstiness: got 0"),
-    ({"burstiness": math.nan}, "burstiness: got nan"),
-    ({"burstiness": math.inf}, "burstiness: got inf"),
-    ({"num_requests": 0}, "num_requests: got 0"),
-    ({"num_requests": None}, "horizon_s: missing"),
-    ({"horizon_s": 5}, "horizon_s: given together"),
-    ({"num_requests": None, "horizon_s": 0}, "horizon_s: got 0"),
-    ({"num_requests": None, "horizon_s": math.nan}, "horizon_s: got nan"),
-    ({"num_requests": None, "horizon_s": math.inf}, "horizon_s: got inf"),
-    ({"num_requests": None, "horizon_s": 1e12}, "horizon_s: 1000000000000.0 s at 10/s"),
-    ({"num_requests": None, "horizon_s": 5, "request_rate": math.inf}, "does not bound"),
-    ({"num_requests": None, "horizon_s": 1e-9}, "horizon_s: no request arrives"),
-    ({"output_len": 0}, "output_len: got 0"),
-    ({"output_len": 2.5}, "output_len: got 2.5"),
-    ({"output_len": True}, "output_len: got True"),
-    ({"output_len": "long"}, "output_len: got 'long'"),
-    ({"seed": -1}, "seed: got -1"),
-    ({"trace_replay": "other"}, "trace_replay: got 'other'"),
-    ({"workload": "no/such/file"}, "neither a named workload nor a file"),
-    ({"domain_mix": {"zh": 1}}, "'zh' is not a domain of task"),
-    ({"domain_mix": {"code": -1}}, "weight of code is -1"),
-    ({"domain_mix": {"code": math.nan}}, "weight of code is nan"),
-    ({"domain_mix": {"code": 0}}, "no domain has a positive weight"),
-    ({"domain_mix": {}}, "no domain has a positive weight"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"request_rate": 0}, "request_rate: got 0"),
+        ({"request_rate": -1}, "request_rate: got -1"),
+        ({"request_rate": math.nan}, "request_rate: got nan"),
+        ({"request_rate": None}, "request_rate: missing"),
+        ({"request_rate": 1e-300}, "request_rate: got 1e-300"),
+        ({"burstiness": 0}, "burstiness: got 0"),
+        ({"burstiness": math.nan}, "burstiness: got nan"),
+        ({"burstiness": math.inf}, "burstiness: got inf"),
+        ({"num_requests": 0}, "num_requests: got 0"),
+        ({"num_requests": None}, "horizon_s: missing"),
+        ({"horizon_s": 5}, "horizon_s: given together"),
+        ({"num_requests": None, "horizon_s": 0}, "horizon_s: got 0"),
+        ({"num_requests": None, "horizon_s": math.nan}, "horizon_s: got nan"),
+        ({"num_requests": None, "horizon_s": math.inf}, "horizon_s: got inf"),
+        ({"num_requests": None, "horizon_s": 1e12}, "horizon_s: 1000000000000.0 s at 10/s"),
+        ({"num_requests": None, "horizon_s": 5, "request_rate": math.inf}, "does not bound"),
+        ({"num_requests": None, "horizon_s": 1e-9}, "horizon_s: no request arrives"),
+        ({"output_len": 0}, "output_len: got 0"),
+        ({"output_len": 2.5}, "output_len: got 2.5"),
+        ({"output_len": True}, "output_len: got True"),
+        ({"output_len": "long"}, "output_len: got 'long'"),
+        ({"seed": -1}, "seed: got -1"),
+        ({"trace_replay": "other"}, "trace_replay: got 'other'"),
+        ({"workload": "no/such/file"}, "neither a named workload nor a file"),
+        ({"domain_mix": {"zh": 1}}, "'zh' is not a domain of task"),
+        ({"domain_mix": {"code": -1}}, "weight of code is -1"),
+        ({"domain_mix": {"code": math.nan}}, "weight of code is nan"),
+        ({"domain_mix": {"code": 0}}, "no domain has a positive weight"),
+        ({"domain_mix": {}}, "no domain has a positive weight"),
+    ],
+)
 def test_bad_argument_is_told_in_one_line(trace, changes, message):
     arguments = {"workload": "task", "request_rate": 10, "num_requests": 5} | changes
     with pytest.raises(InputError, match=message) as caught:
