@@ -111,6 +111,12 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
         if count
     ]
     warnings += summary["latency_warnings"]
+    before, after = summary["in_flight_at_window_start"], summary["in_flight_at_window_end"]
+    if after - before > 0.25 * summary["num_prompts"] and summary["max_concurrency"] is None:
+        warnings.append(
+            f"the load is more than the cluster serves: {before} requests were in flight when the "
+            f"window began and {after} when it ended, so latencies grow with its length"
+        )
     unserved = summary["failed_reasons"].get("unserved_at_time_limit", 0)
     if unserved:
         warnings.append(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.config import RunConfig, ServiceLevel
-from eldr_sim.simulator.request import COMPLETED
+from eldr_sim.simulator.request import COMPLETED, NO_KV_ROOM, TOO_LONG, Request
 
 PERCENTILES = (50, 90, 99)
 
@@ -144,6 +144,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "output_throughput": tokens / seconds,
         "total_token_throughput": (tokens + prompt_tokens) / seconds,
         "max_concurrent_requests": _peak_concurrency(record),
+        "in_flight_at_window_start": _in_flight(record, start),
+        "in_flight_at_window_end": _in_flight(record, end),
         **describe("ttft", times["ttft"][done]),
         **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
         **describe("itl", itl, itl_weights),
@@ -170,6 +172,18 @@ def _percentile(values: NDArray[np.float64], q: float) -> float | None:
     if len(values) == 0:
         return None
     return weighted_percentile(values, np.ones(len(values), np.int64), [q])[0]
+
+
+def _in_flight(record: RunRecord, at: float) -> int:
+    """Return how many requests had arrived and not ended at a time, s."""
+    return sum(
+        r.arrival_s <= at and not 0.0 <= r.finish_s <= at and not _refused(r)
+        for r in record.requests
+    )
+
+
+def _refused(request: Request) -> bool:
+    return request.outcome in (TOO_LONG, NO_KV_ROOM)
 
 
 def _peak_concurrency(record: RunRecord) -> int:

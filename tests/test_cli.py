@@ -88,7 +88,7 @@ def test_summary_is_golden(capsys):
         "failed": 3,
         "failed_reasons": {"exceeds_kv_cache": 1, "unserved_at_time_limit": 2},
         "request_rate": 60.0,
-        "max_concurrency": 8,
+        "max_concurrency": None,
         "duration": 120.0,
         "total_input_tokens": 1000,
         "total_output_tokens": 51200,
@@ -97,6 +97,8 @@ def test_summary_is_golden(capsys):
         "output_throughput": 30464.0,
         "total_token_throughput": 36176.0,
         "max_concurrent_requests": 600,
+        "in_flight_at_window_start": 500,
+        "in_flight_at_window_end": 560,
         "mean_decode_batch": 33.25,
         "decode_steps": 4000,
         "mean_active_experts_per_step": 87.5,
@@ -116,6 +118,8 @@ def test_summary_is_golden(capsys):
     assert captured.err.splitlines() == [
         "Warning: 7 of 4000 decode steps lie outside the latency table (moe batch): extrapolated",
         "Warning: attention is a roofline",
+        "Warning: the load is more than the cluster serves: 500 requests were in flight when the "
+        "window began and 560 when it ended, so latencies grow with its length",
         "Warning: the cluster cannot serve this load: 2 of 100 requests had not ended at the time "
         "limit",
     ]
