@@ -8,6 +8,7 @@ Data Networks, section 6.5.2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -163,9 +164,10 @@ class TransferNetwork:
 
     def _complete(self) -> None:
         self._progress()
-        # Less than a nanosecond of its rate is rounding, not data.
-        done = [flow for flow in self._flows if flow.bytes_left <= flow.rate * 1e-9]
-        self._flows = [flow for flow in self._flows if flow.bytes_left > flow.rate * 1e-9]
+        # What flows in a nanosecond, or in the clock's own resolution, is rounding and not data.
+        rounding_s = max(1e-9, math.ulp(self.env.now))
+        done = [flow for flow in self._flows if flow.bytes_left <= flow.rate * rounding_s]
+        self._flows = [flow for flow in self._flows if flow.bytes_left > flow.rate * rounding_s]
         self._share()
         for flow in done:
             flow.on_done()
