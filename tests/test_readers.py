@@ -86,8 +86,8 @@ def test_burstgpt_sessions(tmp_path):
         write(
             tmp_path,
             (
-                "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,"
-                "Log Type\n"
+                "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,"
+                "Total tokens,Log Type\n"
                 "3,s9,1,ChatGPT,10,1,11,Conversation log\n1,s2,1,ChatGPT,11,1,12,Conversation log\n"
                 "2,s9,1,ChatGPT,12,1,13,Conversation log\n"
             ),
@@ -104,7 +104,8 @@ def test_mooncake(tmp_path):
             (
                 '{"timestamp": 1000, "input_length": 513, "output_length": 5, "hash_ids": [7, 9]}\n'
                 "\n"
-                '{"timestamp": 1500.25, "input_length": 1024, "output_length": 6, "hash_ids": [7, 8]}\n'
+                '{"timestamp": 1500.25, "input_length": 1024, "output_length": 6, '
+                '"hash_ids": [7, 8]}\n'
             ),
         )
     )
