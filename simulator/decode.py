@@ -182,7 +182,7 @@ class DecodeWorker:
         pool, state = self.pool, self.state
         n = kernel.drop_finished(pool.state, pool.slots, self.index, pool.finished)
         for i in range(n):
-            request = pool.requests[pool.finished[i]]
+            request = pool.requests[int(pool.finished[i])]
             request.finish_s = pool.env.now
             context = request.prompt_len - 1 + request.output_len
             state["context"] -= context
@@ -210,7 +210,7 @@ class DecodeWorker:
         """Take the last request out of the batch; it has generated a token since it joined."""
         pool, state = self.pool, self.state
         seat = pool.slots[self.index, state["batch"] - 1]
-        request = pool.requests[seat["request"]]
+        request = pool.requests[int(seat["request"])]
         self._note_resumption(request)
         request.generated = request.output_len - int(seat["left"])
         request.last_token_s = pool.env.now
