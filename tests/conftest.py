@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
@@ -19,6 +20,12 @@ from eldr_sim.simulator.cluster import Cluster, ClusterSpec
 from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.workload import Workload
+
+# The same examples on every run and every machine, however slow; look for new ones with
+# ``pytest --hypothesis-profile explore``.
+settings.register_profile("default", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
+settings.load_profile("default")
 
 #: A transfer that takes no time: set-up and posting cost nothing, the link is never a limit.
 FREE_TRANSFER = TransferModel(0.0, 0.0, 1e30, "test")

