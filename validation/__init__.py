@@ -1,1 +1,1 @@
-"""See the module docstrings."""
+"""Is it true? What the simulator says, held against theory and measurements."""
