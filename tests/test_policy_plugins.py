@@ -13,6 +13,8 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, RequestInfo
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.run import simulate
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "example_policy"
 
@@ -71,6 +73,15 @@ def test_the_example_package_is_found_by_name(installed, monkeypatch):
     assert picks.count(5) == pytest.approx(300, abs=60)
     again = registry.decode_policy("p3c", context())
     assert [again.select(RequestInfo(0, 10, 0), loads) for _ in range(600)] == picks
+
+
+def test_the_example_package_serves_a_run(installed, monkeypatch):
+    monkeypatch.syspath_prepend(str(installed))
+    config = make_config({"policy": "p3c", "topology": "1P4D", "num_requests": 40})
+    result = simulate(config)
+    assert result.summary["policy"] == "p3c"
+    assert result.summary["completed"] == 40
+    assert len(set(result.requests["decode_worker"].to_pylist())) > 1
 
 
 BROKEN = {
