@@ -111,7 +111,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     batch = steps["batch"][inside].astype(np.int64)
     decoding = batch > 0
     tokens = int(batch.sum())
-    finished = sum(start <= r.finish_s < end and r.outcome == COMPLETED for r in requests)
+    # The last request may end the run, so its end belongs to it.
+    finished = sum(start <= r.finish_s <= end and r.outcome == COMPLETED for r in requests)
     prompt_tokens = sum(
         n for worker in record.prefill_steps for s, _, _, n in worker if start <= s < end
     )
@@ -188,15 +189,12 @@ def _refused(request: Request) -> bool:
 
 def _peak_concurrency(record: RunRecord) -> int:
     """Return the most requests that were in flight at one time of the window."""
+    start, end = record.window
     changes = sorted(
-        (at, change)
+        (max(at, start), change)  # what went before shows in the state at the start
         for r in record.requests
-        if r.sent_s >= 0.0
-        for at, change in ((r.sent_s, 1), (r.finish_s if r.finish_s >= 0 else math.inf, -1))
+        if r.sent_s >= 0.0 and not _refused(r)
+        for at, change in ((r.sent_s, 1), (r.finish_s if r.finish_s >= 0.0 else math.inf, -1))
     )
-    now, peak = 0, 0
-    for at, change in changes:
-        now += change
-        if record.window[0] <= at < record.window[1]:
-            peak = max(peak, now)
-    return peak
+    in_flight = itertools.accumulate(change for at, change in changes if at < end)
+    return max(in_flight, default=0)
