@@ -1,0 +1,78 @@
+"""``eldr-sim reproduce``: a paper's evaluation, run again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+from pyarrow import csv
+
+from eldr_sim.cli.console import print_table, progress_bar
+from eldr_sim.simulator.results import check_output, whole_folder, write_json
+from eldr_sim.validation.eldr import (
+    choose,
+    claims_table,
+    figures,
+    make_runner,
+    write_reproduction,
+)
+from eldr_sim.validation.reproduction import Claim
+
+
+@click.group(short_help="Rerun a paper's evaluation.")
+def reproduce() -> None:
+    """Rerun a paper's evaluation and hold its claims against ours."""
+
+
+@reproduce.command()
+@click.argument("figure", nargs=-1)
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write figures here.")
+@click.option("--force", is_flag=True, help="Replace the reproduction in --out.")
+@click.option("--quick", is_flag=True, help="Two rates and 20 s a run instead of five and 120 s.")
+def eldr(figure: tuple[str, ...], out: Path | None, force: bool, quick: bool) -> None:
+    """ELDR: FIGURE is a number or a name such as table_2; all of them where none is given.
+
+    Prints a line for each claim. With --out, each figure is a picture and a CSV.
+    """
+    if out is not None:
+        check_output(out, force)
+    with progress_bar("ELDR") as update:
+        runner = make_runner(quick, update)
+        known = figures(runner, quick)
+        made = []
+        for name in choose(figure, known):
+            start = time.perf_counter()
+            made.append(known[name]())
+            click.echo(f"{name}: {time.perf_counter() - start:.1f} s", err=True)
+    for reproduction in made:
+        print_table(
+            f"{reproduction.name}: {reproduction.title}",
+            ["claim", "paper", "ours", "direction", "size", "why"],
+            [_row(claim) for claim in reproduction.claims],
+        )
+        click.echo()
+    if out is not None:
+        with whole_folder(out, force) as folder:
+            for reproduction in made:
+                write_reproduction(folder, reproduction)
+            csv.write_csv(claims_table(made), folder / "claims.csv")
+            write_json(
+                folder / "summary.json",
+                {"paper": "ELDR", "quick": quick, "figures": [r.name for r in made]},
+            )
+        click.echo(f"Wrote {out}")
+
+
+def _row(claim: Claim) -> list[str]:
+    paper = f"{claim.low:g}" if claim.low == claim.high else f"{claim.low:g} to {claim.high:g}"
+    ours = "-" if claim.ours is None else f"{claim.ours:.2f}"
+    agrees = {True: "agrees", False: "differs", None: "-"}
+    return [
+        claim.statement,
+        f"{paper} {claim.unit}".strip(),
+        ours,
+        agrees[claim.direction_agrees],
+        agrees[claim.size_agrees],
+        "" if claim.size_agrees else claim.reason,
+    ]

@@ -1,0 +1,92 @@
+"""Reproductions of a paper: claims judged rightly, runs made once, files whole."""
+
+import csv
+import sys
+
+import pytest
+
+from eldr_sim.cli.main import main
+from eldr_sim.errors import InputError
+from eldr_sim.validation.eldr import choose
+from eldr_sim.validation.eldr_results import mean_difference, run_grid
+from eldr_sim.validation.reproduction import Claim, Runner
+
+TINY = {"topology": "1P2D", "duration": 2, "warmup": 1, "output_len": 16}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ours", "direction", "size"),
+    [
+        (-13.9, -7.0, -10.0, True, True),
+        (-13.9, -7.0, -14.5, True, True),  # within the tolerance of 1
+        (-13.9, -7.0, -15.0, True, False),
+        (-13.9, -7.0, -2.0, True, False),
+        (-13.9, -7.0, 3.0, False, False),
+        (-3.0, 3.0, 2.0, True, True),
+        (-3.0, 3.0, -14.0, False, False),
+        (4.7, 4.7, 5.4, True, True),
+        (4.7, 4.7, None, None, None),
+    ],
+)
+def test_agreement_of_a_claim(low, high, ours, direction, size):
+    claim = Claim("statement", low, high, ours)
+    assert claim.direction_agrees is direction
+    assert claim.size_agrees is size
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_runner_makes_each_run_once_and_keeps_the_order(processes):
+    runner = Runner(TINY, processes)
+    cases = [{"policy": "jsq"}, {"policy": "random"}, {"policy": "jsq"}]
+    first = runner.run(cases)
+    assert [summary["policy"] for summary in first] == ["jsq", "random", "jsq"]
+    assert first[0] is first[2]
+    again = runner.run([{"policy": "random"}])
+    assert again[0] is first[1]
+
+
+def test_mean_difference_is_the_mean_over_rates_of_paired_runs():
+    runner = Runner(TINY)
+    runs = run_grid(runner, ("random", "round_robin", "jsq", "p2c", "eldr"), (5.0, 20.0))
+    metric = "median_tpot_ms"
+    each = [
+        100 * (runs["eldr", rate][metric] / runs["round_robin", rate][metric] - 1)
+        for rate in (5.0, 20.0)
+    ]
+    assert mean_difference(runs, "eldr", "round_robin", metric) == pytest.approx(sum(each) / 2)
+    best = [
+        100
+        * (
+            runs["eldr", rate][metric]
+            / min(runs[p, rate][metric] for p in ("random", "round_robin", "jsq", "p2c"))
+            - 1
+        )
+        for rate in (5.0, 20.0)
+    ]
+    assert mean_difference(runs, "eldr", "best", metric) == pytest.approx(sum(best) / 2)
+
+
+def test_names_of_figures():
+    known = {"figure_2": None, "table_2": None}
+    assert choose((), known) == ["figure_2", "table_2"]
+    assert choose(("2", "table-2"), known) == ["figure_2", "table_2"]
+    with pytest.raises(InputError, match="figure: '99'"):
+        choose(("99",), known)
+
+
+def test_reproduce_writes_a_picture_and_a_table_a_figure(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "eldr"
+    monkeypatch.setattr(
+        sys, "argv", ["eldr-sim", "reproduce", "eldr", "2", "3", "4", "--out", str(out)]
+    )
+    main()
+    printed = capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} == {
+        *(f"figure_{n}.{kind}" for n in (2, 3, 4) for kind in ("png", "csv")),
+        "claims.csv",
+        "summary.json",
+    }
+    with (out / "claims.csv").open() as file:
+        claims = list(csv.DictReader(file))
+    assert len(claims) == 5
+    assert all(claim["claim"].split(",")[0][:20] in printed for claim in claims)

@@ -1,0 +1,89 @@
+"""ELDR's evaluation, figure by figure: which runs it takes, and what comes out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import csv
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
+from eldr_sim.validation import eldr_motivation as motivation
+from eldr_sim.validation import eldr_results as results
+from eldr_sim.validation.reproduction import Reproduction, Runner
+
+MODEL, GPU = "Qwen3-30B-A3B", "MI300X"
+RATES, QUICK_RATES = (20.0, 40.0, 60.0, 80.0, 100.0), (40.0, 80.0)
+
+
+def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]]:
+    """Return how to make each figure and table, by name, in the order of the paper."""
+    rates = QUICK_RATES if quick else RATES
+    trace = open_trace(DEFAULT_TRACE)
+    return {
+        "figure_2": lambda: motivation.figure_2(MODEL, GPU),
+        "figure_3": lambda: motivation.figure_3(trace),
+        "figure_4": lambda: motivation.figure_4(trace),
+        "figure_11": lambda: results.main_results(runner, "task", rates),
+        "figure_12": lambda: results.main_results(runner, "language", rates),
+        "figure_13": lambda: results.figure_13(runner, rates),
+        "figure_16": lambda: results.figure_16(runner, rates),
+        "table_2": lambda: results.table_2(runner, rates),
+    }
+
+
+def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
+    """Return the runner of the evaluation: the paper's set-up, shortened where ``quick``."""
+    base: dict[str, Any] = {"model": MODEL, "gpu": GPU, "topology": "8P16D"}
+    if quick:
+        base |= {"duration": 20, "warmup": 15}
+    return Runner(base, processes=os.cpu_count() or 1, progress=progress)
+
+
+def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]]) -> list[str]:
+    """Return the figures asked for, all where none is; ``11`` means ``figure_11``."""
+    chosen = []
+    for name in names:
+        full = f"figure_{name}" if name.isdigit() else name.lower().replace("-", "_")
+        if full not in known:
+            raise InputError("figure", repr(name), ", ".join(known))
+        chosen.append(full)
+    return chosen or list(known)
+
+
+def claims_table(reproductions: list[Reproduction]) -> pa.Table:
+    """Return one row a claim: the paper's figure, ours, and whether they agree."""
+    return pa.Table.from_pylist(
+        [
+            {
+                "figure": reproduction.name,
+                "claim": claim.statement,
+                "paper_low": claim.low,
+                "paper_high": claim.high,
+                "ours": claim.ours,
+                "unit": claim.unit,
+                "direction_agrees": claim.direction_agrees,
+                "size_agrees": claim.size_agrees,
+                "reason": claim.reason if not claim.size_agrees else "",
+            }
+            for reproduction in reproductions
+            for claim in reproduction.claims
+        ]
+    )
+
+
+def write_reproduction(folder: Path, reproduction: Reproduction) -> None:
+    """Write a figure's picture (PNG) and table (CSV) into a folder."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    reproduction.draw(figure)
+    figure.suptitle(f"{reproduction.name.replace('_', ' ')}: {reproduction.title}", fontsize=10)
+    figure.savefig(folder / f"{reproduction.name}.png", dpi=120, metadata={"Software": None})
+    csv.write_csv(reproduction.table, folder / f"{reproduction.name}.csv")

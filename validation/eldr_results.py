@@ -1,0 +1,285 @@
+"""ELDR section 6: main results and design validation, as paired runs of the simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from eldr_sim.simulator.compare import LOAD_BALANCERS
+from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
+
+POLICIES = (*LOAD_BALANCERS, "domain", "eldr")
+P50, P99, TTFT = "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms"
+ACTIVE = "mean_active_experts_per_step"
+_FIGURES = (P50, P99, TTFT, ACTIVE)
+
+Runs = dict[tuple[str, float], dict[str, Any]]
+
+
+def run_grid(
+    runner: Runner, policies: Sequence[str], rates: Sequence[float], **fields: Any
+) -> Runs:
+    """Run policies at rates; returns summaries by (policy, rate)."""
+    keys = [(policy, rate) for rate in rates for policy in policies]
+    cases = [{"policy": policy, "request_rate": rate, **fields} for policy, rate in keys]
+    return dict(zip(keys, runner.run(cases), strict=True))
+
+
+def mean_difference(runs: Runs, policy: str, reference: str, metric: str) -> float:
+    """Return the difference of two policies in %, mean over the rates."""
+    rates = sorted({rate for _, rate in runs})
+    each = [percent(runs[policy, r][metric], _reference(runs, reference, r)[metric]) for r in rates]
+    return math.fsum(each) / len(each)
+
+
+def _reference(runs: Runs, name: str, rate: float) -> dict[str, Any]:
+    """Return a policy's summary; ``best`` is the load balancer of the lowest median TPOT."""
+    if name != "best":
+        return runs[name, rate]
+    own = [runs[policy, rate] for policy in LOAD_BALANCERS]
+    return min(own, key=lambda summary: float(summary[P50]))
+
+
+def _table(runs: Runs, **constant: Any) -> list[dict[str, Any]]:
+    return [
+        {**constant, "policy": policy, "request_rate": rate, **{m: summary[m] for m in _FIGURES}}
+        for (policy, rate), summary in runs.items()
+    ]
+
+
+def _draw_lines(figure: Any, rows: list[dict[str, Any]], metrics: Sequence[str]) -> None:
+    for axes, metric in zip(figure.subplots(1, len(metrics)), metrics, strict=True):
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            own = [row for row in rows if row["policy"] == policy]
+            axes.plot(
+                [row["request_rate"] for row in own],
+                [row[metric] for row in own],
+                ".-",
+                label=policy,
+            )
+        axes.set(xlabel="requests/s", ylabel=metric.removesuffix("_ms").replace("_", " ") + ", ms")
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=8)
+
+
+def main_results(runner: Runner, workload: str, rates: Sequence[float]) -> Reproduction:
+    """Fig. 11 (task) or Fig. 12 (language): TPOT and TTFT against the request rate."""
+    runs = run_grid(runner, POLICIES, rates, workload=workload)
+    rows = _table(runs, workload=workload)
+    ours = {
+        (policy, reference, metric): mean_difference(runs, policy, reference, metric)
+        for policy, reference in (("eldr", "best"), ("domain", "best"), ("eldr", "domain"))
+        for metric in (P50, P99)
+    }
+    versus_rr = mean_difference(runs, "domain", "round_robin", P50)
+    if workload == "task":
+        name, stated = (
+            "figure_11",
+            [
+                ("eldr", "best", P50, -13.9, -7.0),
+                ("eldr", "best", P99, -6.0, -3.4),
+                ("domain", "best", P50, -9.7, -6.8),
+                ("eldr", "domain", P50, -6.9, -1.4),
+                ("eldr", "domain", P99, -4.5, -1.6),
+            ],
+        )
+    else:
+        name, stated = (
+            "figure_12",
+            [
+                ("eldr", "best", P50, -10.0, -5.9),
+                ("eldr", "best", P99, -6.2, -6.2),
+                ("eldr", "domain", P50, -9.1, -5.7),
+                ("eldr", "domain", P99, -9.5, -7.0),
+            ],
+        )
+    reason = _separability(runs)
+    titles = {P50: "median TPOT", P99: "p99 TPOT"}
+    claims = [
+        Claim(
+            f"{titles[metric]}, {policy} against "
+            + ("the best load balancer" if reference == "best" else reference),
+            low,
+            high,
+            ours[policy, reference, metric],
+            reason=reason,
+        )
+        for policy, reference, metric, low, high in stated
+    ]
+    if workload == "language":
+        claims.append(
+            Claim(
+                "median TPOT, domain against round_robin (paper: within 3%)",
+                -3.0,
+                3.0,
+                versus_rr,
+                reason=reason,
+            )
+        )
+    return Reproduction(
+        name,
+        f"TPOT and TTFT, {workload} workload",
+        pa.Table.from_pylist(rows),
+        claims,
+        lambda figure: _draw_lines(figure, rows, (P50, P99, TTFT)),
+    )
+
+
+def _separability(runs: Runs) -> str:
+    eldr = mean_difference(runs, "eldr", "round_robin", ACTIVE)
+    domain = mean_difference(runs, "domain", "round_robin", ACTIVE)
+    return f"distinct experts on this trace: eldr {eldr:+.1f}%, domain {domain:+.1f}%"
+
+
+def figure_13(runner: Runner, rates: Sequence[float]) -> Reproduction:
+    """Distinct experts of a decode step, eldr against round_robin (section 6.3)."""
+    runs = run_grid(runner, ("round_robin", "eldr"), rates, workload="task")
+    rows = _table(runs)
+    ours = mean_difference(runs, "eldr", "round_robin", ACTIVE)
+    each = [
+        percent(runs["eldr", rate][ACTIVE], runs["round_robin", rate][ACTIVE]) for rate in rates
+    ]
+    claim = Claim(
+        "distinct experts per decode step, eldr against round_robin",
+        -22.0,
+        -22.0,
+        ours,
+        tolerance=2.0,
+        reason=f"{min(each):+.1f} to {max(each):+.1f}% over the rates: batches near all experts "
+        "save least",
+    )
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for policy in ("round_robin", "eldr"):
+            own = [runs[policy, rate] for rate in rates]
+            axes.plot(
+                [s["mean_decode_batch"] for s in own], [s[ACTIVE] for s in own], ".-", label=policy
+            )
+        axes.set(xlabel="mean batch", ylabel="distinct experts a layer")
+        axes.legend()
+        axes.grid(alpha=0.3)
+
+    return Reproduction("figure_13", "Active experts", pa.Table.from_pylist(rows), [claim], draw)
+
+
+def variants(
+    runner: Runner, rates: Sequence[float], cases: dict[str, dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[tuple[str, str, str], float]]:
+    """Run variants of eldr on both workloads against round_robin.
+
+    Returns rows for a table, and the mean differences in % by (variant, workload, metric).
+    """
+    rows, differences = [], {}
+    for workload in ("task", "language"):
+        reference = run_grid(runner, ("round_robin",), rates, workload=workload)
+        for name, fields in cases.items():
+            runs = reference | run_grid(runner, ("eldr",), rates, workload=workload, **fields)
+            row: dict[str, Any] = {"variant": name, "workload": workload}
+            for metric in (P50, P99, ACTIVE):
+                value = mean_difference(runs, "eldr", "round_robin", metric)
+                differences[name, workload, metric] = value
+                row[f"{metric}_percent"] = value
+            rows.append(row)
+    return rows, differences
+
+
+def draw_variants(figure: Any, rows: list[dict[str, Any]]) -> None:
+    """Draw bars of the differences in median and p99 TPOT, a group a variant."""
+    for axes, metric in zip(figure.subplots(1, 2, sharey=True), (P50, P99), strict=True):
+        for offset, workload in ((-0.2, "task"), (0.2, "language")):
+            own = [row for row in rows if row["workload"] == workload]
+            axes.bar(
+                [i + offset for i in range(len(own))],
+                [row[f"{metric}_percent"] for row in own],
+                0.4,
+                label=workload,
+            )
+            axes.set_xticks(range(len(own)), [row["variant"] for row in own])
+        axes.set(title=f"{metric.removesuffix('_tpot_ms')} TPOT")
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.grid(alpha=0.3, axis="y")
+    figure.axes[0].set_ylabel("% against round_robin")
+    figure.axes[0].legend()
+
+
+def figure_16(runner: Runner, rates: Sequence[float]) -> Reproduction:
+    """Width of the locality band (section 6.3)."""
+    cases = {f"tau {tau}": {"tau": tau} for tau in (0.0, 0.1, 0.2, 0.3)}
+    rows, ours = variants(runner, rates, cases)
+    claims = []
+    for workload in ("task", "language"):
+        claims += [
+            Claim(
+                f"tau 0.1, median TPOT against round_robin, {workload}",
+                -12.7,
+                -5.2,
+                ours["tau 0.1", workload, P50],
+            ),
+            Claim(
+                f"tau 0 has a worse tail than tau 0.1, p99 TPOT difference, {workload}",
+                0.0,
+                10.0,
+                ours["tau 0.0", workload, P99] - ours["tau 0.1", workload, P99],
+                "points",
+            ),
+            Claim(
+                f"tau 0.3 gives part of the median back, difference to tau 0.1, {workload}",
+                0.0,
+                10.0,
+                ours["tau 0.3", workload, P50] - ours["tau 0.1", workload, P50],
+                "points",
+            ),
+        ]
+    return Reproduction(
+        "figure_16",
+        "Locality band width",
+        pa.Table.from_pylist(rows),
+        claims,
+        lambda figure: draw_variants(figure, rows),
+    )
+
+
+def table_2(runner: Runner, rates: Sequence[float]) -> Reproduction:
+    """Topologies 8P8D, 8P16D and 8P24D on the language workload (section 6.4)."""
+    paper = {"8P8D": (-8.0, -2.5), "8P16D": (-9.8, -0.8), "8P24D": (-10.2, -1.1)}
+    rows, claims, medians = [], [], []
+    for topology, (median, tail) in paper.items():
+        runs = run_grid(
+            runner, ("round_robin", "eldr"), rates, workload="language", topology=topology
+        )
+        p50, p99 = (mean_difference(runs, "eldr", "round_robin", m) for m in (P50, P99))
+        medians.append(p50)
+        rows.append({"topology": topology, "p50_percent": p50, "p99_percent": p99})
+        reason = f"distinct experts {mean_difference(runs, 'eldr', 'round_robin', ACTIVE):+.1f}%"
+        claims += [
+            Claim(
+                f"{topology}, median TPOT against round_robin", median, median, p50, reason=reason
+            ),
+            Claim(f"{topology}, p99 TPOT against round_robin", tail, tail, p99, reason=reason),
+        ]
+    claims.append(
+        Claim(
+            "the median gain grows with the pool: 8P24D against 8P8D",
+            -2.2,
+            -2.2,
+            medians[-1] - medians[0],
+            "points",
+        )
+    )
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for column in ("p50_percent", "p99_percent"):
+            axes.plot(range(len(rows)), [r[column] for r in rows], "o-", label=column)
+        axes.set_xticks(range(len(rows)), [r["topology"] for r in rows])
+        axes.set(ylabel="% against round_robin")
+        axes.legend()
+        axes.grid(alpha=0.3)
+
+    return Reproduction(
+        "table_2", "Topology generalisation", pa.Table.from_pylist(rows), claims, draw
+    )
