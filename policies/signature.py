@@ -149,7 +149,7 @@ def parse_layer_mask(value: object) -> LayerMask:
         return cast("LayerMask", value)
     items = value.split(",") if isinstance(value, str) else value
     items = [items] if isinstance(items, int) else items
-    allowed = "greedy, all, or layer numbers such as 0,3,5"
+    allowed = "greedy, all, or layer numbers such as 0,3,5, each once"
     if not isinstance(items, list | tuple) or not items:
         raise InputError("layer_mask", f"{value!r}", allowed)
     texts = [str(item).strip() for item in items]

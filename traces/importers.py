@@ -141,8 +141,12 @@ def import_npz(
 
 
 def _gate_scores(data: Mapping[str, NDArray[Any]], n_requests: int) -> GateScores | None:
-    if not any(key in data for key in _OPTIONAL):
+    given = [key for key in _OPTIONAL if key in data]
+    if not given:
         return None
+    for key in given:
+        if data[key].dtype.kind not in "iuf":
+            raise InputError(key, f"holds {data[key].dtype}", "numbers")
     return GateScores(
         requests=data.get("gate_requests", np.arange(n_requests)).astype(np.int64),
         **{
