@@ -13,12 +13,10 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import fit as fit_artifact
 from eldr_sim.policies.clustering import METHODS
 from eldr_sim.policies.signature import TRANSFORMS, parse_layer_mask
-from eldr_sim.policies.signature_quality import signature_quality
 from eldr_sim.simulator.results import check_output
-from eldr_sim.traces.calibration import CalibrationSet, calibration_set
-from eldr_sim.traces.domains import DOMAIN_MIXES
-from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, open_trace
-from eldr_sim.validation.signature_report import signature_report
+from eldr_sim.traces.calibration import calibration_set
+from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
+from eldr_sim.validation.signature_report import measured_fits, signature_report
 
 
 @click.command(short_help="Fit ELDR's routing artifact.")
@@ -80,6 +78,8 @@ def fit(
         raise InputError("out", f"{out} exists", "a new file, or --force")
     if report is not None:
         check_output(report, force)
+        if report.resolve() in (out.resolve(), *out.resolve().parents):
+            raise InputError("report", f"{report} would hold {out}", "a folder beside the artifact")
     choices: dict[str, Any] = {
         "transform": options["signature"],
         "layer_mask": parse_layer_mask(options["layer_mask"]),
@@ -92,11 +92,7 @@ def fit(
     seconds = time.perf_counter() - start
     with ExitStack() as stack:
         if report is not None:
-            fits = {workload: signature_quality(calibration, artifact)}
-            for name, other in _other_workloads(opened, workload, decoders).items():
-                fits[name] = signature_quality(
-                    other, fit_artifact(other, decoders, seed, **choices)
-                )
+            fits = measured_fits(opened, workload, calibration, artifact)
             stack.enter_context(signature_report(report, fits, force=force))
         artifact.save(out)
     facts = artifact.summary()
@@ -112,14 +108,3 @@ def fit(
     click.echo(f"Wrote {out}")
     if report is not None:
         click.echo(f"Wrote {report}: report of {', '.join(fits)}")
-
-
-def _other_workloads(
-    trace: RoutingTrace, workload: str, decoders: int
-) -> dict[str, CalibrationSet]:
-    """Calibration requests of the named workloads that the trace has enough of."""
-    names = [
-        n for n, mix in DOMAIN_MIXES.items() if n != workload and mix.keys() <= {*trace.domains}
-    ]
-    sets = {name: calibration_set(trace, workload=name) for name in names}
-    return {name: found for name, found in sets.items() if len(found.requests) >= max(3, decoders)}

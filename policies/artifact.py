@@ -113,6 +113,13 @@ class RoutingArtifact:
         return mask
 
     @property
+    def mask_option(self) -> LayerMask:
+        """The option of :func:`fit` that the mask came from."""
+        if self.mask_rule == "given":
+            return tuple(self.layers.tolist())
+        return self.mask_rule
+
+    @property
     def cluster_sizes(self) -> Ints:
         """Shape [K]: calibration requests in each cluster."""
         return np.asarray(self.cluster_domains.sum(axis=1))
@@ -143,9 +150,9 @@ class RoutingArtifact:
         """
         if transform not in (None, self.transform):
             raise InputError("signature", f"{transform}, but the artifact holds {self.transform}")
-        own: object = tuple(self.layers.tolist()) if self.mask_rule == "given" else self.mask_rule
-        if layer_mask is not None and layer_mask != own:
-            mine, other = (str(list(m)) if isinstance(m, tuple) else m for m in (layer_mask, own))
+        if layer_mask not in (None, self.mask_option):
+            masks = (layer_mask, self.mask_option)
+            mine, other = (str(list(m)) if isinstance(m, tuple) else m for m in masks)
             raise InputError("layer_mask", f"{mine}, but the artifact holds {other}")
         if clustering not in (None, self.clustering):
             raise InputError("clustering", f"{clustering}, but the artifact is {self.clustering}")
@@ -319,6 +326,18 @@ def fit(
         transform=transform,
         mask_rule="given" if isinstance(layer_mask, tuple) else layer_mask,
         clustering=clustering,
+    )
+
+
+def fit_like(artifact: RoutingArtifact, calibration: CalibrationSet) -> RoutingArtifact:
+    """Fit other calibration requests with the options, seed and decode workers of an artifact."""
+    return fit(
+        calibration,
+        artifact.n_decoders,
+        artifact.seed,
+        transform=artifact.transform,
+        layer_mask=artifact.mask_option,
+        clustering=artifact.clustering,
     )
 
 

@@ -22,6 +22,8 @@ class EldrPolicy:
     one with the fewest in-flight requests is chosen. The paper leaves ties of load open: the most
     similar of the tied workers is taken, so that an idle cluster routes by locality alone.
 
+    Under ``gate-logit`` similarities may be negative, and a tau of 1 need not reach every worker.
+
     A request without a signature, or whose signature is zero (none of its experts tells requests
     apart), says nothing of locality and joins the shortest queue of all workers.
     """

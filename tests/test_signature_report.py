@@ -43,7 +43,7 @@ def run_cli(capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def gated(tmp_path_factory):
-    """A small synthetic trace of the task domains: probabilities are counts / 8, logits are noise."""
+    """A small synthetic trace of the task domains: prob is counts / 8, logit is noise."""
     r = np.random.default_rng(0)
     n, prompt, output = 48, 24, 12
     domain = np.arange(n) % 4
@@ -229,6 +229,14 @@ def test_bad_options_are_one_line_and_write_nothing(run_cli, tmp_path, arguments
     assert (code, text) == (2, "")
     assert err.startswith(f"Error: {message}")
     assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_must_not_swallow_the_artifact(run_cli, tmp_path):
+    report = tmp_path / "r"
+    for out in (report, report / "a.npz", report / "deep" / "a.npz"):
+        code, _, err = run_cli("fit", "--decoders", 4, "--out", out, "--report", report)
+        assert (code, err.startswith(f"Error: report: {report} would hold {out}")) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
 

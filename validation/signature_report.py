@@ -15,14 +15,48 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.policies.artifact import RoutingArtifact, fit_like
 from eldr_sim.policies.signature import TRANSFORMS
-from eldr_sim.policies.signature_quality import SignatureQuality
+from eldr_sim.policies.signature_quality import SignatureQuality, signature_quality
 from eldr_sim.simulator.results import whole_folder, write_json
+from eldr_sim.traces.calibration import CalibrationSet, calibration_set
+from eldr_sim.traces.domains import DOMAIN_MIXES
+from eldr_sim.traces.format import RoutingTrace
 
 #: Colours of workloads and domains, in order; those of the paper's first two are blue and orange.
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9", "C7")
 
 Row = dict[str, str | int | float]
+
+
+def measured_fits(
+    trace: RoutingTrace, workload: str, calibration: CalibrationSet, artifact: RoutingArtifact
+) -> dict[str, SignatureQuality]:
+    """Measure a fit, and fits of the same options for the other workloads, as the paper has both.
+
+    Parameters
+    ----------
+    trace
+        The routing trace.
+    workload
+        What the fit is for: ``task``, ``language`` or a file.
+    calibration, artifact
+        The fit and what it was made from.
+
+    Returns
+    -------
+    dict
+        By workload, the given one first, then the named ones whose domains the trace has, with
+        calibration requests enough for as many decode workers.
+    """
+    fits = {workload: signature_quality(calibration, artifact)}
+    for name, mix in DOMAIN_MIXES.items():
+        if name == workload or not mix.keys() <= set(trace.domains):
+            continue
+        other = calibration_set(trace, workload=name)
+        if len(other.requests) >= max(3, artifact.n_decoders):
+            fits[name] = signature_quality(other, fit_like(artifact, other))
+    return fits
 
 
 @contextmanager
