@@ -1,16 +1,22 @@
-"""``eldr-sim fit``: ELDR's offline fit."""
+"""``eldr-sim fit``: ELDR's offline fit and its report."""
 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import fit as fit_artifact
+from eldr_sim.policies.clustering import METHODS
+from eldr_sim.policies.signature import TRANSFORMS, parse_layer_mask
+from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
+from eldr_sim.validation.signature_report import measured_fits, signature_report
 
 
 @click.command(short_help="Fit ELDR's routing artifact.")
@@ -23,24 +29,76 @@ from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
     help="Whose domain mix the calibration requests follow.",
 )
 @click.option("--decoders", type=int, required=True, help="Decode workers, one centroid each.")
+@click.option(
+    "--signature",
+    default="count-idf",
+    show_default=True,
+    metavar="NAME",
+    help=f"What a signature holds of a prompt's experts: {', '.join(TRANSFORMS)}. The last two "
+    "need a trace with gate scores.",
+)
+@click.option(
+    "--layer-mask",
+    default="greedy",
+    show_default=True,
+    metavar="greedy|all|N,N,...",
+    help="Layers of the signature: those that the greedy selection by rho keeps, all, or these.",
+)
+@click.option(
+    "--clustering",
+    default="balanced",
+    show_default=True,
+    metavar="|".join(METHODS),
+    help="Hungarian-balanced or vanilla K-means.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.npz", help="Artifact."
 )
-@click.option("--force", is_flag=True, help="Replace the file.")
-def fit(trace: str, workload: str, decoders: int, seed: int, out: Path, force: bool) -> None:
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Draw rho by transform, rho by layers kept and the signatures' principal components, "
+    "with CSV files, for this workload and the named ones that the trace can serve.",
+)
+@click.option("--force", is_flag=True, help="Replace the file and the report.")
+def fit(
+    trace: str,
+    workload: str,
+    decoders: int,
+    seed: int,
+    out: Path,
+    report: Path | None,
+    force: bool,
+    **options: Any,
+) -> None:
     """Fit ELDR's routing artifact: IDF weights, layer mask and one centroid a decode worker."""
     if out.exists() and not force:
         raise InputError("out", f"{out} exists", "a new file, or --force")
-    calibration = calibration_set(open_trace(trace), workload=workload)
+    if report is not None:
+        check_output(report, force)
+        if report.resolve() in (out.resolve(), *out.resolve().parents):
+            raise InputError("report", f"{report} would hold {out}", "a folder beside the artifact")
+    choices: dict[str, Any] = {
+        "transform": options["signature"],
+        "layer_mask": parse_layer_mask(options["layer_mask"]),
+        "clustering": options["clustering"],
+    }
+    opened = open_trace(trace)
+    calibration = calibration_set(opened, workload=workload)
     start = time.perf_counter()
-    artifact = fit_artifact(calibration, decoders, seed)
+    artifact = fit_artifact(calibration, decoders, seed, **choices)
     seconds = time.perf_counter() - start
-    artifact.save(out)
+    with ExitStack() as stack:
+        if report is not None:
+            fits = measured_fits(opened, workload, calibration, artifact)
+            stack.enter_context(signature_report(report, fits, force=force))
+        artifact.save(out)
     facts = artifact.summary()
     click.echo(
         f"Fitted {facts['n_decoders']} centroids on {facts['n_calibration']} calibration requests "
-        f"in {seconds:.2f} s"
+        f"in {seconds:.2f} s: {artifact.transform} signatures, {artifact.clustering} K-means"
     )
     click.echo(
         f"Layers kept: {facts['n_layers_kept']} of {facts['n_layers']} {facts['layers_kept']}, "
@@ -48,3 +106,5 @@ def fit(trace: str, workload: str, decoders: int, seed: int, out: Path, force: b
     )
     click.echo(f"Cluster sizes: {facts['cluster_sizes']}")
     click.echo(f"Wrote {out}")
+    if report is not None:
+        click.echo(f"Wrote {report}: report of {', '.join(fits)}")

@@ -117,6 +117,10 @@ def _print_manifest(opened: RoutingTrace) -> None:
         f"Shape:      {manifest.n_tokens} tokens x {opened.n_layers} layers x top-{opened.top_k} "
         f"of {opened.n_experts} experts"
     )
+    if opened.gate_scores is not None:
+        scores = opened.gate_scores
+        kinds = " and ".join(scores.kinds)
+        click.echo(f"Gate:       summed {kinds} of {len(scores.requests)} prompts")
     click.echo(f"Checksum:   {manifest.checksum}")
     if manifest.notes:
         click.echo(f"Notes:      {manifest.notes}")

@@ -25,9 +25,10 @@ Modules:
   ``eldr_sim.policies`` (a worked example stands in ``docs/example_policy``);
 - ``balancing``: least-loaded choice with fairly rotated ties, shared by the others;
 - ``decode``, ``prefill``, ``eldr``: the policies above;
-- ``signature``: expert signature, its quality (Spearman rho) and the greedy layer mask;
-- ``clustering``: Hungarian-balanced K-means on the unit sphere;
-- ``artifact``: the offline fit of ELDR, saved to and loaded from one ``.npz`` file.
+- ``signature``: expert signature under six transforms, its quality (Spearman rho), layer masks;
+- ``clustering``: K-means on the unit sphere, Hungarian-balanced or vanilla;
+- ``artifact``: the offline fit of ELDR, saved to and loaded from one ``.npz`` file;
+- ``signature_quality``: rho by transform and by layers kept, principal components of a fit.
 
 Symbols follow ELDR (Sec. 4): L layers, E experts a layer, K decode workers, N calibration
 requests, tau the width of the locality band.

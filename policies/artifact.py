@@ -9,18 +9,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.clustering import balanced_kmeans
-from eldr_sim.policies.signature import Floats, Ints, idf_weights, select_layers, signatures
+from eldr_sim.policies.clustering import METHODS, Method, kmeans
+from eldr_sim.policies.signature import (
+    TRANSFORMS,
+    DecodeOverlap,
+    Floats,
+    Ints,
+    LayerMask,
+    Transform,
+    decode_overlap,
+    idf_weights,
+    parse_layer_mask,
+    score_of,
+    select_layers,
+    signatures,
+    transformed,
+)
 from eldr_sim.traces.calibration import CalibrationSet
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the file format, raised whenever an older reader would misread a newer file."""
+
+MaskRule = Literal["greedy", "all", "given"]
+"""How the kept layers were chosen: by ELDR's greedy selection, all of them, or by hand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +47,15 @@ class RoutingArtifact:
     Attributes
     ----------
     idf
-        Shape [L, E]: inverse document frequency of every expert.
+        Shape [L, E]: inverse document frequency of every expert; only ``count-idf`` reads it.
     layer_order
-        Shape [L]: layers in the order of the greedy selection.
+        Shape [L]: layers in the order of the greedy selection; under the other mask rules they
+        ascend, the kept ones first.
     rho
         Shape [L]: ``rho[i]`` is the signature quality (Eq. 1) with the first ``i + 1`` layers of
         ``layer_order``.
     n_kept
-        N*, the number of layers kept.
+        Number of layers kept; N* under the greedy rule.
     centroids
         Shape [K, n_kept * E]: unit centroids over the kept layers in ascending order. Centroid
         ``k`` belongs to decode worker ``k``.
@@ -54,6 +72,12 @@ class RoutingArtifact:
         Seed of the fit.
     trace_checksum
         Checksum of the routing trace that the calibration requests came from.
+    transform
+        What a signature holds of each expert; see :data:`~eldr_sim.policies.signature.Transform`.
+    mask_rule
+        How the kept layers were chosen.
+    clustering
+        How the calibration signatures were clustered.
     """
 
     idf: Floats
@@ -67,6 +91,9 @@ class RoutingArtifact:
     cost: float
     seed: int
     trace_checksum: str
+    transform: Transform = "count-idf"
+    mask_rule: MaskRule = "greedy"
+    clustering: Method = "balanced"
 
     @property
     def n_decoders(self) -> int:
@@ -86,6 +113,13 @@ class RoutingArtifact:
         return mask
 
     @property
+    def mask_option(self) -> LayerMask:
+        """The option of :func:`fit` that the mask came from."""
+        if self.mask_rule == "given":
+            return tuple(self.layers.tolist())
+        return self.mask_rule
+
+    @property
     def cluster_sizes(self) -> Ints:
         """Shape [K]: calibration requests in each cluster."""
         return np.asarray(self.cluster_domains.sum(axis=1))
@@ -95,18 +129,40 @@ class RoutingArtifact:
         """Calibration requests that the fit used."""
         return int(self.cluster_domains.sum())
 
-    def signatures(self, counts: NDArray[Any]) -> Floats:
-        """Return the signatures of prefill counts of shape [n, L, E] (Eq. 2)."""
-        if counts.shape[1:] != self.idf.shape:
-            seen = "x".join(map(str, counts.shape[1:]))
+    def signatures(self, scores: NDArray[Any]) -> Floats:
+        """Return the signatures (Eq. 2) of prompt scores of shape [n, L, E].
+
+        The scores are prefill counts, or summed gate scores where the transform is one of those.
+        """
+        if scores.shape[1:] != self.idf.shape:
+            seen = "x".join(map(str, scores.shape[1:]))
             layers, experts = self.idf.shape
             allowed = f"{layers} layers x {experts} experts"
             raise InputError("signature", f"counts of {seen}", allowed)
-        return signatures(counts, self.idf, self.layers)
+        return signatures(scores, self.idf, self.layers, self.transform)
+
+    def check_made_with(
+        self, transform: Transform | None, layer_mask: LayerMask | None, clustering: Method | None
+    ) -> None:
+        """Raise InputError if the artifact was made with other options than those given.
+
+        None stands for an option that was not given.
+        """
+        if transform not in (None, self.transform):
+            raise InputError("signature", f"{transform}, but the artifact holds {self.transform}")
+        if layer_mask not in (None, self.mask_option):
+            masks = (layer_mask, self.mask_option)
+            mine, other = (str(list(m)) if isinstance(m, tuple) else m for m in masks)
+            raise InputError("layer_mask", f"{mine}, but the artifact holds {other}")
+        if clustering not in (None, self.clustering):
+            raise InputError("clustering", f"{clustering}, but the artifact is {self.clustering}")
 
     def summary(self) -> dict[str, Any]:
         """Return the fit in plain numbers, for reports and results."""
         return {
+            "signature": self.transform,
+            "layer_mask": self.mask_rule,
+            "clustering": self.clustering,
             "n_decoders": self.n_decoders,
             "n_calibration": self.n_calibration,
             "n_layers": len(self.layer_order),
@@ -135,6 +191,9 @@ class RoutingArtifact:
             "cost": self.cost,
             "seed": self.seed,
             "trace_checksum": self.trace_checksum,
+            "transform": self.transform,
+            "mask_rule": self.mask_rule,
+            "clustering": self.clustering,
         }
         try:
             handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
@@ -185,8 +244,30 @@ class RoutingArtifact:
             raise InputError("artifact", f"{source}: {detail}") from error
 
 
-def fit(calibration: CalibrationSet, n_decoders: int, seed: int) -> RoutingArtifact:
+def calibration_pairs(calibration: CalibrationSet, seed: int) -> DecodeOverlap:
+    """Return the ranked pairs of calibration requests on which a fit of this seed measures rho."""
+    return decode_overlap(calibration.decode_activation, _streams(seed)[0])
+
+
+def _streams(seed: int) -> list[np.random.Generator]:
+    """Random streams of the pairs and of the clustering, whatever the number of decoders."""
+    children = np.random.SeedSequence(seed).spawn(2)
+    return [np.random.Generator(np.random.PCG64(child)) for child in children]
+
+
+def fit(
+    calibration: CalibrationSet,
+    n_decoders: int,
+    seed: int,
+    *,
+    transform: Transform = "count-idf",
+    layer_mask: LayerMask = "greedy",
+    clustering: Method = "balanced",
+) -> RoutingArtifact:
     """Fit the routing artifact: IDF table, layer mask, one centroid a decode worker.
+
+    The defaults are ELDR's. IDF table, layer order and rho do not depend on ``n_decoders``: a fit
+    for another number of workers changes the centroids alone.
 
     Parameters
     ----------
@@ -196,12 +277,19 @@ def fit(calibration: CalibrationSet, n_decoders: int, seed: int) -> RoutingArtif
         K, the decode workers to route among.
     seed
         Seed of the sampled pairs and of the clustering's starts, 0 or more.
+    transform
+        What a signature holds of each expert.
+    layer_mask
+        Which layers it keeps.
+    clustering
+        ``balanced`` or ``vanilla``.
 
     Raises
     ------
     InputError
-        With fewer calibration requests than decode workers or than 3, or without any expert that
-        distinguishes the requests.
+        With fewer calibration requests than decode workers or than 3, without any expert that
+        distinguishes the requests, for an unknown option or a layer that is not there, or where
+        the transform needs gate scores that the trace does not carry.
     """
     n = len(calibration.counts)
     if n_decoders < 1:
@@ -211,28 +299,45 @@ def fit(calibration: CalibrationSet, n_decoders: int, seed: int) -> RoutingArtif
         raise InputError("calibration", problem, f"{n_decoders} requests or more")
     if seed < 0:
         raise InputError("seed", f"{seed}", "0 or more")
-    pairs_rng, cluster_rng = (
-        np.random.Generator(np.random.PCG64(child))
-        for child in np.random.SeedSequence(seed).spawn(2)
-    )
+    if transform not in TRANSFORMS:
+        raise InputError("signature", f"unknown transform {transform!r}", ", ".join(TRANSFORMS))
+    layer_mask = parse_layer_mask(layer_mask)
+    scores = calibration.scores(score_of(transform))
     idf = idf_weights(calibration.counts)
-    selection = select_layers(calibration.counts, calibration.decode_activation, idf, pairs_rng)
-    points = signatures(calibration.counts, idf, selection.layers)
-    clustering = balanced_kmeans(points, n_decoders, cluster_rng)
+    selection = select_layers(
+        transformed(scores, transform, idf), calibration_pairs(calibration, seed), layer_mask
+    )
+    points = signatures(scores, idf, selection.layers, transform)
+    clusters = kmeans(points, n_decoders, _streams(seed)[1], clustering)
     cluster_domains = np.zeros((n_decoders, len(calibration.domains)), dtype=np.int64)
-    np.add.at(cluster_domains, (clustering.labels, calibration.domain), 1)
+    np.add.at(cluster_domains, (clusters.labels, calibration.domain), 1)
     return RoutingArtifact(
         idf=idf,
         layer_order=selection.order,
         rho=selection.rho,
         n_kept=selection.n_kept,
-        centroids=clustering.centroids,
+        centroids=clusters.centroids,
         cluster_domains=cluster_domains,
         domains=tuple(calibration.domains),
         n_pairs=selection.n_pairs,
-        cost=clustering.cost / n,
+        cost=clusters.cost / n,
         seed=seed,
         trace_checksum=calibration.trace_checksum,
+        transform=transform,
+        mask_rule="given" if isinstance(layer_mask, tuple) else layer_mask,
+        clustering=clustering,
+    )
+
+
+def fit_like(artifact: RoutingArtifact, calibration: CalibrationSet) -> RoutingArtifact:
+    """Fit other calibration requests with the options, seed and decode workers of an artifact."""
+    return fit(
+        calibration,
+        artifact.n_decoders,
+        artifact.seed,
+        transform=artifact.transform,
+        layer_mask=artifact.mask_option,
+        clustering=artifact.clustering,
     )
 
 
@@ -254,6 +359,9 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> RoutingArtifact:
         cost=float(facts["cost"]),
         seed=int(facts["seed"]),
         trace_checksum=str(facts["trace_checksum"]),
+        transform=cast("Transform", _one_of("transform", TRANSFORMS, facts)),
+        mask_rule=cast("MaskRule", _one_of("mask_rule", get_args(MaskRule), facts)),
+        clustering=cast("Method", _one_of("clustering", METHODS, facts)),
     )
     n_layers = len(artifact.layer_order)
     _require(artifact.idf.ndim == 2 and artifact.idf.size > 0, "idf is no table")
@@ -268,6 +376,11 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> RoutingArtifact:
         "rho is no curve over the layers",
     )
     _require(1 <= artifact.n_kept <= n_layers, f"n_kept={artifact.n_kept} of {n_layers} layers")
+    kept_by_rule = {"greedy": int(np.argmax(artifact.rho)) + 1, "all": n_layers}
+    _require(
+        artifact.n_kept == kept_by_rule.get(artifact.mask_rule, artifact.n_kept),
+        f"n_kept={artifact.n_kept} is not what mask rule {artifact.mask_rule} keeps",
+    )
     width = artifact.n_kept * artifact.idf.shape[1]
     _require(
         artifact.centroids.ndim == 2
@@ -284,6 +397,12 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> RoutingArtifact:
         "cluster_domains does not fit the centroids and domains",
     )
     return artifact
+
+
+def _one_of(name: str, allowed: tuple[str, ...], facts: Mapping[str, Any]) -> str:
+    value = str(facts[name])
+    _require(value in allowed, f"{name} {value!r} is none of {', '.join(allowed)}")
+    return value
 
 
 def _require(holds: bool, otherwise: str) -> None:

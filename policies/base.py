@@ -37,8 +37,9 @@ class RequestInfo:
         (as vLLM chains its block hashes). Empty where the prompt has no full block or none is
         known.
     signature
-        Prefill counts, shape [L, E]: prompt tokens that chose expert ``e`` at layer ``l``.
-        ``None`` before prefill has ended.
+        Prefill counts, shape [L, E]: prompt tokens that chose expert ``e`` at layer ``l``; or the
+        summed gate scores that the policy's ``signature_score`` names. ``None`` before prefill has
+        ended.
     signature_id
         Names the content of ``signature``: two requests with the same id have equal counts, so
         that a policy may reuse what it computed. ``None``: nothing is promised.
@@ -54,7 +55,11 @@ class RequestInfo:
 
 @runtime_checkable
 class DecodePolicy(Protocol):
-    """Chooses the decode worker of a request when its prefill has ended."""
+    """Chooses the decode worker of a request when its prefill has ended.
+
+    A policy whose attribute ``signature_score`` is ``"prob"`` or ``"logit"`` gets the gate's scores
+    summed over the prompt as the request's signature, in the place of counts.
+    """
 
     name: str
 

@@ -1,14 +1,23 @@
-"""Hungarian-balanced K-means on the unit sphere (ELDR Sec. 4.3.1; Malinen and Franti 2014)."""
+"""K-means on the unit sphere (ELDR Sec. 4.3.1): Hungarian-balanced (Malinen and Franti 2014), and
+vanilla, whose clusters may be of any size."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.signature import Floats, Ints, unit_rows
+
+Method = Literal["balanced", "vanilla"]
+"""How calibration requests are clustered."""
+
+METHODS: tuple[Method, ...] = get_args(Method)
+"""All methods, ELDR's own first."""
 
 RESTARTS = 8
 """Independent seedings; the clustering of the smallest total distance is kept."""
@@ -19,14 +28,15 @@ MAX_ITERATIONS = 100
 
 @dataclass(frozen=True, eq=False)
 class Clustering:
-    """Points assigned to clusters of bounded size.
+    """Points assigned to clusters.
 
     Attributes
     ----------
     centroids
-        Shape [K, d]: unit centroids, ordered by the first point that each holds.
+        Shape [K, d]: unit centroids, ordered by the first point that each holds (those that hold
+        none last).
     labels
-        Shape [n]: cluster of each point; no cluster holds more than ceil(n / K).
+        Shape [n]: cluster of each point.
     cost
         Total cosine distance between the points and their centroids.
     """
@@ -36,16 +46,20 @@ class Clustering:
     cost: float
 
 
-def balanced_kmeans(
-    points: Floats, n_clusters: int, rng: np.random.Generator, restarts: int = RESTARTS
+def kmeans(
+    points: Floats,
+    n_clusters: int,
+    rng: np.random.Generator,
+    method: Method = "balanced",
+    restarts: int = RESTARTS,
 ) -> Clustering:
-    """Cluster unit vectors into groups of at most ceil(n / K), minimising total cosine distance.
+    """Cluster unit vectors, minimising their total cosine distance from their centroids.
 
-    Rounds of optimal assignment (each centroid offers ceil(n / K) places, filled by the Hungarian
-    method) and centroid update (the members' sum scaled to unit length) go on until the total
-    distance no longer falls. Seeding is k-means++: a point is drawn with a probability in
-    proportion to its cosine distance from the nearest seed, which on the unit sphere is half the
-    squared Euclidean distance.
+    Rounds of assignment (:func:`assign_balanced` or :func:`assign_nearest`) and centroid update
+    (the members' sum scaled to unit length) go on until the total distance no longer falls.
+    Seeding is k-means++: a point is drawn with a probability in proportion to its cosine distance
+    from the nearest seed, which on the unit sphere is half the squared Euclidean distance. Both
+    methods draw the same seeds from the same ``rng``.
 
     Parameters
     ----------
@@ -56,44 +70,67 @@ def balanced_kmeans(
         K, from 1 to n.
     rng
         Draws the seeds.
+    method
+        ``balanced``: no cluster holds more than ceil(n / K) points. ``vanilla``: every point is
+        with its nearest centroid; a cluster that loses all its points keeps its centroid.
     restarts
         Independent seedings, at least 1.
 
     Raises
     ------
     InputError
-        If K is not in 1..n, or if all points are zero.
+        If K is not in 1..n, if all points are zero, or if there is no such method.
     """
     n = len(points)
+    if method not in METHODS:
+        raise InputError("clustering", f"unknown method {method!r}", ", ".join(METHODS))
     if not 1 <= n_clusters <= n:
         raise InputError("clusters", f"{n_clusters} clusters of {n} points", f"1 to {n}")
     if not points.any():
         raise InputError("signatures", "all are zero: no expert distinguishes the requests")
-    runs = [_lloyd(points, _seeds(points, n_clusters, rng)) for _ in range(restarts)]
+    assign = assign_balanced if method == "balanced" else assign_nearest
+    runs = [_lloyd(points, _seeds(points, n_clusters, rng), assign) for _ in range(restarts)]
     best = min(runs, key=lambda run: run.cost)
     return _ordered(best)
 
 
-def assign(points: Floats, centroids: Floats) -> tuple[Ints, float]:
+def assign_balanced(points: Floats, centroids: Floats) -> tuple[Ints, float]:
     """Assign points to centroids at the least total cosine distance, at most ceil(n / K) to each.
+
+    Each centroid offers ceil(n / K) places, filled by the Hungarian method.
 
     Returns
     -------
     labels, cost
         Shape [n]: the centroid of each point; and the total distance.
     """
-    n, k = len(points), len(centroids)
-    capacity = -(-n // k)
-    # Whole numbers of 1e-9, so that the solver's sums and comparisons are exact.
-    distance = np.rint((1.0 - points @ centroids.T) * 1e9)
+    capacity = -(-len(points) // len(centroids))
+    distance = _distance(points, centroids)
     _, place = linear_sum_assignment(np.repeat(distance, capacity, axis=1))
-    labels = place // capacity
-    return labels, float(distance[np.arange(n), labels].sum()) / 1e9
+    return _priced(distance, np.asarray(place // capacity, dtype=np.int64))
+
+
+def assign_nearest(points: Floats, centroids: Floats) -> tuple[Ints, float]:
+    """Assign every point to its nearest centroid, the first of them on a tie.
+
+    No assignment to the same centroids costs less. Returns what :func:`assign_balanced` does.
+    """
+    distance = _distance(points, centroids)
+    return _priced(distance, np.argmin(distance, axis=1))
+
+
+def _distance(points: Floats, centroids: Floats) -> Floats:
+    """Cosine distances in whole numbers of 1e-9: their sums and comparisons are exact."""
+    return np.rint((1.0 - points @ centroids.T) * 1e9)
+
+
+def _priced(distance: Floats, labels: Ints) -> tuple[Ints, float]:
+    return labels, float(distance[np.arange(len(labels)), labels].sum()) / 1e9
 
 
 def _seeds(points: Floats, k: int, rng: np.random.Generator) -> Floats:
     usable = points.any(axis=1)
-    nearest = np.where(usable, 1.0, 0.0)
+    nearest = np.where(usable, 2.0, 0.0)  # the distance of opposite vectors: none is larger
     chosen: list[int] = []
     for _ in range(k):
         weight = np.cumsum(nearest if nearest.any() else usable.astype(np.float64))
@@ -104,7 +141,9 @@ def _seeds(points: Floats, k: int, rng: np.random.Generator) -> Floats:
     return points[chosen]
 
 
-def _lloyd(points: Floats, centroids: Floats) -> Clustering:
+def _lloyd(
+    points: Floats, centroids: Floats, assign: Callable[[Floats, Floats], tuple[Ints, float]]
+) -> Clustering:
     labels, cost = assign(points, centroids)
     for _ in range(MAX_ITERATIONS):
         moved = _centroids(points, labels, centroids)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.policies.balancing import LeastLoaded
 from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
-from eldr_sim.policies.signature import Floats
+from eldr_sim.policies.signature import Floats, score_of
+from eldr_sim.traces.gate_scores import PromptScore
 
 
 class EldrPolicy:
@@ -20,6 +21,8 @@ class EldrPolicy:
     ``k``, and ``s*`` the highest of them, the band holds the workers with ``s_k >= s* - tau``. The
     one with the fewest in-flight requests is chosen. The paper leaves ties of load open: the most
     similar of the tied workers is taken, so that an idle cluster routes by locality alone.
+
+    Under ``gate-logit`` similarities may be negative, and a tau of 1 need not reach every worker.
 
     A request without a signature, or whose signature is zero (none of its experts tells requests
     apart), says nothing of locality and joins the shortest queue of all workers.
@@ -38,8 +41,20 @@ class EldrPolicy:
         self._everyone = LeastLoaded(range(context.n_workers))
         self._bands: dict[int, list[int]] = {}
 
+    @property
+    def signature_score(self) -> PromptScore:
+        """What the policy takes as a request's signature: ``count``, ``prob`` or ``logit``."""
+        return score_of(self._artifact.transform)
+
     def similarities(self, signature: NDArray[Any]) -> Floats:
-        """Return the cosine similarity, shape [K], of prefill counts [L, E] to each centroid."""
+        """Return the cosine similarity, shape [K], of a signature to each centroid.
+
+        Parameters
+        ----------
+        signature
+            Shape [L, E]: prefill counts or summed gate scores, as ``signature_score`` says; the
+            artifact's transform and layer mask are applied here.
+        """
         unit = self._artifact.signatures(signature[None])[0]
         # Rounded unit vectors may exceed length 1 by 1e-7; tau = 1 must still mean every worker.
         return np.asarray(np.minimum(self._artifact.centroids @ unit, 1.0))

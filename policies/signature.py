@@ -1,8 +1,10 @@
 """Expert signature: what a request's prefill says of the experts that its decode will use.
 
 Construction (ELDR Sec. 4.2.2): count, reweight by inverse document frequency, keep the informative
-layers, scale to unit length. Quality (Eq. 1): Spearman's rho between the cosine distances of
-signatures and those of decode-time activation patterns, over pairs of calibration requests.
+layers, scale to unit length. Other transforms of the prefill (Sec. 4.2.3, Fig. 7) may take the
+place of the reweighted counts, and any set of layers that of the selected ones. Quality (Eq. 1):
+Spearman's rho between the cosine distances of signatures and those of decode-time activation
+patterns, over pairs of calibration requests.
 
 Unit vectors here are rounded to multiples of 2^-24. Products of two entries are then multiples of
 2^-48, and a dot product of two unit vectors is exact in float64 in whatever order it is summed, so
@@ -12,15 +14,28 @@ that the fit and every routing decision are the same bits on any machine and any
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.gate_scores import PromptScore
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+
+Transform = Literal["count-idf", "count", "sqrt", "binary", "gate-prob", "gate-logit"]
+"""What a signature holds of an expert at a layer (ELDR Fig. 7). Of the prompt tokens that chose
+it: their number times its IDF (ELDR's own choice), their number, its square root, or whether
+there is any; of all prompt tokens: the sum of the gate's softmax probabilities, or of its raw
+scores."""
+
+TRANSFORMS: tuple[Transform, ...] = get_args(Transform)
+"""All transforms, ELDR's own first."""
+
+LayerMask = Literal["greedy", "all"] | tuple[int, ...]
+"""The layers of a signature: ELDR's greedy selection, all, or these numbers in ascending order."""
 
 RHO_PAIRS = 20_000
 """Pairs of calibration requests that rho is measured on; all of them where there are fewer."""
@@ -35,14 +50,14 @@ def unit_rows(rows: NDArray[Any]) -> Floats:
     Parameters
     ----------
     rows
-        Shape [n, d] with d < 2^19, finite and non-negative.
+        Shape [n, d] with d < 2^19, finite.
 
     Returns
     -------
     ndarray of float64, shape [n, d]
         Unit rows; a row of zeros stays zero.
     """
-    peak = rows.max(axis=1, keepdims=True, initial=0.0)
+    peak = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     whole = np.rint(rows / np.where(peak > 0, peak, 1.0) * _WORK_GRID)
     integers = whole.astype(np.int64)
     squares = np.einsum("nd,nd->n", integers, integers).astype(np.float64)
@@ -71,25 +86,79 @@ def idf_weights(counts: NDArray[Any]) -> Floats:
     return np.asarray(np.round(np.log((counts.shape[0] + 1) / (df + 1)), 9))
 
 
-def signatures(counts: NDArray[Any], idf: Floats, layers: Ints) -> Floats:
-    """Turn prefill counts into signatures (ELDR Eq. 2).
+def score_of(transform: Transform) -> PromptScore:
+    """Return which prompt score a transform starts from: ``count``, ``prob`` or ``logit``."""
+    return cast("PromptScore", transform[5:] if transform.startswith("gate-") else "count")
+
+
+def transformed(scores: NDArray[Any], transform: Transform, idf: Floats) -> Floats:
+    """Apply a transform to the prompt scores of requests, cell by cell.
 
     Parameters
     ----------
-    counts
-        Shape [n, L, E]: prefill counts.
+    scores
+        Shape [n, L, E]: prefill counts, or the summed gate scores that :func:`score_of` names.
+    transform
+        One of :data:`TRANSFORMS`.
+    idf
+        Shape [L, E]: weights of :func:`idf_weights`; only ``count-idf`` reads them.
+    """
+    if transform == "count-idf":
+        return np.asarray(scores * idf)
+    if transform == "sqrt":
+        return np.asarray(np.sqrt(scores, dtype=np.float64))
+    if transform == "binary":
+        return np.asarray(scores > 0, dtype=np.float64)
+    return np.asarray(scores, dtype=np.float64)
+
+
+def signatures(
+    scores: NDArray[Any], idf: Floats, layers: Ints, transform: Transform = "count-idf"
+) -> Floats:
+    """Turn prompt scores into signatures (ELDR Eq. 2).
+
+    Parameters
+    ----------
+    scores
+        Shape [n, L, E]: see :func:`transformed`.
     idf
         Shape [L, E]: weights of :func:`idf_weights`.
     layers
         The layers to keep, in the order in which they are stacked.
+    transform
+        One of :data:`TRANSFORMS`.
 
     Returns
     -------
     ndarray of float64, shape [n, len(layers) * E]
         Unit rows; zero where a request fires no expert of positive weight on ``layers``.
     """
-    kept = counts[:, layers] * idf[layers]
-    return unit_rows(kept.reshape(len(counts), -1))
+    kept = transformed(scores[:, layers], transform, idf[layers])
+    return unit_rows(kept.reshape(len(scores), -1))
+
+
+def parse_layer_mask(value: object) -> LayerMask:
+    """Read a layer mask: ``greedy``, ``all``, or layer numbers (a list, a number, or ``0,3,5``).
+
+    Raises
+    ------
+    InputError
+        If it is none of these, or names a layer twice.
+    """
+    if value in ("greedy", "all"):
+        return cast("LayerMask", value)
+    items = value.split(",") if isinstance(value, str) else value
+    items = [items] if isinstance(items, int) else items
+    allowed = "greedy, all, or layer numbers such as 0,3,5, each once"
+    if not isinstance(items, list | tuple) or not items:
+        raise InputError("layer_mask", f"{value!r}", allowed)
+    texts = [str(item).strip() for item in items]
+    if not all(text.isascii() and text.isdigit() for text in texts):
+        raise InputError("layer_mask", f"{value!r}", allowed)
+    layers = tuple(sorted(map(int, texts)))
+    if len(set(layers)) < len(layers):
+        raise InputError("layer_mask", f"{value!r} names a layer twice", allowed)
+    return layers
 
 
 def sample_pairs(n: int, n_pairs: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
@@ -132,55 +201,31 @@ def _correlation(a: Floats, b: Floats) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerSelection:
-    """Outcome of the greedy layer selection.
+class DecodeOverlap:
+    """What signatures must predict: pairs of calibration requests, ranked by decode overlap.
 
     Attributes
     ----------
-    order
-        Shape [L]: all layers in the order in which they were appended.
-    rho
-        Shape [L]: ``rho[i]`` is the signature quality with the first ``i + 1`` layers of ``order``.
-    n_pairs
-        Pairs of calibration requests that rho was measured on.
+    i, j
+        Shape [n_pairs]: the requests of each pair.
+    ranks
+        Shape [n_pairs]: :func:`centred_ranks` of the cosine distances of their decode patterns.
     """
 
-    order: Ints
-    rho: Floats
-    n_pairs: int
-
-    @property
-    def n_kept(self) -> int:
-        """N*, the number of layers at which rho peaks; the smallest one on a tie."""
-        return int(np.argmax(self.rho)) + 1
-
-    @property
-    def layers(self) -> Ints:
-        """The layers that are kept, in ascending order."""
-        return np.sort(self.order[: self.n_kept])
+    i: Ints
+    j: Ints
+    ranks: Floats
 
 
-def select_layers(
-    counts: NDArray[Any],
-    decode_activation: NDArray[Any],
-    idf: Floats,
-    rng: np.random.Generator,
-    n_pairs: int = RHO_PAIRS,
-) -> LayerSelection:
-    """Order the layers greedily by the signature quality they add (ELDR Sec. 4.2.2, step 3).
-
-    Dot products and squared lengths of reweighted counts are sums over layers: they are taken once
-    for each pair and layer, and each of the L (L + 1) / 2 candidate masks costs one ranking.
+def decode_overlap(
+    decode_activation: NDArray[Any], rng: np.random.Generator, n_pairs: int = RHO_PAIRS
+) -> DecodeOverlap:
+    """Rank pairs of requests by the distance of their decode patterns (ELDR Sec. 4.2.1).
 
     Parameters
     ----------
-    counts
-        Shape [n, L, E]: prefill counts.
     decode_activation
-        Shape [n, L, E]: share of a request's decode steps in which the expert was chosen
-        (Sec. 4.2.1).
-    idf
-        Shape [L, E]: weights of :func:`idf_weights`.
+        Shape [n, L, E]: share of a request's decode steps in which the expert was chosen.
     rng
         Draws the pairs.
     n_pairs
@@ -191,40 +236,113 @@ def select_layers(
     InputError
         With fewer than 3 requests: no ranking of pairs exists.
     """
-    n, n_layers, n_experts = counts.shape
+    n, n_layers, _ = decode_activation.shape
     if n < 3:
         raise InputError("calibration", f"{n} requests", "3 or more, to rank their pairs")
     i, j = sample_pairs(n, n_pairs, rng)
-
     patterns = unit_rows(decode_activation.reshape(n, -1).astype(np.float64))
     overlap = np.zeros(len(i))
-    for cell in range(0, patterns.shape[1], n_experts):
-        block = patterns[:, cell : cell + n_experts]
-        overlap += np.einsum("pe,pe->p", block[i], block[j])
-    target = centred_ranks(-overlap)
+    for layer in np.split(patterns, n_layers, axis=1):
+        overlap += np.einsum("pe,pe->p", layer[i], layer[j])
+    return DecodeOverlap(i, j, centred_ranks(-overlap))
 
-    weighted = unit_rows((counts * idf).reshape(n, -1)).reshape(n, n_layers, n_experts)
-    squares = np.einsum("nle,nle->ln", weighted, weighted)
+
+@dataclass(frozen=True, eq=False)
+class LayerSelection:
+    """The layers of a signature and the quality that they add one by one.
+
+    Attributes
+    ----------
+    order
+        Shape [L]: all layers. The greedy selection has them in the order in which they were
+        appended; for a given mask they ascend, those of the mask first.
+    rho
+        Shape [L]: ``rho[i]`` is the signature quality with the first ``i + 1`` layers of ``order``.
+    n_kept
+        Layers kept. The greedy selection keeps N*, the number at which rho peaks; the smallest
+        one on a tie.
+    n_pairs
+        Pairs of calibration requests that rho was measured on.
+    """
+
+    order: Ints
+    rho: Floats
+    n_kept: int
+    n_pairs: int
+
+    @property
+    def layers(self) -> Ints:
+        """The layers that are kept, in ascending order."""
+        return np.sort(self.order[: self.n_kept])
+
+
+def select_layers(
+    features: Floats, overlap: DecodeOverlap, mask: LayerMask = "greedy"
+) -> LayerSelection:
+    """Choose the layers of a signature and measure its quality rho (ELDR Eq. 1).
+
+    The greedy rule appends, over and over, the layer whose inclusion most increases rho (Sec.
+    4.2.2, step 3). Dot products and squared lengths of features are sums over layers: they are
+    taken once for each pair and layer, and each of the L (L + 1) / 2 candidate masks costs one
+    ranking.
+
+    Parameters
+    ----------
+    features
+        Shape [n, L, E]: prompt scores under a transform, of :func:`transformed`.
+    overlap
+        The ranking to predict, of :func:`decode_overlap`.
+    mask
+        ``greedy``, ``all``, or the layers to keep.
+
+    Raises
+    ------
+    InputError
+        If the mask names a layer that is not there.
+    """
+    n, n_layers, n_experts = features.shape
+    i, j = overlap.i, overlap.j
+    unit = unit_rows(features.reshape(n, -1)).reshape(n, n_layers, n_experts)
+    squares = np.einsum("nle,nle->ln", unit, unit)
     dots = np.empty((n_layers, len(i)))
     for layer in range(n_layers):
-        block = np.ascontiguousarray(weighted[:, layer])
+        block = np.ascontiguousarray(unit[:, layer])
         dots[layer] = np.einsum("pe,pe->p", block[i], block[j])
 
     dot, square = np.zeros(len(i)), np.zeros(n)
+
+    def rho_with(layer: int) -> float:
+        cosine = _cosine(dot + dots[layer], square + squares[layer], i, j)
+        return _correlation(centred_ranks(-cosine), overlap.ranks)
+
+    given = None if mask == "greedy" else _order(mask, n_layers)
+    left = list(range(n_layers))
     order: list[int] = []
     curve: list[float] = []
-    left = list(range(n_layers))
     while left:
-        rho = [
-            _correlation(centred_ranks(-_cosine(dot + dots[c], square + squares[c], i, j)), target)
-            for c in left
-        ]
-        best = left.pop(int(np.argmax(rho)))
+        candidates = left if given is None else [given[len(order)]]
+        rho = [rho_with(layer) for layer in candidates]
+        best = candidates[int(np.argmax(rho))]
+        left.remove(best)
         order.append(best)
         curve.append(max(rho))
         dot += dots[best]
         square += squares[best]
-    return LayerSelection(np.array(order, dtype=np.int64), np.array(curve), len(i))
+    if mask == "greedy":
+        n_kept = int(np.argmax(curve)) + 1
+    else:
+        n_kept = n_layers if mask == "all" else len(mask)
+    return LayerSelection(np.array(order, dtype=np.int64), np.array(curve), n_kept, len(i))
+
+
+def _order(mask: Literal["all"] | tuple[int, ...], n_layers: int) -> list[int]:
+    """All layers in ascending order, those of the mask first."""
+    kept = set(range(n_layers) if mask == "all" else mask)
+    beyond = sorted(kept - set(range(n_layers)))
+    if beyond or not kept:
+        problem = f"no layer {beyond[0]}" if beyond else "no layer is named"
+        raise InputError("layer_mask", problem, f"greedy, all, or numbers from 0 to {n_layers - 1}")
+    return sorted(range(n_layers), key=lambda layer: (layer not in kept, layer))
 
 
 def _cosine(dot: Floats, square: Floats, i: Ints, j: Ints) -> Floats:

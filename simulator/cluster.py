@@ -66,7 +66,8 @@ class Cluster:
     workload, replay
         The requests, and the bit sets of the windows they replay.
     signatures
-        ``[trace requests]`` prefill counts ``[layers, experts]``, the routers' view of a prompt.
+        ``[trace requests]`` prefill counts ``[layers, experts]``, the routers' view of a prompt;
+        summed gate scores where the decode policy asks for them.
     prefill_policy, decode_policy
         The two routers.
     window

@@ -9,8 +9,11 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from eldr_sim.errors import InputError
+from eldr_sim.policies.clustering import Method
+from eldr_sim.policies.signature import LayerMask, Transform, parse_layer_mask
 
 _TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D", re.IGNORECASE)
 
@@ -19,6 +22,15 @@ def _number_or_inf(value: Any) -> Any:
     if isinstance(value, str) and value.strip().lower() in {"inf", "infinity", ".inf"}:
         return math.inf
     return value
+
+
+def _layer_mask(value: Any) -> Any:
+    try:
+        return None if value is None else parse_layer_mask(value)
+    except InputError as error:
+        raise PydanticCustomError(
+            "layer_mask", "allowed are {them}", {"them": error.allowed}
+        ) from None
 
 
 Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
@@ -98,6 +110,15 @@ class RunConfig(BaseModel):
     """Width of ELDR's locality band."""
     artifact: str | None = None
     """ELDR routing artifact of ``eldr-sim fit``; fitted on the fly when not given."""
+    signature: Transform | None = None
+    """What ELDR's expert signature holds of a prompt's experts; ``count-idf``, or what the
+    artifact was fitted with, when not given."""
+    layer_mask: Annotated[LayerMask | None, BeforeValidator(_layer_mask)] = None
+    """Layers of the signature: ``greedy`` (chosen by rho), ``all``, or numbers such as ``0,3,5``;
+    ``greedy``, or the artifact's, when not given."""
+    clustering: Method | None = None
+    """How calibration signatures make one centroid a decode worker: Hungarian-balanced K-means
+    or ``vanilla``; ``balanced``, or the artifact's, when not given."""
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Age of the completions that the routers have heard of, ms."""
     goodput: ServiceLevel = ServiceLevel()

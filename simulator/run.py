@@ -186,8 +186,17 @@ def build_cluster(
     @cache
     def artifact() -> RoutingArtifact:
         if config.artifact is not None:
-            return RoutingArtifact.load(Path(config.artifact))
-        return fit(calibration(), config.n_decode, config.seed)
+            loaded = RoutingArtifact.load(Path(config.artifact))
+            loaded.check_made_with(config.signature, config.layer_mask, config.clustering)
+            return loaded
+        return fit(
+            calibration(),
+            config.n_decode,
+            config.seed,
+            transform=config.signature or "count-idf",
+            layer_mask=config.layer_mask or "greedy",
+            clustering=config.clustering or "balanced",
+        )
 
     decode = decode_policy(
         config.policy,
@@ -208,7 +217,8 @@ def build_cluster(
         ),
     )
     prompts = np.unique(workload.trace_request)
-    signatures = dict(zip(prompts.tolist(), trace.prompt_counts(prompts), strict=True))
+    scores = trace.prompt_scores(prompts, getattr(decode, "signature_score", "count"))
+    signatures = dict(zip(prompts.tolist(), scores, strict=True))
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         setting.spec,

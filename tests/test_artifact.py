@@ -9,8 +9,13 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.policies import artifact as artifact_module
 from eldr_sim.policies.artifact import RoutingArtifact, fit
+from eldr_sim.policies.base import PolicyContext, RequestInfo
+from eldr_sim.policies.clustering import METHODS
+from eldr_sim.policies.eldr import EldrPolicy
+from eldr_sim.policies.signature import TRANSFORMS, score_of
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.gate_scores import GateScores
 
 
 def structured(n=80, n_layers=6, n_experts=16, n_domains=4, seed=0):
@@ -21,13 +26,20 @@ def structured(n=80, n_layers=6, n_experts=16, n_domains=4, seed=0):
     taste[:, 2:] = r.choice([0.2, 4.0], size=(n_domains, n_layers - 2, n_experts))
     share = taste / taste.sum(axis=2, keepdims=True)
     length = r.integers(40, 200, size=(n, 1, 1))
+    counts = r.poisson(share[domain] * length * 2).astype(np.uint16)
+    activation = np.minimum(r.poisson(share[domain] * 100) / 50, 1).astype(np.float32)
     return CalibrationSet(
-        counts=r.poisson(share[domain] * length * 2).astype(np.uint16),
-        decode_activation=np.minimum(r.poisson(share[domain] * 100) / 50, 1).astype(np.float32),
+        counts=counts,
+        decode_activation=activation,
         domain=domain.astype(np.int16),
         domains=[f"domain-{index}" for index in range(n_domains)],
         requests=np.arange(n),
         trace_checksum="abc123",
+        gate_scores=GateScores(
+            requests=np.arange(n),
+            prob=(share[domain] * length * r.uniform(0.8, 1.2, counts.shape)).astype(np.float32),
+            logit=(np.log(share[domain]) * length + r.normal(size=counts.shape)).astype(np.float32),
+        ),
     )
 
 
@@ -119,6 +131,121 @@ def test_signatures_refuse_another_shape(fitted):
         fitted.signatures(np.zeros((1, 6, 15)))
 
 
+# -- variants ----------------------------------------------------------------------------------
+
+MASKS = ("greedy", "all", (1, 4))
+
+
+@pytest.fixture(scope="module")
+def variants(calibration):
+    return {
+        (transform, mask, clustering): fit(
+            calibration, 8, 1, transform=transform, layer_mask=mask, clustering=clustering
+        )
+        for transform in TRANSFORMS
+        for mask in MASKS
+        for clustering in METHODS
+    }
+
+
+def test_every_variant_keeps_what_it_was_asked_for(variants):
+    for (transform, mask, clustering), made in variants.items():
+        assert (made.transform, made.clustering) == (transform, clustering)
+        assert made.mask_rule == ("given" if mask == (1, 4) else mask)
+        if mask != "greedy":
+            assert made.layers.tolist() == (list(range(6)) if mask == "all" else [1, 4])
+        assert made.centroids.shape == (8, len(made.layers) * 16)
+        assert made.n_calibration == 80
+        if clustering == "balanced":
+            assert made.cluster_sizes.max() <= 10
+        facts = made.summary()
+        assert (facts["signature"], facts["clustering"]) == (transform, clustering)
+        assert facts["rho"] == made.rho[made.n_kept - 1]
+    # The mask and its rho do not depend on the clustering, all-layer rho not on the mask.
+    for transform in TRANSFORMS:
+        same = [variants[transform, mask, method] for mask in MASKS for method in METHODS]
+        assert len({made.rho[-1] for made in same}) == 1
+        assert (same[0].rho == same[1].rho).all()
+    assert len({variants[t, "all", "balanced"].rho[-1] for t in TRANSFORMS}) == len(TRANSFORMS)
+
+
+def test_every_variant_survives_its_file(variants, tmp_path):
+    for made in variants.values():
+        made.save(tmp_path / "fit.npz")
+        back = RoutingArtifact.load(tmp_path / "fit.npz")
+        for field in dataclasses.fields(RoutingArtifact):
+            np.testing.assert_array_equal(getattr(made, field.name), getattr(back, field.name))
+
+
+def test_router_sees_requests_as_the_fit_did(calibration, variants):
+    """A vanilla cluster holds the requests nearest to its centroid: tau 0 must find it again."""
+    for (transform, _, clustering), made in variants.items():
+        if clustering == "balanced":
+            continue
+        context = PolicyContext(8, np.random.default_rng(0), tau=0.0, artifact=made)
+        policy = EldrPolicy(context)
+        assert policy.signature_score == score_of(transform)
+        scores = calibration.scores(policy.signature_score)
+        found = np.zeros_like(made.cluster_domains)
+        for index in range(80):
+            info = RequestInfo(index, 10, 0, signature=scores[index])
+            worker = policy.select(info, np.zeros(8, np.int64))
+            found[worker, calibration.domain[index]] += 1
+        np.testing.assert_array_equal(found, made.cluster_domains)
+
+
+def test_refit_for_another_pool_changes_the_centroids_alone(calibration, fitted):
+    other = fit(calibration, 5, seed=1)
+    for name in ("idf", "layer_order", "rho", "n_kept"):
+        np.testing.assert_array_equal(getattr(other, name), getattr(fitted, name))
+    assert other.n_decoders == 5
+    assert other.cluster_sizes.max() == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transform": "tf-idf"}, "signature: unknown transform 'tf-idf' .*gate-logit"),
+        ({"layer_mask": (2, 6)}, "layer_mask: no layer 6 .*0 to 5"),
+        ({"layer_mask": "best"}, "layer_mask: 'best'"),
+        ({"clustering": "median"}, "clustering: unknown method 'median'"),
+    ],
+)
+def test_unknown_variants_are_refused(calibration, options, message):
+    with pytest.raises(InputError, match=message):
+        fit(calibration, 4, 0, **options)
+
+
+@pytest.mark.parametrize("kind", ["prob", "logit"])
+def test_gate_transforms_need_gate_scores(calibration, kind):
+    counts_only = calibration_set(open_trace("reference-moe"), workload="task")
+    with pytest.raises(InputError, match=f"signature: gate-{kind} needs .* carries no {kind}") as e:
+        fit(counts_only, 4, 0, transform=f"gate-{kind}")
+    assert "\n" not in str(e.value)
+    gate = dataclasses.replace(calibration.gate_scores, **{kind: None})
+    with pytest.raises(InputError, match=f"carries no {kind}"):
+        fit(dataclasses.replace(calibration, gate_scores=gate), 4, 0, transform=f"gate-{kind}")
+    part = GateScores(np.arange(70), **{kind: getattr(calibration.gate_scores, kind)[:70]})
+    with pytest.raises(InputError, match=r"scores of 80 requests, .* lacks those of 10"):
+        fit(dataclasses.replace(calibration, gate_scores=part), 4, 0, transform=f"gate-{kind}")
+
+
+def test_options_beside_an_artifact_must_agree(variants):
+    made = variants["sqrt", (1, 4), "vanilla"]
+    made.check_made_with(None, None, None)
+    made.check_made_with("sqrt", (1, 4), "vanilla")
+    for given, message in (
+        (("count", None, None), "signature: count, but the artifact holds sqrt"),
+        ((None, "greedy", None), r"layer_mask: greedy, but the artifact holds \[1, 4\]"),
+        ((None, (1, 2), None), r"layer_mask: \[1, 2\], but the artifact holds \[1, 4\]"),
+        ((None, None, "balanced"), "clustering: balanced, but the artifact is vanilla"),
+    ):
+        with pytest.raises(InputError, match=message):
+            made.check_made_with(*given)
+    with pytest.raises(InputError, match=r"layer_mask: \[0\], but the artifact holds all"):
+        variants["sqrt", "all", "vanilla"].check_made_with(None, (0,), None)
+
+
 # -- file --------------------------------------------------------------------------------------
 
 
@@ -181,7 +308,7 @@ def rewritten(source, target, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, "format version 2, not 1"),
+        ({"format_version": 1}, "format version 1, not 2"),
         ({"idf": None}, "lacks or garbles 'idf'"),
         ({"idf": lambda a: a[0]}, "idf is no table"),
         ({"idf": lambda a: a - 100}, "idf is out of range"),
@@ -194,6 +321,11 @@ def rewritten(source, target, **changes):
         ({"n_kept": 0}, "n_kept=0"),
         ({"n_kept": 99}, "n_kept=99"),
         ({"n_kept": None}, "lacks or garbles"),
+        ({"n_kept": 1}, "n_kept=1 is not what mask rule greedy keeps"),
+        ({"mask_rule": "all"}, "n_kept=. is not what mask rule all keeps"),
+        ({"mask_rule": "best"}, "mask_rule 'best' is none of greedy, all, given"),
+        ({"transform": "gate"}, "transform 'gate' is none of count-idf, count, sqrt"),
+        ({"clustering": None}, "clustering 'None' is none of balanced, vanilla"),
         ({"centroids": lambda a: a[:, 1:]}, "centroids do not fit"),
         ({"centroids": lambda a: a[:0]}, "centroids do not fit"),
         ({"centroids": lambda a: a * 2}, "unit length"),

@@ -66,7 +66,7 @@ def test_help_of_run_lists_every_flag_of_the_readme(run_cli):
     flags = (
         "policy prefill-policy topology model gpu workload trace request-rate burstiness duration "
         "warmup num-requests max-concurrency output-len max-num-seqs max-num-batched-tokens "
-        "block-size seed tau out force plot timeline config"
+        "block-size seed tau signature layer-mask clustering out force plot timeline config"
     )
     assert [flag for flag in flags.split() if f"--{flag} " not in out] == []
 

@@ -1,4 +1,4 @@
-"""Balanced K-means against exhaustive search."""
+"""Balanced and vanilla K-means against exhaustive search."""
 
 from itertools import product
 
@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.clustering import assign, balanced_kmeans
+from eldr_sim.policies.clustering import METHODS, assign_balanced, assign_nearest, kmeans
 from eldr_sim.policies.signature import unit_rows
 
 
@@ -47,7 +47,7 @@ def partition_cost(x, labels):
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 2**32))
 def test_assignment_is_optimal(n, k, seed):
     x, centroids = points(n, 5, seed), points(k, 5, seed + 1)
-    labels, cost = assign(x, centroids)
+    labels, cost = assign_balanced(x, centroids)
     distance = 1 - x @ centroids.T
     assert np.bincount(labels, minlength=k).max() <= -(-n // k)
     assert cost == pytest.approx(distance[np.arange(n), labels].sum(), abs=1e-8)
@@ -59,11 +59,11 @@ def test_assignment_is_optimal(n, k, seed):
 @given(st.integers(3, 7), st.integers(1, 3), st.integers(0, 2**32))
 def test_clustering_is_a_bounded_local_optimum(n, k, seed):
     x = points(n, 6, seed)
-    found = balanced_kmeans(x, k, rng(seed))
+    found = kmeans(x, k, rng(seed))
     assert np.bincount(found.labels, minlength=k).max() <= -(-n // k)
     np.testing.assert_allclose((found.centroids**2).sum(axis=1), 1.0, atol=1e-6)
     # Neither the assignment nor the centroids can be improved alone ...
-    assert found.cost == pytest.approx(assign(x, found.centroids)[1], abs=1e-9)
+    assert found.cost == pytest.approx(assign_balanced(x, found.centroids)[1], abs=1e-9)
     assert found.cost == pytest.approx(partition_cost(x, found.labels), abs=1e-6)
     # ... and no partition at all beats it by magic.
     assert found.cost >= min(partition_cost(x, labels) for labels in partitions(n, k)) - 1e-6
@@ -73,19 +73,19 @@ def test_clustering_is_a_bounded_local_optimum(n, k, seed):
 def test_clustering_finds_the_global_optimum_of_small_sets(seed):
     x = points(8, 4, seed)
     best = min(partition_cost(x, labels) for labels in partitions(8, 2))
-    assert balanced_kmeans(x, 2, rng(seed), restarts=30).cost == pytest.approx(best, abs=1e-6)
+    assert kmeans(x, 2, rng(seed), restarts=30).cost == pytest.approx(best, abs=1e-6)
 
 
 def test_planted_groups_are_recovered():
     x, group = planted([10, 10, 10, 10])
-    found = balanced_kmeans(x, 4, rng())
+    found = kmeans(x, 4, rng())
     assert {len(set(group[found.labels == c])) for c in range(4)} == {1}
     assert np.bincount(found.labels).tolist() == [10] * 4
 
 
 def test_a_dense_group_is_split_and_no_cluster_overflows():
     x, group = planted([28, 4, 4, 4])
-    found = balanced_kmeans(x, 4, rng())
+    found = kmeans(x, 4, rng())
     sizes = np.bincount(found.labels, minlength=4)
     assert sizes.max() <= 10
     assert sum(0 in group[found.labels == c] for c in range(4)) >= 3
@@ -93,7 +93,7 @@ def test_a_dense_group_is_split_and_no_cluster_overflows():
 
 def test_centroids_are_the_directions_of_their_members():
     x, _ = planted([9, 7, 8], noise=0.5)
-    found = balanced_kmeans(x, 3, rng())
+    found = kmeans(x, 3, rng())
     for c in range(3):
         direction = x[found.labels == c].sum(axis=0)
         np.testing.assert_allclose(
@@ -102,37 +102,37 @@ def test_centroids_are_the_directions_of_their_members():
 
 
 def test_clusters_are_numbered_by_their_first_point():
-    found = balanced_kmeans(points(30, 8, 3), 5, rng())
+    found = kmeans(points(30, 8, 3), 5, rng())
     firsts = [int(np.flatnonzero(found.labels == c)[0]) for c in range(5)]
     assert firsts == sorted(firsts)
 
 
 def test_one_cluster_and_as_many_as_points():
     x = points(9, 6, 0)
-    assert balanced_kmeans(x, 1, rng()).labels.tolist() == [0] * 9
-    alone = balanced_kmeans(x, 9, rng())
+    assert kmeans(x, 1, rng()).labels.tolist() == [0] * 9
+    alone = kmeans(x, 9, rng())
     assert sorted(alone.labels.tolist()) == list(range(9))
     assert alone.cost == pytest.approx(0.0, abs=1e-6)
 
 
 def test_copies_of_one_point_fill_all_clusters():
     x = np.repeat(points(1, 6, 0), 12, axis=0)
-    found = balanced_kmeans(x, 4, rng())
+    found = kmeans(x, 4, rng())
     assert np.bincount(found.labels).tolist() == [3, 3, 3, 3]
     assert (found.centroids == x[:4]).all()
 
 
 def test_zero_rows_are_carried_but_move_nothing():
     x, _ = planted([6, 6])
-    found = balanced_kmeans(x, 2, rng())
-    padded = balanced_kmeans(np.vstack([x, np.zeros((4, x.shape[1]))]), 2, rng())
+    found = kmeans(x, 2, rng())
+    padded = kmeans(np.vstack([x, np.zeros((4, x.shape[1]))]), 2, rng())
     np.testing.assert_array_equal(padded.centroids, found.centroids)
     assert np.bincount(padded.labels).tolist() == [8, 8]
 
 
 def test_more_zero_rows_than_places_leave_unit_centroids():
     x = np.vstack([points(1, 5, 0), np.zeros((7, 5))])
-    found = balanced_kmeans(x, 4, rng())
+    found = kmeans(x, 4, rng())
     np.testing.assert_allclose((found.centroids**2).sum(axis=1), 1.0, atol=1e-6)
 
 
@@ -145,14 +145,14 @@ def test_centroids_stay_of_unit_length_among_copies_and_zeros(seed):
     n, k, d = int(r.integers(5, 14)), int(r.integers(3, 5)), int(r.integers(2, 5))
     x = unit_rows(r.integers(0, 3, (n, d)) * (r.random((n, 1)) < 0.6))
     if x.any():
-        found = balanced_kmeans(x, k, r, restarts=1)
+        found = kmeans(x, k, r, restarts=1)
         np.testing.assert_allclose((found.centroids**2).sum(axis=1), 1.0, atol=1e-6)
 
 
 def test_result_does_not_depend_on_the_order_of_summation():
     x = points(80, 2000, 5)
     shuffled = rng(9).permutation(2000)
-    a, b = balanced_kmeans(x, 8, rng(1)), balanced_kmeans(x[:, shuffled], 8, rng(1))
+    a, b = kmeans(x, 8, rng(1)), kmeans(x[:, shuffled], 8, rng(1))
     assert a.labels.tolist() == b.labels.tolist()
     assert a.cost == b.cost
     assert (a.centroids[:, shuffled] == b.centroids).all()
@@ -162,6 +162,77 @@ def test_refusals():
     x = points(4, 3, 0)
     for k in (0, 5):
         with pytest.raises(InputError, match="clusters"):
-            balanced_kmeans(x, k, rng())
+            kmeans(x, k, rng())
     with pytest.raises(InputError, match="all are zero"):
-        balanced_kmeans(np.zeros((4, 3)), 2, rng())
+        kmeans(np.zeros((4, 3)), 2, rng())
+    with pytest.raises(InputError, match=r"clustering: .*'median' \(allowed: balanced, vanilla\)"):
+        kmeans(points(4, 3, 0), 2, rng(), "median")
+
+
+# -- vanilla -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 6), st.integers(0, 2**32))
+def test_nearest_assignment_never_costs_more_than_the_balanced_one(n, k, seed):
+    x, centroids = points(n, 5, seed), points(k, 5, seed + 1)
+    labels, cost = assign_nearest(x, centroids)
+    similar = x @ centroids.T
+    np.testing.assert_allclose(similar[np.arange(n), labels], similar.max(axis=1), atol=1e-9)
+    assert cost == pytest.approx((1 - similar.max(axis=1)).sum(), abs=1e-8)
+    assert cost <= assign_balanced(x, centroids)[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(3, 7), st.integers(1, 3), st.integers(0, 2**32))
+def test_vanilla_is_a_local_optimum(n, k, seed):
+    x = points(n, 6, seed)
+    found = kmeans(x, k, rng(seed), "vanilla")
+    np.testing.assert_allclose((found.centroids**2).sum(axis=1), 1.0, atol=1e-6)
+    assert found.cost == assign_nearest(x, found.centroids)[1]
+    assert found.cost == pytest.approx(partition_cost(x, found.labels), abs=1e-6)
+    everything = (np.array(labels) for labels in product(range(k), repeat=n))
+    assert found.cost >= min(partition_cost(x, labels) for labels in everything) - 1e-6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_vanilla_finds_the_global_optimum_of_small_sets(seed):
+    x = points(8, 4, seed)
+    best = min(partition_cost(x, np.array(labels)) for labels in product(range(2), repeat=8))
+    assert kmeans(x, 2, rng(seed), "vanilla", restarts=30).cost == pytest.approx(best, abs=1e-6)
+
+
+def test_vanilla_recovers_groups_of_unequal_sizes_where_balanced_is_capped():
+    x, group = planted([28, 4, 4, 4])
+    vanilla, balanced = kmeans(x, 4, rng(), "vanilla"), kmeans(x, 4, rng(), "balanced")
+    assert sorted(np.bincount(vanilla.labels).tolist()) == [4, 4, 4, 28]
+    assert {len(set(group[vanilla.labels == c])) for c in range(4)} == {1}
+    assert np.bincount(balanced.labels).max() == 10
+    # Here, where vanilla finds the optimum; it is a theorem only for equal centroids.
+    assert vanilla.cost < balanced.cost
+
+
+def test_methods_draw_the_same_seeds_and_default_to_balanced():
+    x = points(20, 6, 1)
+    generators = [rng(5) for _ in METHODS]
+    for method, generator in zip(METHODS, generators, strict=True):
+        kmeans(x, 4, generator, method)
+    assert generators[0].random() == generators[1].random()
+    assert (kmeans(x, 4, rng(5)).labels == kmeans(x, 4, rng(5), "balanced").labels).all()
+
+
+def test_vanilla_keeps_a_centroid_that_holds_nothing():
+    x = np.repeat(points(2, 6, 0), [5, 3], axis=0)
+    found = kmeans(x, 4, rng(), "vanilla")
+    assert np.bincount(found.labels, minlength=4).tolist() == [5, 3, 0, 0]
+    np.testing.assert_allclose((found.centroids**2).sum(axis=1), 1.0, atol=1e-6)
+    assert found.cost == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_opposite_directions_are_told_apart(method):
+    direction = unit_rows(rng(2).normal(size=(1, 8)))
+    x = unit_rows(np.repeat(direction, 10, axis=0) + 0.05 * rng(3).normal(size=(10, 8)))
+    x[5:] *= -1
+    found = kmeans(x, 2, rng(), method, restarts=1)
+    assert found.labels.tolist() == [0] * 5 + [1] * 5

@@ -49,8 +49,26 @@ def test_bad_topology(text):
 
 
 @pytest.mark.parametrize(
+    ("mask", "read"), [("greedy", "greedy"), ("3,0", (0, 3)), ([2, 1], (1, 2)), (4, (4,))]
+)
+def test_layer_mask(mask, read):
+    config = make_config({"layer_mask": mask})
+    assert config.layer_mask == read
+    assert make_config(config.model_dump(mode="json")) == config
+
+
+def test_signature_options_are_open_unless_given():
+    config = make_config({})
+    assert (config.signature, config.layer_mask, config.clustering) == (None, None, None)
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"signature": "tfidf"}, "signature: 'tfidf': input should be 'count-idf', 'count', "),
+        ({"layer_mask": "1,x"}, "layer_mask: '1,x': allowed are greedy, all, or layer numbers"),
+        ({"layer_mask": [0, 0]}, "layer_mask: [0, 0]: allowed are greedy, all, or layer numbers"),
+        ({"clustering": "median"}, "clustering: 'median': input should be 'balanced' or 'vanilla'"),
         ({"request_rate": -1}, "request_rate: -1: input should be greater than 0"),
         ({"request_rate": "nan"}, "request_rate: 'nan'"),
         ({"request_rate": 0}, "request_rate: 0"),

@@ -12,11 +12,16 @@ from scipy.stats import spearmanr
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.signature import (
+    TRANSFORMS,
+    decode_overlap,
     idf_weights,
+    parse_layer_mask,
     sample_pairs,
+    score_of,
     select_layers,
     signatures,
     spearman,
+    transformed,
     unit_rows,
 )
 
@@ -107,6 +112,48 @@ def test_signature_ignores_the_length_of_the_prompt():
     np.testing.assert_array_equal(tripled, signatures(counts, idf, layers))
 
 
+@given(st.sampled_from(TRANSFORMS), st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 3))
+def test_every_transform_matches_its_definition(transform, seed, n, n_layers):
+    r = rng(seed)
+    kind = score_of(transform)
+    assert kind == {"gate-prob": "prob", "gate-logit": "logit"}.get(transform, "count")
+    counts = r.poisson(0.8, (n, n_layers, 4)).astype(np.uint16)
+    scores = {
+        "count": counts,
+        "prob": r.random((n, n_layers, 4)).astype(np.float32),
+        "logit": r.normal(size=(n, n_layers, 4)).astype(np.float32),
+    }[kind]
+    layers = np.sort(r.choice(n_layers, size=r.integers(1, n_layers + 1), replace=False))
+    idf = idf_weights(counts)
+
+    def cell(request, layer, expert):
+        score = float(scores[request, layer, expert])
+        df = sum(counts[other, layer, expert] > 0 for other in range(n))
+        return {
+            "count-idf": score * math.log((n + 1) / (df + 1)),
+            "sqrt": math.sqrt(abs(score)),
+            "binary": 1.0 if score > 0 else 0.0,
+        }.get(transform, score)
+
+    made = signatures(scores, idf, layers, transform)
+    for request in range(n):
+        x = [cell(request, layer, expert) for layer in layers for expert in range(4)]
+        length = math.sqrt(sum(value**2 for value in x))
+        expected = [value / length if length else 0.0 for value in x]
+        np.testing.assert_allclose(made[request], expected, rtol=0, atol=1e-6)
+
+
+def test_unit_rows_and_their_products_with_signs():
+    rows = rng(3).normal(size=(20, 900))
+    rows[4] = 0
+    unit = unit_rows(rows)
+    norm = np.linalg.norm(rows, axis=1, keepdims=True)
+    np.testing.assert_allclose(unit, rows / np.where(norm > 0, norm, 1), rtol=0, atol=1e-6)
+    shuffled = rng(4).permutation(900)
+    assert (unit[:10] @ unit[10:].T == unit[:10, shuffled] @ unit[10:, shuffled].T).all()
+    assert unit_rows(np.array([[-7.0, 0.0]])).tolist() == [[-1.0, 0.0]]
+
+
 # -- Spearman and pairs ------------------------------------------------------------------------
 
 
@@ -167,7 +214,7 @@ def test_greedy_selection_matches_the_naive_one(seed):
     counts[:, :, 0] += 1  # no row of zeros: scipy's cosine distance would be NaN there
     counts[0, :, 1] = 0
     idf = idf_weights(counts) + 0.01
-    found = select_layers(counts, activation, idf, rng())
+    found = select_layers(counts * idf, decode_overlap(activation, rng()))
     assert found.n_pairs == 14 * 13 // 2
     mask: list[int] = []
     for step, layer in enumerate(found.order):
@@ -181,7 +228,7 @@ def test_greedy_selection_matches_the_naive_one(seed):
 
 def test_selection_finds_the_informative_layers():
     counts, activation, _ = structured(n=90, informative=(1, 3))
-    found = select_layers(counts, activation, idf_weights(counts) + 0.01, rng())
+    found = select_layers(counts * (idf_weights(counts) + 0.01), decode_overlap(activation, rng()))
     assert set(found.order[:2].tolist()) == {1, 3}
     assert found.layers.tolist() == [1, 3]
     assert found.n_kept == 2
@@ -192,12 +239,100 @@ def test_first_peak_wins_a_tie():
     counts, activation, _ = structured(n=30, n_layers=3, informative=(0, 1, 2))
     # Layers 1 and 2 repeat layer 0: nothing is gained by keeping them.
     counts[:, 1] = counts[:, 2] = counts[:, 0]
-    found = select_layers(counts, activation, idf_weights(counts) + 0.01, rng())
+    found = select_layers(counts * (idf_weights(counts) + 0.01), decode_overlap(activation, rng()))
     assert found.order.tolist() == [0, 1, 2]
     assert found.n_kept == 1
 
 
 def test_selection_needs_pairs_to_rank():
-    counts, activation, _ = structured(n=2, n_groups=2)
+    _, activation, _ = structured(n=2, n_groups=2)
     with pytest.raises(InputError, match="calibration: 2 requests"):
-        select_layers(counts, activation, idf_weights(counts), rng())
+        decode_overlap(activation, rng())
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(TRANSFORMS), st.sets(st.integers(0, 3), min_size=1))
+def test_rho_of_any_mask_and_transform_matches_the_naive_one(seed, transform, mask):
+    counts, activation, _ = structured(n=14, n_layers=4, n_experts=9, seed=seed)
+    counts[:, :, 0] += 1
+    if transform == "gate-logit":
+        scores = rng(seed).normal(size=counts.shape).astype(np.float32)
+    else:
+        scores = counts
+    features = transformed(scores, transform, idf_weights(counts) + 0.01)
+    overlap = decode_overlap(activation, rng())
+    found = select_layers(features, overlap, tuple(sorted(mask)))
+    assert found.layers.tolist() == sorted(mask)
+    assert sorted(found.order.tolist()) == list(range(4))
+    for kept in range(1, 5):
+        naive = naive_rho(features, activation, 1.0, found.order[:kept].tolist())
+        # Equal signatures tie in exact arithmetic, and scipy's cosines tell them apart.
+        assert found.rho[kept - 1] == pytest.approx(
+            naive, abs=2e-2 if transform == "binary" else 2e-3
+        )
+    everything = select_layers(features, overlap, "all")
+    assert everything.layers.tolist() == [0, 1, 2, 3]
+    assert everything.rho[-1] == found.rho[-1] == select_layers(features, overlap).rho[-1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(TRANSFORMS))
+def test_rho_does_not_depend_on_lengths_or_on_the_order_of_anything(seed, transform):
+    counts, activation, _ = structured(n=16, n_layers=4, n_experts=9, seed=seed)
+    counts[0, :, 1] = 0
+    r = rng(seed)
+
+    def selection(counts, activation):
+        features = transformed(counts, transform, idf_weights(counts))
+        return select_layers(features, decode_overlap(activation, rng()))
+
+    base = selection(counts, activation)
+    # Powers of 4: their roots are exact.
+    longer = selection(
+        counts * (4 ** r.integers(0, 4, (16, 1, 1))).astype(np.uint32),
+        activation * np.float32(2) ** r.integers(-3, 3, (16, 1, 1)),
+    )
+    requests, experts, layers = r.permutation(16), r.permutation(9), r.permutation(4)
+    shuffled = selection(counts[requests][:, :, experts], activation[requests][:, :, experts])
+    for other in (longer, shuffled):
+        assert (other.rho == base.rho).all()
+        assert other.order.tolist() == base.order.tolist()
+    # Layers in another order: the same curve, unless two layers tie.
+    moved = selection(counts[:, layers], activation[:, layers])
+    assert moved.rho[-1] == base.rho[-1]
+    assert moved.rho[0] == base.rho[0]
+
+
+# -- layer masks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "mask"),
+    [
+        ("greedy", "greedy"),
+        ("all", "all"),
+        ("3", (3,)),
+        (3, (3,)),
+        (" 5, 0,3", (0, 3, 5)),
+        ([2, 1], (1, 2)),
+        ((0,), (0,)),
+    ],
+)
+def test_layer_masks(value, mask):
+    assert parse_layer_mask(value) == mask
+
+
+@pytest.mark.parametrize(
+    "value", ["", "best", "1,x", "1,,2", "-1", "1.5", [], [1.5], ["a"], {}, 2.5, "²"]
+)
+def test_bad_layer_masks(value):
+    with pytest.raises(InputError, match=r"layer_mask: .*allowed: greedy, all, or layer numbers"):
+        parse_layer_mask(value)
+
+
+def test_a_layer_is_named_once_and_exists():
+    with pytest.raises(InputError, match="names a layer twice"):
+        parse_layer_mask("1,2,1")
+    counts, activation, _ = structured(n=10)
+    with pytest.raises(InputError, match=r"layer_mask: no layer 5 \(allowed: .* from 0 to 4\)"):
+        select_layers(counts * 1.0, decode_overlap(activation, rng()), (1, 5, 7))

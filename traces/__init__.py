@@ -5,6 +5,8 @@ Modules
 format
     Routing trace format v1: `RoutingTrace`, `Manifest`, `open_trace`, `write_trace`,
     `builtin_traces`. The embedded default is ``reference-moe``.
+gate_scores
+    `GateScores`: an optional part of a trace, the gate's scores summed over prompts.
 bitsets
     Expert ids as bit sets for the hot loop, built once and cached beside the trace.
 domains

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.domains import resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.gate_scores import GateScores, PromptScore, select
 
 __all__ = ["CalibrationSet", "calibration_set"]
 
@@ -35,6 +37,8 @@ class CalibrationSet:
         int64 ``[n]``, indices into the trace.
     trace_checksum
         Checksum of the trace's experts, to tell what a fit was made on.
+    gate_scores
+        The trace's gate scores, or None where it carries none.
     """
 
     counts: NDArray[np.uint16] | NDArray[np.uint32]
@@ -43,6 +47,17 @@ class CalibrationSet:
     domains: list[str]
     requests: NDArray[np.int64]
     trace_checksum: str
+    gate_scores: GateScores | None = None
+
+    def scores(self, kind: PromptScore) -> NDArray[Any]:
+        """Return `counts`, or the summed gate scores ``prob`` or ``logit`` of the requests.
+
+        Raises
+        ------
+        InputError
+            If the trace does not carry the gate's scores of all of the requests.
+        """
+        return self.counts if kind == "count" else select(self.gate_scores, self.requests, kind)
 
 
 def calibration_set(
@@ -88,4 +103,5 @@ def calibration_set(
         domains=list(trace.domains),
         requests=requests,
         trace_checksum=trace.manifest.checksum,
+        gate_scores=trace.gate_scores,
     )

@@ -1,6 +1,6 @@
 """Routing trace format v1: a folder that records which experts a model chose, token by token.
 
-A trace folder holds three files:
+A trace folder holds three files, and may hold a fourth:
 
 ``manifest.json``
     What the trace is and where it came from, see `Manifest`.
@@ -13,6 +13,8 @@ A trace folder holds three files:
     and layer. The rows of a request are contiguous: from ``first_row`` on, one row for each
     prompt token, then one for each generated token whose forward pass was recorded
     (``output_len`` counts those). The requests' rows cover the file without gap or overlap.
+``gate_scores.npz``
+    Optional: the gate's scores summed over the prompts of some requests, see ``gate_scores``.
 
 The forward pass of the last prompt token yields the first generated token, and that of
 generated token ``j`` yields token ``j + 1``. A decode worker that receives a request computes
@@ -29,7 +31,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +42,8 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces import gate_scores as gate_scores_file
+from eldr_sim.traces.gate_scores import GateScores, PromptScore
 
 __all__ = [
     "DEFAULT_TRACE",
@@ -97,6 +101,8 @@ class Manifest(BaseModel):
     """SHA-256 of ``experts.npy``."""
     requests_checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
     """SHA-256 of ``requests.parquet``."""
+    gate_scores_checksum: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of ``gate_scores.npz``; None where the trace has none."""
     n_requests: int = Field(ge=1)
     """Rows of ``requests.parquet``."""
     n_tokens: int = Field(ge=2)
@@ -132,6 +138,8 @@ class RoutingTrace:
         bool ``[n_requests]``: for fitting policies only, never served.
     experts
         uint8 or uint16 ``[n_tokens, n_layers, top_k]``, memory-mapped.
+    gate_scores
+        The gate's scores summed over prompts, or None where the trace carries none.
     """
 
     path: Path
@@ -144,6 +152,7 @@ class RoutingTrace:
     session: NDArray[np.int32]
     is_calibration: NDArray[np.bool_]
     experts: NDArray[np.uint8] | NDArray[np.uint16]
+    gate_scores: GateScores | None = None
 
     @property
     def n_requests(self) -> int:
@@ -210,6 +219,30 @@ class RoutingTrace:
         if longest <= np.iinfo(np.uint16).max:
             return counts.astype(np.uint16)
         return counts.astype(np.uint32)
+
+    def prompt_scores(self, requests: ArrayLike, kind: PromptScore) -> NDArray[Any]:
+        """Sum up the prompts of requests in the way that a signature asks for.
+
+        Parameters
+        ----------
+        requests
+            Indices of requests, ``[n]``.
+        kind
+            ``count`` for `prompt_counts`; ``prob`` or ``logit`` for the gate's scores.
+
+        Returns
+        -------
+        scores
+            ``[n, n_layers, n_experts]``, float32 for gate scores.
+
+        Raises
+        ------
+        InputError
+            If the trace does not carry the gate's scores of all of the requests.
+        """
+        if kind == "count":
+            return self.prompt_counts(requests)
+        return gate_scores_file.select(self.gate_scores, requests, kind)
 
     def decode_activation(self, requests: ArrayLike) -> NDArray[np.float32]:
         """Return the fraction of decode steps in which each request chose each expert.
@@ -301,11 +334,19 @@ def open_trace(
                 ", ".join([*builtin_traces(), "path of a trace folder"]),
             )
     manifest = _read_manifest(path / "manifest.json")
+    scores_path = path / gate_scores_file.FILE_NAME
+    if manifest.gate_scores_checksum is None and scores_path.exists():
+        raise InputError(
+            str(scores_path), "the manifest knows no such file", "gate_scores_checksum in it"
+        )
     if verify_checksum:
-        for name, want in (
+        checksums = [
             ("experts.npy", manifest.checksum),
             ("requests.parquet", manifest.requests_checksum),
-        ):
+        ]
+        if manifest.gate_scores_checksum is not None:
+            checksums.append((scores_path.name, manifest.gate_scores_checksum))
+        for name, want in checksums:
             got = _sha256(path / name)
             # A truncated file is told by its size below: more useful than a wrong checksum.
             if got != want and not (name == "experts.npy" and _is_short(path / name)):
@@ -317,6 +358,12 @@ def open_trace(
     experts = _map_experts(path / "experts.npy", manifest)
     trace = _read_requests(path, manifest, experts)
     _check_rows(trace)
+    if manifest.gate_scores_checksum is not None:
+        scores = gate_scores_file.read(scores_path)
+        gate_scores_file.check(
+            scores, str(scores_path), trace.prompt_len, trace.n_layers, trace.n_experts
+        )
+        trace = replace(trace, gate_scores=scores)
     if verify_checksum:
         _check_experts(trace)
     return trace
@@ -340,6 +387,7 @@ def write_trace(
     provenance: Provenance,
     notes: str = "",
     session: ArrayLike | None = None,
+    gate_scores: GateScores | None = None,
     force: bool = False,
 ) -> RoutingTrace:
     """Write a routing trace: a whole and valid folder, or nothing.
@@ -356,6 +404,8 @@ def write_trace(
         See `Manifest`.
     session
         Conversation number of each request; by default each request is its own.
+    gate_scores
+        The gate's scores summed over the prompts of some requests.
     force
         Replace ``out`` if it is there.
 
@@ -407,6 +457,9 @@ def write_trace(
             temporary / "requests.parquet",
             compression="zstd",
         )
+        scores_path = temporary / gate_scores_file.FILE_NAME
+        if gate_scores is not None:
+            gate_scores_file.write(scores_path, gate_scores)
         try:
             manifest = Manifest(
                 model=model,
@@ -421,12 +474,14 @@ def write_trace(
                 provenance=provenance,
                 checksum=_sha256(temporary / "experts.npy"),
                 requests_checksum=_sha256(temporary / "requests.parquet"),
+                gate_scores_checksum=None if gate_scores is None else _sha256(scores_path),
                 n_requests=n,
                 n_tokens=ids.shape[0],
             )
         except ValidationError as error:
             raise _manifest_error("manifest", error) from None
-        text = json.dumps(manifest.model_dump(), indent=2, ensure_ascii=False) + "\n"
+        fields = manifest.model_dump(exclude_none=True)
+        text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
         (temporary / "manifest.json").write_text(text, encoding="utf-8")
         open_trace(temporary)
         temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can read

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.traces.format import Provenance, RoutingTrace, write_trace
+from eldr_sim.traces.gate_scores import GateScores
 
 __all__ = ["import_npz"]
 
@@ -27,6 +28,7 @@ _KEYS = (
     "output_len",
     "E",
 )
+_OPTIONAL = ("gate_requests", "gate_prob", "gate_logit")
 
 
 def import_npz(
@@ -49,6 +51,10 @@ def import_npz(
     pass of a generated token), ``domain``, ``prompt_len`` and ``output_len`` (one entry a
     request), ``domain_names`` and ``E`` (experts per layer). A request's rows are contiguous,
     the prompt first, and requests follow each other in order.
+
+    It may hold ``gate_prob`` and ``gate_logit`` too (numbers ``[m, layers, E]``: the gate's scores
+    summed over prompts, see ``gate_scores``), and ``gate_requests`` (the m requests that they
+    belong to, ascending; all requests where it is left out).
 
     Parameters
     ----------
@@ -129,7 +135,25 @@ def import_npz(
         tool_versions={**tool_versions, "eldr-sim": __version__, "numpy": np.__version__},
         provenance=provenance,
         notes=notes,
+        gate_scores=_gate_scores(data, n),
         force=force,
+    )
+
+
+def _gate_scores(data: Mapping[str, NDArray[Any]], n_requests: int) -> GateScores | None:
+    given = [key for key in _OPTIONAL if key in data]
+    if not given:
+        return None
+    for key in given:
+        if data[key].dtype.kind not in "iuf":
+            raise InputError(key, f"holds {data[key].dtype}", "numbers")
+    return GateScores(
+        requests=data.get("gate_requests", np.arange(n_requests)).astype(np.int64),
+        **{
+            kind: data[f"gate_{kind}"].astype(np.float32)
+            for kind in ("prob", "logit")
+            if f"gate_{kind}" in data
+        },
     )
 
 
@@ -139,7 +163,7 @@ def _load(path: Path) -> dict[str, NDArray[Any]]:
             missing = [key for key in _KEYS if key not in archive.files]
             if missing:
                 raise InputError(str(path), f"array {missing[0]} is missing", ", ".join(_KEYS))
-            return {key: archive[key] for key in _KEYS}
+            return {key: archive[key] for key in (*_KEYS, *_OPTIONAL) if key in archive.files}
     except OSError as error:
         raise InputError(str(path), error.strerror or "cannot be read") from None
     except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:

@@ -1,0 +1,170 @@
+"""Summed gate scores of prompts: an optional part of a routing trace.
+
+A trace records which experts were chosen. Where the capture also kept the gate's scores, their
+sums over each prompt lie beside it in ``gate_scores.npz``:
+
+``requests``
+    int64 ``[m]``: the requests that are covered, as ascending row numbers of ``requests.parquet``.
+    They may be a part only, such as the calibration split: fitting needs that one, serving with
+    a signature of gate scores needs the served requests too.
+``prob``, ``logit``
+    float32 ``[m, n_layers, n_experts]``, at least one of them: the gate's probability (after the
+    softmax or sigmoid) and raw score of every expert, summed over the prompt's tokens.
+
+They are the continuous signals that ELDR compares its counts with (Sec. 4.2.3).
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.errors import InputError
+
+__all__ = ["FILE_NAME", "GateScores", "PromptScore", "check", "read", "select", "write"]
+
+FILE_NAME = "gate_scores.npz"
+
+PromptScore = Literal["count", "prob", "logit"]
+"""What a prompt can be summed up by at each layer and expert: the tokens that chose the expert,
+or a gate score of all tokens."""
+
+_KINDS = ("prob", "logit")
+
+
+@dataclass(frozen=True, eq=False)
+class GateScores:
+    """Gate scores summed over the prompts of some requests; see the module.
+
+    Attributes
+    ----------
+    requests
+        int64 ``[m]``, ascending indices of requests of the trace.
+    prob, logit
+        float32 ``[m, n_layers, n_experts]``, or None where it was not captured.
+    """
+
+    requests: NDArray[np.int64]
+    prob: NDArray[np.float32] | None = None
+    logit: NDArray[np.float32] | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        """The scores that are there: ``prob``, ``logit`` or both."""
+        return [kind for kind in _KINDS if getattr(self, kind) is not None]
+
+
+def select(
+    scores: GateScores | None, requests: ArrayLike, kind: Literal["prob", "logit"]
+) -> NDArray[np.float32]:
+    """Return the gate scores of requests, float32 ``[n, n_layers, n_experts]``.
+
+    Raises
+    ------
+    InputError
+        If the trace carries no such score, or not for all of the requests.
+    """
+    found: NDArray[np.float32] | None = None if scores is None else getattr(scores, kind)
+    if scores is None or found is None:
+        raise InputError(
+            "signature",
+            f"gate-{kind} needs the gate's scores, and the routing trace carries no {kind} "
+            f"in {FILE_NAME}",
+            "a transform of the counts, or a trace captured with gate scores",
+        )
+    wanted = np.asarray(requests, dtype=np.int64)
+    place = np.minimum(np.searchsorted(scores.requests, wanted), len(scores.requests) - 1)
+    missing = int(np.count_nonzero(scores.requests[place] != wanted))
+    if missing:
+        raise InputError(
+            "signature",
+            f"gate-{kind} needs the gate's scores of {len(wanted)} requests, and the routing "
+            f"trace lacks those of {missing}",
+            "a transform of the counts, or a trace with the gate scores of every request it needs",
+        )
+    return found[place]
+
+
+def write(path: Path, scores: GateScores) -> None:
+    """Write the file; equal scores are equal bytes."""
+    arrays = {kind: np.asarray(getattr(scores, kind), np.float32) for kind in scores.kinds}
+    with path.open("wb") as file:
+        np.savez(file, requests=np.asarray(scores.requests, np.int64), **arrays)  # type: ignore[arg-type]
+
+
+def read(path: Path) -> GateScores:
+    """Read the file as it is; :func:`check` tells whether it fits its trace."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays: dict[str, NDArray[Any]] = {name: archive[name] for name in archive.files}
+    except OSError as error:
+        raise InputError(str(path), error.strerror or "cannot be read") from None
+    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        raise InputError(str(path), f"not a .npz archive of plain arrays: {error}") from None
+    unknown = sorted(set(arrays) - {"requests", *_KINDS})
+    if unknown or "requests" not in arrays:
+        problem = f"unknown array {unknown[0]}" if unknown else "array requests is missing"
+        raise InputError(str(path), problem, "requests, prob, logit")
+    return GateScores(**arrays)
+
+
+def check(
+    scores: GateScores, where: str, prompt_len: NDArray[Any], n_layers: int, n_experts: int
+) -> None:
+    """Check that gate scores fit their trace.
+
+    Parameters
+    ----------
+    scores
+        The scores.
+    where
+        The file or argument that an error names.
+    prompt_len
+        Prompt tokens of all requests of the trace.
+    n_layers, n_experts
+        Of the trace.
+
+    Raises
+    ------
+    InputError
+        If a shape or type is wrong, a request is unknown or out of order, a score is not finite,
+        or a summed probability is negative or above the number of prompt tokens.
+    """
+    requests = np.asarray(scores.requests)
+    if requests.ndim != 1 or not len(requests) or requests.dtype != np.int64:
+        raise InputError(
+            where, f"requests is {requests.dtype} {list(requests.shape)}", "int64 [m], m at least 1"
+        )
+    if requests[0] < 0 or requests[-1] >= len(prompt_len) or not (np.diff(requests) > 0).all():
+        raise InputError(
+            where, "requests are not ascending numbers", f"0..{len(prompt_len) - 1}, each once"
+        )
+    if not scores.kinds:
+        raise InputError(where, "holds neither prob nor logit", "one of them at least")
+    want = (len(requests), n_layers, n_experts)
+    for kind in scores.kinds:
+        values: NDArray[Any] = getattr(scores, kind)
+        if values.dtype != np.float32 or values.shape != want:
+            raise InputError(
+                where, f"{kind} is {values.dtype} {list(values.shape)}", f"float32 {list(want)}"
+            )
+        if not bool(np.isfinite(values).all()):
+            raise InputError(where, f"{kind} holds NaN or infinity", "finite numbers")
+    if scores.prob is not None:
+        # Sums of float32 probabilities may exceed the number of tokens by their rounding.
+        most = prompt_len[requests] * (1 + 1e-3)
+        wrong = np.argwhere((scores.prob < 0) | (scores.prob > most[:, None, None]))
+        if len(wrong):
+            row, layer, expert = wrong[0].tolist()
+            tokens = int(prompt_len[requests[row]])
+            raise InputError(
+                where,
+                f"prob of request {requests[row]} layer {layer} expert {expert} is "
+                f"{scores.prob[row, layer, expert]:g}",
+                f"0 to its {tokens} prompt tokens",
+            )

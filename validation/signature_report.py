@@ -1,0 +1,251 @@
+"""Report of ELDR's offline fit: figures 7, 8 and 9 of the paper on this trace, each with its CSV.
+
+A folder of ``rho_by_transform``, ``rho_by_layers`` and ``signature_pca``, each as PNG and CSV, and
+``summary.json`` (the fits in plain numbers), written whole or not at all. Numbers in the CSV files
+are rounded to 1e-6.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.policies.artifact import RoutingArtifact, fit_like
+from eldr_sim.policies.signature import TRANSFORMS
+from eldr_sim.policies.signature_quality import SignatureQuality, signature_quality
+from eldr_sim.simulator.results import whole_folder, write_json
+from eldr_sim.traces.calibration import CalibrationSet, calibration_set
+from eldr_sim.traces.domains import DOMAIN_MIXES
+from eldr_sim.traces.format import RoutingTrace
+
+#: Colours of workloads and domains, in order; those of the paper's first two are blue and orange.
+_COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9", "C7")
+
+Row = dict[str, str | int | float]
+
+
+def measured_fits(
+    trace: RoutingTrace, workload: str, calibration: CalibrationSet, artifact: RoutingArtifact
+) -> dict[str, SignatureQuality]:
+    """Measure a fit, and fits of the same options for the other workloads, as the paper has both.
+
+    Parameters
+    ----------
+    trace
+        The routing trace.
+    workload
+        What the fit is for: ``task``, ``language`` or a file.
+    calibration, artifact
+        The fit and what it was made from.
+
+    Returns
+    -------
+    dict
+        By workload, the given one first, then the named ones whose domains the trace has, with
+        calibration requests enough for as many decode workers.
+    """
+    fits = {workload: signature_quality(calibration, artifact)}
+    for name, mix in DOMAIN_MIXES.items():
+        if name == workload or not mix.keys() <= set(trace.domains):
+            continue
+        other = calibration_set(trace, workload=name)
+        if len(other.requests) >= max(3, artifact.n_decoders):
+            fits[name] = signature_quality(other, fit_like(artifact, other))
+    return fits
+
+
+@contextmanager
+def signature_report(
+    out: Path, fits: Mapping[str, SignatureQuality], *, force: bool = False
+) -> Iterator[None]:
+    """Write the report of fits; the folder appears when the ``with`` block ends well.
+
+    Parameters
+    ----------
+    out
+        Folder to make.
+    fits
+        What was measured, by name of the workload.
+    force
+        Replace an earlier report.
+
+    Raises
+    ------
+    InputError
+        If ``out`` exists and may not be replaced, or cannot be written.
+    """
+    with whole_folder(out, force) as folder:
+        parts: dict[str, tuple[list[Row], tuple[int, int], Callable[[Any], None]]] = {
+            "rho_by_transform": (transform_rows(fits), (1, 1), lambda f: _draw_transforms(f, fits)),
+            "rho_by_layers": (layer_rows(fits), (1, 1), lambda f: _draw_layers(f, fits)),
+            "signature_pca": (pca_rows(fits), (len(fits), 1), lambda f: _draw_pca(f, fits)),
+        }
+        for name, (rows, panels, draw) in parts.items():
+            _write_csv(folder / f"{name}.csv", rows)
+            _write_png(folder / f"{name}.png", panels, draw)
+        summary = {name: fit.artifact.summary() for name, fit in fits.items()}
+        write_json(folder / "summary.json", summary)
+        yield
+
+
+def transform_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
+    """Rho of every transform on all layers (Fig. 7): a row a workload and transform."""
+    return [
+        {
+            "workload": workload,
+            "transform": transform,
+            "rho": round(rho, 6),
+            "layers": len(fit.greedy.order),
+            "requests": fit.artifact.n_calibration,
+            "pairs": fit.greedy.n_pairs,
+        }
+        for workload, fit in fits.items()
+        for transform, rho in fit.rho_by_transform.items()
+    ]
+
+
+def layer_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
+    """Rho against the layers kept by the greedy selection (Fig. 8): a row a workload and layer."""
+    return [
+        {
+            "workload": workload,
+            "transform": fit.artifact.transform,
+            "layers_kept": kept,
+            "layer_added": layer,
+            "rho": round(rho, 6),
+            "peak": int(kept == fit.greedy.n_kept),
+        }
+        for workload, fit in fits.items()
+        for kept, (layer, rho) in enumerate(
+            zip(fit.greedy.order.tolist(), fit.greedy.rho.tolist(), strict=True), 1
+        )
+    ]
+
+
+def pca_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
+    """Signatures and centroids in a plane (Fig. 9): a row a calibration request or centroid.
+
+    ``index`` is the request's row in the trace or the decode worker of the centroid; ``domain`` is
+    empty for centroids; ``explained_1`` and ``explained_2`` are the shares of the variance.
+    """
+    rows: list[Row] = []
+    for workload, fit in fits.items():
+        calibration, plane = fit.calibration, fit.projection
+        domains = [calibration.domains[d] for d in calibration.domain.tolist()]
+        kinds = (
+            ("request", calibration.requests.tolist(), domains, plane.points),
+            ("centroid", list(range(len(plane.centroids))), None, plane.centroids),
+        )
+        rows += [
+            {
+                "workload": workload,
+                "kind": kind,
+                "index": index[i],
+                "domain": names[i] if names else "",
+                "pc1": x,
+                "pc2": y,
+                "explained_1": float(plane.explained[0]),
+                "explained_2": float(plane.explained[1]),
+            }
+            for kind, index, names, coordinates in kinds
+            for i, (x, y) in enumerate(coordinates.tolist())
+        ]
+    return rows
+
+
+def _write_csv(path: Path, rows: list[Row]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _write_png(path: Path, panels: tuple[int, int], draw: Callable[[Any], None]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5 * panels[0], 4.5 * panels[1]), layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _draw_transforms(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
+    axes = figure.subplots()
+    shown = [t for t in TRANSFORMS if any(t in fit.rho_by_transform for fit in fits.values())]
+    width = 0.8 / len(fits)
+    lowest = 0.0
+    for i, (workload, fit) in enumerate(fits.items()):
+        rho = [fit.rho_by_transform.get(t, np.nan) for t in shown]
+        lowest = min(lowest, np.nanmin(rho))
+        at = np.arange(len(shown)) + (i - (len(fits) - 1) / 2) * width
+        bars = axes.bar(at, rho, width, label=workload, color=_COLOURS[i % len(_COLOURS)])
+        axes.bar_label(bars, fmt="%.3f", fontsize=7)
+    axes.set_xticks(np.arange(len(shown)), shown)
+    axes.set(ylabel="rho", ylim=(min(0.0, lowest * 1.1), 1))
+    missing = [t for t in TRANSFORMS if t not in shown]
+    note = f" (the trace has no scores for {' and '.join(missing)})" if missing else ""
+    axes.set_title(f"Signature quality by transform, all layers{note}", fontsize=9)
+    axes.legend()
+    axes.grid(axis="y", alpha=0.3)
+
+
+def _draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
+    axes = figure.subplots()
+    for i, (workload, fit) in enumerate(fits.items()):
+        colour, greedy = _COLOURS[i % len(_COLOURS)], fit.greedy
+        kept = np.arange(1, len(greedy.rho) + 1)
+        axes.plot(kept, greedy.rho, "-", marker=".", color=colour, label=workload)
+        peak = greedy.n_kept
+        axes.plot(peak, greedy.rho[peak - 1], "*", markersize=15, color=colour)
+        axes.annotate(
+            f"N* = {peak}",
+            (peak, greedy.rho[peak - 1]),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+        own = fit.artifact
+        if own.mask_rule != "greedy":
+            label = f"{workload}: mask {own.mask_rule}"
+            axes.plot(own.n_kept, own.rho[own.n_kept - 1], "x", color=colour, label=label)
+    axes.margins(y=0.15)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="layers kept by the greedy selection", ylabel="rho")
+    transform = next(iter(fits.values())).artifact.transform
+    axes.set_title(f"Signature quality by layers kept, {transform}", fontsize=9)
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _draw_pca(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
+    for axes, (workload, fit) in zip(
+        figure.subplots(1, len(fits), squeeze=False)[0], fits.items(), strict=True
+    ):
+        plane, calibration = fit.projection, fit.calibration
+        for i, domain in enumerate(np.unique(calibration.domain).tolist()):
+            mine = plane.points[calibration.domain == domain]
+            axes.plot(
+                *mine.T,
+                ".",
+                color=_COLOURS[i % len(_COLOURS)],
+                alpha=0.7,
+                label=calibration.domains[domain],
+            )
+        axes.plot(*plane.centroids.T, "kX", markersize=9, markeredgecolor="white", label="centroid")
+        shares = [f"PC {i + 1} ({100 * share:.1f}%)" for i, share in enumerate(plane.explained)]
+        axes.set(xlabel=shares[0], ylabel=shares[1])
+        own = fit.artifact
+        axes.set_title(
+            f"{workload}: {own.n_calibration} requests, K = {own.n_decoders}, "
+            f"{own.transform}, {own.clustering}",
+            fontsize=9,
+        )
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
