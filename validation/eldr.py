@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
 from eldr_sim.validation import eldr_motivation as motivation
 from eldr_sim.validation import eldr_results as results
+from eldr_sim.validation import eldr_signature as signature
 from eldr_sim.validation.reproduction import Reproduction, Runner
 
 MODEL, GPU = "Qwen3-30B-A3B", "MI300X"
@@ -24,13 +26,23 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     """Return how to make each figure and table, by name, in the order of the paper."""
     rates = QUICK_RATES if quick else RATES
     trace = open_trace(DEFAULT_TRACE)
+
+    @cache
+    def fits() -> signature.Fits:
+        return signature.fits_of(trace, n_decoders=8)  # as in the paper's figure 9
+
     return {
         "figure_2": lambda: motivation.figure_2(MODEL, GPU),
         "figure_3": lambda: motivation.figure_3(trace),
         "figure_4": lambda: motivation.figure_4(trace),
+        "figure_7": lambda: signature.figure_7(fits()),
+        "figure_8": lambda: signature.figure_8(fits()),
+        "figure_9": lambda: signature.figure_9(fits()),
         "figure_11": lambda: results.main_results(runner, "task", rates),
         "figure_12": lambda: results.main_results(runner, "language", rates),
         "figure_13": lambda: results.figure_13(runner, rates),
+        "figure_14": lambda: results.figure_14(runner, rates),
+        "figure_15": lambda: results.figure_15(runner, rates),
         "figure_16": lambda: results.figure_16(runner, rates),
         "table_2": lambda: results.table_2(runner, rates),
     }

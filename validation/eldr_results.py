@@ -206,6 +206,69 @@ def draw_variants(figure: Any, rows: list[dict[str, Any]]) -> None:
     figure.axes[0].legend()
 
 
+def figure_14(runner: Runner, rates: Sequence[float]) -> Reproduction:
+    """Signature transform at routing: what count-idf gives over the others (section 6.3)."""
+    cases = {name: {"signature": name} for name in ("count-idf", "count", "sqrt", "binary")}
+    rows, ours = variants(runner, rates[len(rates) // 2 :][:1], cases)
+    gains = [ours["count-idf", w, P50] - ours["count", w, P50] for w in ("task", "language")]
+    claims = [
+        Claim(
+            "count-idf over gate-prob, median TPOT, mean of the cells",
+            -3.0,
+            -3.0,
+            None,
+            "points",
+            reason="the embedded trace carries no gate scores; against plain count: task "
+            f"{gains[0]:+.1f}, language {gains[1]:+.1f} points",
+        )
+    ]
+    return Reproduction(
+        "figure_14",
+        "Signature choice",
+        pa.Table.from_pylist(rows),
+        claims,
+        lambda figure: draw_variants(figure, rows),
+    )
+
+
+def figure_15(runner: Runner, rates: Sequence[float]) -> Reproduction:
+    """Vanilla against Hungarian-balanced K-means (section 6.3)."""
+    cases = {name: {"clustering": name} for name in ("balanced", "vanilla")}
+    rows, ours = variants(runner, rates, cases)
+    medians, tails = (
+        {
+            name: [ours[name, workload, metric] for workload in ("task", "language")]
+            for name in cases
+        }
+        for metric in (P50, P99)
+    )
+    each = "; ".join(
+        f"{name} p99: task {tail[0]:+.1f}%, language {tail[1]:+.1f}%"
+        for name, tail in tails.items()
+    )
+    claims = [
+        Claim(
+            "vanilla lowers median TPOT by up to", -9.8, -9.8, min(medians["vanilla"]), reason=each
+        ),
+        Claim("vanilla raises p99 TPOT by up to", 17.4, 17.4, max(tails["vanilla"]), reason=each),
+        Claim(
+            "balanced lowers median TPOT by up to",
+            -12.6,
+            -12.6,
+            min(medians["balanced"]),
+            reason=each,
+        ),
+        Claim("balanced lowers p99 TPOT by up to", -6.8, -6.8, min(tails["balanced"]), reason=each),
+    ]
+    return Reproduction(
+        "figure_15",
+        "Cluster balance",
+        pa.Table.from_pylist(rows),
+        claims,
+        lambda figure: draw_variants(figure, rows),
+    )
+
+
 def figure_16(runner: Runner, rates: Sequence[float]) -> Reproduction:
     """Width of the locality band (section 6.3)."""
     cases = {f"tau {tau}": {"tau": tau} for tau in (0.0, 0.1, 0.2, 0.3)}

@@ -81,9 +81,9 @@ def signature_report(
     """
     with whole_folder(out, force) as folder:
         parts: dict[str, tuple[list[Row], tuple[int, int], Callable[[Any], None]]] = {
-            "rho_by_transform": (transform_rows(fits), (1, 1), lambda f: _draw_transforms(f, fits)),
-            "rho_by_layers": (layer_rows(fits), (1, 1), lambda f: _draw_layers(f, fits)),
-            "signature_pca": (pca_rows(fits), (len(fits), 1), lambda f: _draw_pca(f, fits)),
+            "rho_by_transform": (transform_rows(fits), (1, 1), lambda f: draw_transforms(f, fits)),
+            "rho_by_layers": (layer_rows(fits), (1, 1), lambda f: draw_layers(f, fits)),
+            "signature_pca": (pca_rows(fits), (len(fits), 1), lambda f: draw_pca(f, fits)),
         }
         for name, (rows, panels, draw) in parts.items():
             _write_csv(folder / f"{name}.csv", rows)
@@ -175,7 +175,8 @@ def _write_png(path: Path, panels: tuple[int, int], draw: Callable[[Any], None])
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
-def _draw_transforms(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
+def draw_transforms(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
+    """Draw a bar of rho for each transform and workload (Fig. 7)."""
     axes = figure.subplots()
     shown = [t for t in TRANSFORMS if any(t in fit.rho_by_transform for fit in fits.values())]
     width = 0.8 / len(fits)
@@ -195,7 +196,8 @@ def _draw_transforms(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
     axes.grid(axis="y", alpha=0.3)
 
 
-def _draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
+def draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
+    """Draw rho against the layers kept, a star at N* (Fig. 8)."""
     axes = figure.subplots()
     for i, (workload, fit) in enumerate(fits.items()):
         colour, greedy = _COLOURS[i % len(_COLOURS)], fit.greedy
@@ -224,7 +226,8 @@ def _draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_pca(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
+def draw_pca(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
+    """Draw signatures by domain and the centroids, a panel a workload (Fig. 9)."""
     for axes, (workload, fit) in zip(
         figure.subplots(1, len(fits), squeeze=False)[0], fits.items(), strict=True
     ):
