@@ -27,6 +27,7 @@ from eldr_sim.policies.decode import (
     RoundRobinPolicy,
 )
 from eldr_sim.policies.eldr import EldrPolicy
+from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
 from eldr_sim.policies.prefill import (
     LeastLoadedPolicy,
     PrefillRoundRobinPolicy,
@@ -60,6 +61,8 @@ _BUILT_IN = cast(
         PowerOfTwoChoicesPolicy,
         DomainPolicy,
         EldrPolicy,
+        MarginalCostPolicy,
+        OraclePolicy,
         PrefillRoundRobinPolicy,
         LeastLoadedPolicy,
         PrefixHashPolicy,
