@@ -121,7 +121,8 @@ class DecodeStepTimes:
     Attributes
     ----------
     moe_s
-        Shape [seats + 1, E + 1]: one MoE layer, by requests in the batch and distinct experts.
+        Shape [seats + 1, E / ranks + 1]: one MoE layer, by requests in the batch and distinct
+        experts, those of the busiest GPU where a worker spreads its experts over several (ranks).
     fixed_s
         Shape [seats + 1]: all but MoE experts and attention.
     attention_s
@@ -129,8 +130,8 @@ class DecodeStepTimes:
         context_stride`` tokens; linear in between.
     context_stride
         Tokens between two knots.
-    n_moe_layers
-        MoE layers of the model.
+    n_moe_layers, n_experts
+        MoE layers of the model, and experts of a layer (E).
     """
 
     moe_s: NDArray[np.float64]
@@ -138,11 +139,7 @@ class DecodeStepTimes:
     attention_s: NDArray[np.float64]
     context_stride: int
     n_moe_layers: int
-
-    @property
-    def n_experts(self) -> int:
-        """E, the experts of a layer."""
-        return int(self.moe_s.shape[1]) - 1
+    n_experts: int
 
 
 @dataclass(frozen=True)

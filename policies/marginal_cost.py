@@ -103,7 +103,7 @@ class MarginalCostPolicy:
         self._model = fit_activation(context.require_calibration(self.name))
         n_layers, n_experts = self._model.mean_share.shape
         if n_experts != step_times.n_experts:
-            problem = f"{n_experts} experts, {step_times.n_experts} in the latency tables"
+            problem = f"{n_experts} experts, but the model has {step_times.n_experts}"
             raise InputError("calibration", problem)
         self._greedy = _Greedy(step_times, context.n_workers, n_layers)
         self._usages: dict[int, _Usage] = {}
@@ -170,8 +170,9 @@ def decode_step_s(
 ) -> Floats:
     """Return the expected time of a decode step of each worker, shape [K], s.
 
-    The layers of ``distinct`` stand for all MoE layers of the model in equal parts. Requests beyond
-    the seats of a batch take turns: a step of the full batch counts ``load / seats`` times.
+    The layers of ``distinct`` stand for all MoE layers of the model in equal parts. Where a worker
+    spreads its experts over several GPUs, each is taken to hold an equal share of the union.
+    Requests beyond the seats of a batch take turns: its step counts ``load / seats`` times.
 
     Parameters
     ----------
@@ -193,7 +194,8 @@ def decode_step_s(
         step_times.fixed_s,
         step_times.attention_s,
         step_times.context_stride,
-        step_times.n_moe_layers,
+        step_times.n_moe_layers / distinct.shape[1],
+        (step_times.moe_s.shape[1] - 1) / step_times.n_experts,
         seconds,
     )
     return seconds
@@ -208,7 +210,8 @@ def _decode_step_s(
     fixed_s: Any,
     attention_s: Any,
     stride: int,
-    n_moe_layers: int,
+    layers_each: float,
+    experts_each: float,
     seconds: Any,
 ) -> None:
     seats, n_layers = fixed_s.shape[0] - 1, distinct.shape[1]
@@ -219,7 +222,7 @@ def _decode_step_s(
         batch = min(loads[w], seats)
         moe = 0.0
         for layer in range(n_layers):
-            d = distinct[w, layer]
+            d = distinct[w, layer] * experts_each
             i = min(int(d), moe_s.shape[1] - 2)
             moe += moe_s[batch, i] + (moe_s[batch, i + 1] - moe_s[batch, i]) * (d - i)
         x = context[w] / loads[w] / stride
@@ -227,5 +230,5 @@ def _decode_step_s(
         attention = attention_s[batch, i] + (attention_s[batch, i + 1] - attention_s[batch, i]) * (
             x - i
         )
-        step = fixed_s[batch] + attention + moe * n_moe_layers / n_layers
+        step = fixed_s[batch] + attention + moe * layers_each
         seconds[w] = step * max(1.0, loads[w] / seats)

@@ -200,14 +200,14 @@ def build_cluster(
         )
 
     model, step_time = setting.model, setting.step_time
-    replay = make_replay(trace, model.n_moe_layers, workload.decode_request.astype(np.int64))
+    replay = make_replay(trace, step_time.n_moe_layers, workload.decode_request.astype(np.int64))
 
     def future(request: int) -> NDArray[np.float64]:
         window, offset, steps = (
             int(column[request])
             for column in (workload.decode_request, workload.replay_offset, workload.output_len)
         )
-        return replay.activation(window, offset, steps, model.n_experts)
+        return replay.activation(window, offset, steps, step_time.n_experts)
 
     decode = decode_policy(
         config.policy,
@@ -223,6 +223,7 @@ def build_cluster(
                 step_time.attention_s,
                 step_time.context_stride,
                 step_time.n_moe_layers,
+                step_time.n_experts,
             ),
             future=future,
         ),

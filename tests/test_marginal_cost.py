@@ -1,5 +1,7 @@
 """Routing by predicted step time: a twin from scratch, and what the cluster tells the policy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -31,7 +33,9 @@ def make_step_times(seed=0):
 
     moe = rising(SEATS + 1, N_EXPERTS + 1)
     moe[0] = moe[:, 0] = 0.0
-    return DecodeStepTimes(moe, rising(SEATS + 1), rising(SEATS + 1, 5), 64, MODEL_LAYERS)
+    return DecodeStepTimes(
+        moe, rising(SEATS + 1), rising(SEATS + 1, 5), 64, MODEL_LAYERS, N_EXPERTS
+    )
 
 
 def make_calibration(seed=0, n=20):
@@ -126,7 +130,7 @@ def test_every_decision_is_that_of_a_twin_from_scratch(seed, n_workers, oracle):
 def test_step_times_are_those_of_the_step_time_model():
     model = build_step_time_model("Qwen3-30B-A3B", "H100", max_num_seqs=64, max_model_len=4096)
     times = DecodeStepTimes(
-        model.moe_s, model.fixed_s, model.attention_s, model.context_stride, model.n_moe_layers
+        model.moe_s, model.fixed_s, model.attention_s, model.context_stride, 48, 128
     )
     r = np.random.default_rng(0)
     loads = np.array([0, 1, 7, 64, 96])
@@ -139,6 +143,15 @@ def test_step_times_are_those_of_the_step_time_model():
         expected = model.decode_s(layers, min(int(loads[w]), 64), mean_context[w])
         # 96 requests on 64 seats take turns.
         assert seconds[w] == pytest.approx(expected * (1.5 if loads[w] == 96 else 1.0), rel=1e-12)
+
+
+def test_gpus_of_a_worker_share_its_experts():
+    """Half the experts a GPU: the table has half the columns, and is read at half the union."""
+    whole = make_step_times()
+    half = replace(whole, moe_s=np.ascontiguousarray(whole.moe_s[:, : N_EXPERTS // 2 + 1]))
+    loads, context = np.array([3]), np.array([90.0])
+    at_half = decode_step_s(whole, loads, context, np.array([[2.0, 3.5]]))
+    assert decode_step_s(half, loads, context, np.array([[4.0, 7.0]])) == pytest.approx(at_half)
 
 
 def test_workers_that_look_alike_are_served_in_turn():
@@ -186,8 +199,8 @@ def test_what_a_policy_needs_must_be_there():
         MarginalCostPolicy(context(calibration=None))
     with pytest.raises(InputError, match="future"):
         OraclePolicy(context())
-    narrow = DecodeStepTimes(np.zeros((3, 5)), np.zeros(3), np.zeros((3, 2)), 16, 4)
-    with pytest.raises(InputError, match="8 experts, 4 in the latency tables"):
+    narrow = DecodeStepTimes(np.zeros((3, 5)), np.zeros(3), np.zeros((3, 2)), 16, 4, 4)
+    with pytest.raises(InputError, match="8 experts, but the model has 4"):
         MarginalCostPolicy(context(step_times=narrow))
     with pytest.raises(KeyError):
         MarginalCostPolicy(context()).on_complete(0, 0)

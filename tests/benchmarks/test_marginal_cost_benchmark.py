@@ -37,7 +37,7 @@ def calibration(n_layers, n=200, seed=0):
 def step_times():
     made = build_step_time_model("Qwen3-30B-A3B", "H100", max_num_seqs=256, max_model_len=4096)
     return DecodeStepTimes(
-        made.moe_s, made.fixed_s, made.attention_s, made.context_stride, made.n_moe_layers
+        made.moe_s, made.fixed_s, made.attention_s, made.context_stride, 48, N_EXPERTS
     )
 
 
