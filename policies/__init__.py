@@ -27,7 +27,10 @@ Modules:
   ``eldr_sim.policies`` (a worked example stands in ``docs/example_policy``);
 - ``balancing``: least-loaded choice with fairly rotated ties, shared by the others;
 - ``decode``, ``prefill``, ``eldr``: the policies above;
-;
+- ``signature``: expert signature under six transforms, its quality (Spearman rho), layer masks;
+- ``clustering``: K-means on the unit sphere, Hungarian-balanced or vanilla;
+- ``artifact``: the offline fit of ELDR, saved to and loaded from one ``.npz`` file;
+- ``signature_quality``: rho by transform and by layers kept, principal components of a fit;
 - ``activation``: a request's decode activation predicted from its prefill counts;
 - ``unions``: the expert union that each worker's requests are expected to activate;
 - ``marginal_cost``: routing by predicted step time, and the oracle of the same rule.
