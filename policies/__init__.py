@@ -14,6 +14,8 @@ name                decision   rule
 ``p2c``             decode     power of two choices: the less loaded of two sampled workers
 ``domain``          decode     oracle domain label: workers split among the domains, JSQ inside
 ``eldr``            decode     expert signature against one centroid a worker, locality band
+``marginal_cost``   decode     the least growth of cost, by predicted expert unions and step times
+``oracle``          decode     no router: ``marginal_cost`` that is told the future experts
 ``least_loaded``    prefill    join the shortest queue
 ``prefix_hash``     prefill    equal prompt prefixes to one worker, unless it is overloaded
 ==================  =========  ====================================================================
@@ -28,7 +30,10 @@ Modules:
 - ``signature``: expert signature under six transforms, its quality (Spearman rho), layer masks;
 - ``clustering``: K-means on the unit sphere, Hungarian-balanced or vanilla;
 - ``artifact``: the offline fit of ELDR, saved to and loaded from one ``.npz`` file;
-- ``signature_quality``: rho by transform and by layers kept, principal components of a fit.
+- ``signature_quality``: rho by transform and by layers kept, principal components of a fit;
+- ``activation``: a request's decode activation predicted from its prefill counts;
+- ``unions``: the expert union that each worker's requests are expected to activate;
+- ``marginal_cost``: routing by predicted step time, and the oracle of the same rule.
 
 Symbols follow ELDR (Sec. 4): L layers, E experts a layer, K decode workers, N calibration
 requests, tau the width of the locality band.

@@ -78,6 +78,22 @@ class DecodePolicy(Protocol):
 
 
 @runtime_checkable
+class CompletionListener(Protocol):
+    """What a decode policy may be besides, if it keeps track of the requests on each worker.
+
+    As SGLang's router calls ``on_request_complete`` of its policies.
+    """
+
+    def on_complete(self, request_id: int, worker: int) -> None:
+        """Take note that a request has left the worker that ``select`` chose for it.
+
+        Called when the router hears of it, together with the fall of the worker's load: once for
+        every request that the policy has placed, unless the run ends before.
+        """
+        ...
+
+
+@runtime_checkable
 class PrefillPolicy(Protocol):
     """Chooses the prefill worker of a request when it arrives."""
 
@@ -94,6 +110,36 @@ class PrefillPolicy(Protocol):
             Shape [n_workers]: requests queued or running on each prefill worker.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeStepTimes:
+    """The latency tables that a router may be given: time of a worker's decode step, in seconds.
+
+    ``fixed_s[batch] + attention_s[batch, context] + sum over MoE layers of moe_s[batch, distinct]``
+
+    Attributes
+    ----------
+    moe_s
+        Shape [seats + 1, E / ranks + 1]: one MoE layer, by requests in the batch and distinct
+        experts, those of the busiest GPU where a worker spreads its experts over several (ranks).
+    fixed_s
+        Shape [seats + 1]: all but MoE experts and attention.
+    attention_s
+        Shape [seats + 1, knots]: all layers' attention at a mean context of ``knot *
+        context_stride`` tokens; linear in between.
+    context_stride
+        Tokens between two knots.
+    n_moe_layers, n_experts
+        MoE layers of the model, and experts of a layer (E).
+    """
+
+    moe_s: NDArray[np.float64]
+    fixed_s: NDArray[np.float64]
+    attention_s: NDArray[np.float64]
+    context_stride: int
+    n_moe_layers: int
+    n_experts: int
 
 
 @dataclass(frozen=True)
@@ -116,6 +162,12 @@ class PolicyContext:
         ELDR's offline fit or a function that returns it, called only by policies that need it.
     prefix_block_tokens
         Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
+    step_times
+        Decode step times of the model on the workers' GPU.
+    future
+        The future, which no real router has, for oracles only: a function of ``request_id`` that
+        returns the share of the request's decode steps to come in which it will select each
+        expert, float64 [MoE layers of the model, E].
 
     Raises
     ------
@@ -129,6 +181,8 @@ class PolicyContext:
     calibration: CalibrationSet | Callable[[], CalibrationSet] | None = None
     artifact: RoutingArtifact | Callable[[], RoutingArtifact] | None = None
     prefix_block_tokens: int = 16
+    step_times: DecodeStepTimes | None = None
+    future: Callable[[int], NDArray[np.float64]] | None = None
 
     def __post_init__(self) -> None:
         if self.n_workers < 1:
@@ -149,3 +203,15 @@ class PolicyContext:
         if self.artifact is None:
             raise InputError(policy, "this policy needs a routing artifact and none was given")
         return self.artifact() if callable(self.artifact) else self.artifact
+
+    def require_step_times(self, policy: str) -> DecodeStepTimes:
+        """Return the step times; ``InputError`` naming ``policy`` if there are none."""
+        if self.step_times is None:
+            raise InputError(policy, "this policy needs decode step times and none were given")
+        return self.step_times
+
+    def require_future(self, policy: str) -> Callable[[int], NDArray[np.float64]]:
+        """Return the future; ``InputError`` naming ``policy`` if there is none."""
+        if self.future is None:
+            raise InputError(policy, "this oracle needs the future experts and none were given")
+        return self.future

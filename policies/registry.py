@@ -6,7 +6,8 @@ class with
 - ``name``: the name that users type;
 - ``decision``: ``"decode"`` or ``"prefill"``;
 - a constructor that takes a :class:`~eldr_sim.policies.base.PolicyContext`;
-- ``select(request, loads) -> int`` (see ``base``).
+- ``select(request, loads) -> int`` (see ``base``);
+- for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions.
 
 The entry point's own key is free. Built-in names cannot be taken over. Other packages are loaded
 only when a name is not built in, or when all names are listed.
@@ -27,6 +28,7 @@ from eldr_sim.policies.decode import (
     RoundRobinPolicy,
 )
 from eldr_sim.policies.eldr import EldrPolicy
+from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
 from eldr_sim.policies.prefill import (
     LeastLoadedPolicy,
     PrefillRoundRobinPolicy,
@@ -60,6 +62,8 @@ _BUILT_IN = cast(
         PowerOfTwoChoicesPolicy,
         DomainPolicy,
         EldrPolicy,
+        MarginalCostPolicy,
+        OraclePolicy,
         PrefillRoundRobinPolicy,
         LeastLoadedPolicy,
         PrefixHashPolicy,

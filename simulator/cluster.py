@@ -11,7 +11,12 @@ from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
-from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, RequestInfo
+from eldr_sim.policies.base import (
+    CompletionListener,
+    DecodePolicy,
+    PrefillPolicy,
+    RequestInfo,
+)
 from eldr_sim.simulator import request as outcomes
 from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.decode import DecodePool
@@ -98,6 +103,7 @@ class Cluster:
         self.signatures = signatures
         self.prefill_policy = prefill_policy
         self.decode_policy = decode_policy
+        self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
         self.window = window
         self.time_limit_s = time_limit_s
         self.requests = _requests(workload, replay, window)
@@ -246,7 +252,9 @@ class Cluster:
         )
 
     def _complete(self, request: Request) -> None:
-        self._report(self.decode_loads, request.decode_worker)
+        listener, index, worker = self._listener, request.index, request.decode_worker
+        on_report = None if listener is None else lambda: listener.on_complete(index, worker)
+        self._report(self.decode_loads, worker, on_report)
         self._in_flight -= 1
         self._end(request, outcomes.COMPLETED)
         self._send()
@@ -255,16 +263,20 @@ class Cluster:
         request.outcome = outcome
         self.open_measured -= request.measured
 
-    def _report(self, loads: NDArray[np.int64], worker: int) -> None:
+    def _report(
+        self, loads: NDArray[np.int64], worker: int, on_report: Callable[[], None] | None = None
+    ) -> None:
         """Tell a router that a worker has one request less, as late as the configuration says."""
+
+        def arrived(_event: object = None) -> None:
+            loads[worker] -= 1
+            if on_report is not None:
+                on_report()
+
         if self.spec.load_report_delay_s == 0.0:
-            loads[worker] -= 1
-            return
-
-        def arrived(_event: object) -> None:
-            loads[worker] -= 1
-
-        self.env.at(self.env.now + self.spec.load_report_delay_s, arrived)
+            arrived()
+        else:
+            self.env.at(self.env.now + self.spec.load_report_delay_s, arrived)
 
 
 def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -> list[Request]:

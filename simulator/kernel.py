@@ -80,7 +80,9 @@ class StepTables(NamedTuple):
 
 
 @intrinsic
-def _popcount(_typing: Any, _word: Any) -> Any:
+def popcount(_typing: Any, _word: Any) -> Any:
+    """Count the set bits of a uint64."""
+
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.ctpop(args[0])
 
@@ -128,7 +130,7 @@ def moe_time(union: Any, layer_s: Any, layers: int) -> tuple[float, int]:
     for layer in range(layers):
         distinct = 0
         for w in range(layer * words, (layer + 1) * words):
-            distinct += _popcount(union[w])  # type: ignore[call-arg]
+            distinct += popcount(union[w])  # type: ignore[call-arg]
         total += layer_s[distinct]
         active += distinct
     return total, active

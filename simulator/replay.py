@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.simulator.kernel import popcount
 from eldr_sim.traces.bitsets import bit_sets
 from eldr_sim.traces.format import RoutingTrace
 
@@ -42,6 +43,34 @@ class Replay:
     bits: NDArray[np.uint64]
     first_row: NDArray[np.int64]
     length: NDArray[np.int64]
+
+    def activation(
+        self, trace_request: int, offset: int, steps: int, n_experts: int
+    ) -> NDArray[np.float64]:
+        """Share of decode steps in which each expert is active, ``[moe_layers, n_experts]``.
+
+        Parameters
+        ----------
+        trace_request
+            Whose window is replayed.
+        offset
+            Row of the window that the first step feeds.
+        steps
+            Decode steps, at least 1; the window is read round and round.
+        n_experts
+            Experts of a layer.
+        """
+        words = (n_experts + 63) // 64
+        count = np.zeros((self.bits.shape[1] // words, words * 64), np.int64)
+        _count(
+            self.bits,
+            self.first_row[trace_request],
+            self.length[trace_request],
+            offset,
+            steps,
+            count.reshape(-1),
+        )
+        return count[:, :n_experts] / steps
 
 
 def check_trace_fits(trace: RoutingTrace, model: ModelDims) -> None:
@@ -98,3 +127,19 @@ def _tile(flat: Any, source: Any, target: Any, length: Any, out: Any) -> None:
                 row = source[q] + (p + shift) % n
                 for k in range(width):
                     out[target[q] + p, t * have + k] = flat[row, k]
+
+
+@njit(cache=True)
+def _count(bits: Any, first: int, span: int, offset: int, steps: int, out: Any) -> None:
+    """Count in how many of ``steps`` rows, from ``offset`` round the window, each bit is set."""
+    whole, rest = steps // span, steps % span
+    for p in range(span):
+        times = whole + ((p - offset) % span < rest)
+        if times == 0:
+            continue
+        for k in range(bits.shape[1]):
+            word = bits[first + p, k]
+            while word != 0:
+                low = word & (~word + np.uint64(1))
+                out[64 * k + popcount(low - np.uint64(1))] += times  # type: ignore[call-arg]
+                word ^= low

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
@@ -20,7 +21,7 @@ from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
 from eldr_sim.policies.artifact import RoutingArtifact, fit
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import DecodeStepTimes, PolicyContext
 from eldr_sim.policies.registry import decode_policy, prefill_policy
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
 from eldr_sim.simulator.config import RunConfig
@@ -198,6 +199,16 @@ def build_cluster(
             clustering=config.clustering or "balanced",
         )
 
+    model, step_time = setting.model, setting.step_time
+    replay = make_replay(trace, step_time.n_moe_layers, workload.decode_request.astype(np.int64))
+
+    def future(request: int) -> NDArray[np.float64]:
+        window, offset, steps = (
+            int(column[request])
+            for column in (workload.decode_request, workload.replay_offset, workload.output_len)
+        )
+        return replay.activation(window, offset, steps, step_time.n_experts)
+
     decode = decode_policy(
         config.policy,
         PolicyContext(
@@ -206,6 +217,15 @@ def build_cluster(
             tau=config.tau,
             calibration=calibration,
             artifact=artifact,
+            step_times=DecodeStepTimes(
+                step_time.moe_s,
+                step_time.fixed_s,
+                step_time.attention_s,
+                step_time.context_stride,
+                step_time.n_moe_layers,
+                step_time.n_experts,
+            ),
+            future=future,
         ),
     )
     prefill = prefill_policy(
@@ -222,10 +242,10 @@ def build_cluster(
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         setting.spec,
-        setting.model,
-        setting.step_time,
+        model,
+        step_time,
         workload,
-        make_replay(trace, setting.model.n_moe_layers, workload.decode_request.astype(np.int64)),
+        replay,
         signatures,
         prefill,
         decode,

@@ -233,13 +233,15 @@ def test_every_built_in_policy_builds_and_selects():
 
 
 def test_names():
-    assert registry.names("decode")[:6] == [
+    assert registry.names("decode")[:8] == [
         "random",
         "round_robin",
         "jsq",
         "p2c",
         "domain",
         "eldr",
+        "marginal_cost",
+        "oracle",
     ]
     assert registry.names("prefill")[:3] == ["round_robin", "least_loaded", "prefix_hash"]
     with pytest.raises(InputError, match="queue"):

@@ -1,0 +1,237 @@
+"""Decode routing by the predicted step time: what would this request cost on each worker?
+
+ELDR groups requests offline and balances their number online. The policies here put both into one
+unit, time. For every worker they predict the time ``t`` of a decode step now and with the request
+in its batch, from the expected expert unions (:mod:`~eldr_sim.policies.unions`) and the batch
+size, through the latency tables of the GPU, and send the request where the cost of all requests
+grows least. The cost of a worker with ``b`` requests is ``b t^2``, so the request goes where ::
+
+    (b + 1) t'^2 - b t^2
+
+is smallest: its own step time, squared, plus what it adds to the ``b`` requests that are there. A
+greedy rule on a sum of powers is the classic online balancing in an L_p norm (Awerbuch et al.,
+FOCS 1995).
+
+Why this cost. The growth ``t' - t`` of the step time alone is smallest on the *fullest* worker,
+whose union has all experts already, so everything piles up on one worker. The sum of step times
+over requests, ``b t``, has a trace of the same weakness near saturation, where ``t`` is concave in
+``b``: at high load it pays for its median in the tail. The square does not. The measurements are
+in ``docs/marginal_cost.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.activation import fit_activation
+from eldr_sim.policies.base import DecodeStepTimes, Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.signature import Floats
+from eldr_sim.policies.unions import ExpertUnions, log_idle, on_grid
+
+_Usage = tuple[Floats, NDArray[np.float32]]
+"""A request's activation on the grid of ``unions``, and its ``log_idle``, both [L, E]."""
+
+
+class _Greedy:
+    """Sends a request where the cost grows least; what it knows of requests is up to others.
+
+    Parameters
+    ----------
+    step_times
+        The latency tables.
+    n_workers, n_layers
+        Workers; layers of the activations that ``place`` gets.
+    """
+
+    def __init__(self, step_times: DecodeStepTimes, n_workers: int, n_layers: int) -> None:
+        self._step_times = step_times
+        self._unions = ExpertUnions(n_workers, n_layers, step_times.n_experts)
+        self._prompt_tokens = np.zeros(n_workers)
+        self._resident: dict[tuple[int, int], tuple[int, NDArray[np.float32]]] = {}
+        self._next = 0
+
+    def place(self, request: RequestInfo, usage: _Usage, loads: Loads) -> int:
+        """Return the worker whose cost grows least, and count the request there.
+
+        Equal growths, to 1e-12 s^2, are served in turn.
+        """
+        activation, log = usage
+        costs = np.round(self._growths(activation, request.prompt_len, loads), 12)
+        worker = (int(np.roll(costs, -self._next).argmin()) + self._next) % len(costs)
+        self._next = (worker + 1) % len(costs)
+        self._unions.add(worker, log)
+        self._prompt_tokens[worker] += request.prompt_len
+        self._resident[request.request_id, worker] = (request.prompt_len, log)
+        return worker
+
+    def remove(self, request_id: int, worker: int) -> None:
+        """Forget a request that was placed on ``worker``; KeyError if there is none."""
+        prompt_len, log = self._resident.pop((request_id, worker))
+        self._unions.remove(worker, log)
+        self._prompt_tokens[worker] -= prompt_len
+
+    def _growths(self, activation: Floats, prompt_len: int, loads: Loads) -> Floats:
+        """Return how much the request would add to the cost of each worker, shape [K], s^2."""
+        distinct, tokens = self._unions.distinct, self._prompt_tokens
+        now = decode_step_s(self._step_times, loads, tokens, distinct)
+        added = self._unions.growth(activation)
+        then = decode_step_s(self._step_times, loads + 1, tokens + prompt_len, distinct + added)
+        return np.asarray((loads + 1) * then**2 - loads * now**2)
+
+
+class MarginalCostPolicy:
+    """The worker on which the request makes the predicted cost of all requests grow least.
+
+    It knows what ELDR's router knows: the prefill counts of the requests that it has dispatched
+    (through :class:`~eldr_sim.policies.activation.ActivationModel`, fitted on the calibration
+    requests), their prompt lengths, and the completions as they are reported to it. The context of
+    a request counts as long as its prompt: how much it has generated is not known.
+
+    A decision reads ``idle``, [K, L, E], once and refreshes one row of it; a completion refreshes
+    one row. Both together take 36 us for 16 workers and 71 us for 256 with 6 layers of 128 experts,
+    91 us and 0.60 ms with 48 layers, and a signature not seen before 0.13 ms more at 48 layers
+    (medians on one core of an AMD EPYC, ``tests/benchmarks/test_marginal_cost_benchmark.py``).
+    """
+
+    name = "marginal_cost"
+    decision: ClassVar[str] = "decode"
+
+    def __init__(self, context: PolicyContext) -> None:
+        step_times = context.require_step_times(self.name)
+        self._model = fit_activation(context.require_calibration(self.name))
+        n_layers, n_experts = self._model.mean_share.shape
+        if n_experts != step_times.n_experts:
+            problem = f"{n_experts} experts, but the model has {step_times.n_experts}"
+            raise InputError("calibration", problem)
+        self._greedy = _Greedy(step_times, context.n_workers, n_layers)
+        self._usages: dict[int, _Usage] = {}
+
+    def usage(self, request: RequestInfo) -> _Usage:
+        """Return the request's predicted activation; the calibration mean without a signature.
+
+        Remembered for every ``signature_id`` while the policy lives.
+        """
+        if request.signature is None:
+            return _usage(self._model.mean_activation)
+        known = request.signature_id
+        if known is not None and known in self._usages:
+            return self._usages[known]
+        usage = _usage(self._model.predict(request.signature))
+        if known is not None:
+            self._usages[known] = usage
+        return usage
+
+    def select(self, request: RequestInfo, loads: Loads) -> int:
+        """Return the worker whose cost grows least, and count the request there."""
+        return self._greedy.place(request, self.usage(request), loads)
+
+    def on_complete(self, request_id: int, worker: int) -> None:
+        """Forget a completed request."""
+        self._greedy.remove(request_id, worker)
+
+
+class OraclePolicy:
+    """ORACLE, a reference and no router: ``marginal_cost`` that is told the future experts.
+
+    Instead of a prediction it gets each request's true activation, the mean over the decode steps
+    that the request is going to take (``PolicyContext.future``), in every MoE layer of the model.
+    It shows what better knowledge of experts could still win. It is greedy: it knows neither
+    future arrivals nor which experts meet in one step, so it is a strong reference and no proven
+    bound.
+    """
+
+    name = "oracle"
+    decision: ClassVar[str] = "decode"
+
+    def __init__(self, context: PolicyContext) -> None:
+        step_times = context.require_step_times(self.name)
+        self._future = context.require_future(self.name)
+        self._greedy = _Greedy(step_times, context.n_workers, step_times.n_moe_layers)
+
+    def select(self, request: RequestInfo, loads: Loads) -> int:
+        """Return the worker whose cost grows least, and count the request there."""
+        usage = _usage(self._future(request.request_id))
+        return self._greedy.place(request, usage, loads)
+
+    def on_complete(self, request_id: int, worker: int) -> None:
+        """Forget a completed request."""
+        self._greedy.remove(request_id, worker)
+
+
+def _usage(activation: Floats) -> _Usage:
+    rounded = on_grid(activation)
+    return rounded, log_idle(rounded)
+
+
+def decode_step_s(
+    step_times: DecodeStepTimes, loads: Loads, context: Floats, distinct: Floats
+) -> Floats:
+    """Return the expected time of a decode step of each worker, shape [K], s.
+
+    The layers of ``distinct`` stand for all MoE layers of the model in equal parts. Where a worker
+    spreads its experts over several GPUs, each is taken to hold an equal share of the union.
+    Requests beyond the seats of a batch take turns: its step counts ``load / seats`` times.
+
+    Parameters
+    ----------
+    step_times
+        The latency tables.
+    loads
+        Shape [K]: requests on each worker; an empty one takes no time.
+    context
+        Shape [K]: their tokens of context, summed.
+    distinct
+        Shape [K, L]: expected distinct experts; fractions are interpolated.
+    """
+    seconds = np.empty(len(loads))
+    _decode_step_s(
+        loads,
+        context,
+        distinct,
+        step_times.moe_s,
+        step_times.fixed_s,
+        step_times.attention_s,
+        step_times.context_stride,
+        step_times.n_moe_layers / distinct.shape[1],
+        (step_times.moe_s.shape[1] - 1) / step_times.n_experts,
+        seconds,
+    )
+    return seconds
+
+
+@njit(cache=True)
+def _decode_step_s(
+    loads: Any,
+    context: Any,
+    distinct: Any,
+    moe_s: Any,
+    fixed_s: Any,
+    attention_s: Any,
+    stride: int,
+    layers_each: float,
+    experts_each: float,
+    seconds: Any,
+) -> None:
+    seats, n_layers = fixed_s.shape[0] - 1, distinct.shape[1]
+    for w in range(loads.shape[0]):
+        if loads[w] <= 0:
+            seconds[w] = 0.0
+            continue
+        batch = min(loads[w], seats)
+        moe = 0.0
+        for layer in range(n_layers):
+            d = distinct[w, layer] * experts_each
+            i = min(int(d), moe_s.shape[1] - 2)
+            moe += moe_s[batch, i] + (moe_s[batch, i + 1] - moe_s[batch, i]) * (d - i)
+        x = context[w] / loads[w] / stride
+        i = min(int(x), attention_s.shape[1] - 2)
+        attention = attention_s[batch, i] + (attention_s[batch, i + 1] - attention_s[batch, i]) * (
+            x - i
+        )
+        step = fixed_s[batch] + attention + moe * layers_each
+        seconds[w] = step * max(1.0, loads[w] / seats)

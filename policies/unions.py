@@ -1,0 +1,95 @@
+"""The expert union that each decode worker's batch is expected to activate in a step.
+
+Request ``r`` selects expert ``e`` of layer ``l`` in a step with probability ``p_r(l, e)``. Taking
+the requests of a worker as independent, the expert stays idle with probability ``prod (1 - p_r)``,
+so the layer activates ``D(l) = sum_e (1 - prod_r (1 - p_r(l, e)))`` distinct experts on average,
+and one more request ``q`` adds ``sum_e p_q(l, e) prod_r (1 - p_r(l, e))``.
+
+Probabilities are multiples of 2^-12, their logarithms and the products of 2^-20. Sums of such
+numbers are exact in float64 in whatever order they are taken: a worker that its requests have left
+is back at zero, and every decision is the same bits whatever came and went before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from eldr_sim.policies.signature import Floats
+
+_PROBABILITY_GRID = float(1 << 12)
+_LOG_GRID = float(1 << 20)
+
+
+def on_grid(activation: NDArray[Any]) -> Floats:
+    """Round probabilities to multiples of 2^-12, at most 1 - 2^-12: log(1 - p) stays finite."""
+    whole = np.minimum(np.rint(activation * _PROBABILITY_GRID), _PROBABILITY_GRID - 1.0)
+    return np.asarray(whole / _PROBABILITY_GRID)
+
+
+class ExpertUnions:
+    """Expected expert unions of the workers, kept up to date as requests come and go.
+
+    Parameters
+    ----------
+    n_workers, n_layers, n_experts
+        Workers, layers and experts a layer.
+
+    Attributes
+    ----------
+    idle
+        Shape [K, L, E]: probability that no request of the worker selects the expert in a step.
+    distinct
+        Shape [K, L]: expected distinct experts a step, ``sum_e (1 - idle)``.
+    """
+
+    def __init__(self, n_workers: int, n_layers: int, n_experts: int) -> None:
+        self._log_idle = np.zeros((n_workers, n_layers, n_experts))
+        self.idle = np.ones_like(self._log_idle)
+        self.distinct = np.zeros((n_workers, n_layers))
+
+    def add(self, worker: int, log_idle: NDArray[np.float32]) -> None:
+        """Add a request, given by :func:`log_idle`, to a worker."""
+        self._log_idle[worker] += log_idle
+        self._refresh(worker)
+
+    def remove(self, worker: int, log_idle: NDArray[np.float32]) -> None:
+        """Take a request that was added from its worker."""
+        self._log_idle[worker] -= log_idle
+        self._refresh(worker)
+
+    def growth(self, activation: Floats) -> Floats:
+        """Return the distinct experts, shape [K, L], that a request would add to each worker.
+
+        ``activation`` has shape [L, E] and comes from :func:`on_grid`.
+        """
+        added = np.empty_like(self.distinct)
+        _growth(self.idle, activation, added)
+        return added
+
+    def _refresh(self, worker: int) -> None:
+        idle = np.rint(np.exp(self._log_idle[worker]) * _LOG_GRID) / _LOG_GRID
+        self.idle[worker] = idle
+        self.distinct[worker] = (1.0 - idle).sum(axis=1)
+
+
+def log_idle(activation: Floats) -> NDArray[np.float32]:
+    """Return ``log(1 - p)``, shape [L, E], of probabilities from :func:`on_grid`.
+
+    In multiples of 2^-20, which float32 holds exactly down to the lowest, log(2^-12) = -8.3.
+    """
+    return np.asarray(np.rint(np.log1p(-activation) * _LOG_GRID) / _LOG_GRID, dtype=np.float32)
+
+
+# Reassociation lets the sum run in vector registers; on this grid the order changes no bit.
+@njit(cache=True, fastmath={"reassoc"})
+def _growth(idle: Any, activation: Any, added: Any) -> None:
+    for w in range(idle.shape[0]):
+        for layer in range(idle.shape[1]):
+            total = 0.0
+            for e in range(idle.shape[2]):
+                total += idle[w, layer, e] * activation[layer, e]
+            added[w, layer] = total
