@@ -40,6 +40,8 @@ class DecodePool:
         Tokens that one step may compute: bounds the recomputation after a preemption.
     bits
         ``uint64 [rows, moe_layers * words]``, see :mod:`eldr_sim.simulator.replay`.
+    expert_masks
+        ``uint64 [workers, ranks, moe_layers * words]``: the experts on each GPU of each worker.
     n_requests
         Requests of the whole run.
     start_transfer
@@ -60,6 +62,7 @@ class DecodePool:
         max_num_batched_tokens: int,
         step_time: StepTimeModel,
         bits: NDArray[np.uint64],
+        expert_masks: NDArray[np.uint64],
         n_requests: int,
         start_transfer: Callable[[Request], None],
         on_finish: Callable[[Request], None],
@@ -81,6 +84,7 @@ class DecodePool:
         #: Gaps between tokens that a preemption made longer than a step, s.
         self.preempted_gaps_s: list[float] = []
         self._bits = bits
+        self._masks = np.ascontiguousarray(expert_masks)
         self._tables = kernel.StepTables(
             step_time.moe_s, step_time.fixed_s, step_time.attention_s, step_time.context_stride
         )
@@ -100,6 +104,7 @@ class DecodePool:
                 self.slots,
                 self.token_times,
                 self._bits,
+                self._masks,
                 self._layers,
                 self._tables,
                 self.block_size,
