@@ -94,7 +94,7 @@ MI300X = Efficiency(
         "MoE: 3.78 of 5.3 TB/s from AITER's tuned bf16 rows (ROCm/aiter e404860; 22% of peak "
         "FLOPs at 16384 tokens), 35.6 us from ELDR Sec. 3.1 (16 to 128 experts: 4.7x); bandwidth "
         "of other kernels taken as the same; their compute as H100's fraction times MI300X's over "
-        "H100's fraction in the fused MoE (0.22 / 0.43); collectives: 48 of 64 GB/s a link (AMD ROCm "
+        "H100's fraction in the fused MoE (0.22 / 0.43); collectives: 48 of 64 GB/s a link (ROCm "
         "blog, Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X, 2025); "
         "floors of GEMM, attention and collectives as on H100"
     ),
@@ -200,7 +200,7 @@ def all_reduce_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
 
 
 def all_gather_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
-    """Seconds until every GPU of a node has all ``message_bytes`` bytes, of which each had 1 / N."""
+    """Seconds until every GPU of a node has all ``message_bytes`` bytes; each had 1 / N of them."""
     return _gather_s(gpu, n_gpus, message_bytes) + efficiency_of(gpu).collective_floor_s
 
 

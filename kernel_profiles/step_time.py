@@ -405,7 +405,9 @@ class _Parts:
         if measured_ranks != ranks:
             entry = self.provenance["moe"]
             entry["label"] = weakest([entry["label"], "derived"])
-            entry["origin"] += f"; all experts on one GPU, read at the count of one of {ranks} ranks"
+            entry["origin"] += (
+                f"; all experts on one GPU, read at the count of one of {ranks} ranks"
+            )
         return fitted.on_rank(ranks // measured_ranks)
 
     def _gemm(self) -> GemmLatency | None:
@@ -452,7 +454,9 @@ class _Parts:
         if self.parallelism.tensor_parallel_size == 1:
             return np.zeros_like(rows)
         count = 1 + 2 * self.model.n_layers
-        return np.where(rows > 0, count * self._all_reduce_s(2 * self.model.hidden_size * rows), 0.0)
+        return np.where(
+            rows > 0, count * self._all_reduce_s(2 * self.model.hidden_size * rows), 0.0
+        )
 
     def _gather_s(self, n_bytes: FloatArray) -> FloatArray:
         n_gpus = self.parallelism.tensor_parallel_size

@@ -41,7 +41,8 @@ class DecodePool:
     bits
         ``uint64 [rows, moe_layers * words]``, see :mod:`eldr_sim.simulator.replay`.
     expert_masks
-        ``uint64 [workers, ranks, moe_layers * words]``: the experts on each GPU of each worker.
+        ``uint64 [workers, ranks, moe_layers * words]``: the experts on each expert-parallel GPU of
+        each worker; None where there is one such rank.
     n_requests
         Requests of the whole run.
     start_transfer
@@ -62,10 +63,10 @@ class DecodePool:
         max_num_batched_tokens: int,
         step_time: StepTimeModel,
         bits: NDArray[np.uint64],
-        expert_masks: NDArray[np.uint64],
         n_requests: int,
         start_transfer: Callable[[Request], None],
         on_finish: Callable[[Request], None],
+        expert_masks: NDArray[np.uint64] | None = None,
     ) -> None:
         self.state = np.zeros(n_workers, kernel.WORKER)
         self.state["free_blocks"] = n_blocks
@@ -84,7 +85,8 @@ class DecodePool:
         #: Gaps between tokens that a preemption made longer than a step, s.
         self.preempted_gaps_s: list[float] = []
         self._bits = bits
-        self._masks = np.ascontiguousarray(expert_masks)
+        one_rank = np.zeros((n_workers, 1, 0), np.uint64)
+        self._masks = one_rank if expert_masks is None else np.ascontiguousarray(expert_masks)
         self._tables = kernel.StepTables(
             step_time.moe_s, step_time.fixed_s, step_time.attention_s, step_time.context_stride
         )

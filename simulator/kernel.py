@@ -5,8 +5,8 @@ that the tokens of its batch select in each MoE layer. The routing trace is ther
 sets, one row a token: ``uint64 [rows, moe_layers * words]``. A step ORs the rows of its batch,
 counts the bits layer by layer, looks the layer times up and adds attention and the fixed part.
 
-Under expert parallelism a layer waits for the GPU (rank) that reads the most distinct experts, so the
-bits are also counted rank by rank, through the masks of the experts that each rank holds.
+Under expert parallelism a layer waits for the GPU (rank) that reads the most distinct experts, so
+the bits are also counted rank by rank, through the masks of the experts that each rank holds.
 
 Nothing here knows queues or policies: the loop stops a worker as soon as its batch could change
 (a request ends, KV blocks run out, a single step was asked for) and leaves the decision to
