@@ -136,7 +136,7 @@ def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
     flops = 6.0 * model.top_k * model.hidden_size * model.expert_intermediate_size
     peak = _flops(gpu, model.expert_dtype == "fp8_block")
     token_s = flops / (efficiency.moe_flops * peak)
-    batches = np.array([0.0, 1.0])
+    batches = np.array([0.0, 1024.0])
     return MoELatency(model.n_experts, model.top_k, expert_s, batches, np.zeros(2), token_s)
 
 
