@@ -88,6 +88,9 @@ def print_summary(summary: dict[str, Any]) -> None:
     _line("Mean batch (requests)", summary["mean_decode_batch"])
     _line("Mean active experts per step", summary["mean_active_experts_per_step"])
     _line("P99 active experts per step", summary["p99_active_experts_per_step"])
+    if summary["expert_parallel_size"] > 1:
+        _line("Expert placement", summary["expert_placement"])
+        _line("Mean active experts, busiest GPU", summary["mean_busiest_rank_experts_per_step"])
     _line("Preemptions", summary["preemptions"])
     _line("GPU-hours per million tokens", summary["gpu_hours_per_million_output_tokens"])
     if summary["cost_per_million_output_tokens"] is not None:

@@ -10,6 +10,7 @@ from eldr_sim.cli.console import print_table
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
 from eldr_sim.kernel_profiles.models import list_models, load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables import shipped_tables
 
@@ -92,8 +93,27 @@ def list_tables() -> None:
 @tables.command("import")
 @click.option("--gpu", required=True, metavar="NAME")
 @click.option("--model", default=None, metavar="NAME|PATH", help="Tables of this model's shapes.")
+@click.option(
+    "--tensor-parallel-size",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="GPUs of a worker: tables of one GPU's part of the model.",
+)
+@click.option(
+    "--enable-expert-parallel/--no-enable-expert-parallel",
+    default=False,
+    help="Whole experts spread over those GPUs.",
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
-def import_(gpu: str, model: str | None, out: Path) -> None:
+def import_(
+    gpu: str,
+    model: str | None,
+    tensor_parallel_size: int,
+    enable_expert_parallel: bool,
+    out: Path,
+) -> None:
     """Import a GPU's tables from the package aiconfigurator-core.
 
     Use them with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`.
@@ -102,5 +122,10 @@ def import_(gpu: str, model: str | None, out: Path) -> None:
 
     if out.exists() and not out.is_dir():
         raise InputError("out", f"{out} is a file", "a folder")
-    paths = import_tables(gpu, None if model is None else load_model(model), out)
+    paths = import_tables(
+        gpu,
+        None if model is None else load_model(model),
+        out,
+        Parallelism(tensor_parallel_size, enable_expert_parallel),
+    )
     click.echo(f"Wrote {len(paths)} tables to {out}")

@@ -22,14 +22,7 @@ def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
 
     def decorate(command: F) -> F:
         options = [
-            click.option(
-                "--" + name.replace("_", "-"),
-                name,
-                metavar=_metavar(name),
-                help=_help(name),
-            )
-            for name in RunConfig.model_fields
-            if name not in (*_MAPPINGS, *without)
+            _option(name) for name in RunConfig.model_fields if name not in (*_MAPPINGS, *without)
         ]
         options.append(
             click.option(
@@ -69,6 +62,13 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
     return make_config(values)
 
 
+def _option(name: str) -> Callable[[F], F]:
+    flag = "--" + name.replace("_", "-")
+    if RunConfig.model_fields[name].annotation is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=_help(name))
+    return click.option(flag, name, metavar=_metavar(name), help=_help(name))
+
+
 def _bound(text: str) -> tuple[str, str]:
     name, colon, bound = text.partition(":")
     if not colon:
@@ -88,6 +88,8 @@ def _metavar(name: str) -> str:
         "tables": "DIR",
         "trace_replay": "own|same_domain",
         "kv_transfer": "ideal|observed",
+        "expert_placement": "linear|eldr",
+        "tensor_parallel_size": "N",
         "output_len": "N|recorded",
         "model": "NAME|PATH",
         "gpu": "NAME",

@@ -6,6 +6,10 @@ this importer has to know about them:
 - MoE rows give tokens but no count of distinct experts. ``balanced`` routing activates exactly
   ``min(E, k * tokens)``; ``power_law_*`` rows are unseeded draws, so that only the expectation is
   known, computed here from the generator that the package's collector documents.
+- ``inter_size`` is the whole expert's: with ``moe_tp_size`` the kernel ran on its shard. With
+  ``moe_ep_size`` the rows time one rank that gets all tokens: rank 0 of balanced routing, and the
+  rank with the most token-expert pairs of skewed routing. Versions that lack balanced rows are
+  left out there: how many experts a draw activates on one rank is too uncertain.
 - Attention ``step`` counts cached tokens, so a decode step attends to ``step + 1``.
 - NCCL ``message_size`` counts elements, not bytes.
 - Latencies are milliseconds, taken under CUDA graphs without flushing the L2 cache: points whose
@@ -27,6 +31,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.tables import (
     MOE_DTYPES,
     Kind,
@@ -45,14 +50,32 @@ _GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
 _NOTES = "CUDA graph timing, no L2 flush: points whose data fit the L2 cache read low"
 
 
-def expected_distinct(tokens: int, n_experts: int, top_k: int, alpha: float) -> float:
+def balanced_distinct(tokens: int, n_experts: int, top_k: int, n_ranks: int = 1) -> int:
+    """Distinct experts on rank 0 under the package's balanced routing.
+
+    With ``s = ceil(E / k)`` token ``t`` picks ``t + i s`` for ``i < k``, modulo E; fewer than s
+    tokens spread their first choices evenly, ``floor(t s / tokens)`` instead of ``t``.
+    """
+    if n_ranks == 1:
+        return min(n_experts, tokens * top_k)
+    stride = -(-n_experts // top_k)
+    first = np.arange(tokens)
+    first = first if tokens >= stride else first * stride // tokens
+    chosen = np.unique((first[:, None] + stride * np.arange(top_k)) % n_experts)
+    return int(np.count_nonzero(chosen < n_experts // n_ranks))
+
+
+def expected_distinct(
+    tokens: int, n_experts: int, top_k: int, alpha: float, n_ranks: int = 1
+) -> float:
     """Expected number of distinct experts under the package's power-law routing.
 
     Follows the collector's generator: expert weights by inverse CDF of a power law with exponent
     ``alpha`` (on [1, 0.8 tokens] where ``tokens * top_k > n_experts``, else on [0.01, 2]), scaled
     to ``tokens * top_k`` choices, rounded and capped at ``tokens`` each; what is then missing goes
     to the least loaded experts, what is too much comes off them. The mean over 200 draws of a
-    fixed seed; its standard error is below 1 expert.
+    fixed seed; its standard error is below 1 expert. With ``n_ranks`` it counts the experts of the
+    rank that gets the most token-expert pairs, experts of equal load in random order.
     """
     rng = np.random.default_rng([tokens, n_experts, top_k, round(alpha * 1000)])
     low, high = (1.0, 0.8 * tokens) if tokens * top_k > n_experts else (0.01, 2.0)
@@ -79,7 +102,8 @@ def expected_distinct(tokens: int, n_experts: int, top_k: int, alpha: float) -> 
         for turn in range(-missing):
             expert = ascending[turn % n_experts]
             counts[expert if counts[expert] > 0 else np.argmax(counts)] -= 1
-        distinct.append(np.count_nonzero(counts))
+        ranks = (rng.permutation(counts) if n_ranks > 1 else counts).reshape(n_ranks, -1)
+        distinct.append(np.count_nonzero(ranks[np.argmax(ranks.sum(axis=1))]))
     return float(np.mean(distinct))
 
 
@@ -146,8 +170,11 @@ def _table(
     )
 
 
-def moe_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
-    """Fused-MoE tables of a model's layer on one GPU, the newest version of every kernel."""
+def moe_tables(
+    gpu: str, model: ModelDims, parallelism: Parallelism = SINGLE_GPU
+) -> Iterator[LatencyTable]:
+    """Fused-MoE tables of one GPU's part of a model's layer, the newest version of every kernel."""
+    ranks = parallelism.n_expert_ranks
     folder = _data_folder(gpu) / "moe" / "vllm"
     seen: set[str] = set()
     for version in _versions(folder):
@@ -155,8 +182,8 @@ def moe_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
         if frame.empty:
             continue
         frame = frame[
-            (frame.moe_tp_size == 1)
-            & (frame.moe_ep_size == 1)
+            (frame.moe_tp_size == parallelism.tensor_parallel_size // ranks)
+            & (frame.moe_ep_size == ranks)
             & (frame.hidden_size == model.hidden_size)
             & (frame.inter_size == model.expert_intermediate_size)
             & (frame.num_experts == model.n_experts)
@@ -165,6 +192,8 @@ def moe_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
         ]
         for source, rows in frame.groupby("kernel_source", sort=True):
             points = _median(rows, ["distribution", "num_tokens"])
+            if ranks > 1 and "balanced" not in set(points.distribution):
+                continue
             if source in seen or points.num_tokens.nunique() < 10:
                 continue
             seen.add(str(source))
@@ -176,7 +205,7 @@ def moe_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
                     "batch": points.num_tokens.to_numpy(np.int32),
                     "distinct_experts": np.array(
                         [
-                            _distinct(routing, tokens, model)
+                            _distinct(routing, tokens, model, ranks)
                             for routing, tokens in zip(
                                 points.distribution, points.num_tokens, strict=True
                             )
@@ -187,9 +216,10 @@ def moe_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
                 },
                 shape=moe_shape(
                     model.hidden_size,
-                    model.expert_intermediate_size,
+                    parallelism.shard(model).expert_intermediate_size,
                     model.n_experts,
                     model.top_k,
+                    ranks,
                 ),
                 dtype=MOE_DTYPES[model.expert_dtype],
                 framework=f"vllm {version}",
@@ -197,11 +227,11 @@ def moe_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
             )
 
 
-def _distinct(routing: str, tokens: int, model: ModelDims) -> float:
+def _distinct(routing: str, tokens: int, model: ModelDims, n_ranks: int) -> float:
     if routing == "balanced":
-        return float(min(model.n_experts, tokens * model.top_k))
+        return float(balanced_distinct(tokens, model.n_experts, model.top_k, n_ranks))
     alpha = float(routing.removeprefix("power_law_"))
-    return expected_distinct(tokens, model.n_experts, model.top_k, alpha)
+    return expected_distinct(tokens, model.n_experts, model.top_k, alpha, n_ranks)
 
 
 def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
@@ -310,7 +340,9 @@ def collective_tables(gpu: str) -> Iterator[LatencyTable]:
         )
 
 
-def import_tables(gpu: str, model: ModelDims | None, out_dir: Path) -> list[Path]:
+def import_tables(
+    gpu: str, model: ModelDims | None, out_dir: Path, parallelism: Parallelism = SINGLE_GPU
+) -> list[Path]:
     """Write latency tables of one GPU as format v1.
 
     Parameters
@@ -321,6 +353,8 @@ def import_tables(gpu: str, model: ModelDims | None, out_dir: Path) -> list[Path
         Whose MoE and attention tables to write; None writes the GPU's GEMM and collective tables.
     out_dir
         Folder to write to, made if missing. Existing tables of the same name are replaced.
+    parallelism
+        How the model is spread: the tables are those of one GPU's part.
 
     Returns
     -------
@@ -330,12 +364,13 @@ def import_tables(gpu: str, model: ModelDims | None, out_dir: Path) -> list[Path
     Raises
     ------
     InputError
-        The package is missing, or knows no such GPU.
+        The package is missing, knows no such GPU, or the model cannot be spread so.
     """
     if model is None:
         tables = [gemm_table(gpu), *collective_tables(gpu)]
     else:
-        tables = [*moe_tables(gpu, model), *attention_tables(gpu, model)]
+        shard = parallelism.shard(model)
+        tables = [*moe_tables(gpu, model, parallelism), *attention_tables(gpu, shard)]
     paths = []
     for table in tables:
         path = out_dir / table_name(table.metadata)

@@ -35,6 +35,9 @@ class GPU(BaseModel):
     """Network line rate per GPU, one direction, bytes per second."""
     intra_node_bandwidth: float = Field(gt=0)
     """Bandwidth to the other GPUs of the node, one direction, bytes per second."""
+    intra_node_links: int = Field(default=0, ge=0)
+    """Point-to-point links to the peers of the node that share this bandwidth; 0 where a switch
+    gives all of it to any peer."""
     engine_reserved_bytes: int = Field(ge=0)
     """Memory that is neither weights nor KV cache: activations, graphs, communicators, runtime."""
     max_num_seqs: int = Field(ge=1)
@@ -47,6 +50,12 @@ class GPU(BaseModel):
     """Where ``engine_reserved_bytes`` comes from."""
     defaults_source: str
     """Where the two server defaults come from."""
+
+    def peer_bandwidth(self, n_gpus: int) -> float:
+        """Bandwidth of one GPU to the others in a group of ``n_gpus`` of its node, bytes/s."""
+        if self.intra_node_links == 0:
+            return self.intra_node_bandwidth
+        return self.intra_node_bandwidth / self.intra_node_links * (n_gpus - 1)
 
     def kv_cache_bytes(self, weight_bytes: int, memory_utilization: float = 0.9) -> int:
         """Memory left for KV blocks, as vLLM sizes its cache.

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from eldr_sim.errors import InputError
 
 WeightDtype = Literal["bfloat16", "fp8_block", "mxfp4"]
-_BLOCK = 128  # FP8 block scaling: one fp32 scale per 128 x 128 weights
+FP8_BLOCK = 128
+"""FP8 block scaling: one fp32 scale per 128 x 128 weights."""
 _MXFP4_GROUP = 32  # MXFP4: one scale byte per 32 weights
 _FAMILIES = (  # model_type of the Hugging Face architectures whose layers are described here
     "deepseek_v2",
@@ -310,7 +311,7 @@ class ModelDims(BaseModel):
 
 def _fp8_bytes(n: int, k: int) -> int:
     """Bytes of an n x k FP8 matrix with one fp32 scale per 128 x 128 block."""
-    return n * k + 4 * math.ceil(n / _BLOCK) * math.ceil(k / _BLOCK)
+    return n * k + 4 * math.ceil(n / FP8_BLOCK) * math.ceil(k / FP8_BLOCK)
 
 
 @lru_cache(maxsize=1)

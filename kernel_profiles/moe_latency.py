@@ -13,6 +13,12 @@ Most tables lie on the diagonal ``distinct = min(E, k * batch)``. What holds off
 grid of an RTX PRO 6000 shows. Fitted on its diagonal, the form errs there (16 experts or more) by
 2% up to 128 tokens, 7% at most; a plain sum G + C by 5%, 22% at most. At 512 tokens on few
 experts it reads up to 24% low: that grid ends before compute dominates.
+
+Under expert parallelism a rank holds E / R of the experts. All tokens of the batch reach its
+kernels, which sort them and choose their tiles by them, but only its own experts' weights are read
+and only about 1 / R of the token-expert pairs are computed. Tables measured so (their shape has an
+``expert_parallel_size``) are fitted over the rank's own experts. Where there is none,
+:meth:`MoELatency.on_rank` reads the whole layer's function at the rank's count.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ FloatArray = NDArray[np.float64]
 _DECODE_TOKENS = 128  # rows up to here make the linear fit; beyond, kernels change their tiling
 
 
-def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: int) -> FloatArray:
+def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: float) -> FloatArray:
     """Expected distinct experts when every token picks ``top_k`` of ``n_experts`` uniformly.
 
     ``E * (1 - (1 - k / E) ** batch)``: every expert is missed by a token with chance 1 - k / E.
@@ -68,7 +74,7 @@ class MoELatency:
     Attributes
     ----------
     n_experts, top_k
-        Shape of the layer's routing.
+        Experts that the GPU holds, and how many of them a token picks in the mean.
     expert_s
         G: float64 [n_experts + 1], seconds by distinct experts; non-decreasing.
     batch_knots, batch_s
@@ -83,7 +89,7 @@ class MoELatency:
     """
 
     n_experts: int
-    top_k: int
+    top_k: float
     expert_s: FloatArray
     batch_knots: FloatArray
     batch_s: FloatArray
@@ -114,6 +120,26 @@ class MoELatency:
         grid[:, 0] = 0.0
         return grid
 
+    def on_rank(self, n_ranks: int) -> MoELatency:
+        """Return this layer as one of ``n_ranks`` expert-parallel GPUs computes it.
+
+        Reading ``d`` of the rank's experts at a batch takes as long as reading ``d`` of all of
+        them; compute, balanced or not, shrinks to the rank's share of the token-expert pairs.
+        """
+        if n_ranks == 1:
+            return self
+        own = self.n_experts // n_ranks
+        floor = self.expert_s[0]
+        return replace(
+            self,
+            n_experts=own,
+            top_k=self.top_k / n_ranks,
+            expert_s=self.expert_s[: own + 1],
+            batch_s=self.batch_s * (self.expert_s[own] / self.expert_s[-1]),
+            token_s=self.token_s / n_ranks,
+            unbalanced_s=floor + (self.unbalanced_s - floor) / n_ranks,
+        )
+
     def prefill_s(self, tokens: ArrayLike) -> FloatArray:
         """Seconds of one layer over a prefill of ``tokens`` tokens.
 
@@ -142,7 +168,9 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
     """
     if table.metadata.kind != "moe":
         raise InputError("table", f"kind {table.metadata.kind!r}", "moe")
-    n_experts, top_k = table.metadata.shape["n_experts"], table.metadata.shape["top_k"]
+    shape = table.metadata.shape
+    ranks = shape.get("expert_parallel_size", 1)
+    n_experts, top_k = shape["n_experts"] // ranks, shape["top_k"] / ranks
     batch = table.columns["batch"].astype(np.float64)
     distinct = table.columns["distinct_experts"].astype(np.float64)
     latency = table.columns["latency_s"].astype(np.float64)
@@ -179,7 +207,7 @@ def _mildest_skew(
 
 
 def _follow(
-    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: int
+    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
 ) -> MoELatency:
     """The form through exact rows, with leave-one-out errors over the distinct counts."""
     model = _separate(batch, distinct, latency, n_experts, top_k)
@@ -201,7 +229,7 @@ def _follow(
 
 
 def _separate(
-    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: int
+    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
 ) -> MoELatency:
     """Split exact rows into G and C.
 
@@ -245,7 +273,7 @@ def _compute_slope(batch: FloatArray, latency: FloatArray, floor: float) -> floa
 
 
 def _linear(
-    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: int
+    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
 ) -> MoELatency:
     """Least squares of relative errors on a + b * distinct + c * batch, all coefficients >= 0."""
     decode = batch <= _DECODE_TOKENS

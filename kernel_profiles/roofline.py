@@ -33,8 +33,10 @@ class Efficiency:
         Of peak memory bandwidth: expert weights in the fused MoE kernels.
     gemm_flops, attention_flops, moe_flops
         Of peak bfloat16 throughput.
-    gemm_floor_s, attention_floor_s, moe_floor_s
-        Fixed time of one GEMM, one attention call and one layer's MoE kernels.
+    link_bandwidth
+        Of the peak bandwidth between GPUs of a node: collectives.
+    gemm_floor_s, attention_floor_s, moe_floor_s, collective_floor_s
+        Fixed time of one GEMM, one attention call, one layer's MoE kernels and one collective.
     provenance, source
         Label and evidence.
     """
@@ -44,9 +46,11 @@ class Efficiency:
     gemm_flops: float
     attention_flops: float
     moe_flops: float
+    link_bandwidth: float
     gemm_floor_s: float
     attention_floor_s: float
     moe_floor_s: float
+    collective_floor_s: float
     provenance: Provenance
     source: str
 
@@ -57,15 +61,19 @@ GENERIC = Efficiency(
     gemm_flops=0.74,
     attention_flops=0.65,
     moe_flops=0.43,
+    link_bandwidth=0.68,
     gemm_floor_s=3e-6,
     attention_floor_s=11.2e-6,
     moe_floor_s=20e-6,
+    collective_floor_s=4.5e-6,
     provenance="roofline",
     source=(
         "bandwidth and GEMM floor: aiconfigurator-core 0.12.0 systems/*.yaml (0.8 of peak, 3 us); "
         "MoE bandwidth and floor: fits to its bf16 tables on A100, H100, H200 (83-91% of peak, "
         "18-23 us); compute and attention floor: its largest H100 rows (GEMM 65536 x 2048 at "
-        "m = 16384, attention 32/4 x 128 at 16384 tokens, MoE 2048 x 768 E 128 top 8 at 16384)"
+        "m = 16384, attention 32/4 x 128 at 16384 tokens, MoE 2048 x 768 E 128 top 8 at 16384); "
+        "collectives: its H100 all-reduces between 4 GPUs (4.5 us for 256 bytes in vLLM's custom "
+        "kernel, 0.68 of the link bandwidth for 67 MB in NCCL)"
     ),
 )
 """Fractions measured on H100-class GPUs, used for any GPU without tables."""
@@ -76,15 +84,19 @@ MI300X = Efficiency(
     gemm_flops=0.39,
     attention_flops=0.34,
     moe_flops=0.22,
+    link_bandwidth=0.75,
     gemm_floor_s=3e-6,
     attention_floor_s=11.2e-6,
     moe_floor_s=35.6e-6,
+    collective_floor_s=4.5e-6,
     provenance="derived",
     source=(
         "MoE: 3.78 of 5.3 TB/s from AITER's tuned bf16 rows (ROCm/aiter e404860; 22% of peak "
         "FLOPs at 16384 tokens), 35.6 us from ELDR Sec. 3.1 (16 to 128 experts: 4.7x); bandwidth "
         "of other kernels taken as the same; their compute as H100's fraction times MI300X's over "
-        "H100's fraction in the fused MoE (0.22 / 0.43); floors of GEMM and attention as on H100"
+        "H100's fraction in the fused MoE (0.22 / 0.43); collectives: 48 of 64 GB/s a link (ROCm "
+        "blog, Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X, 2025); "
+        "floors of GEMM, attention and collectives as on H100"
     ),
 )
 """Fractions derived for MI300X from what is published about it."""
@@ -124,7 +136,7 @@ def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
     flops = 6.0 * model.top_k * model.hidden_size * model.expert_intermediate_size
     peak = _flops(gpu, model.expert_dtype == "fp8_block")
     token_s = flops / (efficiency.moe_flops * peak)
-    batches = np.array([0.0, 1.0])
+    batches = np.array([0.0, 1024.0])
     return MoELatency(model.n_experts, model.top_k, expert_s, batches, np.zeros(2), token_s)
 
 
@@ -177,3 +189,22 @@ def prefill_attention(
     share = pairs * _pair_s(gpu, model, sliding, decode=False)
     floor = efficiency.attention_floor_s
     return PrefillAttention(floor, floor + share, share, _token_s(gpu, model, sliding))
+
+
+def all_reduce_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
+    """Seconds to sum ``message_bytes`` bytes over GPUs of a node.
+
+    Reduce-scatter and all-gather: each GPU sends ``2 (N - 1) / N`` of the message.
+    """
+    return 2 * _gather_s(gpu, n_gpus, message_bytes) + efficiency_of(gpu).collective_floor_s
+
+
+def all_gather_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
+    """Seconds until every GPU of a node has all ``message_bytes`` bytes; each had 1 / N of them."""
+    return _gather_s(gpu, n_gpus, message_bytes) + efficiency_of(gpu).collective_floor_s
+
+
+def _gather_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
+    bandwidth = efficiency_of(gpu).link_bandwidth * gpu.peer_bandwidth(n_gpus)
+    moved = np.asarray(message_bytes, dtype=np.float64) * (n_gpus - 1) / n_gpus
+    return np.asarray(moved / bandwidth, dtype=np.float64)

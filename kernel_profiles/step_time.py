@@ -1,8 +1,14 @@
-"""Step times of one worker (one GPU) that serves one model: the sum of its kernels.
+"""Step times of one worker that serves one model: the sum of its kernels.
 
 A decode step costs::
 
     fixed_s[batch] + attention_s[batch, context] + sum over MoE layers of moe_s[batch, distinct]
+
+A worker of several GPUs (:mod:`~eldr_sim.kernel_profiles.parallel`) takes the time of one of them,
+which computes its part of every layer, plus collectives: two all-reduces a layer (after attention
+and after the MLP or experts), one after the sharded embedding, and an all-gather of the logits.
+Under expert parallelism ``distinct`` counts the experts of the layer's busiest GPU: the others
+wait for it in the all-reduce.
 
 Everything that does not depend on what the step's tokens are is tabulated once, so that a
 simulator's inner loop only looks up and adds.
@@ -21,9 +27,15 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles import roofline
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
-from eldr_sim.kernel_profiles.kernel_latency import DecodeAttention, GemmLatency, PrefillAttention
+from eldr_sim.kernel_profiles.kernel_latency import (
+    CollectiveLatency,
+    DecodeAttention,
+    GemmLatency,
+    PrefillAttention,
+)
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.moe_latency import MoELatency, fit_moe_latency
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.tables import (
     MOE_DTYPES,
     LatencyTable,
@@ -48,22 +60,29 @@ Evidence: measured TPOT less the sum of kernels, GPT-OSS-120B on H200 with vLLM 
 9.6 ms measured against 5.5 ms of kernels, a gap of about 4 ms)."""
 
 
+CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
+"""Messages below this size take vLLM's custom all-reduce, others NCCL (``max_size`` of
+``vllm/distributed/device_communicators/custom_all_reduce.py``)."""
+
+
 @dataclass(frozen=True, eq=False)
 class StepTimeModel:
-    """Step times of one GPU serving one model.
+    """Step times of one worker serving one model.
 
     Attributes
     ----------
-    model, gpu
-        What serves where.
+    model, gpu, parallelism
+        What serves where, and on how many GPUs.
     max_num_seqs, max_model_len
         Extent of the tables: sequences in a decode step, tokens of one sequence.
     moe_s
-        float64 [max_num_seqs + 1, n_experts + 1]: seconds of ONE MoE layer by batch and distinct
-        experts. Row 0 and column 0 are zero.
+        float64 [max_num_seqs + 1, n_experts / ranks + 1]: seconds of ONE MoE layer by batch and
+        distinct experts of the busiest expert-parallel rank (of all experts where there is one
+        rank), non-decreasing in the latter. Row 0 and column 0 are zero.
     fixed_s
         float64 [max_num_seqs + 1]: seconds of a decode step but MoE experts and attention: GEMMs
-        of all layers, gates, shared experts, dense layers, norms, embedding, lm_head, host gap.
+        of all layers, gates, shared experts, dense layers, norms, embedding, lm_head, collectives,
+        host gap.
         ``fixed_s[0]`` is zero.
     attention_s
         float64 [max_num_seqs + 1, knots]: seconds of all layers' attention in a decode step at
@@ -79,14 +98,15 @@ class StepTimeModel:
     host_gap_s
         Engine time per step, contained in ``fixed_s``.
     provenance
-        By component (moe, attention, gemm, norms, host_gap): label, origin, kernel_source, and
-        the fit errors of the MoE layer.
+        By component (moe, attention, gemm, norms, host_gap, and collectives between several
+        GPUs): label, origin, kernel_source, and the fit errors of the MoE layer.
     warnings
         What a reader of results must know, one line each.
     """
 
     model: ModelDims
     gpu: GPU
+    parallelism: Parallelism
     max_num_seqs: int
     max_model_len: int
     moe_s: FloatArray
@@ -120,7 +140,7 @@ class StepTimeModel:
         Parameters
         ----------
         distinct
-            Distinct experts of each MoE layer; fractions are interpolated.
+            Distinct experts of each MoE layer, on its busiest rank; fractions are interpolated.
         batch
             Sequences in the step, at most ``max_num_seqs``.
         mean_context
@@ -132,7 +152,7 @@ class StepTimeModel:
             raise InputError("distinct", f"{len(distinct)} layers", str(self.n_moe_layers))
         knots = np.arange(self.attention_s.shape[1]) * self.context_stride
         attention = np.interp(mean_context, knots, self.attention_s[batch])
-        moe = np.interp(distinct, np.arange(self.n_experts + 1), self.moe_s[batch]).sum()
+        moe = np.interp(distinct, np.arange(self.moe_s.shape[1]), self.moe_s[batch]).sum()
         return float(self.fixed_s[batch] + attention + moe)
 
     def prefill_s(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
@@ -186,11 +206,12 @@ def build_step_time_model(
     max_num_seqs: int,
     max_model_len: int,
     max_num_batched_tokens: int = 16384,
+    parallelism: Parallelism = SINGLE_GPU,
     host_gap_s: float | None = None,
     kernel_source: str | None = None,
     tables: Sequence[LatencyTable] = (),
 ) -> StepTimeModel:
-    """Tabulate the step times of one GPU that serves one model.
+    """Tabulate the step times of one worker that serves one model.
 
     Parameters
     ----------
@@ -203,6 +224,8 @@ def build_step_time_model(
     max_num_batched_tokens
         Prefill steps up to this many tokens are tabulated; larger ones go on with the slope of
         the upper half.
+    parallelism
+        GPUs of the worker, and how the model is spread over them.
     host_gap_s
         Engine time per step in seconds; None takes :data:`HOST_GAP_S`.
     kernel_source
@@ -213,7 +236,8 @@ def build_step_time_model(
     Raises
     ------
     InputError
-        Unknown names, sizes out of range, or no MoE table of the kernel asked for.
+        Unknown names, sizes out of range, a model that cannot be spread so, or no MoE table of
+        the kernel asked for.
     """
     dims = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
@@ -228,9 +252,9 @@ def build_step_time_model(
     if not (np.isfinite(gap) and gap >= 0):
         raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
 
-    parts = _Parts(dims, device, tables, max_model_len, kernel_source)
+    parts = _Parts(dims, device, parallelism, tables, max_model_len, kernel_source)
     rows = np.arange(max_num_seqs + 1.0)
-    fixed = parts.dense_s(rows) + parts.head_s(rows) + gap
+    fixed = parts.dense_s(rows) + parts.sums_s(rows) + parts.head_s(rows) + gap
     fixed[0] = 0.0
     stride = 16
     while stride * 512 < max_model_len:
@@ -241,7 +265,8 @@ def build_step_time_model(
     alone = np.stack([part.alone_s for _, _, part in parts.attention])
     share = np.stack([part.share_s for _, _, part in parts.attention])
     chunk = np.arange(max_num_batched_tokens + 1.0)
-    base = dims.n_moe_layers * parts.moe.prefill_s(chunk) + parts.dense_s(chunk) + gap
+    base = dims.n_moe_layers * parts.moe.prefill_s(chunk) + parts.dense_s(chunk)
+    base += parts.sums_s(chunk) + gap
     windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     measured = [decode for _, decode, _ in parts.attention]
     parts.provenance["host_gap"] = {
@@ -252,6 +277,7 @@ def build_step_time_model(
     return StepTimeModel(
         model=dims,
         gpu=device,
+        parallelism=parallelism,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         moe_s=parts.moe.grid_s(max_num_seqs),
@@ -277,23 +303,26 @@ def build_step_time_model(
 
 
 class _Parts:
-    """The kernels of one model on one GPU: from tables where there are any, else from rooflines."""
+    """The kernels of one GPU's part of a model: from tables where there are any, else rooflines."""
 
     def __init__(
         self,
-        model: ModelDims,
+        whole: ModelDims,
         gpu: GPU,
+        parallelism: Parallelism,
         tables: Sequence[LatencyTable],
         max_model_len: int,
         kernel_source: str | None,
     ) -> None:
-        self.model, self.gpu, self.tables = model, gpu, tables
+        self.model, self.gpu, self.tables = parallelism.shard(whole), gpu, tables
+        self.whole, self.parallelism = whole, parallelism
         self.provenance: dict[str, dict[str, Any]] = {}
         self.warnings: list[str] = []
         self.sliding: DecodeAttention | None = None
         self.moe = self._moe(kernel_source)
         self.gemm = self._gemm()
         self.attention = self._attention(max_model_len)
+        self.collectives = self._collectives()
         norms = gpu.name in ("H100", "H200")
         self.provenance["norms"] = {
             "label": "published" if norms else "derived",
@@ -302,9 +331,11 @@ class _Parts:
             + "; large batches from bytes over bandwidth",
             "kernel_source": "",
         }
-        if model.weight_bytes > 0.9 * gpu.memory_bytes:
+        weights = parallelism.weight_bytes(whole)
+        if weights > 0.9 * gpu.memory_bytes:
+            share = "" if parallelism == SINGLE_GPU else " on each GPU"
             self.warnings.append(
-                f"{model.name} needs {model.weight_bytes / 1e9:.0f} GB for weights, "
+                f"{whole.name} needs {weights / 1e9:.0f} GB for weights{share}, "
                 f"more than 90% of one {gpu.name}: step times are those of an impossible worker"
             )
 
@@ -336,17 +367,28 @@ class _Parts:
         }
 
     def _moe(self, kernel_source: str | None) -> MoELatency:
-        model = self.model
-        table = find_table(
-            "moe",
-            self.gpu.name,
-            shape=moe_shape(
-                model.hidden_size, model.expert_intermediate_size, model.n_experts, model.top_k
-            ),
-            dtype=MOE_DTYPES[model.expert_dtype],
-            kernel_source=kernel_source,
-            extra=self.tables,
-        )
+        """A rank's MoE layer: from rows of just that, or else from the layer of all experts."""
+        model, ranks = self.model, self.parallelism.n_expert_ranks
+
+        def find(size: int) -> LatencyTable | None:
+            return find_table(
+                "moe",
+                self.gpu.name,
+                shape=moe_shape(
+                    model.hidden_size,
+                    model.expert_intermediate_size,
+                    model.n_experts,
+                    model.top_k,
+                    size,
+                ),
+                dtype=MOE_DTYPES[model.expert_dtype],
+                kernel_source=kernel_source,
+                extra=self.tables,
+            )
+
+        table, measured_ranks = find(ranks), ranks
+        if table is None and ranks > 1:
+            table, measured_ranks = find(1), 1
         if table is None:
             if kernel_source is not None:
                 raise InputError(
@@ -354,13 +396,19 @@ class _Parts:
                     f"no MoE table of {kernel_source!r} for {model.name} on {self.gpu.name}",
                 )
             self._record_roofline("moe")
-            return roofline.moe_latency(self.gpu, model)
+            return roofline.moe_latency(self.gpu, model).on_rank(ranks)
         fitted = fit_moe_latency(table)
         # A derived table is its own formula: only its maker knows how far that lies from evidence.
         derived = table.metadata.provenance == "derived"
         errors = table.metadata.fit_error if derived else fitted.fit_error
         self._record("moe", table, fit_error=errors)
-        return fitted
+        if measured_ranks != ranks:
+            entry = self.provenance["moe"]
+            entry["label"] = weakest([entry["label"], "derived"])
+            entry["origin"] += (
+                f"; all experts on one GPU, read at the count of one of {ranks} ranks"
+            )
+        return fitted.on_rank(ranks // measured_ranks)
 
     def _gemm(self) -> GemmLatency | None:
         table = find_table("gemm", self.gpu.name, dtype="bfloat16", extra=self.tables)
@@ -371,6 +419,50 @@ class _Parts:
         if self.model.linear_dtype != "bfloat16":
             self._record_roofline("gemm")
         return GemmLatency.from_table(table)
+
+    def _collectives(self) -> dict[str, CollectiveLatency]:
+        """Tables of collectives between this many GPUs: ``custom`` (all-reduce only), ``nccl``."""
+        n_gpus = self.parallelism.tensor_parallel_size
+        found: dict[str, CollectiveLatency] = {}
+        if n_gpus == 1:
+            return found
+        for name, dtype in (("custom", "bfloat16"), ("nccl", "float16")):  # 2-byte elements both
+            table = find_table("collective", self.gpu.name, dtype=dtype, extra=self.tables)
+            if table is None:
+                continue
+            latency = CollectiveLatency.from_table(table)
+            if ("all_reduce", n_gpus) in latency.curves:
+                found[name] = latency
+                self._record("collectives", table)
+        if "nccl" not in found:
+            self._record_roofline("collectives")
+        return found
+
+    def _all_reduce_s(self, n_bytes: FloatArray) -> FloatArray:
+        n_gpus = self.parallelism.tensor_parallel_size
+        if "nccl" in self.collectives:
+            seconds = self.collectives["nccl"].time_s("all_reduce", n_gpus, n_bytes)
+        else:
+            seconds = roofline.all_reduce_s(self.gpu, n_gpus, n_bytes)
+        if "custom" not in self.collectives:
+            return seconds
+        custom = self.collectives["custom"].time_s("all_reduce", n_gpus, n_bytes)
+        return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
+
+    def sums_s(self, rows: FloatArray) -> FloatArray:
+        """All-reduces of ``rows`` hidden states: one after the embedding and two in every layer."""
+        if self.parallelism.tensor_parallel_size == 1:
+            return np.zeros_like(rows)
+        count = 1 + 2 * self.model.n_layers
+        return np.where(
+            rows > 0, count * self._all_reduce_s(2 * self.model.hidden_size * rows), 0.0
+        )
+
+    def _gather_s(self, n_bytes: FloatArray) -> FloatArray:
+        n_gpus = self.parallelism.tensor_parallel_size
+        if "nccl" in self.collectives:
+            return self.collectives["nccl"].time_s("all_gather", n_gpus, n_bytes)
+        return roofline.all_gather_s(self.gpu, n_gpus, n_bytes)
 
     def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
         """Layers, decode and prefill attention of every kind of layer."""
@@ -454,6 +546,8 @@ class _Parts:
         return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
 
     def head_s(self, rows: FloatArray) -> FloatArray:
-        """lm_head for ``rows`` tokens."""
+        """lm_head for ``rows`` tokens; several GPUs gather its bfloat16 logits."""
         seconds = self._plain_s(self.model.vocab_size, self.model.hidden_size, rows)
+        if self.parallelism.tensor_parallel_size > 1:
+            seconds = seconds + self._gather_s(2 * self.whole.vocab_size * rows)
         return np.where(rows > 0, seconds, 0.0)

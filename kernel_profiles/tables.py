@@ -231,14 +231,24 @@ def _validate(table: LatencyTable) -> None:
         raise InputError("columns", "two rows measure the same point")
 
 
-def moe_shape(hidden: int, intermediate: int, n_experts: int, top_k: int) -> dict[str, int]:
-    """Shape of a MoE layer as it identifies a table."""
-    return {
+def moe_shape(
+    hidden: int, intermediate: int, n_experts: int, top_k: int, expert_parallel_size: int = 1
+) -> dict[str, int]:
+    """Shape of a MoE layer on one GPU as it identifies a table.
+
+    ``intermediate`` is that of the GPU's shard where tensor parallelism cuts the experts. Under
+    expert parallelism (size above 1) routing is over ``n_experts``, while ``distinct_experts``
+    counts those of the measured rank, which holds ``n_experts / expert_parallel_size``.
+    """
+    shape = {
         "hidden_size": hidden,
         "expert_intermediate_size": intermediate,
         "n_experts": n_experts,
         "top_k": top_k,
     }
+    if expert_parallel_size > 1:
+        shape["expert_parallel_size"] = expert_parallel_size
+    return shape
 
 
 def attention_shape(n_heads: int, n_kv_heads: int, head_dim: int, window: int) -> dict[str, int]:
@@ -253,6 +263,7 @@ def table_name(metadata: TableMetadata) -> str:
         "expert_intermediate_size": "i",
         "n_experts": "e",
         "top_k": "k",
+        "expert_parallel_size": "ep",
         "n_heads": "q",
         "n_kv_heads": "kv",
         "head_dim": "d",

@@ -62,6 +62,10 @@ class RoutingArtifact:
     cluster_domains
         Shape [K, n_domains]: calibration requests of each domain in each cluster (for reading
         only: no decision uses it).
+    cluster_activation
+        Shape [K, L, E]: expected decode activation of a request of each cluster, the mean over its
+        calibration requests (all of them for an empty cluster) of the fraction of decode steps
+        that chose the expert. Expert placement balances it (Sec. 5).
     domains
         Names of the domains.
     n_pairs
@@ -86,6 +90,7 @@ class RoutingArtifact:
     n_kept: int
     centroids: Floats
     cluster_domains: Ints
+    cluster_activation: NDArray[np.float32]
     domains: tuple[str, ...]
     n_pairs: int
     cost: float
@@ -209,6 +214,7 @@ class RoutingArtifact:
                     rho=self.rho,
                     centroids=self.centroids.astype(np.float32),
                     cluster_domains=self.cluster_domains,
+                    cluster_activation=self.cluster_activation,
                 )
             os.chmod(name, 0o644)
             os.replace(name, target)
@@ -318,6 +324,9 @@ def fit(
         n_kept=selection.n_kept,
         centroids=clusters.centroids,
         cluster_domains=cluster_domains,
+        cluster_activation=_mean_activation(
+            calibration.decode_activation, clusters.labels, n_decoders
+        ),
         domains=tuple(calibration.domains),
         n_pairs=selection.n_pairs,
         cost=clusters.cost / n,
@@ -327,6 +336,16 @@ def fit(
         mask_rule="given" if isinstance(layer_mask, tuple) else layer_mask,
         clustering=clustering,
     )
+
+
+def _mean_activation(
+    activation: NDArray[np.float32], labels: Ints, n_clusters: int
+) -> NDArray[np.float32]:
+    """Mean of [n, L, E] over the members of each cluster; over all where it has none."""
+    member = labels == np.arange(n_clusters)[:, None]
+    member[~member.any(axis=1)] = True
+    means = [activation[rows].mean(axis=0, dtype=np.float64) for rows in member]
+    return np.stack(means).astype(np.float32)
 
 
 def fit_like(artifact: RoutingArtifact, calibration: CalibrationSet) -> RoutingArtifact:
@@ -354,6 +373,7 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> RoutingArtifact:
         n_kept=int(facts["n_kept"]),
         centroids=arrays["centroids"].astype(np.float64),
         cluster_domains=arrays["cluster_domains"].astype(np.int64),
+        cluster_activation=arrays["cluster_activation"].astype(np.float32),
         domains=tuple(str(domain) for domain in facts["domains"]),
         n_pairs=int(facts["n_pairs"]),
         cost=float(facts["cost"]),
@@ -395,6 +415,12 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> RoutingArtifact:
     _require(
         artifact.cluster_domains.shape == (artifact.n_decoders, len(artifact.domains)),
         "cluster_domains does not fit the centroids and domains",
+    )
+    activation = artifact.cluster_activation
+    _require(
+        activation.shape == (artifact.n_decoders, *artifact.idf.shape)
+        and bool(((activation >= 0) & (activation <= 1)).all()),
+        "cluster_activation is no fraction of steps by centroid, layer and expert",
     )
     return artifact
 

@@ -67,7 +67,7 @@ class Cluster:
     Parameters
     ----------
     spec, model, step_time
-        The cluster, the model it serves, and that model's step times.
+        The cluster, the part of its model on one GPU of a worker, and a worker's step times.
     workload, replay
         The requests, and the bit sets of the windows they replay.
     signatures
@@ -79,6 +79,9 @@ class Cluster:
         Requests that arrive in this window, s, are measured.
     time_limit_s
         Simulated time after which the run gives the rest up as unserved.
+    expert_masks
+        The experts on each expert-parallel GPU of each decode worker, see
+        :func:`~eldr_sim.simulator.replay.rank_masks`; None where there is one such rank.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Cluster:
         decode_policy: DecodePolicy,
         window: tuple[float, float],
         time_limit_s: float,
+        expert_masks: NDArray[np.uint64] | None = None,
     ) -> None:
         self.env = Clock()
         self.spec = spec
@@ -136,6 +140,7 @@ class Cluster:
             n_requests=len(self.requests),
             start_transfer=self._transfer,
             on_finish=self._complete,
+            expert_masks=expert_masks,
         )
         self.pool.requests = self.requests
         self._in_flight = 0
@@ -242,7 +247,8 @@ class Cluster:
             self.prefill_workers[request.prefill_worker].release(request)
             self.pool.workers[request.decode_worker].kv_arrived(request)
 
-        # NIXL moves whole blocks, one descriptor a block and KV tensor.
+        # NIXL moves whole blocks, one descriptor a block and KV tensor. The GPUs of a worker move
+        # their parts at the same time, each over its own NIC: one of them stands for all.
         self.network.start(
             request.prefill_worker,
             request.decode_worker,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.signature import LayerMask, Transform, parse_layer_mask
 
@@ -61,7 +62,16 @@ class RunConfig(BaseModel):
     prefill_policy: str = "prefix_hash"
     """Prefill policy: which prefill worker gets a request when it arrives."""
     topology: str = "8P16D"
-    """``xPyD``: x prefill and y decode WORKERS, each of one GPU."""
+    """``xPyD``: x prefill and y decode WORKERS, each of ``tensor_parallel_size`` GPUs."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of every worker. Attention heads, dense layers and lm_head are sharded over them, and
+    so is every expert unless ``enable_expert_parallel``."""
+    enable_expert_parallel: bool = False
+    """Spread whole experts over a worker's GPUs; a layer then waits for the GPU that reads the most
+    experts."""
+    expert_placement: Literal["linear", "eldr"] = "linear"
+    """Experts of each GPU under expert parallelism: neighbours together, or ELDR's placement, which
+    spreads the expected activation of each decode worker's cluster evenly."""
     model: str = "Qwen3-30B-A3B"
     """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
     gpu: str = "H100"
@@ -137,6 +147,16 @@ class RunConfig(BaseModel):
     def n_decode(self) -> int:
         """Number of decode workers."""
         return parse_topology(self.topology)[1]
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How a worker spreads the model over its GPUs; raises InputError if it cannot exist."""
+        return Parallelism(self.tensor_parallel_size, self.enable_expert_parallel)
+
+    @property
+    def n_gpus(self) -> int:
+        """GPUs of all workers."""
+        return (self.n_prefill + self.n_decode) * self.tensor_parallel_size
 
     @property
     def warmup_s(self) -> float:

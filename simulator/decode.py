@@ -40,6 +40,9 @@ class DecodePool:
         Tokens that one step may compute: bounds the recomputation after a preemption.
     bits
         ``uint64 [rows, moe_layers * words]``, see :mod:`eldr_sim.simulator.replay`.
+    expert_masks
+        ``uint64 [workers, ranks, moe_layers * words]``: the experts on each expert-parallel GPU of
+        each worker; None where there is one such rank.
     n_requests
         Requests of the whole run.
     start_transfer
@@ -63,6 +66,7 @@ class DecodePool:
         n_requests: int,
         start_transfer: Callable[[Request], None],
         on_finish: Callable[[Request], None],
+        expert_masks: NDArray[np.uint64] | None = None,
     ) -> None:
         self.state = np.zeros(n_workers, kernel.WORKER)
         self.state["free_blocks"] = n_blocks
@@ -81,6 +85,8 @@ class DecodePool:
         #: Gaps between tokens that a preemption made longer than a step, s.
         self.preempted_gaps_s: list[float] = []
         self._bits = bits
+        one_rank = np.zeros((n_workers, 1, 0), np.uint64)
+        self._masks = one_rank if expert_masks is None else np.ascontiguousarray(expert_masks)
         self._tables = kernel.StepTables(
             step_time.moe_s, step_time.fixed_s, step_time.attention_s, step_time.context_stride
         )
@@ -100,6 +106,7 @@ class DecodePool:
                 self.slots,
                 self.token_times,
                 self._bits,
+                self._masks,
                 self._layers,
                 self._tables,
                 self.block_size,

@@ -5,6 +5,9 @@ that the tokens of its batch select in each MoE layer. The routing trace is ther
 sets, one row a token: ``uint64 [rows, moe_layers * words]``. A step ORs the rows of its batch,
 counts the bits layer by layer, looks the layer times up and adds attention and the fixed part.
 
+Under expert parallelism a layer waits for the GPU (rank) that reads the most distinct experts, so
+the bits are also counted rank by rank, through the masks of the experts that each rank holds.
+
 Nothing here knows queues or policies: the loop stops a worker as soon as its batch could change
 (a request ends, KV blocks run out, a single step was asked for) and leaves the decision to
 :mod:`eldr_sim.simulator.decode`.
@@ -65,6 +68,7 @@ STEP = np.dtype(
         ("batch", np.int32),
         ("joined", np.int32),  # requests for which this was the first step since they joined
         ("active", np.int32),  # distinct experts, summed over the MoE layers
+        ("busiest", np.int32),  # those of the layer's busiest rank, summed over the MoE layers
         ("recomputed", np.int32),  # prompt tokens recomputed beside the decode tokens
     ]
 )
@@ -73,7 +77,7 @@ STEP = np.dtype(
 class StepTables(NamedTuple):
     """Step times of one model on one GPU, see :mod:`eldr_sim.kernel_profiles.step_time`."""
 
-    moe_s: NDArray[np.float64]  #: [batch, distinct experts] one MoE layer
+    moe_s: NDArray[np.float64]  #: [batch, distinct experts of the busiest rank] one MoE layer
     fixed_s: NDArray[np.float64]  #: [batch] all but MoE and attention
     attention_s: NDArray[np.float64]  #: [batch, knots] attention of all layers
     context_stride: int  #: tokens between two knots
@@ -137,6 +141,31 @@ def moe_time(union: Any, layer_s: Any, layers: int) -> tuple[float, int]:
 
 
 @njit(cache=True)
+def ranked_moe_time(union: Any, masks: Any, layer_s: Any, layers: int) -> tuple[float, int, int]:
+    """Return the time of all MoE layers, s, and the distinct experts: all, and the busiest ranks'.
+
+    Both counts are sums over the layers. ``masks`` is ``uint64 [ranks, layers * words]``: every
+    expert's bit is set for one rank. ``layer_s[d]`` is the time of one layer with ``d`` distinct
+    experts on a rank; it does not fall with ``d``, so the rank with the most is the slowest.
+    """
+    words = union.shape[0] // layers
+    ranks = masks.shape[0]
+    total, active, busiest = 0.0, 0, 0
+    for layer in range(layers):
+        first, end = layer * words, (layer + 1) * words
+        most = 0
+        for r in range(ranks):
+            distinct = 0
+            for w in range(first, end):
+                distinct += _popcount(union[w] & masks[r, w])  # type: ignore[call-arg]
+            active += distinct
+            most = max(most, distinct)
+        total += layer_s[most]
+        busiest += most
+    return total, active, busiest
+
+
+@njit(cache=True)
 def attention_time(knots: Any, stride: int, context: int, batch: int) -> float:
     """Interpolate the attention time, s, at the mean context ``context / batch``."""
     x = context / batch / stride
@@ -150,6 +179,7 @@ def advance(
     slots: Any,
     token_times: Any,
     bits: Any,
+    masks: Any,
     layers: int,
     tables: StepTables,
     block_size: int,
@@ -170,6 +200,9 @@ def advance(
         ``WORKER [workers]``, ``SLOT [workers, seats]`` and ``TOKEN_TIMES [requests]``.
     bits
         uint64 ``[rows, layers * words]``.
+    masks
+        uint64 ``[workers, ranks, layers * words]``, the experts that each rank holds; with one rank
+        it holds them all and the mask is not read.
     layers, tables, block_size
         MoE layers of the model, its step times, tokens a KV block.
     until
@@ -214,10 +247,14 @@ def advance(
             continue
         worker.free_blocks -= needed
 
-        duration, active = worker.extra_s, 0
+        duration, active, busiest = worker.extra_s, 0, 0
         if n > 0:
             union_rows(bits, seats, n, union)
-            moe, active = moe_time(union, tables.moe_s[n], layers)
+            if masks.shape[1] == 1:
+                moe, active = moe_time(union, tables.moe_s[n], layers)
+                busiest = active
+            else:
+                moe, active, busiest = ranked_moe_time(union, masks[w], tables.moe_s[n], layers)
             worker.context += n
             duration += tables.fixed_s[n] + moe
             duration += attention_time(
@@ -249,6 +286,7 @@ def advance(
         step.batch = n
         step.joined = worker.joined
         step.active = active
+        step.busiest = busiest
         step.recomputed = worker.extra_tokens
         logged += 1
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 
 
-def kv_blocks(model: ModelDims, gpu: GPU, utilization: float, block_size: int) -> int:
-    """Return the KV blocks of ``block_size`` tokens that fit beside the weights on one GPU.
+def kv_blocks(
+    model: ModelDims,
+    gpu: GPU,
+    utilization: float,
+    block_size: int,
+    parallelism: Parallelism = SINGLE_GPU,
+) -> int:
+    """Return the KV blocks of ``block_size`` tokens that fit beside the weights of a worker.
+
+    Every GPU of the worker holds its heads' part of every block, so one GPU decides.
 
     As vLLM sizes its cache at start-up (``vllm/v1/worker/gpu_worker.py``,
     ``determine_available_memory``). Layers with a sliding window are charged for their whole
@@ -19,12 +28,13 @@ def kv_blocks(model: ModelDims, gpu: GPU, utilization: float, block_size: int) -
     InputError
         If the weights leave no room for a single block.
     """
-    free = gpu.kv_cache_bytes(model.weight_bytes, utilization)
-    blocks = free // (block_size * model.kv_bytes_per_token)
+    free = gpu.kv_cache_bytes(parallelism.weight_bytes(model), utilization)
+    token_bytes = parallelism.kv_bytes_per_token(model)
+    blocks = free // (block_size * token_bytes)
     if blocks < 1:
         raise InputError(
             "block_size",
-            f"a block of {block_size} tokens takes {block_size * model.kv_bytes_per_token} bytes, "
+            f"a block of {block_size} tokens takes {block_size * token_bytes} bytes, "
             f"{model.name} leaves {free} on {gpu.name}",
             "a smaller block",
         )

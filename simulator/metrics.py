@@ -117,15 +117,15 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         n for worker in record.prefill_steps for s, _, _, n in worker if start <= s < end
     )
     good = good_requests(times, config.goodput) & measured
-    gpus = config.n_prefill + config.n_decode
 
     carried = batch - steps["joined"][inside]
     gaps = (steps["end"] - steps["start"])[inside]
     itl = np.concatenate([gaps, np.array(record.preempted_gaps_s)])
     itl_weights = np.concatenate([carried, np.ones(len(record.preempted_gaps_s), np.int64)])
     active = steps["active"][inside][decoding] / n_moe_layers
+    busiest = steps["busiest"][inside][decoding] / n_moe_layers
 
-    gpu_hours = gpus * seconds / 3600.0
+    gpu_hours = config.n_gpus * seconds / 3600.0
     price = config.price_per_gpu_hour
     per_million = gpu_hours / tokens * 1e6 if tokens else None
     return {
@@ -154,10 +154,11 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "mean_active_experts_per_step": _mean(active),
         "median_active_experts_per_step": _percentile(active, 50),
         "p99_active_experts_per_step": _percentile(active, 99),
+        "mean_busiest_rank_experts_per_step": _mean(busiest),
         "mean_decode_batch": _mean(batch[decoding].astype(float)),
         "decode_steps": int(decoding.sum()),
         "preemptions": sum(r.preemptions for r in requests),
-        "gpus": gpus,
+        "gpus": config.n_gpus,
         "gpu_hours_per_million_output_tokens": per_million,
         "cost_per_million_output_tokens": (
             None if price is None or per_million is None else price * per_million

@@ -73,6 +73,31 @@ class Replay:
         return count[:, :n_experts] / steps
 
 
+def rank_masks(ranks: NDArray[np.integer], n_ranks: int, n_layers: int) -> NDArray[np.uint64]:
+    """Return which bits of a row of ``Replay.bits`` belong to the experts of each rank.
+
+    Parameters
+    ----------
+    ranks
+        Shape [workers, trace layers, experts]: the rank of every expert. Model layers take the
+        placement of the trace layer that they replay.
+    n_ranks
+        Expert-parallel ranks of a worker.
+    n_layers
+        MoE layers of the model.
+
+    Returns
+    -------
+    ``uint64 [workers, n_ranks, n_layers * words]``; every expert's bit is set for one rank.
+    """
+    workers, layers, experts = ranks.shape
+    words = -(-experts // 64)
+    held = np.zeros((workers, n_ranks, layers, words * 64), np.uint8)
+    held[..., :experts] = ranks[:, None] == np.arange(n_ranks)[:, None, None]
+    packed = np.packbits(held, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
+    return packed[:, :, np.arange(n_layers) % layers].reshape(workers, n_ranks, -1)
+
+
 def check_trace_fits(trace: RoutingTrace, model: ModelDims) -> None:
     """Raise InputError unless the trace's experts can stand for the model's."""
     manifest = trace.manifest

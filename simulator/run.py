@@ -18,16 +18,18 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
 from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.base import DecodeStepTimes, PolicyContext
+from eldr_sim.policies.placement import greedy_placement, linear_placement
 from eldr_sim.policies.registry import decode_policy, prefill_policy
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.metrics import summarise
-from eldr_sim.simulator.replay import check_trace_fits, make_replay
+from eldr_sim.simulator.replay import check_trace_fits, make_replay, rank_masks
 from eldr_sim.simulator.tables import requests_table, steps_table
 from eldr_sim.simulator.transfer import PRESETS
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
@@ -48,6 +50,7 @@ class Setting:
 
     model: ModelDims
     gpu: GPU
+    parallelism: Parallelism
     step_time: StepTimeModel
     trace: RoutingTrace
     spec: ClusterSpec
@@ -90,6 +93,14 @@ def prepare(config: RunConfig) -> Setting:
     Step times and traces are kept for the next run of this process.
     """
     model, gpu = load_model(config.model), load_gpu(config.gpu)
+    parallelism = config.parallelism
+    parallelism.check(model)
+    if config.expert_placement == "eldr" and parallelism.n_expert_ranks == 1:
+        raise InputError(
+            "expert_placement",
+            "'eldr' places the experts of expert-parallel GPUs, and every GPU here holds all",
+            "--enable-expert-parallel with --tensor-parallel-size 2 or more",
+        )
     trace = _open_trace(config.trace)
     check_trace_fits(trace, model)
     budget = config.max_num_batched_tokens or gpu.max_num_batched_tokens
@@ -100,7 +111,7 @@ def prepare(config: RunConfig) -> Setting:
             f"{budget} is below max_num_seqs {max_num_seqs}",
             f"{max_num_seqs} or more",
         )
-    n_blocks = kv_blocks(model, gpu, config.gpu_memory_utilization, config.block_size)
+    n_blocks = kv_blocks(model, gpu, config.gpu_memory_utilization, config.block_size, parallelism)
     transfer = PRESETS[config.kv_transfer]
     spec = ClusterSpec(
         n_prefill=config.n_prefill,
@@ -114,14 +125,17 @@ def prepare(config: RunConfig) -> Setting:
         load_report_delay_s=config.load_report_delay_ms / 1e3,
         max_concurrency=config.max_concurrency,
     )
-    step_time = _step_time(model, gpu, max_num_seqs, budget, config.host_gap_ms, config.tables)
-    return Setting(model, gpu, step_time, trace, spec)
+    step_time = _step_time(
+        model, gpu, parallelism, max_num_seqs, budget, config.host_gap_ms, config.tables
+    )
+    return Setting(model, gpu, parallelism, step_time, trace, spec)
 
 
 @lru_cache(maxsize=8)
 def _step_time(
     model: ModelDims,
     gpu: GPU,
+    parallelism: Parallelism,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     host_gap_ms: float | None,
@@ -133,6 +147,7 @@ def _step_time(
         max_num_seqs=max_num_seqs,
         max_model_len=model.max_position_embeddings,
         max_num_batched_tokens=max_num_batched_tokens,
+        parallelism=parallelism,
         host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
         tables=[] if tables is None else _tables(Path(tables)),
     )
@@ -236,13 +251,14 @@ def build_cluster(
             prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
         ),
     )
+    fitted = artifact() if artifact.cache_info().currsize else None  # the policy asked for it
     prompts = np.unique(workload.trace_request)
     scores = trace.prompt_scores(prompts, getattr(decode, "signature_score", "count"))
     signatures = dict(zip(prompts.tolist(), scores, strict=True))
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         setting.spec,
-        model,
+        setting.parallelism.shard(model),
         step_time,
         workload,
         replay,
@@ -253,7 +269,30 @@ def build_cluster(
         time_limit_s=np.inf
         if config.num_requests
         else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
+        expert_masks=_expert_masks(config, setting, fitted),
     )
+
+
+def _expert_masks(
+    config: RunConfig, setting: Setting, fitted: RoutingArtifact | None
+) -> NDArray[np.uint64] | None:
+    """Return the experts on each GPU of each decode worker; None where no GPU holds a part."""
+    n_ranks, model = setting.parallelism.n_expert_ranks, setting.model
+    if n_ranks == 1:
+        return None
+    if config.expert_placement == "linear":
+        shape = (config.n_decode, setting.trace.manifest.n_layers, model.n_experts)
+        ranks = np.broadcast_to(linear_placement(model.n_experts, n_ranks), shape)
+    elif fitted is None:
+        raise InputError(
+            "expert_placement",
+            f"'eldr' places the experts of each decode worker's cluster, "
+            f"and policy {config.policy!r} has no clusters",
+            "--policy eldr, or the linear placement",
+        )
+    else:
+        ranks = greedy_placement(fitted.cluster_activation, n_ranks)
+    return rank_masks(ranks, n_ranks, model.n_moe_layers)
 
 
 @lru_cache(maxsize=4)
@@ -265,6 +304,13 @@ def _open_trace(name: str) -> RoutingTrace:
     """Open a trace; one opened before is not read again unless its folder has changed."""
     manifest = Path(name) / "manifest.json"
     return _opened(name, os.stat(manifest).st_mtime if manifest.exists() else 0.0)
+
+
+def _topology(config: RunConfig) -> str:
+    """State the workers, and the GPUs of each and of all."""
+    workers = f"{config.n_prefill} prefill + {config.n_decode} decode workers"
+    size = config.tensor_parallel_size
+    return f"{workers} of 1 GPU" if size == 1 else f"{workers} of {size} GPUs: {config.n_gpus} GPUs"
 
 
 def _result(config: RunConfig, setting: Setting, workload: Workload, record: RunRecord) -> Result:
@@ -284,7 +330,10 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
         "backend": "eldr-sim",
         "model_id": model.name,
         "gpu": setting.gpu.name,
-        "topology": f"{config.n_prefill} prefill + {config.n_decode} decode workers of 1 GPU",
+        "topology": _topology(config),
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "expert_parallel_size": setting.parallelism.n_expert_ranks,
+        "expert_placement": config.expert_placement,
         "policy": config.policy,
         "prefill_policy": config.prefill_policy,
         "seed": config.seed,

@@ -57,8 +57,9 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     """Return every step of every worker: prefill workers first, each kind in order of start.
 
     ``tokens`` counts the tokens that a step computed. Decode steps also have the KV tokens that
-    attention read (``context_tokens``), the requests new in the batch (``joined``) and the mean
-    distinct experts of a MoE layer (``active_experts``).
+    attention read (``context_tokens``), the requests new in the batch (``joined``), the mean
+    distinct experts of a MoE layer (``active_experts``), and the mean of those on the layer's
+    busiest expert-parallel GPU (``busiest_rank_experts``; with one GPU the same).
     """
     prefill = sorted(
         (start, worker, end, requests, tokens)
@@ -90,6 +91,7 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
             "joined": decode_only(decode["joined"], "int32"),
             "context_tokens": decode_only(decode["context"], "int64"),
             "active_experts": decode_only(decode["active"] / n_moe_layers, "float64"),
+            "busiest_rank_experts": decode_only(decode["busiest"] / n_moe_layers, "float64"),
         }
     )
 

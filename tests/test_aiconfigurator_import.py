@@ -8,9 +8,14 @@ import pandas as pd
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.aiconfigurator import expected_distinct, import_tables
+from eldr_sim.kernel_profiles.aiconfigurator import (
+    balanced_distinct,
+    expected_distinct,
+    import_tables,
+)
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.tables import load_table, shipped_tables
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.tables import load_table, moe_shape, shipped_tables
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
@@ -80,6 +85,12 @@ def package(tmp_path, monkeypatch):
         _moe_rows("0.24.0", "new")
         + _moe_rows("0.24.0", "new", scale=3.0)  # repeated points: the median counts
         + _moe_rows("0.24.0", "new", moe_ep_size=2, scale=99.0)
+        + _moe_rows("0.24.0", "new", moe_tp_size=2, scale=55.0)
+        + [
+            row
+            for row in _moe_rows("0.24.0", "new", moe_ep_size=4)
+            if row["distribution"] != "balanced"
+        ]
         + _moe_rows("0.24.0", "new", moe_dtype="fp8", scale=99.0)
         + _moe_rows("0.24.0", "new", hidden_size=4096, scale=99.0),
     )
@@ -132,6 +143,29 @@ def test_moe_rows_become_batches_and_distinct_experts(package, tmp_path):
     assert table.metadata.provenance == "imported"
     assert table.metadata.origin.startswith("aiconfigurator-core 9.9.9: h100_sxm/moe/vllm/0.24.0")
     assert table.metadata.device == "NVIDIA Test"
+
+
+@pytest.mark.parametrize(
+    ("expert_parallel", "scale", "shape", "distinct"),
+    [
+        (True, 99.0, moe_shape(2048, 768, 128, 8, 2), [min(64, 4 * t) for t in TOKENS]),
+        (False, 55.0, moe_shape(2048, 384, 128, 8), [min(128, 8 * t) for t in TOKENS]),
+    ],
+)
+def test_rows_of_one_of_two_gpus(package, tmp_path, expert_parallel, scale, shape, distinct):
+    spread = Parallelism(2, expert_parallel)
+    (path,) = import_tables("H100", load_model("Qwen3-30B-A3B"), tmp_path / "out", spread)
+    table = load_table(path)
+    assert table.metadata.shape == shape
+    balanced = table.columns["routing"] == "balanced"
+    assert table.columns["distinct_experts"][balanced].tolist() == distinct
+    expected = [scale * (0.02 + t / 1e3) * 1e-3 for t in TOKENS]
+    np.testing.assert_allclose(table.columns["latency_s"][balanced], expected)
+
+
+def test_ranks_of_drawn_routing_alone_are_left_out(package, tmp_path):
+    model = load_model("Qwen3-30B-A3B")
+    assert import_tables("H100", model, tmp_path / "out", Parallelism(4, True)) == []
 
 
 def test_attention_steps_become_contexts(package, tmp_path):
@@ -189,6 +223,26 @@ def test_expected_distinct_experts_stay_in_their_bounds(tokens, experts, top_k, 
         assert low <= expected_distinct(tokens, experts, top_k, alpha) <= high
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (128, 4), (64, 8), (8, 2)])
+@pytest.mark.parametrize("n_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 16, 100])
+def test_balanced_distinct_experts_of_rank_zero(tokens, experts, top_k, n_ranks):
+    """The collector's rule, token by token."""
+    stride = -(-experts // top_k)
+    spacing = 1 if tokens >= stride else stride / tokens
+    chosen = {int(t * spacing + i * stride) % experts for t in range(tokens) for i in range(top_k)}
+    expected = sum(expert < experts // n_ranks for expert in chosen)
+    assert balanced_distinct(tokens, experts, top_k, n_ranks) == expected
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 512])
+def test_the_busiest_rank_activates_its_share_at_least(tokens):
+    for n_ranks in (2, 4):
+        whole = expected_distinct(tokens, 128, 8, 1.2)
+        busiest = expected_distinct(tokens, 128, 8, 1.2, n_ranks)
+        assert whole / n_ranks - 1 <= busiest <= min(whole, 128 / n_ranks)
+
+
 def test_expected_distinct_experts_are_the_same_every_time():
     assert expected_distinct(16, 128, 8, 1.2) == expected_distinct(16, 128, 8, 1.2)
 
@@ -200,6 +254,8 @@ def test_the_shipped_tables_are_what_the_real_package_gives(gpu, tmp_path):
     written = import_tables(gpu, load_model("Qwen3-30B-A3B"), tmp_path)
     written += import_tables(gpu, None, tmp_path)
     assert len(written) == 6
+    for spread in (Parallelism(4), Parallelism(4, True)):
+        written += import_tables(gpu, load_model("Qwen3-235B-A22B"), tmp_path, spread)
     for path in written:
         fresh, kept = load_table(path), shipped[path.name]
         assert fresh.metadata.model_copy(update={"date": kept.metadata.date}) == kept.metadata

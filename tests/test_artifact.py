@@ -75,7 +75,7 @@ def test_fit_keeps_the_peak_of_rho(fitted):
 
 def test_fit_is_reproducible_and_seeded(calibration, fitted):
     again = fit(calibration, 8, seed=1)
-    for name in ("idf", "layer_order", "rho", "centroids", "cluster_domains"):
+    for name in ("idf", "layer_order", "rho", "centroids", "cluster_domains", "cluster_activation"):
         assert (getattr(again, name) == getattr(fitted, name)).all(), name
     assert again.summary() == fitted.summary()
     assert fit(calibration, 8, seed=2).seed == 2
@@ -86,6 +86,20 @@ def test_cost_is_the_mean_distance_of_the_members(calibration, fitted):
     # Balanced assignment costs at least as much as nearest-centroid assignment.
     assert fitted.cost >= (1 - similar.max(axis=1)).mean() - 1e-9
     assert fitted.cost < (1 - similar).mean()
+
+
+def test_activation_of_the_clusters_is_that_of_their_members(calibration, fitted):
+    """Equal clusters: the mean over clusters is the mean over requests; domains differ."""
+    np.testing.assert_allclose(
+        fitted.cluster_activation.mean(axis=0),
+        calibration.decode_activation.mean(axis=0),
+        atol=1e-6,
+    )
+    owner = fitted.cluster_domains.argmax(axis=1)
+    members = calibration.decode_activation[calibration.domain == owner[0]]
+    others = calibration.decode_activation[calibration.domain != owner[0]]
+    distance = [abs(fitted.cluster_activation[0] - g.mean(axis=0)).sum() for g in (members, others)]
+    assert distance[0] < distance[1]
 
 
 def test_new_requests_find_the_cluster_of_their_domain(fitted):
@@ -331,6 +345,10 @@ def rewritten(source, target, **changes):
         ({"centroids": lambda a: a * 2}, "unit length"),
         ({"centroids": lambda a: a * np.nan}, "unit length"),
         ({"cluster_domains": lambda a: a[1:]}, "cluster_domains"),
+        ({"cluster_activation": lambda a: a[1:]}, "cluster_activation"),
+        ({"cluster_activation": lambda a: a[:, :, 1:]}, "cluster_activation"),
+        ({"cluster_activation": lambda a: a - 1}, "cluster_activation"),
+        ({"cluster_activation": lambda a: a * np.nan}, "cluster_activation"),
     ],
 )
 def test_load_says_what_is_wrong(fitted, tmp_path, changes, message):

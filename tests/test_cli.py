@@ -103,6 +103,7 @@ def test_summary_is_golden(capsys):
         "decode_steps": 4000,
         "mean_active_experts_per_step": 87.5,
         "p99_active_experts_per_step": 101.0,
+        "expert_parallel_size": 1,
         "preemptions": 0,
         "gpu_hours_per_million_output_tokens": 0.22,
         "cost_per_million_output_tokens": 0.55,

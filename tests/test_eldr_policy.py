@@ -24,6 +24,7 @@ def make_artifact(n_decoders, seed=0):
         n_kept=KEPT,
         centroids=unit_rows(r.gamma(0.3, 1.0, (n_decoders, KEPT * N_EXPERTS))),
         cluster_domains=np.ones((n_decoders, 1), np.int64),
+        cluster_activation=np.zeros((n_decoders, N_LAYERS, N_EXPERTS), np.float32),
         domains=("all",),
         n_pairs=1,
         cost=0.1,

@@ -32,20 +32,26 @@ def experts_of(bits, layers):
     ]
 
 
-def one_step(worker, seats, times, sets, tables, block_size):
-    """Run one step of one worker; return its log row, or None if blocks run out."""
+def one_step(worker, seats, times, sets, ranks, tables, block_size):
+    """Run one step of one worker; return its log row, or None if blocks run out.
+
+    ``ranks`` holds, per layer, the set of experts of each rank.
+    """
     batch = seats[: worker.batch]
     needed = sum(seat.room == 0 for seat in batch)
     if needed > worker.free_blocks:
         return None
     worker.free_blocks -= needed
-    n, start, active, duration = len(batch), worker.next_start, 0, worker.extra_s
+    n, start, duration = len(batch), worker.next_start, worker.extra_s
+    active = busiest = 0
     if n:
         moe = 0.0
         for layer in range(len(sets[0])):
-            distinct = len(set().union(*(sets[seat.row][layer] for seat in batch)))
-            moe += tables.moe_s[n, distinct]
-            active += distinct
+            chosen = set().union(*(sets[seat.row][layer] for seat in batch))
+            counts = [len(chosen & held) for held in ranks[layer]]
+            moe += max(tables.moe_s[n, count] for count in counts)
+            active += len(chosen)
+            busiest += max(counts)
         worker.context += n
         duration += tables.fixed_s[n] + moe
         mean = worker.context / n / tables.context_stride
@@ -62,7 +68,7 @@ def one_step(worker, seats, times, sets, tables, block_size):
     for seat in batch[n - worker.joined :]:
         which = "first" if times[seat.request].first < 0 else "resumed"
         setattr(times[seat.request], which, end)
-    row = (start, end, worker.context, n, worker.joined, active, worker.extra_tokens)
+    row = (start, end, worker.context, n, worker.joined, active, busiest, worker.extra_tokens)
     ended = any(seat.left == 0 for seat in batch)
     single = worker.single or worker.extra_s > 0
     worker.single = worker.joined = worker.extra_tokens = 0
@@ -73,7 +79,7 @@ def one_step(worker, seats, times, sets, tables, block_size):
     return row
 
 
-def slow_advance(workers, slots, times, sets, tables, block_size, until, room_in_log):
+def slow_advance(workers, slots, times, sets, ranks, tables, block_size, until, room_in_log):
     """Do what ``kernel.advance`` does, one worker's step at a time."""
     log, stopped = [], []
     while True:
@@ -85,7 +91,7 @@ def slow_advance(workers, slots, times, sets, tables, block_size, until, room_in
         start, i = min(ready, default=(np.inf, -1))
         if start >= until or len(log) == room_in_log:
             return log, stopped, start
-        row = one_step(workers[i], slots[i], times, sets, tables, block_size)
+        row = one_step(workers[i], slots[i], times, sets, ranks[i], tables, block_size)
         if row is None:
             workers[i].stop = kernel.OUT_OF_BLOCKS
         else:
@@ -157,6 +163,20 @@ def random_pool(rng, n_workers, n_experts, layers, block_size, dyadic):
     return workers, slots, times, bits.reshape(40, -1), tables
 
 
+def random_ranks(rng, n_workers, n_ranks, n_experts, layers):
+    """Return the experts of each rank, as masks for the kernel and as sets for its twin."""
+    words = -(-n_experts // 64)
+    masks = np.zeros((n_workers, n_ranks, layers, words), np.uint64)
+    owner = rng.integers(n_ranks, size=(n_workers, layers, n_experts))
+    for (w, layer, expert), rank in np.ndenumerate(owner):
+        masks[w, rank, layer, expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
+    held = [
+        [[set(np.flatnonzero(of == rank).tolist()) for rank in range(n_ranks)] for of in worker]
+        for worker in owner
+    ]
+    return masks.reshape(n_workers, n_ranks, -1), held
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -166,12 +186,18 @@ def random_pool(rng, n_workers, n_experts, layers, block_size, dyadic):
     block_size=st.sampled_from([1, 2, 16]),
     capacity=st.sampled_from([1, 3, 10, 1000]),
     dyadic=st.booleans(),
+    n_ranks=st.integers(1, 4),
 )
-def test_advance_equals_its_twin(seed, n_workers, n_experts, layers, block_size, capacity, dyadic):
+def test_advance_equals_its_twin(
+    seed, n_workers, n_experts, layers, block_size, capacity, dyadic, n_ranks
+):
     rng = np.random.default_rng(seed)
     workers, slots, times, bits, tables = random_pool(
         rng, n_workers, n_experts, layers, block_size, dyadic
     )
+    if n_ranks > 1:  # the slowest rank is the one with the most experts
+        tables.moe_s.sort(axis=1)
+    masks, ranks = random_ranks(rng, n_workers, n_ranks, n_experts, layers)
     sets = experts_of(bits, layers)
     twin_workers, twin_times = records(workers), records(times)
     twin_slots = [records(seats) for seats in slots]
@@ -184,11 +210,11 @@ def test_advance_equals_its_twin(seed, n_workers, n_experts, layers, block_size,
         log, logged = np.zeros(capacity, kernel.STEP), int(rng.integers(0, capacity + 1))
         before = logged
         logged, n_stopped, next_start = kernel.advance(
-            workers, slots, times, bits, layers, tables, block_size, until, union, log, logged,
-            stopped,
+            workers, slots, times, bits, masks, layers, tables, block_size, until, union, log,
+            logged, stopped,
         )  # fmt: skip
         expected = slow_advance(
-            twin_workers, twin_slots, twin_times, sets, tables, block_size, until,
+            twin_workers, twin_slots, twin_times, sets, ranks, tables, block_size, until,
             capacity - before,
         )  # fmt: skip
         got = rows(log[before:logged]), stopped[:n_stopped].tolist(), next_start
@@ -211,6 +237,16 @@ def test_advance_equals_its_twin(seed, n_workers, n_experts, layers, block_size,
             workers[w]["stop"] = twin_workers[w].stop = kernel.RUNNING
 
 
+@given(seed=st.integers(0, 2**32), words=st.integers(1, 3), layers=st.integers(1, 4))
+def test_one_rank_that_holds_all_counts_as_no_ranks(seed, words, layers):
+    rng = np.random.default_rng(seed)
+    union = rng.integers(0, 2**64, layers * words, np.uint64)
+    layer_s = np.sort(rng.random(64 * words + 1))
+    everything = np.full((1, layers * words), ~np.uint64(0))
+    total, active = kernel.moe_time(union, layer_s, layers)
+    assert kernel.ranked_moe_time(union, everything, layer_s, layers) == (total, active, active)
+
+
 def test_a_batch_of_one_by_hand():
     """Three tokens of one request: 2 + 1 + 2 distinct experts, a window that wraps, one block."""
     workers = np.zeros(1, kernel.WORKER)
@@ -224,8 +260,9 @@ def test_a_batch_of_one_by_hand():
     tables = kernel.StepTables(moe, np.array([0.0, 0.5]), attention, 16)
     log, stopped = np.zeros(9, kernel.STEP), np.zeros(1, np.int64)
     logged, n_stopped, next_start = kernel.advance(
-        workers, slots, times, bits, 1, tables, 4, np.inf, np.zeros(1, np.uint64), log, 0, stopped
-    )
+        workers, slots, times, bits, np.zeros((1, 1, 0), np.uint64), 1, tables, 4, np.inf,
+        np.zeros(1, np.uint64), log, 0, stopped,
+    )  # fmt: skip
     # 0.5 fixed, 1 s an expert, 1 s a context token (32, 33, 34)
     assert log["end"][:logged].tolist() == [35.5, 70.0, 106.5]
     assert log["active"][:logged].tolist() == [2, 1, 2]

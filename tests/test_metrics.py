@@ -306,20 +306,21 @@ def test_a_run_of_nothing_has_no_figures():
 
 
 def test_a_run_of_single_tokens_has_no_gaps():
-    steps = [(1.0, 2.0, 5, 0, 2, 2, 7, 0)]
+    steps = [(1.0, 2.0, 5, 0, 2, 2, 7, 3, 0)]
     record = a_record([a_request(i, 0.0, 2.0, 1) for i in range(2)], [2.0, 2.0], steps=steps)
     figures = summarise(record, make_config({}), 2)
     assert figures["mean_itl_ms"] is None
     assert figures["mean_tpot_ms"] is None
     assert figures["mean_ttft_ms"] == 2000.0
     assert figures["mean_active_experts_per_step"] == 3.5
+    assert figures["mean_busiest_rank_experts_per_step"] == 1.5
 
 
 def test_recomputation_alone_is_no_decode_step():
     steps = [
-        (1.0, 2.0, 5, 0, 1, 1, 6, 0),
-        (2.0, 5.0, 0, 0, 0, 0, 0, 9),
-        (5.0, 6.0, 6, 0, 1, 1, 4, 0),
+        (1.0, 2.0, 5, 0, 1, 1, 6, 5, 0),
+        (2.0, 5.0, 0, 0, 0, 0, 0, 0, 9),
+        (5.0, 6.0, 6, 0, 1, 1, 4, 2, 0),
     ]
     record = a_record([a_request(0, 0.0, 6.0)], [2.0], steps=steps)
     record = dataclasses.replace(record, preempted_gaps_s=[4.0])
@@ -327,4 +328,5 @@ def test_recomputation_alone_is_no_decode_step():
     assert figures["decode_steps"] == 2
     assert figures["mean_decode_batch"] == 1.0
     assert figures["mean_active_experts_per_step"] == 2.5
+    assert figures["mean_busiest_rank_experts_per_step"] == 1.75
     assert figures["mean_itl_ms"] == 4000.0

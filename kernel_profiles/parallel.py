@@ -1,0 +1,118 @@
+"""How one worker spreads a model over the GPUs of a node: tensor and expert parallelism.
+
+As vLLM does at data parallelism 1 (``--tensor-parallel-size``, ``--enable-expert-parallel``):
+
+- Attention heads, the QKV and output projections, dense and shared MLPs, embedding and lm_head are
+  sharded over all GPUs. KV heads are sharded while there are enough of them and replicated beyond
+  (``vllm/model_executor/models/qwen3_moe.py``). The MoE gate, norms, and MLA's compressed cache
+  with its projections stay whole on every GPU.
+- Without expert parallelism every expert is sharded over its intermediate width.
+- With it every GPU holds whole experts, equally many. All GPUs see all tokens, each computes its
+  own experts' part, and an all-reduce sums the parts: there is no all-to-all
+  (``FusedMoEParallelConfig.use_all2all_kernels`` needs data parallelism or sequence parallelism).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import FP8_BLOCK, ModelDims
+
+NODE_GPUS = 8
+"""GPUs of a node, the most that one worker may span: collectives are those inside a node."""
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """GPUs of one worker, and what becomes of the experts.
+
+    Attributes
+    ----------
+    tensor_parallel_size
+        GPUs of the worker.
+    expert_parallel
+        Whether the experts stay whole and are spread over the GPUs. Says nothing on one GPU.
+    """
+
+    tensor_parallel_size: int = 1
+    expert_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tensor_parallel_size <= NODE_GPUS:
+            raise InputError(
+                "tensor_parallel_size",
+                f"{self.tensor_parallel_size}",
+                f"1 to {NODE_GPUS}, the GPUs of a node",
+            )
+
+    @property
+    def n_expert_ranks(self) -> int:
+        """GPUs that the experts are spread over; 1 where each of them holds a part of every one."""
+        return self.tensor_parallel_size if self.expert_parallel else 1
+
+    def check(self, model: ModelDims) -> None:
+        """Raise InputError unless the model can be spread so."""
+        size = self.tensor_parallel_size
+        if size == 1:
+            return
+
+        def divide(what: str, count: int, unit: int = 1) -> None:
+            if count % (size * unit):
+                blocks = f" in FP8 blocks of {unit}" if unit > 1 else ""
+                raise InputError(
+                    "tensor_parallel_size",
+                    f"{size} does not divide the {count} {what} of {model.name}{blocks}",
+                    "a size that does",
+                )
+
+        divide("attention heads", model.n_heads)
+        if model.attention == "gqa":
+            for heads in {model.n_kv_heads, model.global_n_kv_heads or model.n_kv_heads}:
+                if size % heads:  # else each GPU holds a copy of one KV head
+                    divide("KV heads", heads)
+        linear = FP8_BLOCK if model.linear_dtype == "fp8_block" else 1
+        divide("features of a dense layer's MLP", model.dense_intermediate_size, linear)
+        divide("features of the shared experts", model.shared_intermediate_size, linear)
+        if self.expert_parallel:
+            divide("experts", model.n_experts)
+        else:
+            expert = FP8_BLOCK if model.expert_dtype == "fp8_block" else 1
+            divide("features of an expert", model.expert_intermediate_size, expert)
+
+    def shard(self, model: ModelDims) -> ModelDims:
+        """Return the dimensions that one GPU computes with; routing stays over all experts.
+
+        Raises
+        ------
+        InputError
+            The model cannot be spread so.
+        """
+        self.check(model)
+        size = self.tensor_parallel_size
+        if size == 1:
+            return model
+        fields = model.model_dump()
+        for name in ("n_heads", "dense_intermediate_size", "shared_intermediate_size"):
+            fields[name] //= size
+        for name in ("n_kv_heads", "global_n_kv_heads"):
+            if fields[name]:
+                fields[name] = max(1, fields[name] // size)
+        fields["vocab_size"] = -(-model.vocab_size // size)
+        if not self.expert_parallel:
+            fields["expert_intermediate_size"] //= size
+        return ModelDims(**fields)
+
+    def weight_bytes(self, model: ModelDims) -> int:
+        """Bytes of the weights on one GPU."""
+        shard = self.shard(model)
+        elsewhere = model.n_experts - model.n_experts // self.n_expert_ranks
+        return shard.weight_bytes - model.n_moe_layers * elsewhere * shard.bytes_per_expert
+
+    def kv_bytes_per_token(self, model: ModelDims) -> int:
+        """Bytes of KV cache (bfloat16) of one token on one GPU, over all layers."""
+        return self.shard(model).kv_bytes_per_token
+
+
+SINGLE_GPU = Parallelism()
+"""A worker of one GPU."""
