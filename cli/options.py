@@ -22,14 +22,7 @@ def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
 
     def decorate(command: F) -> F:
         options = [
-            click.option(
-                "--" + name.replace("_", "-"),
-                name,
-                metavar=_metavar(name),
-                help=_help(name),
-            )
-            for name in RunConfig.model_fields
-            if name not in (*_MAPPINGS, *without)
+            _option(name) for name in RunConfig.model_fields if name not in (*_MAPPINGS, *without)
         ]
         options.append(
             click.option(
@@ -55,6 +48,14 @@ def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
         return command
 
     return decorate
+
+
+def _option(name: str) -> Callable[[F], F]:
+    flag = "--" + name.replace("_", "-")
+    if RunConfig.model_fields[name].annotation is bool:
+        flag = f"{flag}/--no-{flag[2:]}"
+        return click.option(flag, name, default=None, help=_help(name))
+    return click.option(flag, name, metavar=_metavar(name), help=_help(name))
 
 
 def config_from_options(options: dict[str, Any]) -> RunConfig:
@@ -87,6 +88,7 @@ def _metavar(name: str) -> str:
         "clustering": "balanced|vanilla",
         "tables": "DIR",
         "trace_replay": "own|same_domain",
+        "prompts": "unique|shared",
         "kv_transfer": "ideal|observed",
         "output_len": "N|recorded",
         "model": "NAME|PATH",

@@ -31,6 +31,7 @@ from eldr_sim.simulator.tables import requests_table, steps_table
 from eldr_sim.simulator.transfer import PRESETS
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import RoutingTrace, open_trace
+from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload, make_workload
 
@@ -112,6 +113,7 @@ def prepare(config: RunConfig) -> Setting:
         transfer=replace(transfer, bandwidth=min(transfer.bandwidth, gpu.nic_bandwidth)),
         load_report_delay_s=config.load_report_delay_ms / 1e3,
         max_concurrency=config.max_concurrency,
+        enable_prefix_caching=config.enable_prefix_caching,
     )
     step_time = _step_time(model, gpu, max_num_seqs, budget, config.host_gap_ms, config.tables)
     return Setting(model, gpu, step_time, trace, spec)
@@ -161,6 +163,7 @@ def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tupl
         seed=config.seed,
         domain_mix=config.domain_mix,
         trace_replay=config.trace_replay,
+        prompts=config.prompts,
     )
     arrivals = workload.arrival_s
     if not ((arrivals >= window[0]) & (arrivals < window[1])).any():
@@ -216,9 +219,8 @@ def build_cluster(
             prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
         ),
     )
-    prompts = np.unique(workload.trace_request)
-    scores = trace.prompt_scores(prompts, getattr(decode, "signature_score", "count"))
-    signatures = dict(zip(prompts.tolist(), scores, strict=True))
+    prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
+    score = getattr(decode, "signature_score", "count")
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         setting.spec,
@@ -226,7 +228,7 @@ def build_cluster(
         setting.step_time,
         workload,
         make_replay(trace, setting.model.n_moe_layers, workload.decode_request.astype(np.int64)),
-        signatures,
+        PromptSignatures(trace, score, prompts),
         prefill,
         decode,
         window,

@@ -97,6 +97,7 @@ def make_workload():
             session=np.arange(n, dtype=np.int32),
             prefix_hash=np.empty(0, np.uint64),
             prefix_indptr=np.zeros(n + 1, np.int64),
+            prefix_trace_request=np.empty(0, np.int32),
             prefix_block_tokens=0,
             description={},
         )
@@ -153,7 +154,7 @@ def make_cluster(make_step_time):
             load_report_delay_s=load_report_delay_s,
             max_concurrency=max_concurrency,
         )
-        counts = {q: np.zeros((1, 1), np.int64) for q in range(windows)}
+        counts = np.zeros((1, 1), np.int64)
         model = SimpleNamespace(n_layers=1, attention="gqa", kv_bytes_per_token=kv_bytes_per_token)
         return Cluster(
             spec,
@@ -161,7 +162,7 @@ def make_cluster(make_step_time):
             step_time,
             workload,
             Replay(bits, first, length),
-            counts,
+            lambda _ranges: (0, counts),
             registry.prefill_policy(
                 prefill_policy, PolicyContext(n_prefill, np.random.default_rng([seed, 2]))
             ),
