@@ -1,5 +1,6 @@
 """What prompts are made of: rows, ranges, prefix blocks; each against its definition."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -94,41 +95,36 @@ def test_who_goes_on_with_whom():
         [],
     ]
     indptr = np.cumsum([0, *map(len, rows)])
-    blocks = np.array(sum(rows, []), np.uint64)
+    blocks = np.array([block for row in rows for block in row], np.uint64)
     source, request, described = assign_blocks(
         chain_blocks(blocks, indptr), indptr, np.arange(50, 56)
     )
-    mine = [source[a:b].tolist() for a, b in zip(indptr[:-1], indptr[1:], strict=True)]
+    mine = [source[a:b].tolist() for a, b in itertools.pairwise(indptr)]
     assert mine == [
         [50, 50, 50],
         [50, 51, 51, 51],
         [50, 50, 50, 50],
-        [50, 51, 51, 51, 51, 51],
+        [50, 51, 51, 53, 53, 53],
         [54],
         [],
     ]
-    assert request.tolist() == [50, 51, 50, 51, 54, 55]
+    assert request.tolist() == [50, 51, 50, 53, 54, 55]
     assert described["prefix_blocks"] == 18
     assert described["prefix_blocks_seen_before_share"] == round(7 / 18, 6)
-    assert described["requests_going_on_share"] == round(2 / 6, 6)
+    assert described["requests_going_on_share"] == round(1 / 6, 6)
 
 
 def test_prompt_of_a_log(trace, tmp_path):
     """512-token blocks, the last partial; what follows the last block belongs to nobody else."""
-    log = write_log(
-        tmp_path / "log.jsonl", [(1100, [0, 1, 2]), (1300, [0, 3]), (1600, [0, 1, 2]), (90, [])]
-    )
-    # The block size of 512 is told by the first; the others have full blocks only.
-    with pytest.raises(InputError, match="hash_ids fit no block size"):
-        make_workload(trace, workload=log)
     log = write_log(
         tmp_path / "log.jsonl", [(1100, [0, 1, 2]), (1100, [0, 3]), (1600, [0, 1, 4]), (90, [])]
     )
     w = make_workload(trace, workload=log, seed=3)
     a, b = int(w.trace_request[0]), int(w.trace_request[1])
     assert w.prompt_ranges(0) == ((a, 0, 1100),)
-    assert w.prompt_ranges(1) == ((a, 0, 1100),)  # half of its blocks are the first's
-    assert a == b
+    assert w.prompt_ranges(1) == ((a, 0, 512), (b, 512, 1100))
+    assert w.prompt_ranges(2) == ((a, 0, 1600),)  # two blocks of three are the first's
+    assert a != b
     assert w.prompt_ranges(3) == ((int(w.trace_request[3]), 0, 90),)
     hashes = [w.block_hashes(i, 16) for i in range(4)]
     assert [len(h) for h in hashes] == [68, 64, 96, 0]  # the second's last 76 tokens: no id
@@ -143,14 +139,13 @@ def test_equal_hashes_mean_equal_tokens(trace, tmp_path, block_size):
     rng = np.random.default_rng(block_size)
     rows, texts = [], []
     for _ in range(40):
-        path = [0, *(rng.integers(2, size=3) + [1, 3, 5]).tolist()][: rng.integers(1, 5)]
+        path = [0, *rng.integers([1, 3, 5], [3, 5, 7]).tolist()][: rng.integers(1, 5)]
         rows.append((512 * len(path), path))
         texts.append(np.repeat(path, 512))
     w = make_workload(trace, workload=write_log(tmp_path / "log.jsonl", rows))
     seen = {}
     for i, text in enumerate(texts):
         for k, h in enumerate(w.block_hashes(i, block_size)):
-            key = tuple(text[: (k + 1) * block_size : 64])
             block_end = -(-(k + 1) * block_size // 512) * 512  # ids tell whole blocks apart
             key = (k, tuple(text[:block_end:512]))
             assert seen.setdefault(h, key) == key
@@ -161,7 +156,7 @@ def test_equal_hashes_mean_equal_tokens(trace, tmp_path, block_size):
 def test_longer_logs_start_alike(trace, tmp_path):
     rng = np.random.default_rng(0)
     rows = [
-        (512 * n, [0, *(100 * np.arange(1, n) + rng.integers(3, size=n - 1)).tolist()])
+        (512 * int(n), [0, *(100 * np.arange(1, n) + rng.integers(3, size=n - 1)).tolist()])
         for n in rng.integers(1, 6, 60)
     ]
     log = write_log(tmp_path / "log.jsonl", rows)

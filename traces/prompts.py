@@ -185,7 +185,7 @@ def assign_blocks(
     """Say which trace request the tokens of each prefix block replay.
 
     In order of arrival, each request brings blocks that were seen before and then new ones. New
-    blocks that make more than half of a prompt are a text of its own and replay the trace request
+    blocks that make half of a prompt or more are a text of its own and replay the trace request
     drawn for it, with its domain. Otherwise the request goes on with an earlier prompt (the next
     turn of a conversation, another question to a document), and its new blocks replay the trace
     request of the last block that it shares. So a system prompt that many requests begin with
@@ -216,7 +216,7 @@ def assign_blocks(
     for i, (start, stop) in enumerate(pairwise(edges)):
         mine = numbers[start:stop]
         seen = sum(number < len(known) for number in mine)
-        if 2 * seen >= len(mine) > 0:
+        if 2 * seen > len(mine):
             request[i] = known[mine[seen - 1]]
             going_on += 1
         known += [request[i]] * (len(mine) - seen)
