@@ -31,6 +31,7 @@ from eldr_sim.simulator.tables import requests_table, steps_table
 from eldr_sim.simulator.transfer import PRESETS
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import RoutingTrace, open_trace
+from eldr_sim.traces.gate_scores import PromptScore
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload, make_workload
@@ -220,7 +221,7 @@ def build_cluster(
         ),
     )
     prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
-    score = getattr(decode, "signature_score", "count")
+    score: PromptScore = getattr(decode, "signature_score", "count")
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         setting.spec,

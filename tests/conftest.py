@@ -154,7 +154,7 @@ def make_cluster(make_step_time):
             load_report_delay_s=load_report_delay_s,
             max_concurrency=max_concurrency,
         )
-        counts = np.zeros((1, 1), np.int64)
+        counts = {q: np.zeros((1, 1), np.int64) for q in range(windows)}
         model = SimpleNamespace(n_layers=1, attention="gqa", kv_bytes_per_token=kv_bytes_per_token)
         return Cluster(
             spec,
@@ -162,7 +162,7 @@ def make_cluster(make_step_time):
             step_time,
             workload,
             Replay(bits, first, length),
-            lambda _ranges: (0, counts),
+            lambda ranges: (ranges[0][0], counts[ranges[0][0]]),
             registry.prefill_policy(
                 prefill_policy, PolicyContext(n_prefill, np.random.default_rng([seed, 2]))
             ),

@@ -32,6 +32,7 @@ __all__ = [
     "clip_ranges",
     "count_experts",
     "join_ranges",
+    "sum_gate_scores",
 ]
 
 Ranges = tuple[tuple[int, int, int], ...]
@@ -91,22 +92,17 @@ def count_experts(trace: RoutingTrace, ranges: Ranges) -> NDArray[np.uint32]:
     return total.reshape(trace.n_layers, trace.n_experts).astype(np.uint32)
 
 
-def sum_gate_scores(
-    trace: RoutingTrace, ranges: Ranges, kind: PromptScore
-) -> NDArray[np.floating[Any]]:
-    """Sum gate scores over some ranges of a prompt, ``[n_layers, n_experts]``.
+def sum_gate_scores(trace: RoutingTrace, ranges: Ranges, kind: PromptScore) -> NDArray[np.float32]:
+    """Sum gate scores over some ranges of a prompt, float32 ``[n_layers, n_experts]``.
 
     A trace carries their sums over whole prompts: a part of one takes its share by tokens, which
     is exact for whole rounds only.
     """
-    return np.sum(
-        [
-            trace.prompt_scores([request], kind)[0]
-            * ((stop - start) / int(trace.prompt_len[request]))
-            for request, start, stop in ranges
-        ],
-        axis=0,
-    )
+    total = np.zeros((trace.n_layers, trace.n_experts), np.float32)
+    for request, start, stop in ranges:
+        share = (stop - start) / int(trace.prompt_len[request])
+        total += trace.prompt_scores([request], kind)[0] * share
+    return total
 
 
 class PromptSignatures:
