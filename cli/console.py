@@ -74,6 +74,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     _line("Output token throughput (tok/s)", summary["output_throughput"])
     _line("Total token throughput (tok/s)", summary["total_token_throughput"])
     _line("Peak concurrent requests", summary["max_concurrent_requests"])
+    if summary.get("prefix_cache_hits"):
+        _line("Prefix cache hit rate", summary["prefix_cache_hit_rate"])
     for tag, heading in (
         ("ttft", "Time to First Token"),
         ("tpot", "Time per Output Token (excl. 1st token)"),

@@ -50,6 +50,14 @@ def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
     return decorate
 
 
+def _option(name: str) -> Callable[[F], F]:
+    flag = "--" + name.replace("_", "-")
+    if RunConfig.model_fields[name].annotation is bool:
+        flag = f"{flag}/--no-{flag[2:]}"
+        return click.option(flag, name, default=None, help=_help(name))
+    return click.option(flag, name, metavar=_metavar(name), help=_help(name))
+
+
 def config_from_options(options: dict[str, Any]) -> RunConfig:
     """Build the configuration from ``--config`` and the options given; raises InputError."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -60,13 +68,6 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
     if bounds:
         values["goodput"] = dict(_bound(text) for text in bounds)
     return make_config(values)
-
-
-def _option(name: str) -> Callable[[F], F]:
-    flag = "--" + name.replace("_", "-")
-    if RunConfig.model_fields[name].annotation is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=_help(name))
-    return click.option(flag, name, metavar=_metavar(name), help=_help(name))
 
 
 def _bound(text: str) -> tuple[str, str]:
@@ -87,6 +88,7 @@ def _metavar(name: str) -> str:
         "clustering": "balanced|vanilla",
         "tables": "DIR",
         "trace_replay": "own|same_domain",
+        "prompts": "unique|shared",
         "kv_transfer": "ideal|observed",
         "expert_placement": "linear|eldr",
         "tensor_parallel_size": "N",

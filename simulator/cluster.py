@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +22,11 @@ from eldr_sim.simulator import request as outcomes
 from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.decode import DecodePool
 from eldr_sim.simulator.prefill import PrefillWorker
+from eldr_sim.simulator.prefix_cache import Prompt
 from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.request import Request
 from eldr_sim.simulator.transfer import TransferModel, TransferNetwork
+from eldr_sim.traces.prompts import Ranges
 from eldr_sim.traces.workload import Workload
 
 
@@ -41,6 +44,7 @@ class ClusterSpec:
     transfer: TransferModel
     load_report_delay_s: float
     max_concurrency: int | None
+    enable_prefix_caching: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,9 @@ class Cluster:
     workload, replay
         The requests, and the bit sets of the windows they replay.
     signatures
-        ``[trace requests]`` prefill counts ``[layers, experts]``, the routers' view of a prompt;
-        summed gate scores where the decode policy asks for them.
+        Gives the prefill counts ``[layers, experts]`` of the trace rows that a prompt replays
+        (summed gate scores where the decode policy asks for them), and a number that stands for
+        them: the routers' view of a prompt.
     prefill_policy, decode_policy
         The two routers.
     window
@@ -91,7 +96,7 @@ class Cluster:
         step_time: StepTimeModel,
         workload: Workload,
         replay: Replay,
-        signatures: dict[int, NDArray[np.integer]],
+        signatures: Callable[[Ranges], tuple[int, NDArray[Any]]],
         prefill_policy: PrefillPolicy,
         decode_policy: DecodePolicy,
         window: tuple[float, float],
@@ -125,6 +130,7 @@ class Cluster:
                 block_size=spec.block_size,
                 n_blocks=spec.n_blocks,
                 on_prefilled=self._hand_off,
+                prompt_of=self._prompt,
             )
             for index in range(spec.n_prefill)
         ]
@@ -205,7 +211,7 @@ class Cluster:
                 self._end(request, reason)
                 continue
             self._in_flight += 1
-            worker = self.prefill_policy.select(self._info(request, None), self.prefill_loads)
+            worker = self.prefill_policy.select(self._info(request), self.prefill_loads)
             self.prefill_loads[worker] += 1
             self.prefill_workers[worker].enqueue(request)
 
@@ -218,7 +224,12 @@ class Cluster:
             return outcomes.NO_KV_ROOM
         return ""
 
-    def _info(self, request: Request, signature: NDArray[np.integer] | None) -> RequestInfo:
+    def _info(
+        self,
+        request: Request,
+        signature: NDArray[Any] | None = None,
+        signature_id: int | None = None,
+    ) -> RequestInfo:
         start, end = self.workload.prefix_indptr[request.index : request.index + 2]
         return RequestInfo(
             request_id=request.index,
@@ -226,12 +237,26 @@ class Cluster:
             domain=request.domain,
             prefix_hash=self.workload.prefix_hash[start:end].tolist() if end > start else (),
             signature=signature,
-            signature_id=request.trace_request,
+            signature_id=signature_id,
+        )
+
+    def _prompt(self, request: Request) -> Prompt:
+        """Return what a prefill worker's cache knows of a prompt."""
+        workload, caching = self.workload, self.spec.enable_prefix_caching
+        if workload.prefix_block_tokens == 0:
+            ranges = ((request.trace_request, 0, request.prompt_len),)
+            return Prompt(request.prompt_len, (), ranges)
+        return Prompt(
+            request.prompt_len,
+            workload.block_hashes(request.index, self.spec.block_size) if caching else (),
+            workload.prompt_ranges(request.index),
         )
 
     def _hand_off(self, request: Request) -> None:
         self._report(self.prefill_loads, request.prefill_worker)
-        info = self._info(request, self.signatures[request.trace_request])
+        assert request.block_table is not None
+        number, counts = self.signatures(request.block_table.ranges(self.spec.block_size))
+        info = self._info(request, counts, number)
         worker = self.decode_policy.select(info, self.decode_loads)
         self.decode_loads[worker] += 1
         request.decode_worker = worker

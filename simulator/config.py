@@ -87,6 +87,10 @@ class RunConfig(BaseModel):
     trace_replay: Literal["own", "same_domain"] = "own"
     """Whose generated tokens a request replays: its own, or those of another request of its domain
     (then no two requests with equal signatures replay equal tokens)."""
+    prompts: Literal["unique", "shared"] = "unique"
+    """Whether requests of the task and language workloads that replay the same trace request have
+    the same prompt (``shared``, so that prefix caches find it) or each has one of its own. A file
+    says itself which prompts share a prefix."""
     request_rate: Rate | None = None
     """Mean requests per second; ``inf`` sends all at once. 60 for the task and language workloads,
     the recorded timestamps for a file."""
@@ -110,6 +114,8 @@ class RunConfig(BaseModel):
     """Tokens computed in one step; vLLM's server default for the GPU when not given."""
     block_size: int = Field(default=16, ge=1)
     """Tokens of a KV block."""
+    enable_prefix_caching: bool = True
+    """Whether prefill workers keep KV blocks for prompts that begin alike."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use."""
     kv_transfer: Literal["ideal", "observed"] = "observed"

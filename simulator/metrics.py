@@ -127,6 +127,9 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
 
     gpu_hours = config.n_gpus * seconds / 3600.0
     price = config.price_per_gpu_hour
+    looked_up = [r for r in requests if r.measured and r.cached_tokens >= 0]
+    queries = sum(r.prompt_len for r in looked_up) if config.enable_prefix_caching else 0
+    hits = sum(r.cached_tokens for r in looked_up)
     per_million = gpu_hours / tokens * 1e6 if tokens else None
     return {
         "num_prompts": int(measured.sum()),
@@ -157,6 +160,9 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "mean_busiest_rank_experts_per_step": _mean(busiest),
         "mean_decode_batch": _mean(batch[decoding].astype(float)),
         "decode_steps": int(decoding.sum()),
+        "prefix_cache_queries": queries,
+        "prefix_cache_hits": hits,
+        "prefix_cache_hit_rate": hits / queries if queries else None,
         "preemptions": sum(r.preemptions for r in requests),
         "gpus": config.n_gpus,
         "gpu_hours_per_million_output_tokens": per_million,

@@ -1,9 +1,9 @@
-"""Prefill workers: a queue, chunked prefill batched to a token budget, and the KV blocks.
+"""Prefill workers: a queue, chunked prefill batched to a token budget, and the prefix cache.
 
 A prefill worker is a vLLM engine that gets prompts only: each step computes up to
 ``max_num_batched_tokens`` prompt tokens, first of the prompts already begun, then of the queue
-(``vllm/v1/core/sched/scheduler.py``). A prompt's KV blocks are held until the decode worker has
-pulled them.
+(``vllm/v1/core/sched/scheduler.py``). Tokens whose KV blocks are in the prefix cache are skipped.
+A prompt's KV blocks are held from its first step until the decode worker has pulled them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
+from eldr_sim.simulator.prefix_cache import PrefixCache, Prompt
 from eldr_sim.simulator.request import Request
 
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.step_time import StepTimeModel
     from eldr_sim.simulator.clock import Clock
+
+
+def unshared(request: Request) -> Prompt:
+    """Return the prompt of a request that shares no block with another."""
+    return Prompt(request.prompt_len)
 
 
 class PrefillWorker:
@@ -34,6 +40,9 @@ class PrefillWorker:
         Token budget and seats of a step; tokens a KV block; KV blocks of the worker.
     on_prefilled
         Called with a request whose prompt has been computed.
+    prompt_of
+        Called with a request at the head of the queue; returns what the prefix cache can know of
+        its prompt.
     """
 
     def __init__(
@@ -47,21 +56,27 @@ class PrefillWorker:
         block_size: int,
         n_blocks: int,
         on_prefilled: Callable[[Request], None],
+        prompt_of: Callable[[Request], Prompt] = unshared,
     ) -> None:
         self.env = env
         self.index = index
         self.step_time = step_time
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
-        self.block_size = block_size
-        self.free_blocks = n_blocks
+        self.cache = PrefixCache(n_blocks, block_size)
         self.on_prefilled = on_prefilled
+        self.prompt_of = prompt_of
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         #: One row a step: start s, end s, requests, tokens.
         self.steps: list[tuple[float, float, int, int]] = []
         self._wake = env.event()
         env.process(self._run())
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that no request holds."""
+        return self.cache.n_free
 
     def enqueue(self, request: Request) -> None:
         """Take a request whose prompt has to be computed."""
@@ -71,8 +86,9 @@ class PrefillWorker:
 
     def release(self, request: Request) -> None:
         """Free the KV blocks of a request whose cache has been pulled."""
-        self.free_blocks += request.prefill_blocks
-        request.prefill_blocks = 0
+        assert request.block_table is not None
+        self.cache.free(request.block_table)
+        request.block_table = request.prompt = None
         self._notify()
 
     def _notify(self) -> None:
@@ -108,18 +124,33 @@ class PrefillWorker:
             n = min(budget, request.prompt_len - request.computed)
             if n == 0:
                 break
+            self._begin(request, n)
             batch.append((request, n))
             budget -= n
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            blocks = -(-request.prompt_len // self.block_size)
-            if blocks > self.free_blocks:
+            if not self._admit(request):
                 break
-            self.free_blocks -= blocks
-            request.prefill_blocks = blocks
-            request.prefill_start_s = self.env.now
             self.running.append(self.waiting.popleft())
-            n = min(budget, request.prompt_len)
+            n = min(budget, request.prompt_len - request.computed)
+            self._begin(request, n)
             batch.append((request, n))
             budget -= n
         return batch
+
+    def _admit(self, request: Request) -> bool:
+        """Take the blocks of a whole prompt, if there are enough, and skip its cached tokens."""
+        if request.prompt is None:
+            request.prompt = self.prompt_of(request)
+        table = self.cache.allocate(request.prompt)
+        if table is None:
+            return False
+        request.block_table = table
+        request.computed = request.cached_tokens = table.n_cached
+        request.prefill_start_s = self.env.now
+        return True
+
+    def _begin(self, request: Request, n: int) -> None:
+        """Let others find the blocks that are full when the next ``n`` tokens are computed."""
+        assert request.block_table is not None
+        self.cache.publish(request.block_table, request.computed + n)

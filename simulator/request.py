@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from eldr_sim.simulator.prefix_cache import BlockTable, Prompt
+
 #: ``Request.outcome`` of a request that generated all its tokens.
 COMPLETED = "completed"
 #: Its prompt or its whole context is longer than the model's context.
@@ -44,8 +46,10 @@ class Request:
     outcome: str = ""
     preemptions: int = 0
 
-    computed: int = 0  # prompt tokens that the prefill worker has computed
-    prefill_blocks: int = 0
+    cached_tokens: int = -1  # prompt tokens found in the prefix cache, once admitted there
+    computed: int = 0  # prompt tokens that the prefill worker has, computed or from its cache
+    prompt: Prompt | None = None  # from the head of the prefill queue until the KV is pulled
+    block_table: BlockTable | None = None  # held on the prefill worker
     decode_blocks: int = 0  # held on the decode worker before it joined the batch
     generated: int = 0  # output tokens, kept up to date at preemption only
     last_token_s: float = -1.0  # of the token before its last preemption

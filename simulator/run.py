@@ -34,6 +34,8 @@ from eldr_sim.simulator.tables import requests_table, steps_table
 from eldr_sim.simulator.transfer import PRESETS
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import RoutingTrace, open_trace
+from eldr_sim.traces.gate_scores import PromptScore
+from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload, make_workload
 
@@ -124,6 +126,7 @@ def prepare(config: RunConfig) -> Setting:
         transfer=replace(transfer, bandwidth=min(transfer.bandwidth, gpu.nic_bandwidth)),
         load_report_delay_s=config.load_report_delay_ms / 1e3,
         max_concurrency=config.max_concurrency,
+        enable_prefix_caching=config.enable_prefix_caching,
     )
     step_time = _step_time(
         model, gpu, parallelism, max_num_seqs, budget, config.host_gap_ms, config.tables
@@ -177,6 +180,7 @@ def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tupl
         seed=config.seed,
         domain_mix=config.domain_mix,
         trace_replay=config.trace_replay,
+        prompts=config.prompts,
     )
     arrivals = workload.arrival_s
     if not ((arrivals >= window[0]) & (arrivals < window[1])).any():
@@ -252,9 +256,8 @@ def build_cluster(
         ),
     )
     fitted = artifact() if artifact.cache_info().currsize else None  # the policy asked for it
-    prompts = np.unique(workload.trace_request)
-    scores = trace.prompt_scores(prompts, getattr(decode, "signature_score", "count"))
-    signatures = dict(zip(prompts.tolist(), scores, strict=True))
+    prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
+    score: PromptScore = getattr(decode, "signature_score", "count")
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         setting.spec,
@@ -262,7 +265,7 @@ def build_cluster(
         step_time,
         workload,
         replay,
-        signatures,
+        PromptSignatures(trace, score, prompts),
         prefill,
         decode,
         window,

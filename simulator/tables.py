@@ -12,14 +12,14 @@ from eldr_sim.simulator.metrics import request_times
 def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
     """Return every request that arrived, in order of arrival.
 
-    Times ending in ``_s`` are seconds of simulated time and null where the request never came so
-    far; ``measured`` marks the requests that make the statistics.
+    Times ending in ``_s`` are seconds of simulated time, and like ``cached_tokens`` null where the
+    request never came so far; ``measured`` marks the requests that make the statistics.
     """
     requests = record.requests
     times = request_times(record)
 
     def at(field: str) -> pa.Array:
-        return _times(np.array([getattr(r, field) for r in requests], float))
+        return _known(np.array([getattr(r, field) for r in requests], float))
 
     def ints(field: str, kind: str = "int32") -> pa.Array:
         return pa.array([getattr(r, field) for r in requests], kind)
@@ -34,6 +34,7 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
             "prompt_len": ints("prompt_len"),
             "output_len": ints("output_len"),
             "trace_request": ints("trace_request"),
+            "cached_tokens": _known(np.array([r.cached_tokens for r in requests], np.int32)),
             "prefill_worker": ints("prefill_worker", "int16"),
             "decode_worker": ints("decode_worker", "int16"),
             "preemptions": ints("preemptions"),
@@ -44,7 +45,7 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
             "transfer_start_s": at("transfer_start_s"),
             "transfer_end_s": at("transfer_end_s"),
             "decode_start_s": at("decode_start_s"),
-            "first_token_s": _times(first),
+            "first_token_s": _known(first),
             "finish_s": at("finish_s"),
             "ttft_ms": _figures(1e3 * times["ttft"]),
             "tpot_ms": _figures(1e3 * times["tpot"]),
@@ -96,7 +97,7 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     )
 
 
-def _times(values: np.ndarray) -> pa.Array:
+def _known(values: np.ndarray) -> pa.Array:
     return pa.array(values, mask=values < 0.0)
 
 

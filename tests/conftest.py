@@ -97,6 +97,7 @@ def make_workload():
             session=np.arange(n, dtype=np.int32),
             prefix_hash=np.empty(0, np.uint64),
             prefix_indptr=np.zeros(n + 1, np.int64),
+            prefix_trace_request=np.empty(0, np.int32),
             prefix_block_tokens=0,
             description={},
         )
@@ -161,7 +162,7 @@ def make_cluster(make_step_time):
             step_time,
             workload,
             Replay(bits, first, length),
-            counts,
+            lambda ranges: (ranges[0][0], counts[ranges[0][0]]),
             registry.prefill_policy(
                 prefill_policy, PolicyContext(n_prefill, np.random.default_rng([seed, 2]))
             ),

@@ -196,7 +196,7 @@ def test_report_covers_the_workloads_that_the_trace_can_serve(run_cli, tmp_path,
     assert by_name["gate-logit"] != by_name["count"]
 
 
-@pytest.mark.parametrize("broken", ["_draw_pca", "save"])
+@pytest.mark.parametrize("broken", ["draw_pca", "save"])
 def test_a_failure_leaves_neither_report_nor_artifact(
     run_cli, tmp_path, monkeypatch, gated, broken
 ):

@@ -3,7 +3,7 @@
 The named workloads ``task`` (code, math, medical, legal) and ``language`` (en, zh, ru, fr)
 draw requests from a trace's serving split by a domain mix. Any other name is the path of a
 request log (`readers`), which gives arrivals and lengths, and whose requests take the routing
-of trace requests.
+of trace requests. `prompts` says which trace row a prompt's token replays.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.domains import DOMAIN_MIXES, resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.prompts import Ranges, assign_blocks, chain_blocks, join_ranges
 from eldr_sim.traces.readers import RequestLog, read_request_log
 from eldr_sim.traces.streams import stream
 
@@ -40,7 +41,8 @@ class Workload:
     prompt_len, output_len
         int32 ``[n]``, tokens to prefill and to generate, each at least 1.
     trace_request
-        int32 ``[n]``: trace request whose prompt gives the expert signature.
+        int32 ``[n]``: trace request whose prompt rows the prompt replays; where prefix blocks
+        replay others, that of the last block.
     decode_request
         int32 ``[n]``: trace request whose decode rows are replayed; `trace_request` unless
         made with ``trace_replay="same_domain"``.
@@ -53,11 +55,14 @@ class Workload:
     session
         int32 ``[n]``; requests of one conversation share a number.
     prefix_hash, prefix_indptr
-        Request ``i``'s prompt blocks hash to
-        ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]`` (uint64). The named workloads
-        have none: every request stands for a prompt of its own.
+        Request ``i``'s prompt blocks are ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]``
+        (uint64): equal numbers stand for equal tokens from the prompt's start to the block's end
+        (`prompts.chain_blocks`). A prompt without blocks, or what follows its last, is shared
+        with no other.
+    prefix_trace_request
+        int32, as long as `prefix_hash`: trace request that the block's tokens replay.
     prefix_block_tokens
-        Tokens of a prefix block, 0 where there are no hashes. The last block of a prompt may
+        Tokens of a prefix block, 0 where there are no blocks. The last block of a prompt may
         be partial: only ``prompt_len // prefix_block_tokens`` blocks are full.
     description
         What the workload was made of, for the result: plain values, ready for JSON.
@@ -73,6 +78,7 @@ class Workload:
     session: NDArray[np.int32]
     prefix_hash: NDArray[np.uint64]
     prefix_indptr: NDArray[np.int64]
+    prefix_trace_request: NDArray[np.int32]
     prefix_block_tokens: int
     description: dict[str, Any]
 
@@ -88,6 +94,35 @@ class Workload:
         """Return the prefix block hashes of one request, uint64 ``[n_blocks]``."""
         return self.prefix_hash[self.prefix_indptr[request] : self.prefix_indptr[request + 1]]
 
+    def prompt_ranges(self, request: int) -> Ranges:
+        """Return which trace request each token of a prompt replays, see `prompts`."""
+        own, length = int(self.trace_request[request]), int(self.prompt_len[request])
+        begin, end = self.prefix_indptr[request : request + 2].tolist()
+        size = self.prefix_block_tokens
+        parts = [
+            (source, i * size, min((i + 1) * size, length))
+            for i, source in enumerate(self.prefix_trace_request[begin:end].tolist())
+        ]
+        covered = parts[-1][2] if parts else 0
+        return join_ranges([*parts, (own, covered, length)] if covered < length else parts)
+
+    def block_hashes(self, request: int, block_size: int) -> list[int]:
+        """Return hashes of a prompt's full KV blocks of ``block_size`` tokens.
+
+        A KV block is told by its number and by the prefix block that its last token lies in, for
+        that one stands for all tokens before it too. There is none for KV blocks that go beyond
+        the last prefix block: nobody can share them.
+        """
+        begin, end = self.prefix_indptr[request : request + 2].tolist()
+        if begin == end:
+            return []
+        size = self.prefix_block_tokens
+        covered = min(int(self.prompt_len[request]), (end - begin) * size)
+        number = np.arange(covered // block_size)
+        last = ((number + 1) * block_size - 1) // size
+        hashes = self.prefix_hash[begin:end].astype(np.int64)[last] << 32 | number
+        return cast("list[int]", hashes.tolist())
+
 
 def make_workload(
     trace: RoutingTrace,
@@ -101,6 +136,7 @@ def make_workload(
     seed: int = 0,
     domain_mix: Mapping[str, float] | None = None,
     trace_replay: Literal["own", "same_domain"] = "own",
+    prompts: Literal["unique", "shared"] = "unique",
 ) -> Workload:
     """Make a workload. The same arguments give the same bits on every machine.
 
@@ -140,6 +176,10 @@ def make_workload(
         ``own`` replays the decode of the request that gave the signature; ``same_domain``
         that of another request of its domain, so that a router gains nothing from copies of
         one request meeting in one batch.
+    prompts
+        ``unique``: every request of a named workload has a prompt of its own. ``shared``:
+        requests that replay the same trace request have the same prompt, token by token. In a
+        log, the blocks say so.
 
     Returns
     -------
@@ -154,11 +194,13 @@ def make_workload(
     Notes
     -----
     Trace requests are dealt from a shuffled deck per domain, reshuffled when it runs out, so
-    that copies of one request lie as far apart as the size of the trace allows.
+    that copies of one request lie as far apart as the size of the trace allows. A log's requests
+    are dealt one each as well; `prompts.assign_blocks` says which of them go on with the prompt
+    of an earlier request instead.
     """
     name = os.fspath(workload)
     _check_arguments(
-        name, request_rate, burstiness, horizon_s, num_requests, output_len, trace_replay
+        name, request_rate, burstiness, horizon_s, num_requests, output_len, trace_replay, prompts
     )
     log: RequestLog | None = None
     if name in DOMAIN_MIXES:
@@ -183,7 +225,15 @@ def make_workload(
         )
 
     shares, mix_source = resolve_domain_mix(trace, name, domain_mix)
-    trace_request, decode_request = _choose_requests(trace, shares, n, seed, trace_replay)
+    trace_request = _deal_requests(trace, shares, n, seed)
+    blocks, indptr, block_tokens = _prefix_blocks(trace, trace_request, log, prompts)
+    if log is None:
+        source, sharing = trace_request[: len(blocks)], {"prompts": prompts}
+    else:
+        source, trace_request, sharing = assign_blocks(blocks, indptr, trace_request)
+    decode_request = trace_request
+    if trace_replay == "same_domain":
+        decode_request = _others_of_domain(trace, shares, trace_request, seed)
     prompt = trace.prompt_len[trace_request] if log is None else log.prompt_len[:n]
     if output_len == "recorded":
         output = trace.output_len[trace_request] if log is None else log.output_len[:n]
@@ -207,11 +257,11 @@ def make_workload(
         "last_arrival_s": float(arrival_s[-1]),
         "output_len": output_len,
         "trace_replay": trace_replay,
+        **sharing,
         "domain_mix": {k: round(v, 6) for k, v in shares.items()},
         "domain_mix_source": mix_source,
         **_describe_replay(trace, trace_request, decode_request, output, window),
     }
-    indptr = np.zeros(n + 1, np.int64) if log is None else log.prefix_indptr[: n + 1]
     return Workload(
         arrival_s=arrival_s,
         prompt_len=prompt.astype(np.int32),
@@ -221,9 +271,10 @@ def make_workload(
         replay_offset=offset.astype(np.int32),
         domain=trace.domain[trace_request],
         session=np.arange(n, dtype=np.int32) if log is None else log.session[:n],
-        prefix_hash=np.empty(0, np.uint64) if log is None else log.prefix_hash[: indptr[-1]],
+        prefix_hash=blocks,
         prefix_indptr=indptr,
-        prefix_block_tokens=0 if log is None else log.prefix_block_tokens,
+        prefix_trace_request=source.astype(np.int32),
+        prefix_block_tokens=block_tokens,
         description=described,
     )
 
@@ -236,6 +287,7 @@ def _check_arguments(
     num_requests: int | None,
     output_len: object,
     trace_replay: str,
+    prompts: str,
 ) -> None:
     named = name in DOMAIN_MIXES
     if rate is None and named:
@@ -266,6 +318,10 @@ def _check_arguments(
         raise InputError("output_len", f"got {output_len!r}", "an integer >= 1, recorded")
     if trace_replay not in ("own", "same_domain"):
         raise InputError("trace_replay", f"got {trace_replay!r}", "own, same_domain")
+    if prompts not in ("unique", "shared"):
+        raise InputError("prompts", f"got {prompts!r}", "unique, shared")
+    if prompts == "shared" and not named:
+        raise InputError("prompts", "got 'shared', but a request log's blocks say it", "unique")
 
 
 def _drawn_arrivals(
@@ -333,15 +389,15 @@ def _recorded_arrivals(
     return arrival_s if horizon_s is None else arrival_s[arrival_s < horizon_s]
 
 
-def _choose_requests(
-    trace: RoutingTrace, shares: Mapping[str, float], n: int, seed: int, replay: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _deal_requests(
+    trace: RoutingTrace, shares: Mapping[str, float], n: int, seed: int
+) -> NDArray[np.int64]:
+    """Deal each request a trace request of a domain drawn by ``shares``."""
     names = list(shares)
     edges = np.cumsum([shares[name] for name in names])
     edges[-1] = 1.0
     domain = np.searchsorted(edges, stream(seed, "domains").random(n), side="right")
     request = np.empty(n, np.int64)
-    decode = np.empty(n, np.int64)
     for d, name in enumerate(names):
         pool = trace.requests_of([name], calibration=False)
         if not len(pool):
@@ -353,13 +409,42 @@ def _choose_requests(
         decks = [rng.permutation(len(pool)) for _ in range(-(-len(mine) // len(pool)))]
         card = np.concatenate(decks)[: len(mine)] if decks else np.empty(0, np.int64)
         request[mine] = pool[card]
-        if replay == "same_domain" and len(pool) > 1:
+    return request
+
+
+def _others_of_domain(
+    trace: RoutingTrace, shares: Mapping[str, float], request: NDArray[np.int64], seed: int
+) -> NDArray[np.int64]:
+    """Draw for each request another one of its domain; itself where it is the only one."""
+    other = request.copy()
+    for name in shares:
+        pool = trace.requests_of([name], calibration=False)
+        mine = np.flatnonzero(np.isin(request, pool))
+        if len(pool) > 1:
             step = 1 + (
                 stream(seed, f"decode-request:{name}").random(len(mine)) * (len(pool) - 1)
             ).astype(np.int64)
-            card = (card + step) % len(pool)
-        decode[mine] = pool[card]
-    return request, decode
+            card = (np.searchsorted(pool, request[mine]) + step) % len(pool)
+            other[mine] = pool[card]
+    return other
+
+
+def _prefix_blocks(
+    trace: RoutingTrace, request: NDArray[np.int64], log: RequestLog | None, prompts: str
+) -> tuple[NDArray[np.uint64], NDArray[np.int64], int]:
+    """Return prefix block numbers, ``indptr`` and block size.
+
+    A prompt that copies of one trace request share is a single block, as long as the longest.
+    """
+    n = len(request)
+    if log is not None:
+        indptr = log.prefix_indptr[: n + 1]
+        blocks = chain_blocks(log.prefix_hash[: indptr[-1]], indptr)
+        return blocks, indptr, log.prefix_block_tokens
+    if prompts == "shared":
+        longest = int(trace.prompt_len[~trace.is_calibration].max())
+        return request.astype(np.uint64), np.arange(n + 1, dtype=np.int64), longest
+    return np.empty(0, np.uint64), np.zeros(n + 1, np.int64), 0
 
 
 def _describe_arrivals(log: RequestLog | None, rate: float | None, burstiness: float) -> str:

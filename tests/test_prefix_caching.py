@@ -1,0 +1,201 @@
+"""Runs with a prefix cache: nothing is lost, signatures stay whole, prefills get shorter."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from eldr_sim.cli.main import cli
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.prefix_cache import PrefixCache, Prompt
+from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
+from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.prompts import count_experts
+from eldr_sim.traces.workload import make_workload as workload_of
+
+BASE = {"topology": "2P4D", "duration": 10, "warmup": 3, "output_len": 64, "request_rate": 40}
+MOONCAKE = (
+    Path(__file__).parents[1].parent
+    / "shared"
+    / "data"
+    / "requests"
+    / "mooncake_conversation.jsonl"
+)
+
+
+def run(**values):
+    return simulate(make_config(BASE | values))
+
+
+@pytest.mark.parametrize("prefill_policy", ["round_robin", "prefix_hash"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_blocks_are_all_free_at_the_end(
+    make_workload, make_cluster, run_to_rest, prefill_policy, caching
+):
+    """Few blocks, much sharing: hits, evictions and prompts that wait for blocks."""
+    rng = np.random.default_rng(3)
+    n, blocks_each = 300, 3
+    which = rng.integers(9, size=n)
+    path = np.stack([np.zeros(n), 1 + which % 3, 4 + which], 1).astype(np.uint64)
+    workload = dataclasses.replace(
+        make_workload(np.sort(rng.random(n)), 24 + rng.integers(4, size=n), 3),
+        prefix_hash=path.ravel(),
+        prefix_indptr=np.arange(n + 1) * blocks_each,
+        prefix_trace_request=path.ravel().astype(np.int32) % 5,
+        prefix_block_tokens=8,
+    )
+    cluster = make_cluster(
+        workload, n_prefill=2, n_decode=2, n_blocks=25, prefill_policy=prefill_policy
+    )
+    cluster.spec = dataclasses.replace(cluster.spec, enable_prefix_caching=caching)
+    record = run_to_rest(cluster)
+    assert [r.outcome for r in record.requests] == ["completed"] * n
+    for worker in cluster.prefill_workers:
+        assert worker.free_blocks == 25
+        assert all(block.n_held == 0 for block in worker.cache._evictable)
+        assert bool(worker.cache._by_hash) is caching
+    cached = [r.cached_tokens for r in record.requests]
+    assert (sum(cached) > 0) is caching
+    computed = sum(tokens for steps in record.prefill_steps for *_, tokens in steps)
+    assert computed == workload.prompt_len.sum() - sum(cached)
+
+
+def test_routers_see_cold_signatures():
+    """Every signature handed over in a run, hits included, is that of a prefill from nothing."""
+    config = make_config(BASE | {"policy": "eldr", "prompts": "shared", "block_size": 7})
+    setting = prepare(config)
+    workload, window = offered_load(config, setting.trace)
+    cluster = build_cluster(config, setting, workload, window)
+    hits, select = [], cluster.decode_policy.select
+
+    def checked(info, loads):
+        request = cluster.requests[info.request_id]
+        expected = setting.trace.prompt_counts([request.trace_request])[0]
+        np.testing.assert_array_equal(info.signature, expected)
+        hits.append(request.cached_tokens > 0)
+        return select(info, loads)
+
+    cluster.decode_policy.select = checked
+    cluster.run()
+    assert 0.2 < np.mean(hits) < 1.0
+
+
+def test_caching_shortens_prefills_and_leaves_decoding_alone():
+    """ELDR Fig. 17: the cache collapses TTFT for every router and does not change TPOT."""
+    for policy in ("round_robin", "eldr"):
+        on, off = (
+            run(
+                policy=policy,
+                prompts="shared",
+                enable_prefix_caching=caching,
+                workload="task",
+                # Prefill is made scarce: half a prompt a step.
+                max_num_batched_tokens=64,
+                max_num_seqs=64,
+            )
+            for caching in (True, False)
+        )
+        assert on.summary["mean_ttft_ms"] < 0.8 * off.summary["mean_ttft_ms"]
+        assert on.summary["median_tpot_ms"] == pytest.approx(
+            off.summary["median_tpot_ms"], rel=0.05
+        )
+        assert on.summary["prefix_cache_hit_rate"] > 0.5
+        assert off.summary["prefix_cache_hit_rate"] is None
+        assert off.summary["prefix_cache_queries"] == off.summary["prefix_cache_hits"] == 0
+
+
+def test_figures_of_the_cache():
+    result = run(prompts="shared", num_requests=300, warmup=0, duration=1)
+    requests, steps = result.requests.to_pandas(), result.steps.to_pandas()
+    assert (requests.cached_tokens < requests.prompt_len).all()
+    assert (requests.cached_tokens % 16 == 0).all()
+    summary = result.summary
+    assert summary["prefix_cache_queries"] == requests.prompt_len.sum()
+    assert summary["prefix_cache_hits"] == requests.cached_tokens.sum() > 0
+    assert summary["prefix_cache_hit_rate"] == pytest.approx(
+        requests.cached_tokens.sum() / requests.prompt_len.sum()
+    )
+    computed = steps[steps.role == "prefill"].tokens.sum()
+    assert computed == (requests.prompt_len - requests.cached_tokens).sum()
+
+
+def test_unique_prompts_find_nothing():
+    on, off = (run(enable_prefix_caching=caching) for caching in (True, False))
+    assert on.summary["prefix_cache_hits"] == 0
+    assert on.requests.equals(off.requests)
+    assert on.steps.equals(off.steps)
+
+
+def test_flags_of_the_command_line(tmp_path):
+    for flag, expected in (("--enable-", True), ("--no-enable-", False)):
+        out = tmp_path / flag.strip("-")
+        options = "--topology 1P1D --num-requests 3 --output-len 4 --prompts shared"
+        done = CliRunner().invoke(
+            cli, ["run", *options.split(), f"{flag}prefix-caching", "--out", str(out)]
+        )
+        assert done.exit_code == 0, done.output
+        config = json.loads((out / "config.json").read_text())["config"]
+        assert config["enable_prefix_caching"] is expected
+        assert config["prompts"] == "shared"
+    assert make_config({}).enable_prefix_caching
+
+
+# --- a recorded log ---------------------------------------------------------------------------
+
+
+def endless_hits(n, block_size=16):
+    """Prompt and hit tokens of Mooncake's first requests in an endless cache, from the file."""
+    seen, hits = set(), []
+    for line in MOONCAKE.read_text().splitlines()[:n]:
+        record = json.loads(line)
+        length, ids = record["input_length"], record["hash_ids"]
+        # Mooncake's ids stand for all tokens up to a block's end.
+        keys = [(ids[k * block_size // 512], k) for k in range(length // block_size)]
+        found = 0
+        while found < (length - 1) // block_size and keys[found] in seen:
+            found += 1
+        hits.append(found * block_size)
+        seen.update(keys)
+    return np.array(hits)
+
+
+@pytest.mark.skipif(not MOONCAKE.exists(), reason="the recorded request log is not here")
+def test_an_endless_cache_finds_what_mooncake_shares():
+    n = 1500
+    trace = open_trace()
+    workload = workload_of(trace, workload=MOONCAKE, num_requests=n)
+    endless, small = PrefixCache(10**9, 16), PrefixCache(10_000, 16)
+    hits = {endless: [], small: []}
+    for i in range(n):
+        ranges = workload.prompt_ranges(i)
+        prompt = Prompt(int(workload.prompt_len[i]), workload.block_hashes(i, 16), ranges)
+        for cache, found in hits.items():
+            table = cache.allocate(prompt)
+            cache.publish(table, prompt.n_tokens)
+            if i % 50 == 0:
+                np.testing.assert_array_equal(
+                    count_experts(trace, table.ranges(16)), count_experts(trace, ranges)
+                )
+            found.append(table.n_cached)
+            cache.free(table)
+    expected = endless_hits(n)
+    assert hits[endless] == expected.tolist()
+    assert 0 < sum(hits[small]) < expected.sum()
+    assert (np.array(hits[small]) <= expected).all()
+
+
+@pytest.mark.skipif(not MOONCAKE.exists(), reason="the recorded request log is not here")
+def test_a_cluster_finds_no_more_than_an_endless_cache():
+    n = 300
+    values = {"workload": str(MOONCAKE), "topology": "2P4D", "gpu": "H200", "output_len": 8}
+    result = simulate(make_config(values | {"num_requests": n, "policy": "eldr"}))
+    requests = result.requests.to_pandas()
+    served = requests[requests.outcome == "completed"]
+    bound = endless_hits(n)[served.request_id]
+    assert 0 < served.cached_tokens.sum() <= bound.sum()
+    assert (served.cached_tokens <= bound).all()
+    with_blocks = result.summary["trace"]
+    assert with_blocks["prefix_blocks_seen_before_share"] > 0

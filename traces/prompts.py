@@ -1,0 +1,231 @@
+"""What the tokens of a prompt are: which rows of the trace they replay, which prompts share them.
+
+Token ``p`` of a prompt (0 is the first) replays prompt row ``p % prompt_len`` of a trace request:
+a prompt as long as the recorded one replays it row by row, a longer one goes around. A prompt may
+be made of several trace requests, one after the other; each replays the rows at the tokens' own
+places in the prompt.
+
+Prefix blocks
+    A request log may name the blocks of its prompts (``hash_ids``): equal ids, equal tokens. What
+    the tokens of a block are then depends on the block alone, so that requests which share a
+    prefix share its trace rows and, on the model, its experts: `assign_blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.gate_scores import PromptScore
+
+__all__ = [
+    "PromptSignatures",
+    "Ranges",
+    "assign_blocks",
+    "chain_blocks",
+    "clip_ranges",
+    "count_experts",
+    "join_ranges",
+    "sum_gate_scores",
+]
+
+Ranges = tuple[tuple[int, int, int], ...]
+"""Consecutive token ranges ``(trace request, start, stop)`` of a prompt."""
+
+_REMEMBERED = 4096
+
+
+def clip_ranges(ranges: Ranges, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Return the parts of ``ranges`` that lie in tokens ``start`` to ``stop``."""
+    return [
+        (request, max(first, start), min(last, stop))
+        for request, first, last in ranges
+        if first < stop and last > start
+    ]
+
+
+def join_ranges(parts: Sequence[tuple[int, int, int]]) -> Ranges:
+    """Join neighbours that go on with the same trace request."""
+    joined: list[tuple[int, int, int]] = []
+    for request, start, stop in parts:
+        if joined and joined[-1][0] == request and joined[-1][2] == start:
+            joined[-1] = (request, joined[-1][1], stop)
+        else:
+            joined.append((request, start, stop))
+    return tuple(joined)
+
+
+def count_experts(trace: RoutingTrace, ranges: Ranges) -> NDArray[np.uint32]:
+    """Count how often each expert is chosen by the tokens of some ranges of a prompt.
+
+    Returns
+    -------
+    counts
+        uint32 ``[n_layers, n_experts]``.
+    """
+    cells = trace.n_layers * trace.n_experts
+    base = (np.arange(trace.n_layers, dtype=np.int64) * trace.n_experts)[:, None]
+    total = np.zeros(cells, np.int64)
+    for request, start, stop in ranges:
+        first = int(trace.first_row[request])
+        length = int(trace.prompt_len[request])
+
+        def add(begin: int, end: int, times: int, first: int = first) -> None:
+            rows = trace.experts[first + begin : first + end]
+            total[:] += times * np.bincount((base + rows).ravel(), minlength=cells)
+
+        rounds, rest = divmod(stop - start, length)
+        begin = start % length
+        if rounds:
+            add(0, length, rounds)
+        if begin + rest <= length:
+            add(begin, begin + rest, 1)
+        else:
+            add(begin, length, 1)
+            add(0, begin + rest - length, 1)
+    return total.reshape(trace.n_layers, trace.n_experts).astype(np.uint32)
+
+
+def sum_gate_scores(trace: RoutingTrace, ranges: Ranges, kind: PromptScore) -> NDArray[np.float32]:
+    """Sum gate scores over some ranges of a prompt, float32 ``[n_layers, n_experts]``.
+
+    A trace carries their sums over whole prompts: a part of one takes its share by tokens, which
+    is exact for whole rounds only.
+    """
+    total = np.zeros((trace.n_layers, trace.n_experts), np.float32)
+    for request, start, stop in ranges:
+        share = (stop - start) / int(trace.prompt_len[request])
+        total += trace.prompt_scores([request], kind)[0] * share
+    return total
+
+
+class PromptSignatures:
+    """What routers see of prompts, remembered: prompts come back.
+
+    Calling it with a prompt's ranges returns ``(id, counts)``: `count_experts`, or where a policy
+    asks for gate scores `sum_gate_scores`. The same id always stands for the same counts; of the
+    prompts asked for last some thousands are remembered.
+
+    Parameters
+    ----------
+    trace
+        Trace that the prompts replay.
+    kind
+        ``count``, ``prob`` or ``logit``.
+    requests
+        The trace requests that will occur in ranges.
+
+    Raises
+    ------
+    InputError
+        If the trace does not carry the gate's scores of all of ``requests``.
+    """
+
+    def __init__(
+        self, trace: RoutingTrace, kind: PromptScore = "count", requests: ArrayLike = ()
+    ) -> None:
+        numbers = count()
+        if kind != "count":
+            trace.prompt_scores(requests, kind)
+
+        @lru_cache(maxsize=_REMEMBERED)
+        def summed(ranges: Ranges) -> tuple[int, NDArray[Any]]:
+            if kind == "count":
+                return next(numbers), count_experts(trace, ranges)
+            return next(numbers), sum_gate_scores(trace, ranges, kind)
+
+        self._summed = summed
+
+    def __call__(self, ranges: Ranges) -> tuple[int, NDArray[Any]]:
+        """Return an id and the counts, ``[n_layers, n_experts]``, of ``ranges``."""
+        return self._summed(ranges)
+
+
+def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Number the prefix blocks so that equal numbers mean equal tokens from the prompt's start.
+
+    A log's ids may name a block's own tokens or, as Mooncake's do, all tokens up to its end. A
+    block is here known by its id and the number of the block before it.
+
+    Parameters
+    ----------
+    hash_ids
+        uint64 ``[n]``: the ids of all requests' blocks.
+    indptr
+        int64 ``[requests + 1]``: request ``i`` has ``hash_ids[indptr[i]:indptr[i + 1]]``.
+
+    Returns
+    -------
+    uint64 ``[n]``, numbered from 0 in order of first appearance.
+    """
+    numbers: dict[tuple[int, int], int] = {}
+    chained: list[int] = []
+    ids, edges = hash_ids.tolist(), indptr.tolist()
+    for start, stop in pairwise(edges):
+        number = -1
+        for block in ids[start:stop]:
+            number = numbers.setdefault((number, block), len(numbers))
+            chained.append(number)
+    return np.array(chained, np.uint64)
+
+
+def assign_blocks(
+    blocks: NDArray[np.uint64], indptr: NDArray[np.int64], drawn: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, Any]]:
+    """Say which trace request the tokens of each prefix block replay.
+
+    In order of arrival, each request brings blocks that were seen before and then new ones. New
+    blocks that make half of a prompt or more are a text of its own and replay the trace request
+    drawn for it, with its domain. Otherwise the request goes on with an earlier prompt (the next
+    turn of a conversation, another question to a document), and its new blocks replay the trace
+    request of the last block that it shares. So a system prompt that many requests begin with
+    leaves each its own domain, and a conversation keeps one.
+
+    Parameters
+    ----------
+    blocks, indptr
+        Numbers of `chain_blocks` of the requests in order of arrival.
+    drawn
+        int64 ``[requests]``: trace request drawn for each.
+
+    Returns
+    -------
+    source
+        int64, as long as ``blocks``: trace request that each block replays.
+    request
+        int64 ``[requests]``: trace request of each prompt's last block, the most specific one, or
+        the one drawn where there are no blocks.
+    description
+        How much of the prompts is shared.
+    """
+    known: list[int] = []  # trace request of each block number
+    source: list[int] = []
+    request = drawn.tolist()
+    numbers, edges = blocks.tolist(), indptr.tolist()
+    seen_before = going_on = 0
+    for i, (start, stop) in enumerate(pairwise(edges)):
+        mine = numbers[start:stop]
+        seen = sum(number < len(known) for number in mine)
+        if 2 * seen > len(mine):
+            request[i] = known[mine[seen - 1]]
+            going_on += 1
+        known += [request[i]] * (len(mine) - seen)
+        source += [known[number] for number in mine]
+        if mine:
+            request[i] = source[-1]
+        seen_before += seen
+    return (
+        np.array(source, np.int64),
+        np.array(request, np.int64),
+        {
+            "prefix_blocks": len(numbers),
+            "prefix_blocks_seen_before_share": round(seen_before / max(1, len(numbers)), 6),
+            "requests_going_on_share": round(going_on / max(1, len(request)), 6),
+        },
+    )
