@@ -1,5 +1,6 @@
 """Routing by predicted step time: a twin from scratch, and what the cluster tells the policy."""
 
+import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -273,23 +274,22 @@ def test_oracle_sees_the_rows_that_the_worker_replays(monkeypatch, output_len, r
     )
     rows = {request: [] for request in range(6)}
     advance = kernel.advance
+    names = list(inspect.signature(advance.py_func).parameters)
 
-    def one_by_one(workers, slots, times, bits, layers, tables, block, until, *rest):
-        union, log, logged, stopped = rest
+    def one_by_one(*values):
+        given = dict(zip(names, values, strict=True))
+        worker, slots, until = given["workers"][0], given["slots"], given["until"]
         while True:
-            worker = workers[0]
             start = float(worker["next_start"])
             idle = worker["stop"] != kernel.RUNNING or worker["batch"] == 0 or start >= until
             if not idle:
                 for seat in slots[0, : worker["batch"]]:
                     rows[int(seat["request"])].append(int(seat["row"]))
-            end = until if idle else float(np.nextafter(start, np.inf))
-            out = advance(
-                workers, slots, times, bits, layers, tables, block, end, union, log, logged, stopped
-            )
-            if idle or out[1] or out[0] == len(log):
+                given["until"] = float(np.nextafter(start, np.inf))
+            out = advance(*given.values())
+            if idle or out[1] or out[0] == len(given["log"]):
                 return out
-            logged = out[0]
+            given["logged"], given["until"] = out[0], until
 
     monkeypatch.setattr(kernel, "advance", one_by_one)
     futures = [cluster.decode_policy._future(request) for request in range(6)]
@@ -324,3 +324,11 @@ def test_knowing_more_lowers_the_active_experts():
     ]
     assert active[0] > 1.05 * active[1]
     assert active[1] > 1.03 * active[2]
+
+
+@pytest.mark.parametrize("policy", ["marginal_cost", "oracle"])
+def test_workers_of_several_gpus_are_served(policy):
+    values = {"topology": "1P2D", "num_requests": 20, "output_len": 20, "policy": policy}
+    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    summary = simulate(make_config(SMALL | values | parallel)).summary
+    assert summary["completed"] == 20
