@@ -157,7 +157,7 @@ def ranked_moe_time(union: Any, masks: Any, layer_s: Any, layers: int) -> tuple[
         for r in range(ranks):
             distinct = 0
             for w in range(first, end):
-                distinct += _popcount(union[w] & masks[r, w])  # type: ignore[call-arg]
+                distinct += popcount(union[w] & masks[r, w])  # type: ignore[call-arg]
             active += distinct
             most = max(most, distinct)
         total += layer_s[most]
