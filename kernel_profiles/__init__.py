@@ -3,6 +3,7 @@
 Modules, from facts to answers:
 
 - ``models``: dimensions, parameter and byte counts of the served MoE models.
+- ``parallel``: what one GPU of a tensor- or expert-parallel worker holds of a model.
 - ``gpus``: memory, bandwidth, compute and engine defaults of each GPU.
 - ``tables``: latency table format v1 (Parquet plus provenance) and the shipped tables.
 - ``aiconfigurator``: makes shipped tables from the optional package ``aiconfigurator-core``.
