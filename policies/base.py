@@ -33,9 +33,8 @@ class RequestInfo:
         Oracle domain label, an index into ``CalibrationSet.domains``. No real router has it: only
         ``DomainPolicy`` reads it.
     prefix_hash
-        Hashes of the prompt's full blocks in order, each over its own tokens and all before them
-        (as vLLM chains its block hashes). Empty where the prompt has no full block or none is
-        known.
+        Hashes of the prompt's blocks in order, each over its own tokens and all before them (as
+        vLLM chains its block hashes); the last block may be partial. Empty where none is known.
     signature
         Prefill counts, shape [L, E]: prompt tokens that chose expert ``e`` at layer ``l``; or the
         summed gate scores that the policy's ``signature_score`` names. ``None`` before prefill has

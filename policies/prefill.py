@@ -39,8 +39,7 @@ class PrefixHashPolicy:
     the first 256 tokens make the key, the incoming request counts in the average load, and the
     prefix's worker is kept while its load is at most 1.25 times that average. The key picks its
     worker by rendezvous hashing, which spreads keys evenly and moves few of them when the pool
-    changes, as the hash ring there does. A prompt without a full block goes to the least loaded
-    worker.
+    changes, as the hash ring there does. A prompt without hashes goes to the least loaded worker.
     """
 
     name = "prefix_hash"

@@ -123,6 +123,7 @@ class PrefixCache:
         # least recently freed on.
         self._n_blank = n_blocks
         self._evictable: OrderedDict[KVBlock, None] = OrderedDict()
+        self._spare: list[KVBlock] = []  # evicted, to be written anew: cheaper than making others
         self._by_hash: dict[int, KVBlock] = {}
         # As in vLLM a block that is prefilled twice is there twice; the copies take over, in order
         # of age, when the one that is found is evicted.
@@ -148,8 +149,7 @@ class PrefixCache:
             if block.n_held == 0:
                 del self._evictable[block]
             block.n_held += 1
-        while self._n_blank < n_new:
-            self._evict()
+        self._evict(max(0, n_new - self._n_blank))
         self._n_blank -= n_new
         return BlockTable(prompt, found, n_new, len(found) * size)
 
@@ -159,12 +159,16 @@ class PrefixCache:
         As in vLLM this happens when the tokens are scheduled: within a step a layer writes the keys
         and values of all requests before it reads those of any.
         """
-        prompt, blocks = table.prompt, table.blocks
-        begun = len(blocks)
+        prompt, blocks, by_hash = table.prompt, table.blocks, self._by_hash
+        begun, spare = len(blocks), self._spare
         for block_hash in prompt.block_hashes[begun : n_tokens // self.block_size]:
-            block = KVBlock(block_hash, prompt)
+            if spare:
+                block = spare.pop()
+                block.block_hash, block.writer, block.n_held = block_hash, prompt, 1
+            else:
+                block = KVBlock(block_hash, prompt)
             blocks.append(block)
-            if self._by_hash.setdefault(block_hash, block) is not block:
+            if by_hash.setdefault(block_hash, block) is not block:
                 self._copies.setdefault(block_hash, OrderedDict())[block] = None
         table.n_private -= len(blocks) - begun
 
@@ -187,17 +191,21 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def _evict(self) -> None:
-        """Make the least recently freed block blank, its signature row with it."""
-        block, _ = self._evictable.popitem(last=False)
-        copies = self._copies.get(block.block_hash)
-        if copies is None:
-            del self._by_hash[block.block_hash]
-        else:
-            if self._by_hash[block.block_hash] is block:
-                self._by_hash[block.block_hash], _ = copies.popitem(last=False)
+    def _evict(self, n: int) -> None:
+        """Make the ``n`` least recently freed blocks blank, their signature rows with them."""
+        by_hash, copies_of = self._by_hash, self._copies
+        for _ in range(n):
+            block = self._evictable.popitem(last=False)[0]
+            block_hash = block.block_hash
+            if block_hash not in copies_of:
+                del by_hash[block_hash]
             else:
-                del copies[block]
-            if not copies:
-                del self._copies[block.block_hash]
-        self._n_blank += 1
+                copies = copies_of[block_hash]
+                if by_hash[block_hash] is block:
+                    by_hash[block_hash] = copies.popitem(last=False)[0]
+                else:
+                    del copies[block]
+                if not copies:
+                    del copies_of[block_hash]
+            self._spare.append(block)
+            self._n_blank += 1

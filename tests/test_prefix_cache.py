@@ -280,9 +280,9 @@ def serve(trace, workload, rng, *, n_workers, n_blocks, block_size, budget):
         )
         evict = worker.cache._evict
 
-        def counted(evict=evict):
-            happened["evicted"] += 1
-            evict()
+        def counted(n, evict=evict):
+            happened["evicted"] += n
+            evict(n)
 
         worker.cache._evict = counted
         workers.append(worker)

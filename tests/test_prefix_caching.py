@@ -164,7 +164,7 @@ def endless_hits(n, block_size=16):
 
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="the recorded request log is not here")
 def test_an_endless_cache_finds_what_mooncake_shares():
-    n = 1500
+    n = 700
     trace = open_trace()
     workload = workload_of(trace, workload=MOONCAKE, num_requests=n)
     endless, small = PrefixCache(10**9, 16), PrefixCache(10_000, 16)

@@ -1,5 +1,6 @@
 """What prompts are made of: rows, ranges, prefix blocks; each against its definition."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.gate_scores import GateScores
 from eldr_sim.traces.prompts import (
     PromptSignatures,
     assign_blocks,
@@ -65,6 +67,25 @@ def test_a_recorded_prompt_counts_as_recorded(trace):
         again, same = counts(((request, 0, int(trace.prompt_len[request])),))
         assert (again, same is mine) == (number, True)
         assert counts(((request, 0, 1),))[0] != number
+
+
+def test_gate_scores_of_ranges(trace):
+    """Exact for whole prompts and rounds; a part takes its share."""
+    requests = np.arange(40, 50)
+    rng = np.random.default_rng(0)
+    prob = rng.random((10, trace.n_layers, trace.n_experts)).astype(np.float32)
+    scored = dataclasses.replace(trace, gate_scores=GateScores(requests, prob=prob))
+    n, m = int(trace.prompt_len[42]), int(trace.prompt_len[47])
+    signature = PromptSignatures(scored, "prob", requests)
+    number, whole = signature(((42, 0, n),))
+    np.testing.assert_array_equal(whole, prob[2])
+    _, mixed = signature(((42, 0, 2 * n), (47, 2 * n, 2 * n + 5)))
+    np.testing.assert_allclose(mixed, 2 * prob[2] + 5 / m * prob[7], rtol=1e-6)
+    assert signature(((42, 0, n),))[0] == number
+    with pytest.raises(InputError, match="lacks those of 1"):
+        PromptSignatures(scored, "prob", [42, 60])
+    with pytest.raises(InputError, match="carries no logit"):
+        PromptSignatures(scored, "logit", requests)
 
 
 def test_ranges_clip_and_join():
