@@ -30,6 +30,7 @@ class EldrPolicy:
 
     name = "eldr"
     decision: ClassVar[str] = "decode"
+    reads_signature: ClassVar[bool] = True
 
     def __init__(self, context: PolicyContext) -> None:
         artifact = context.require_artifact(self.name)

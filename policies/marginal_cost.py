@@ -100,6 +100,7 @@ class MarginalCostPolicy:
 
     name = "marginal_cost"
     decision: ClassVar[str] = "decode"
+    reads_signature: ClassVar[bool] = True
 
     def __init__(self, context: PolicyContext) -> None:
         step_times = context.require_step_times(self.name)

@@ -45,6 +45,9 @@ class ClusterSpec:
     load_report_delay_s: float
     max_concurrency: int | None
     enable_prefix_caching: bool = True
+    #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
+    capture_s: float = 0.0
+    routing_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Cluster:
                 block_size=spec.block_size,
                 n_blocks=spec.n_blocks,
                 on_prefilled=self._hand_off,
+                capture_s=spec.capture_s,
                 prompt_of=self._prompt,
             )
             for index in range(spec.n_prefill)
@@ -254,6 +258,12 @@ class Cluster:
 
     def _hand_off(self, request: Request) -> None:
         self._report(self.prefill_loads, request.prefill_worker)
+        if self.spec.routing_s == 0.0:
+            self._dispatch(request)
+        else:
+            self.env.at(self.env.now + self.spec.routing_s, lambda _event: self._dispatch(request))
+
+    def _dispatch(self, request: Request) -> None:
         assert request.block_table is not None
         number, counts = self.signatures(request.block_table.ranges(self.spec.block_size))
         info = self._info(request, counts, number)

@@ -135,6 +135,12 @@ class RunConfig(BaseModel):
     clustering: Method | None = None
     """How calibration signatures make one centroid a decode worker: Hungarian-balanced K-means
     or ``vanilla``; ``balanced``, or the artifact's, when not given."""
+    capture_overhead_ms: float = Field(default=0.71, ge=0, allow_inf_nan=False)
+    """What recording expert signatures adds to a prefill step, ms, under a policy that reads them;
+    the default is ELDR's Table 1 (record, reduce and copy on MI300X)."""
+    routing_overhead_ms: float = Field(default=0.157, ge=0, allow_inf_nan=False)
+    """What fetching a signature and routing on it take per request, ms, under a policy that reads
+    them; the default is ELDR's Table 1."""
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Age of the completions that the routers have heard of, ms."""
     goodput: ServiceLevel = ServiceLevel()

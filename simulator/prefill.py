@@ -40,6 +40,8 @@ class PrefillWorker:
         Token budget and seats of a step; tokens a KV block; KV blocks of the worker.
     on_prefilled
         Called with a request whose prompt has been computed.
+    capture_s
+        Time that every step takes longer because it records expert signatures.
     prompt_of
         Called with a request at the head of the queue; returns what the prefix cache can know of
         its prompt.
@@ -56,6 +58,7 @@ class PrefillWorker:
         block_size: int,
         n_blocks: int,
         on_prefilled: Callable[[Request], None],
+        capture_s: float = 0.0,
         prompt_of: Callable[[Request], Prompt] = unshared,
     ) -> None:
         self.env = env
@@ -65,6 +68,7 @@ class PrefillWorker:
         self.max_num_seqs = max_num_seqs
         self.cache = PrefixCache(n_blocks, block_size)
         self.on_prefilled = on_prefilled
+        self.capture_s = capture_s
         self.prompt_of = prompt_of
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -106,7 +110,7 @@ class PrefillWorker:
             start = env.now
             tokens = [n for _, n in batch]
             contexts = [request.computed for request, _ in batch]
-            yield env.timeout(self.step_time.prefill_s(tokens, contexts))
+            yield env.timeout(self.step_time.prefill_s(tokens, contexts) + self.capture_s)
             self.steps.append((start, env.now, len(batch), sum(tokens)))
             for request, n in batch:
                 request.computed += n

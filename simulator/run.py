@@ -258,9 +258,16 @@ def build_cluster(
     fitted = artifact() if artifact.cache_info().currsize else None  # the policy asked for it
     prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
     score: PromptScore = getattr(decode, "signature_score", "count")
+    spec = setting.spec
+    if getattr(decode, "reads_signature", False):
+        spec = replace(
+            spec,
+            capture_s=config.capture_overhead_ms / 1e3,
+            routing_s=config.routing_overhead_ms / 1e3,
+        )
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
-        setting.spec,
+        spec,
         setting.parallelism.shard(model),
         step_time,
         workload,

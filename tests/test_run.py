@@ -115,6 +115,22 @@ def test_service_level_and_price_reach_the_summary():
     assert run(goodput={"tpot": 1e6}).summary["slo_attainment"] == 1.0
 
 
+def test_signatures_cost_the_policies_that_read_them():
+    """TTFT grows by what a prefill step and the router take; others pay nothing (Table 1)."""
+    costly = {"capture_overhead_ms": 5.0, "routing_overhead_ms": 3.0, "request_rate": 2}
+    free = {"capture_overhead_ms": 0.0, "routing_overhead_ms": 0.0, "request_rate": 2}
+    assert run(policy="jsq", **costly).requests == run(policy="jsq", **free).requests
+    for policy in ("eldr", "marginal_cost"):
+        with_costs = run(policy=policy, **costly).requests.to_pandas()
+        without = run(policy=policy, **free).requests.to_pandas()
+        prefill = with_costs.prefill_end_s - with_costs.prefill_start_s
+        assert (prefill - (without.prefill_end_s - without.prefill_start_s)).median() == (
+            pytest.approx(5e-3, abs=1e-6)
+        )
+        wait = (with_costs.transfer_start_s - with_costs.prefill_end_s).dropna()
+        assert (wait >= 3e-3 - 1e-9).all()
+
+
 def test_overload_is_told():
     """Far more than two decode workers can serve: the queue grows, the run still ends."""
     summary = run(request_rate=400, duration=2, warmup=0, max_num_seqs=2, output_len=512).summary
