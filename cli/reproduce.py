@@ -46,11 +46,13 @@ def eldr(figure: tuple[str, ...], out: Path | None, force: bool, quick: bool) ->
             made.append(known[name]())
             click.echo(f"{name}: {time.perf_counter() - start:.1f} s", err=True)
     for reproduction in made:
-        print_table(
-            f"{reproduction.name}: {reproduction.title}",
-            ["claim", "paper", "ours", "direction", "size", "why"],
-            [_row(claim) for claim in reproduction.claims],
-        )
+        title = f"{reproduction.name}: {reproduction.title}"
+        if reproduction.claims:
+            columns = ["claim", "paper", "ours", "direction", "size", "why"]
+            print_table(title, columns, [_row(claim) for claim in reproduction.claims])
+        else:
+            rows = reproduction.table.to_pylist()
+            print_table(title, list(rows[0]), [[_cell(v) for v in row.values()] for row in rows])
         click.echo()
     if out is not None:
         with whole_folder(out, force) as folder:
@@ -62,6 +64,10 @@ def eldr(figure: tuple[str, ...], out: Path | None, force: bool, quick: bool) ->
                 {"paper": "ELDR", "quick": quick, "figures": [r.name for r in made]},
             )
         click.echo(f"Wrote {out}")
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def _row(claim: Claim) -> list[str]:

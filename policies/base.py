@@ -57,8 +57,9 @@ class DecodePolicy(Protocol):
     """Chooses the decode worker of a request when its prefill has ended.
 
     A policy whose attribute ``reads_signature`` is true makes the prefill workers record signatures
-    and pays for it (ELDR Table 1). One whose attribute ``signature_score`` is ``"prob"`` or ``"logit"`` gets the gate's scores
-    summed over the prompt as the request's signature, in the place of counts.
+    and pays for it (ELDR Table 1). One whose attribute ``signature_score`` is ``"prob"`` or
+    ``"logit"`` gets the gate's scores summed over the prompt as the request's signature, in the
+    place of counts.
     """
 
     name: str

@@ -325,7 +325,8 @@ def _topology(config: RunConfig) -> str:
 
 def _result(config: RunConfig, setting: Setting, workload: Workload, record: RunRecord) -> Result:
     model, step_time, trace = setting.model, setting.step_time, setting.trace
-    steps = record.decode_steps
+    started, window = record.decode_steps["start"], record.window
+    steps = record.decode_steps[(started >= window[0]) & (started < window[1])]
     outside = {
         "moe_batch": int((steps["batch"] > step_time.moe_batch_max).sum()),
         "attention_batch": int((steps["batch"] > step_time.attention_batch_max).sum()),

@@ -7,7 +7,7 @@ import pytest
 
 from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
-from eldr_sim.validation.eldr import choose
+from eldr_sim.validation.eldr import choose, figures, write_reproduction
 from eldr_sim.validation.eldr_results import mean_difference, run_grid
 from eldr_sim.validation.reproduction import Claim, Runner
 
@@ -64,6 +64,36 @@ def test_mean_difference_is_the_mean_over_rates_of_paired_runs():
         for rate in (5.0, 20.0)
     ]
     assert mean_difference(runs, "eldr", "best", metric) == pytest.approx(sum(best) / 2)
+
+
+@pytest.fixture(scope="module")
+def reproductions():
+    known = figures(Runner(TINY | {"gpu": "MI300X"}, processes=2), quick=True)
+    return {name: make() for name, make in known.items()}
+
+
+def test_every_figure_and_table_of_the_issue_is_made(reproductions):
+    numbers = (2, 3, 4, 7, 8, 9, 11, 12, 13, 14, 15, 16, 17, 18)
+    assert set(reproductions) == {
+        *(f"figure_{n}" for n in numbers),
+        "table_1",
+        "table_2",
+        "beyond",
+    }
+
+
+def test_every_claim_has_a_figure_or_a_reason(reproductions):
+    for reproduction in reproductions.values():
+        assert reproduction.table.num_rows > 0
+        for claim in reproduction.claims:
+            assert claim.ours is not None or claim.reason, claim.statement
+
+
+def test_every_picture_can_be_drawn(reproductions, tmp_path):
+    for reproduction in reproductions.values():
+        write_reproduction(tmp_path, reproduction)
+        picture = (tmp_path / f"{reproduction.name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
 
 
 def test_names_of_figures():

@@ -15,16 +15,19 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
 from eldr_sim.validation import eldr_motivation as motivation
 from eldr_sim.validation import eldr_results as results
+from eldr_sim.validation import eldr_scaling as scaling
 from eldr_sim.validation import eldr_signature as signature
 from eldr_sim.validation.reproduction import Reproduction, Runner
 
 MODEL, GPU = "Qwen3-30B-A3B", "MI300X"
 RATES, QUICK_RATES = (20.0, 40.0, 60.0, 80.0, 100.0), (40.0, 80.0)
+EP_RATES = (24.0, 40.0, 56.0)
 
 
 def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]]:
     """Return how to make each figure and table, by name, in the order of the paper."""
     rates = QUICK_RATES if quick else RATES
+    ep_rates = EP_RATES[1:2] if quick else EP_RATES
     trace = open_trace(DEFAULT_TRACE)
 
     @cache
@@ -44,7 +47,13 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_14": lambda: results.figure_14(runner, rates),
         "figure_15": lambda: results.figure_15(runner, rates),
         "figure_16": lambda: results.figure_16(runner, rates),
+        "figure_17": lambda: scaling.figure_17(runner),
+        "figure_18": lambda: scaling.figure_18(runner, ep_rates),
+        "table_1": lambda: scaling.table_1(runner, trace),
         "table_2": lambda: results.table_2(runner, rates),
+        "beyond": lambda: scaling.beyond(
+            runner, QUICK_RATES[:1] if quick else QUICK_RATES, range(2 if quick else 5)
+        ),
     }
 
 
