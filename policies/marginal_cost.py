@@ -37,6 +37,10 @@ _Usage = tuple[Floats, NDArray[np.float32]]
 """A request's activation on the grid of ``unions``, and its ``log_idle``, both [L, E]."""
 
 
+#: Signatures whose activation is remembered; a request log has a new one for every request.
+_REMEMBERED = 1024
+
+
 class _Greedy:
     """Sends a request where the cost grows least; what it knows of requests is up to others.
 
@@ -115,7 +119,7 @@ class MarginalCostPolicy:
     def usage(self, request: RequestInfo) -> _Usage:
         """Return the request's predicted activation; the calibration mean without a signature.
 
-        Remembered for every ``signature_id`` while the policy lives.
+        Remembered for the last signatures seen, by ``signature_id``.
         """
         if request.signature is None:
             return _usage(self._model.mean_activation)
@@ -124,6 +128,8 @@ class MarginalCostPolicy:
             return self._usages[known]
         usage = _usage(self._model.predict(request.signature))
         if known is not None:
+            if len(self._usages) == _REMEMBERED:
+                del self._usages[next(iter(self._usages))]  # the oldest
             self._usages[known] = usage
         return usage
 

@@ -63,7 +63,7 @@ class RunRecord:
     first_token_s: NDArray[np.float64]
     decode_steps: NDArray[np.void]
     prefill_steps: list[list[tuple[float, float, int, int]]]
-    preempted_gaps_s: list[float]
+    preempted_gaps: list[tuple[float, float]]
     window: tuple[float, float]
     end_s: float
 
@@ -171,10 +171,10 @@ class Cluster:
             until = env.peek()
             if until > pool.next_start:
                 pool.advance(until)
-                if env.peek() == float("inf"):
-                    raise RuntimeError(
-                        f"no event left at {env.now:.3f} s with {self.open_measured} requests open"
-                    )
+            if env.peek() == float("inf"):
+                raise RuntimeError(
+                    f"no event left at {env.now:.3f} s with {self.open_measured} requests open"
+                )
             env.step()
             events += 1
             if progress is not None and events % 4096 == 0:
@@ -190,7 +190,7 @@ class Cluster:
             first_token_s=pool.token_times["first"],
             decode_steps=pool.steps(),
             prefill_steps=[worker.steps for worker in self.prefill_workers],
-            preempted_gaps_s=pool.preempted_gaps_s,
+            preempted_gaps=pool.preempted_gaps,
             window=self.window,
             end_s=env.now,
         )

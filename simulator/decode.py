@@ -82,8 +82,8 @@ class DecodePool:
         self.on_finish = on_finish
         self.requests: list[Request] = []
         self.workers = [DecodeWorker(self, w) for w in range(n_workers)]
-        #: Gaps between tokens that a preemption made longer than a step, s.
-        self.preempted_gaps_s: list[float] = []
+        #: Last token before a preemption and first one after it, s, where both exist.
+        self.preempted_gaps: list[tuple[float, float]] = []
         self._bits = bits
         one_rank = np.zeros((n_workers, 1, 0), np.uint64)
         self._masks = one_rank if expert_masks is None else np.ascontiguousarray(expert_masks)
@@ -200,7 +200,7 @@ class DecodeWorker:
     def _note_resumption(self, request: Request) -> None:
         if request.last_token_s >= 0.0:  # it was preempted after its first token
             resumed = float(self.pool.token_times["resumed"][request.index])
-            self.pool.preempted_gaps_s.append(resumed - request.last_token_s)
+            self.pool.preempted_gaps.append((request.last_token_s, resumed))
 
     def _preempt(self) -> None:
         """Take requests back, last joined first, until the others have the blocks they need."""

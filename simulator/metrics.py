@@ -1,7 +1,8 @@
 """Statistics of a run, under the names of ``vllm bench serve``.
 
 Symbols: a request is sent at ``s``, its first token leaves at ``f``, its last at ``e``; it
-generates ``n`` tokens. Only requests that arrive in the measured window and complete count.
+generates ``n`` tokens. TTFT, TPOT and E2EL are those of requests that arrive in the measured
+window and complete; ITL is that of the window's steps, whoever's tokens they are.
 
 - TTFT = ``f - s``. Under disaggregation the first token is the decode worker's.
 - TPOT = ``(e - f) / (n - 1)``; requests of one token have none.
@@ -120,8 +121,9 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
 
     carried = batch - steps["joined"][inside]
     gaps = (steps["end"] - steps["start"])[inside]
-    itl = np.concatenate([gaps, np.array(record.preempted_gaps_s)])
-    itl_weights = np.concatenate([carried, np.ones(len(record.preempted_gaps_s), np.int64)])
+    preempted = [b - a for a, b in record.preempted_gaps if start <= b <= end]
+    itl = np.concatenate([gaps, np.array(preempted)])
+    itl_weights = np.concatenate([carried, np.ones(len(preempted), np.int64)])
     active = steps["active"][inside][decoding] / n_moe_layers
     busiest = steps["busiest"][inside][decoding] / n_moe_layers
 

@@ -12,7 +12,7 @@ COMPLETED = "completed"
 TOO_LONG = "exceeds_max_model_len"
 #: Its whole context would not fit into an otherwise empty KV cache.
 NO_KV_ROOM = "exceeds_kv_cache"
-#: The run stopped after the last measured request; this one had arrived later.
+#: Not measured: it arrived outside the window and was still open when the last measured one ended.
 AFTER_WINDOW = "run_ended_after_window"
 #: The run stopped at its time limit because the cluster could not serve the load.
 OVERLOADED = "unserved_at_time_limit"

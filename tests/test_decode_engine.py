@@ -286,7 +286,7 @@ def test_preemption_by_hand(make_step_time):
     assert pool.steps()["recomputed"].tolist() == [0, 0, 0, 0, 0, 0, 8]
     assert pool.steps()["joined"].tolist() == [2, 0, 0, 0, 0, 0, 1]
     assert [r.finish_s for r in requests] == [6.0, 6.0 + 1.0 + 4.0]
-    assert pool.preempted_gaps_s == [6.0]  # from its fifth token at 5 to its sixth at 11
+    assert pool.preempted_gaps == [(5.0, 11.0)]  # from its fifth token at 5 to its sixth at 11
 
 
 def test_recomputation_is_chunked_to_the_token_budget(make_step_time):

@@ -319,5 +319,5 @@ def test_macro_steps_equal_single_steps(
         assert other.requests == normal.requests
         assert rows(other.decode_steps) == rows(normal.decode_steps)
         np.testing.assert_array_equal(other.first_token_s, normal.first_token_s)
-        assert other.preempted_gaps_s == normal.preempted_gaps_s
+        assert other.preempted_gaps == normal.preempted_gaps
         assert other.end_s == normal.end_s

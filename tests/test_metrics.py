@@ -227,7 +227,7 @@ def a_record(requests, first, window=(0.0, np.inf), end_s=10.0, steps=()):
         first_token_s=np.array(first, float),
         decode_steps=np.array(list(steps), kernel.STEP),
         prefill_steps=[[]],
-        preempted_gaps_s=[],
+        preempted_gaps=[],
         window=window,
         end_s=end_s,
     )
@@ -323,7 +323,7 @@ def test_recomputation_alone_is_no_decode_step():
         (5.0, 6.0, 6, 0, 1, 1, 4, 2, 0),
     ]
     record = a_record([a_request(0, 0.0, 6.0)], [2.0], steps=steps)
-    record = dataclasses.replace(record, preempted_gaps_s=[4.0])
+    record = dataclasses.replace(record, preempted_gaps=[(2.0, 6.0), (-9.0, -1.0)])
     figures = summarise(record, make_config({}), 2)
     assert figures["decode_steps"] == 2
     assert figures["mean_decode_batch"] == 1.0
