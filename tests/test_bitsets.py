@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.traces import bitsets
 from eldr_sim.traces.bitsets import bit_sets, pack_bits
-from eldr_sim.traces.format import write_trace
+from eldr_sim.traces.writer import write_trace
 
 
 def unpack(words):

@@ -7,9 +7,10 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import open_trace, write_trace
+from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.gate_scores import FILE_NAME, GateScores
 from eldr_sim.traces.importers import import_npz
+from eldr_sim.traces.writer import write_trace
 
 N, LAYERS, EXPERTS = 12, 2, 10
 

@@ -13,7 +13,6 @@ from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.prefill import PrefillWorker
 from eldr_sim.simulator.prefix_cache import PrefixCache, Prompt
 from eldr_sim.simulator.request import Request
-from eldr_sim.traces.format import write_trace
 from eldr_sim.traces.prompts import (
     PromptSignatures,
     assign_blocks,
@@ -21,6 +20,7 @@ from eldr_sim.traces.prompts import (
     clip_ranges,
     count_experts,
 )
+from eldr_sim.traces.writer import write_trace
 
 
 class SlowPool:

@@ -13,8 +13,9 @@ from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.signature import TRANSFORMS, unit_rows
 from eldr_sim.policies.signature_quality import project, signature_quality
 from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import open_trace, write_trace
+from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.gate_scores import GateScores
+from eldr_sim.traces.writer import write_trace
 from eldr_sim.validation import signature_report as report_module
 
 FILES = {

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces import format as trace_format
-from eldr_sim.traces.format import builtin_traces, open_trace, write_trace
+from eldr_sim.traces.format import builtin_traces, open_trace
+from eldr_sim.traces.writer import write_trace
 
 
 def draw_experts(rng, tokens, layers, n_experts, top_k):
@@ -367,3 +368,26 @@ def test_embedded_trace_is_packaged():
     for name in ("manifest.json", "requests.parquet", "experts.npy"):
         assert f'"data/*/{name}"' in text
         assert (root / "traces" / "data" / "reference_moe" / name).is_file()
+
+
+def test_force_spares_a_folder_that_is_no_trace(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match="is no trace"):
+        write_trace(
+            tmp_path,
+            experts=np.zeros((2, 1, 1), np.uint8),
+            request_id=["a"],
+            domain=["d"],
+            prompt_len=[1],
+            output_len=[1],
+            is_calibration=[False],
+            model="m",
+            n_experts=2,
+            domains=["d"],
+            captured_by="test",
+            source_data="test",
+            tool_versions={},
+            provenance="synthetic",
+            force=True,
+        )
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"

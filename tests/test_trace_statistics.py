@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.traces.format import open_trace, write_trace
+from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.statistics import expected_distinct, trace_statistics
+from eldr_sim.traces.writer import write_trace
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,10 @@
 Modules
 -------
 format
-    Routing trace format v1: `RoutingTrace`, `Manifest`, `open_trace`, `write_trace`,
-    `builtin_traces`. The embedded default is ``reference-moe``.
+    Routing trace format v1: `RoutingTrace`, `Manifest`, `open_trace`, `builtin_traces`. The
+    embedded default is ``reference-moe``.
+writer
+    `write_trace`: a whole and valid trace folder, or nothing.
 gate_scores
     `GateScores`: an optional part of a trace, the gate's scores summed over prompts.
 bitsets

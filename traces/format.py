@@ -28,9 +28,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +49,6 @@ __all__ = [
     "RoutingTrace",
     "builtin_traces",
     "open_trace",
-    "write_trace",
 ]
 
 DEFAULT_TRACE = "reference-moe"
@@ -60,8 +57,8 @@ DEFAULT_TRACE = "reference-moe"
 FORMAT_VERSION = 1
 _BUILTIN = Path(__file__).parent / "data"
 _CHUNK_ROWS = 1 << 15
-_SPLITS = ("calibration", "serving")
-_COLUMNS = {
+SPLITS = ("calibration", "serving")
+COLUMNS = {
     "request_id": pa.string(),
     "domain": pa.string(),
     "prompt_len": pa.int32(),
@@ -347,7 +344,7 @@ def open_trace(
         if manifest.gate_scores_checksum is not None:
             checksums.append((scores_path.name, manifest.gate_scores_checksum))
         for name, want in checksums:
-            got = _sha256(path / name)
+            got = sha256(path / name)
             # A truncated file is told by its size below: more useful than a wrong checksum.
             if got != want and not (name == "experts.npy" and _is_short(path / name)):
                 raise InputError(
@@ -369,135 +366,8 @@ def open_trace(
     return trace
 
 
-def write_trace(
-    out: str | os.PathLike[str],
-    *,
-    experts: NDArray[Any],
-    request_id: Sequence[str],
-    domain: Sequence[str],
-    prompt_len: ArrayLike,
-    output_len: ArrayLike,
-    is_calibration: ArrayLike,
-    model: str,
-    n_experts: int,
-    domains: Sequence[str],
-    captured_by: str,
-    source_data: str,
-    tool_versions: Mapping[str, str],
-    provenance: Provenance,
-    notes: str = "",
-    session: ArrayLike | None = None,
-    gate_scores: GateScores | None = None,
-    force: bool = False,
-) -> RoutingTrace:
-    """Write a routing trace: a whole and valid folder, or nothing.
-
-    Parameters
-    ----------
-    out
-        Folder to make.
-    experts
-        Expert ids ``[tokens, layers, top_k]``, the requests' rows one after the other.
-    request_id, domain, prompt_len, output_len, is_calibration
-        One entry a request, see `RoutingTrace`; ``domain`` by name.
-    model, n_experts, domains, captured_by, source_data, tool_versions, provenance, notes
-        See `Manifest`.
-    session
-        Conversation number of each request; by default each request is its own.
-    gate_scores
-        The gate's scores summed over the prompts of some requests.
-    force
-        Replace ``out`` if it is there.
-
-    Returns
-    -------
-    RoutingTrace
-        The trace as read back from ``out``.
-
-    Raises
-    ------
-    InputError
-        If ``out`` exists and ``force`` is false, or if the trace would not be valid.
-    """
-    target = Path(out)
-    if target.exists() and not force:
-        raise InputError("out", f"{target} exists", "a new folder, or force")
-    ids = np.asarray(experts)
-    if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
-        raise InputError(
-            "experts", f"got {ids.dtype} {list(ids.shape)}", "integers [tokens, layers, top_k]"
-        )
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= n_experts):
-        raise InputError(
-            "experts", f"ids span {int(ids.min())}..{int(ids.max())}", f"0..{n_experts - 1}"
-        )
-    ids = np.ascontiguousarray(ids, dtype=np.uint8 if n_experts <= 256 else np.uint16)
-    n = len(request_id)
-    columns: dict[str, Any] = {
-        "request_id": list(request_id),
-        "domain": list(domain),
-        "prompt_len": np.asarray(prompt_len, dtype=np.int64),
-        "output_len": np.asarray(output_len, dtype=np.int64),
-        "session": np.arange(n) if session is None else np.asarray(session),
-        "split": [_SPLITS[0] if c else _SPLITS[1] for c in np.asarray(is_calibration, bool)],
-    }
-    wrong = [name for name, column in columns.items() if len(column) != n]
-    if wrong:
-        raise InputError(wrong[0], f"has {len(columns[wrong[0]])} entries for {n} requests")
-    rows = columns["prompt_len"] + columns["output_len"]
-    columns["first_row"] = np.cumsum(rows) - rows
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        np.save(temporary / "experts.npy", ids)
-        arrays = [pa.array(columns[name], type=kind) for name, kind in _COLUMNS.items()]
-        pq.write_table(
-            pa.table(arrays, names=list(_COLUMNS)),
-            temporary / "requests.parquet",
-            compression="zstd",
-        )
-        scores_path = temporary / gate_scores_file.FILE_NAME
-        if gate_scores is not None:
-            gate_scores_file.write(scores_path, gate_scores)
-        try:
-            manifest = Manifest(
-                model=model,
-                n_layers=ids.shape[1],
-                n_experts=n_experts,
-                top_k=ids.shape[2],
-                domains=list(domains),
-                captured_by=captured_by,
-                source_data=source_data,
-                tool_versions=dict(tool_versions),
-                notes=notes,
-                provenance=provenance,
-                checksum=_sha256(temporary / "experts.npy"),
-                requests_checksum=_sha256(temporary / "requests.parquet"),
-                gate_scores_checksum=None if gate_scores is None else _sha256(scores_path),
-                n_requests=n,
-                n_tokens=ids.shape[0],
-            )
-        except ValidationError as error:
-            raise _manifest_error("manifest", error) from None
-        fields = manifest.model_dump(exclude_none=True)
-        text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-        (temporary / "manifest.json").write_text(text, encoding="utf-8")
-        open_trace(temporary)
-        temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can read
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-            os.replace(target, old / target.name)
-            os.replace(temporary, target)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return open_trace(target)
-
-
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file; InputError names it if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -513,7 +383,8 @@ def _is_short(path: Path) -> bool:
     return False
 
 
-def _manifest_error(field: str, error: ValidationError) -> InputError:
+def manifest_error(field: str, error: ValidationError) -> InputError:
+    """Return the first problem of a manifest as one line."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     return InputError(field, f"{where}: {first['msg']}, got {first['input']!r:.60}")
@@ -534,7 +405,7 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:
-        raise _manifest_error(str(path), error) from None
+        raise manifest_error(str(path), error) from None
     if manifest.top_k > manifest.n_experts:
         raise InputError(
             str(path), f"top_k {manifest.top_k} exceeds n_experts {manifest.n_experts}"
@@ -572,9 +443,9 @@ def _read_requests(path: Path, manifest: Manifest, experts: NDArray[Any]) -> Rou
     except pa.ArrowException as error:
         raise InputError(str(file), f"{error}".splitlines()[0], "a Parquet file") from None
     columns: dict[str, Any] = {}
-    for name, kind in _COLUMNS.items():
+    for name, kind in COLUMNS.items():
         if name not in table.column_names:
-            raise InputError(str(file), f"column {name} is missing", ", ".join(_COLUMNS))
+            raise InputError(str(file), f"column {name} is missing", ", ".join(COLUMNS))
         column = table.column(name)
         if column.type != kind or column.null_count:
             raise InputError(
@@ -587,7 +458,7 @@ def _read_requests(path: Path, manifest: Manifest, experts: NDArray[Any]) -> Rou
         raise InputError(
             str(file), f"{table.num_rows} requests", f"{manifest.n_requests} as the manifest says"
         )
-    for name, allowed in (("domain", manifest.domains), ("split", list(_SPLITS))):
+    for name, allowed in (("domain", manifest.domains), ("split", list(SPLITS))):
         unknown = sorted(set(columns[name]) - set(allowed))
         if unknown:
             raise InputError(str(file), f"unknown {name} {unknown[0]!r}", ", ".join(allowed))
@@ -603,7 +474,7 @@ def _read_requests(path: Path, manifest: Manifest, experts: NDArray[Any]) -> Rou
         output_len=columns["output_len"],
         first_row=columns["first_row"],
         session=columns["session"],
-        is_calibration=np.array([s == _SPLITS[0] for s in columns["split"]], dtype=bool),
+        is_calibration=np.array([s == SPLITS[0] for s in columns["split"]], dtype=bool),
         experts=experts,
     )
 

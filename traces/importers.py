@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
-from eldr_sim.traces.format import Provenance, RoutingTrace, write_trace
+from eldr_sim.traces.format import Provenance, RoutingTrace
 from eldr_sim.traces.gate_scores import GateScores
+from eldr_sim.traces.writer import write_trace
 
 __all__ = ["import_npz"]
 
