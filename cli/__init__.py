@@ -1,1 +1,1 @@
-"""See the module docstrings."""
+"""Command line: parse, call, print. Each module is a command of ``eldr-sim``."""
