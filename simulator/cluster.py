@@ -30,6 +30,9 @@ from eldr_sim.traces.prompts import Ranges
 from eldr_sim.traces.workload import Workload
 
 
+_NEVER = float("inf")
+
+
 @dataclass(frozen=True)
 class ClusterSpec:
     """Size and engine settings of a cluster; see :class:`~eldr_sim.simulator.config.RunConfig`."""
@@ -171,7 +174,7 @@ class Cluster:
             until = env.peek()
             if until > pool.next_start:
                 pool.advance(until)
-            if env.peek() == float("inf"):
+            if until == _NEVER and env.peek() == _NEVER:
                 raise RuntimeError(
                     f"no event left at {env.now:.3f} s with {self.open_measured} requests open"
                 )
