@@ -29,7 +29,6 @@ from eldr_sim.simulator.transfer import TransferModel, TransferNetwork
 from eldr_sim.traces.prompts import Ranges
 from eldr_sim.traces.workload import Workload
 
-
 _NEVER = float("inf")
 
 
