@@ -71,12 +71,13 @@ def _cell(value: object) -> str:
 
 
 def _row(claim: Claim) -> list[str]:
-    paper = f"{claim.low:g}" if claim.low == claim.high else f"{claim.low:g} to {claim.high:g}"
+    span = f"{claim.low:g}" if claim.low == claim.high else f"{claim.low:g} to {claim.high:g}"
+    paper = f"{span} {claim.unit}".strip() if claim.stated else "no figure"
     ours = "-" if claim.ours is None else f"{claim.ours:.2f}"
     agrees = {True: "agrees", False: "differs", None: "-"}
     return [
         claim.statement,
-        f"{paper} {claim.unit}".strip(),
+        paper,
         ours,
         agrees[claim.direction_agrees],
         agrees[claim.size_agrees],

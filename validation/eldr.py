@@ -83,8 +83,8 @@ def claims_table(reproductions: list[Reproduction]) -> pa.Table:
             {
                 "figure": reproduction.name,
                 "claim": claim.statement,
-                "paper_low": claim.low,
-                "paper_high": claim.high,
+                "paper_low": claim.low if claim.stated else None,
+                "paper_high": claim.high if claim.stated else None,
                 "ours": claim.ours,
                 "unit": claim.unit,
                 "direction_agrees": claim.direction_agrees,

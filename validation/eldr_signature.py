@@ -107,10 +107,11 @@ def figure_9(fits: Fits) -> Reproduction:
         claims.append(
             Claim(
                 f"domains occupy distinct regions: calibration requests in a cluster of their own "
-                f"domain's majority, {name} (the paper shows a picture, no figure)",
+                f"domain's majority, {name}",
                 50.0,
                 100.0,
                 purity,
+                stated=False,
             )
         )
     return Reproduction(

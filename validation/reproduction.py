@@ -31,6 +31,9 @@ class Claim:
         How far outside the range ``ours`` may lie and still agree in size.
     reason
         Why it differs or is missing, measured; empty where it agrees.
+    stated
+        Whether the range is the paper's; False where the paper shows a picture or says it in
+        words, and the range is how we read it.
     """
 
     statement: str
@@ -40,6 +43,7 @@ class Claim:
     unit: str = "%"
     tolerance: float = 1.0
     reason: str = ""
+    stated: bool = True
 
     @property
     def direction_agrees(self) -> bool | None:
