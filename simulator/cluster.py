@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,19 +169,11 @@ class Cluster:
         total = max(1, self.open_measured)
         if self.requests:
             env.at(self.requests[0].arrival_s, self._arrive)
-        events = 0
-        while self.open_measured > 0 and env.now <= self.time_limit_s:
-            until = env.peek()
-            if until > pool.next_start:
-                pool.advance(until)
-            if until == _NEVER and env.peek() == _NEVER:
-                raise RuntimeError(
-                    f"no event left at {env.now:.3f} s with {self.open_measured} requests open"
-                )
-            env.step()
-            events += 1
-            if progress is not None and events % 4096 == 0:
-                progress(1.0 - self.open_measured / total)
+        gc.freeze()  # what exists now outlives the run: the collector need not walk it again
+        try:
+            self._run_events(total, progress)
+        finally:
+            gc.unfreeze()
         if progress is not None:
             progress(1.0)
         reason = outcomes.OVERLOADED if self.open_measured > 0 else outcomes.AFTER_WINDOW
@@ -196,6 +189,23 @@ class Cluster:
             window=self.window,
             end_s=env.now,
         )
+
+    def _run_events(self, total: int, progress: Callable[[float], None] | None) -> None:
+        """Run until the measured requests, ``total`` of them, have ended, or the time limit."""
+        env, pool = self.env, self.pool
+        events = 0
+        while self.open_measured > 0 and env.now <= self.time_limit_s:
+            until = env.peek()
+            if until > pool.next_start:
+                pool.advance(until)
+            if until == _NEVER and env.peek() == _NEVER:
+                raise RuntimeError(
+                    f"no event left at {env.now:.3f} s with {self.open_measured} requests open"
+                )
+            env.step()
+            events += 1
+            if progress is not None and events % 4096 == 0:
+                progress(1.0 - self.open_measured / total)
 
     # --- the life of a request ---
 
