@@ -5,6 +5,7 @@ The fixtures are factories of session scope: hypothesis may call them many times
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from eldr_sim.cli.main import main
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec
@@ -198,5 +200,22 @@ def run_to_rest():
             if env.peek() < np.inf:
                 env.step()
         return record
+
+    return run
+
+
+@pytest.fixture
+def run_cli(capsys, monkeypatch):
+    """Run the command line in this process; returns exit code, standard output and error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["eldr-sim", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return run

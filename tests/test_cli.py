@@ -1,7 +1,6 @@
 """The command line: golden listings, files that appear whole, and errors in one line."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,27 +9,11 @@ import pytest
 import yaml
 
 from eldr_sim.cli.console import print_summary
-from eldr_sim.cli.main import main
 from eldr_sim.traces.format import open_trace
 
 GOLDEN = Path(__file__).parent / "golden"
 SHORT = ["--topology", "1P2D", "--request-rate", "10", "--duration", "3", "--warmup", "1"]
 SHORT += ["--output-len", "20"]
-
-
-@pytest.fixture
-def run_cli(capsys, monkeypatch):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["eldr-sim", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def check_golden(name, text):

@@ -2,13 +2,11 @@
 
 import csv
 import json
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from eldr_sim.cli.main import main
 from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.signature import TRANSFORMS, unit_rows
 from eldr_sim.policies.signature_quality import project, signature_quality
@@ -25,21 +23,6 @@ FILES = {
 } | {"summary.json"}
 SHORT = ["--topology", "1P4D", "--request-rate", "10", "--duration", "3", "--warmup", "1"]
 SHORT += ["--output-len", "20", "--policy", "eldr"]
-
-
-@pytest.fixture
-def run_cli(capsys, monkeypatch):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["eldr-sim", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

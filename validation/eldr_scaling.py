@@ -40,9 +40,16 @@ def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
         {"component": "median TTFT without the costs", "ms": without[TTFT]},
     ]
     claims = [
-        Claim("added to the median TTFT", 0.86, 0.86, added, "ms", 0.4),
         Claim(
-            "share of the median TTFT",
+            "added to the median TTFT (the costs charged are the paper's)",
+            0.86,
+            0.86,
+            added,
+            "ms",
+            0.4,
+        ),
+        Claim(
+            "share of the median TTFT (the costs charged are the paper's)",
             1.2,
             1.2,
             percent(with_costs[TTFT], without[TTFT]),
