@@ -132,6 +132,7 @@ def prepare(config: RunConfig) -> Setting:
         load_report_delay_s=config.load_report_delay_ms / 1e3,
         max_concurrency=config.max_concurrency,
         enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling,
     )
     step_time = _step_time(
         model,
