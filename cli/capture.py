@@ -1,0 +1,133 @@
+"""``eldr-sim trace capture``: record routing traces from real engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eldr_sim.cli.console import progress_bar
+from eldr_sim.traces.capture.hf import capture_transformers, load_model
+from eldr_sim.traces.capture.prompts import read_prompts, tokenize
+from eldr_sim.traces.capture.recording import check_out, describe_prompts, write_recording
+from eldr_sim.traces.format import RoutingTrace
+
+
+@click.group(short_help="Record a routing trace from a real engine.")
+def capture() -> None:
+    """Record which experts a model chooses, token by token, while an engine runs it."""
+
+
+def _options(function: Callable[..., Any], *options: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of the trace that is written."""
+    return _options(
+        function,
+        click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR"),
+        click.option(
+            "--domain-field",
+            default="domain",
+            show_default=True,
+            metavar="KEY",
+            help="Key of the domain label in the JSONL file.",
+        ),
+        click.option(
+            "--calibration-fraction",
+            type=float,
+            default=0.5,
+            show_default=True,
+            help="Share of each domain for fitting policies, where a prompt names no split.",
+        ),
+        click.option("--model-name", help="Name in the trace; that of MODEL by default."),
+        click.option(
+            "--source-data", help="Where the prompts come from; the file's name by default."
+        ),
+        click.option("--notes", default="", help="What else a reader must know."),
+        click.option("--force", is_flag=True, help="Replace DIR."),
+    )
+
+
+def _generation_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of prompts and sampling."""
+    return _options(
+        function,
+        click.argument("model"),
+        click.option(
+            "--prompts",
+            "prompts_file",
+            type=click.Path(path_type=Path),
+            required=True,
+            metavar="FILE",
+            help="JSONL: prompt (text, token ids or chat messages) and domain.",
+        ),
+        click.option("--max-new-tokens", type=int, default=128, show_default=True),
+        click.option("--max-prompt-tokens", type=int, help="Cut prompts after so many tokens."),
+        click.option(
+            "--temperature", type=float, default=1.0, show_default=True, help="0 is greedy."
+        ),
+        click.option("--seed", type=int, default=0, show_default=True),
+        click.option("--ignore-eos", is_flag=True, help="Never stop before --max-new-tokens."),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            default="auto",
+            show_default=True,
+        ),
+    )
+
+
+@capture.command()
+@_generation_options
+@click.option("--batch-size", type=int, default=8, show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--gate-scores", is_flag=True, help="Also sum the gate's scores over each prompt (ELDR 4.2.3)."
+)
+@_trace_options
+def transformers(
+    model: str,
+    prompts_file: Path,
+    max_prompt_tokens: int | None,
+    device: str,
+    dtype: str,
+    out: Path,
+    domain_field: str,
+    calibration_fraction: float,
+    model_name: str | None,
+    source_data: str | None,
+    notes: str,
+    force: bool,
+    **generation: Any,
+) -> None:
+    """Generate with Hugging Face transformers from MODEL (folder or hub name) and record."""
+    check_out(out, force)
+    prompts = read_prompts(prompts_file, domain_field=domain_field)
+    token_ids = tokenize(model, prompts, max_prompt_tokens=max_prompt_tokens)
+    loaded = load_model(model, device=device, dtype=dtype)
+    with progress_bar("Capturing") as update:
+        recording = capture_transformers(loaded, token_ids, progress=update, **generation)
+    trace = write_recording(
+        out,
+        recording,
+        prompts,
+        model=model_name or Path(model).name,
+        source_data=source_data or describe_prompts(prompts_file),
+        calibration_fraction=calibration_fraction,
+        notes=notes,
+        force=force,
+    )
+    _report(trace, out)
+
+
+def _report(trace: RoutingTrace, out: Path) -> None:
+    click.echo(
+        f"Wrote {out}: {trace.n_requests} requests, {trace.manifest.n_tokens} tokens, "
+        f"{trace.n_layers} layers, {trace.n_experts} experts, top-{trace.top_k}"
+    )
