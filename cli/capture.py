@@ -9,9 +9,11 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import progress_bar
+from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.hf import capture_transformers, load_model
 from eldr_sim.traces.capture.prompts import read_prompts, tokenize
 from eldr_sim.traces.capture.recording import check_out, describe_prompts, write_recording
+from eldr_sim.traces.capture.vllm_engine import capture_vllm
 from eldr_sim.traces.format import RoutingTrace
 
 
@@ -124,6 +126,105 @@ def transformers(
         force=force,
     )
     _report(trace, out)
+
+
+@capture.command()
+@_generation_options
+@click.option("--tensor-parallel-size", type=int, default=1, show_default=True)
+@click.option("--max-model-len", type=int, help="Longest sequence; the model's own by default.")
+@click.option(
+    "--method",
+    type=click.Choice(["plugin", "engine"]),
+    default="plugin",
+    show_default=True,
+    help="Plug-in on the routers, eager mode; or enable_return_routed_experts (needs a GPU).",
+)
+@_trace_options
+def vllm(
+    model: str,
+    prompts_file: Path,
+    max_prompt_tokens: int | None,
+    out: Path,
+    domain_field: str,
+    calibration_fraction: float,
+    model_name: str | None,
+    source_data: str | None,
+    notes: str,
+    force: bool,
+    **generation: Any,
+) -> None:
+    """Generate with an offline vLLM from MODEL (folder or hub name) and record.
+
+    Needs vLLM (docs/capture.md). For a server, start `vllm serve` with ELDR_SIM_CAPTURE=DIR
+    instead and use `collect` afterwards.
+    """
+    check_out(out, force)
+    prompts = read_prompts(prompts_file, domain_field=domain_field)
+    token_ids = tokenize(model, prompts, max_prompt_tokens=max_prompt_tokens)
+    with progress_bar("Capturing") as update:
+        recording = capture_vllm(model, token_ids, progress=update, **generation)
+    trace = write_recording(
+        out,
+        recording,
+        prompts,
+        model=model_name or Path(model).name,
+        source_data=source_data or describe_prompts(prompts_file),
+        calibration_fraction=calibration_fraction,
+        notes=notes,
+        force=force,
+    )
+    _report(trace, out)
+
+
+@capture.command("collect")
+@click.argument("log", type=click.Path(path_type=Path), metavar="DIR")
+@click.option(
+    "--requests",
+    "requests_file",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="JSONL: domain, and request_id (as sent in X-Request-Id) or prompt (token ids).",
+)
+@_trace_options
+def collect_(
+    log: Path,
+    requests_file: Path,
+    out: Path,
+    domain_field: str,
+    calibration_fraction: float,
+    model_name: str | None,
+    source_data: str | None,
+    notes: str,
+    force: bool,
+) -> None:
+    """Make a trace of what `vllm serve` logged into DIR, its ELDR_SIM_CAPTURE."""
+    check_out(out, force)
+    requests = read_prompts(requests_file, domain_field=domain_field, need_prompt=False)
+    collected = collect(log, requests)
+    trace = write_recording(
+        out,
+        collected.recording,
+        collected.prompts,
+        model=model_name or Path(collected.model).name,
+        source_data=source_data or describe_prompts(requests_file),
+        calibration_fraction=calibration_fraction,
+        notes=notes,
+        force=force,
+    )
+    _report(trace, out)
+    for names, what in (
+        (collected.absent, "are not in the log"),
+        (collected.unfinished, "generated no token that the log holds"),
+    ):
+        if names:
+            click.echo(f"Left out: {len(names)} requests {what}, such as {names[0]}", err=True)
+    if collected.unlabelled:
+        click.echo(
+            f"Left out: {collected.unlabelled} requests of the log that {requests_file.name} does "
+            "not name",
+            err=True,
+        )
 
 
 def _report(trace: RoutingTrace, out: Path) -> None:

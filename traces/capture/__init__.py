@@ -9,11 +9,13 @@ gates
 hf
     `capture_transformers`: prefill and generation in transformers, with hooks on every gate.
 vllm_engine
-    `capture_vllm`: an offline vLLM run.
+    `capture_vllm`: an offline vLLM run, in a process of its own (``vllm_run``).
 vllm_plugin
     The vLLM plug-in that logs the experts of every step while ``ELDR_SIM_CAPTURE`` names a folder.
 step_log
     The log that the plug-in writes, and reading it back request by request.
+collect
+    `collect`: such a log joined with the requests that were sent.
 recording
     `Recording`: what each of them yields; `write_recording` makes a routing trace of it.
 

@@ -2,8 +2,8 @@
 
 Since version 5 the gates of transformers are modules of their own that return three tensors:
 the scores of all experts ``[tokens, experts]``, the weights of the chosen ones ``[tokens, top_k]``
-and their ids ``[tokens, top_k]``. They differ in what the first tensor is, and in whether the
-chosen ones are sorted: DeepSeek's are not. Shared experts are not chosen and never appear.
+and their ids ``[tokens, top_k]``. They differ in what the scores are, and in whether the chosen
+ones are sorted: DeepSeek's are not. Shared experts are not chosen and never appear.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from eldr_sim.errors import InputError
 
-__all__ = ["GATES", "Gate", "find_gates", "probabilities", "ranked_ids"]
+__all__ = ["GATES", "Gate", "find_gates", "probabilities", "read_gate"]
 
 Scores = Literal["softmax", "sigmoid", "probability"]
-"""How the gate's first output becomes a probability: by a softmax over all experts, by a sigmoid
+"""How the gate's scores become a probability: by a softmax over all experts, by a sigmoid
 each, or it is one already (then there is no raw score)."""
 
 GATES: dict[str, Scores] = {
@@ -33,7 +33,7 @@ GATES: dict[str, Scores] = {
     "Qwen3MoeTopKRouter": "softmax",
     "Qwen3NextTopKRouter": "softmax",
 }
-"""Class name of a gate in ``transformers.models`` -> what its first output is."""
+"""Class name of a gate in ``transformers.models`` -> what its scores are."""
 
 _SUPPORTED = "models with " + ", ".join(GATES)
 
@@ -47,7 +47,7 @@ class Gate:
     module: Any
     """The ``torch.nn.Module``."""
     scores: Scores
-    """What its first output is."""
+    """What its scores are."""
 
 
 def decoder_layer(name: str) -> int | None:
@@ -93,45 +93,47 @@ def _has_experts(modules: dict[str, Any], parent: str) -> bool:
     return f"{parent}.experts" in modules if parent else "experts" in modules
 
 
-def ranked_ids(output: Any, module: Any) -> Any:
-    """Return the chosen experts of a gate's output, the highest weight first.
+def read_gate(output: Any, module: Any) -> tuple[Any, Any]:
+    """Return the chosen experts of a gate's output, the highest weight first, and all scores.
 
     Parameters
     ----------
     output
-        What the gate returned.
+        What the gate returned: scores, weights and ids. Older versions have them in another order,
+        so they are told apart by their types and shapes.
     module
         The gate, to name it.
 
     Returns
     -------
-    ids
-        Integer tensor ``[tokens, top_k]``. Equal weights keep the gate's order.
+    ids, scores
+        Integers ``[tokens, top_k]``, equal weights in the gate's order, and floats
+        ``[tokens, experts]``.
 
     Raises
     ------
     InputError
-        If the gate returned something else than scores, weights and ids.
+        If the gate returned something else.
     """
-    if not (
-        isinstance(output, tuple)
-        and len(output) == 3
-        and output[1].shape == output[2].shape
-        and not output[2].is_floating_point()
-    ):
+    tensors = output if isinstance(output, tuple) and len(output) == 3 else ()
+    ids = [t for t in tensors if not t.is_floating_point()]
+    floats = [t for t in tensors if t.is_floating_point()]
+    if len(ids) == 1 and floats[0].shape == ids[0].shape != floats[1].shape:
+        floats.reverse()
+    if len(ids) != 1 or floats[1].shape != ids[0].shape:
         raise InputError(
             "model",
             f"{type(module).__name__} of the installed transformers does not return scores, "
             "weights and ids",
             "transformers 5.19 or later",
         )
-    _, weights, ids = output
+    scores, weights = floats
     order = weights.float().argsort(dim=-1, descending=True, stable=True)
-    return ids.gather(-1, order)
+    return ids[0].gather(-1, order), scores
 
 
 def probabilities(scores: Any, kind: Scores) -> Any:
-    """Return float32 probabilities ``[..., experts]`` from a gate's first output."""
+    """Return float32 probabilities ``[..., experts]`` from a gate's scores."""
     if kind == "softmax":
         return scores.float().softmax(dim=-1)
     if kind == "sigmoid":

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.capture.gates import Gate, find_gates, probabilities, ranked_ids
+from eldr_sim.traces.capture.gates import Gate, find_gates, probabilities, read_gate
 from eldr_sim.traces.capture.prompts import first_line
 from eldr_sim.traces.capture.recording import Recording
 
@@ -207,12 +207,11 @@ class _Recorder:
         def hook(module: Any, _: Any, output: Any) -> None:
             import torch
 
-            ids = ranked_ids(output, module)
+            ids, scores = read_gate(output, module)
             first = not self._ids[number]
             self._ids[number].append(ids.to(torch.int32))
             if not first:
                 return
-            scores = output[0]
             n_experts = int(scores.shape[-1])
             if self.n_experts not in (0, n_experts):
                 raise InputError(
