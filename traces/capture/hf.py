@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,8 +42,11 @@ def load_model(model: str, *, device: str = "cpu", dtype: str = "auto") -> Any:
     try:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
         raise InputError("capture", f"{error.name} is not installed", _INSTALL) from None
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device", "cuda is not available to torch", "cpu")
     try:

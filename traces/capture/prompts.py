@@ -146,7 +146,7 @@ def tokenize(
     for prompt in prompts:
         content = prompt.content
         if isinstance(content, list) and not isinstance(content[0], dict):
-            ids = [int(token) for token in content]  # type: ignore[arg-type]
+            ids = [int(token) for token in content]
         else:
             if tokenizer is None:
                 tokenizer = _load_tokenizer(model)
