@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ import click
 from eldr_sim.cli.console import progress_bar
 from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.hf import capture_transformers, load_model
-from eldr_sim.traces.capture.prompts import read_prompts, tokenize
-from eldr_sim.traces.capture.recording import check_out, describe_prompts, write_recording
+from eldr_sim.traces.capture.prompts import Prompt, read_prompts, tokenize
+from eldr_sim.traces.capture.recording import (
+    Recording,
+    check_out,
+    describe_prompts,
+    write_recording,
+)
 from eldr_sim.traces.capture.vllm_engine import capture_vllm
-from eldr_sim.traces.format import RoutingTrace
 
 
 @click.group(short_help="Record a routing trace from a real engine.")
@@ -29,9 +34,20 @@ def _options(function: Callable[..., Any], *options: Callable[..., Any]) -> Call
 
 
 def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of the trace that is written."""
+    """Add the options of the trace that is written; the command gets them as ``about``.
+
+    A folder that is there is refused before hours of work go by.
+    """
+    names = ("out", "calibration_fraction", "model_name", "source_data", "notes", "force")
+
+    @functools.wraps(function)
+    def command(**options: Any) -> Any:
+        about = {name: options.pop(name) for name in names}
+        check_out(about["out"], about["force"])
+        return function(about=about, **options)
+
     return _options(
-        function,
+        command,
         click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR"),
         click.option(
             "--domain-field",
@@ -99,33 +115,17 @@ def transformers(
     max_prompt_tokens: int | None,
     device: str,
     dtype: str,
-    out: Path,
     domain_field: str,
-    calibration_fraction: float,
-    model_name: str | None,
-    source_data: str | None,
-    notes: str,
-    force: bool,
+    about: dict[str, Any],
     **generation: Any,
 ) -> None:
     """Generate with Hugging Face transformers from MODEL (folder or hub name) and record."""
-    check_out(out, force)
     prompts = read_prompts(prompts_file, domain_field=domain_field)
     token_ids = tokenize(model, prompts, max_prompt_tokens=max_prompt_tokens)
     loaded = load_model(model, device=device, dtype=dtype)
     with progress_bar("Capturing") as update:
         recording = capture_transformers(loaded, token_ids, progress=update, **generation)
-    trace = write_recording(
-        out,
-        recording,
-        prompts,
-        model=model_name or Path(model).name,
-        source_data=source_data or describe_prompts(prompts_file),
-        calibration_fraction=calibration_fraction,
-        notes=notes,
-        force=force,
-    )
-    _report(trace, out)
+    _write(recording, prompts, model, prompts_file, **about)
 
 
 @capture.command()
@@ -144,13 +144,8 @@ def vllm(
     model: str,
     prompts_file: Path,
     max_prompt_tokens: int | None,
-    out: Path,
     domain_field: str,
-    calibration_fraction: float,
-    model_name: str | None,
-    source_data: str | None,
-    notes: str,
-    force: bool,
+    about: dict[str, Any],
     **generation: Any,
 ) -> None:
     """Generate with an offline vLLM from MODEL (folder or hub name) and record.
@@ -158,22 +153,11 @@ def vllm(
     Needs vLLM (docs/capture.md). For a server, start `vllm serve` with ELDR_SIM_CAPTURE=DIR
     instead and use `collect` afterwards.
     """
-    check_out(out, force)
     prompts = read_prompts(prompts_file, domain_field=domain_field)
     token_ids = tokenize(model, prompts, max_prompt_tokens=max_prompt_tokens)
     with progress_bar("Capturing") as update:
         recording = capture_vllm(model, token_ids, progress=update, **generation)
-    trace = write_recording(
-        out,
-        recording,
-        prompts,
-        model=model_name or Path(model).name,
-        source_data=source_data or describe_prompts(prompts_file),
-        calibration_fraction=calibration_fraction,
-        notes=notes,
-        force=force,
-    )
-    _report(trace, out)
+    _write(recording, prompts, model, prompts_file, **about)
 
 
 @capture.command("collect")
@@ -187,32 +171,11 @@ def vllm(
     help="JSONL: domain, and request_id (as sent in X-Request-Id) or prompt (token ids).",
 )
 @_trace_options
-def collect_(
-    log: Path,
-    requests_file: Path,
-    out: Path,
-    domain_field: str,
-    calibration_fraction: float,
-    model_name: str | None,
-    source_data: str | None,
-    notes: str,
-    force: bool,
-) -> None:
+def collect_(log: Path, requests_file: Path, domain_field: str, about: dict[str, Any]) -> None:
     """Make a trace of what `vllm serve` logged into DIR, its ELDR_SIM_CAPTURE."""
-    check_out(out, force)
     requests = read_prompts(requests_file, domain_field=domain_field, need_prompt=False)
     collected = collect(log, requests)
-    trace = write_recording(
-        out,
-        collected.recording,
-        collected.prompts,
-        model=model_name or Path(collected.model).name,
-        source_data=source_data or describe_prompts(requests_file),
-        calibration_fraction=calibration_fraction,
-        notes=notes,
-        force=force,
-    )
-    _report(trace, out)
+    _write(collected.recording, collected.prompts, collected.model, requests_file, **about)
     for names, what in (
         (collected.absent, "are not in the log"),
         (collected.unfinished, "generated no token that the log holds"),
@@ -227,7 +190,25 @@ def collect_(
         )
 
 
-def _report(trace: RoutingTrace, out: Path) -> None:
+def _write(
+    recording: Recording,
+    prompts: list[Prompt],
+    model: str,
+    prompts_file: Path,
+    *,
+    out: Path,
+    model_name: str | None,
+    source_data: str | None,
+    **options: Any,
+) -> None:
+    trace = write_recording(
+        out,
+        recording,
+        prompts,
+        model=model_name or Path(model).name,
+        source_data=source_data or describe_prompts(prompts_file),
+        **options,
+    )
     click.echo(
         f"Wrote {out}: {trace.n_requests} requests, {trace.manifest.n_tokens} tokens, "
         f"{trace.n_layers} layers, {trace.n_experts} experts, top-{trace.top_k}"

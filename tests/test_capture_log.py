@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.capture import vllm_engine
 from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.prompts import Prompt, read_prompts
 from eldr_sim.traces.capture.recording import calibration_split
@@ -308,6 +311,42 @@ Exception: WorkerProc initialization failed due to an exception in a background 
 """
     assert failure(log) == "ValueError: No model at folder/x"
     assert failure("a\nkilled\n") == "failed: killed"
+
+
+def test_interrupt_leaves_no_process_of_vllm_behind(tmp_path, monkeypatch):
+    """vLLM starts processes of its own; they must end with it."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/pid\nwait\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+
+    def interrupt():
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        vllm_engine._run(tmp_path / "job.json", "plugin", interrupt)
+    grandchild = int((tmp_path / "pid").read_text())
+    for _ in range(100):  # init reaps it
+        state = Path(f"/proc/{grandchild}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail("a process was left behind")
+
+
+def test_what_is_not_installed_is_told_in_one_line(tmp_path, monkeypatch, run_cli):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": [1], "domain": "d"}')
+    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for engine, name in (("vllm", "vLLM"), ("transformers", "torch")):
+        code, _, error = run_cli(
+            "trace", "capture", engine, "m", "--prompts", file, "--out", tmp_path / "t"
+        )
+        assert (code, error.count("\n")) == (2, 1)
+        assert f"{name} is not installed" in error
+        assert "pip install" in error
 
 
 def test_plugin_costs_nothing_where_it_is_not_asked_for():

