@@ -15,7 +15,7 @@ from eldr_sim.traces.capture.hf import capture_transformers, load_model
 from eldr_sim.traces.capture.prompts import Prompt, read_prompts, tokenize
 from eldr_sim.traces.capture.recording import (
     Recording,
-    check_out,
+    check_options,
     describe_prompts,
     write_recording,
 )
@@ -36,14 +36,14 @@ def _options(function: Callable[..., Any], *options: Callable[..., Any]) -> Call
 def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of the trace that is written; the command gets them as ``about``.
 
-    A folder that is there is refused before hours of work go by.
+    They are checked before hours of work go by.
     """
     names = ("out", "calibration_fraction", "model_name", "source_data", "notes", "force")
 
     @functools.wraps(function)
     def command(**options: Any) -> Any:
         about = {name: options.pop(name) for name in names}
-        check_out(about["out"], about["force"])
+        check_options(about["out"], about["force"], about["calibration_fraction"])
         return function(about=about, **options)
 
     return _options(

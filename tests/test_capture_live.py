@@ -155,7 +155,7 @@ class Server:
 def test_server_under_preemption_and_chunked_prefill(folder, prompts, reference, tmp_path):
     log = tmp_path / "log"
     flags = "--no-enable-prefix-caching --max-num-batched-tokens 48 --max-num-seqs 8"
-    flags += " --block-size 16 --num-gpu-blocks-override 20"
+    flags += " --block-size 32 --num-gpu-blocks-override 12"
     with Server(folder, log, *flags.split()) as server, ThreadPoolExecutor(12) as pool:
         list(pool.map(lambda q: server.send(folder, prompts[q], f"r-{q}"), range(len(prompts))))
     requests = [Prompt(f"r-{q}", "d", None) for q in range(len(prompts))]
@@ -171,7 +171,7 @@ def test_server_under_preemption_and_chunked_prefill(folder, prompts, reference,
 def test_prefix_cache_hits_are_told(folder, tmp_path):
     log = tmp_path / "log"
     prompt = list(range(4, 68))
-    with Server(folder, log, "--enable-prefix-caching", "--block-size", "16") as server:
+    with Server(folder, log, "--enable-prefix-caching", "--block-size", "32") as server:
         for name in ("first", "second"):
             server.send(folder, prompt, name)
     assert len(collect(log, [Prompt("first", "d", None)]).prompts) == 1

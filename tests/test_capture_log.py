@@ -16,7 +16,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.capture import vllm_engine
 from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.prompts import Prompt, read_prompts
-from eldr_sim.traces.capture.recording import calibration_split
+from eldr_sim.traces.capture.recording import calibration_split, check_options
 from eldr_sim.traces.capture.step_log import Header, StepLog, external_ids, logged_rows, read_log
 from eldr_sim.traces.capture.vllm_engine import failure, from_routed_experts
 from eldr_sim.traces.format import open_trace
@@ -288,8 +288,8 @@ def test_split_keeps_what_a_prompt_says():
     calibration = calibration_split(prompts, 0.5)
     # a: 2 4 6 8 open, first two; b: 1 3 5 7 open, first two, and 9 by name
     assert np.flatnonzero(calibration).tolist() == [1, 2, 3, 4, 9]
-    with pytest.raises(InputError, match="calibration_fraction"):
-        calibration_split(prompts, 1.0)
+    with pytest.raises(InputError, match="calibration_fraction: got 1"):
+        check_options("new", False, 1.0)
 
 
 def test_routed_experts_of_vllm(tmp_path):
@@ -310,7 +310,13 @@ def test_reason_of_a_failure_is_one_line():
 Exception: WorkerProc initialization failed due to an exception in a background process.
 """
     assert failure(log) == "ValueError: No model at folder/x"
+    log = """pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, no model type `x`. [type=value_error]
+    For further information visit https://errors.pydantic.dev
+"""
+    assert failure(log) == "no model type `x`. [type=value_error]"
     assert failure("a\nkilled\n") == "failed: killed"
+    assert failure("") == "failed without a word"
 
 
 def test_interrupt_leaves_no_process_of_vllm_behind(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ __all__ = [
     "RANKED",
     "Recording",
     "calibration_split",
-    "check_out",
+    "check_options",
     "describe_generation",
     "describe_prompts",
     "write_recording",
@@ -101,15 +101,17 @@ def write_recording(
     model, source_data, notes
         See `Manifest`.
     calibration_fraction
-        See `calibration_split`.
+        Within (0, 1); see `calibration_split`.
     force
         Replace ``out`` if it is there.
 
     Raises
     ------
     InputError
-        If ``out`` exists and ``force`` is false, or the trace would not be valid.
+        If ``out`` exists and ``force`` is false, the fraction is not within (0, 1), or the trace
+        would not be valid.
     """
+    check_options(out, force, calibration_fraction)
     rows = np.array([len(request) for request in recording.experts])
     prompt_len = np.array(recording.prompt_len)
     scores = None
@@ -146,14 +148,7 @@ def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.
     A prompt's own ``split`` holds. Of the others, the first ``fraction`` of each domain become
     the calibration split, so that neighbours, which may be cut from one document, mostly fall on
     one side; each split keeps at least one of a domain that has two.
-
-    Raises
-    ------
-    InputError
-        If the fraction is not within (0, 1).
     """
-    if not 0 < fraction < 1:
-        raise InputError("calibration_fraction", f"got {fraction}", "a number between 0 and 1")
     calibration = np.array([prompt.split == "calibration" for prompt in prompts])
     open_: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -167,16 +162,20 @@ def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.
     return calibration
 
 
-def check_out(out: str | os.PathLike[str], force: bool) -> None:
-    """Refuse a folder that is there before hours of work go by.
+def check_options(out: str | os.PathLike[str], force: bool, calibration_fraction: float) -> None:
+    """Refuse what `write_recording` would refuse, before hours of work go by.
 
     Raises
     ------
     InputError
-        If ``out`` exists and ``force`` is false.
+        If ``out`` exists and ``force`` is false, or the fraction is not within (0, 1).
     """
     if Path(out).exists() and not force:
         raise InputError("out", f"{out} exists", "a new folder, or --force")
+    if not 0 < calibration_fraction < 1:
+        raise InputError(
+            "calibration_fraction", f"got {calibration_fraction}", "a number between 0 and 1"
+        )
 
 
 def describe_prompts(path: str | os.PathLike[str]) -> str:
