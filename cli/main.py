@@ -7,6 +7,7 @@ import sys
 import click
 
 from eldr_sim import __version__
+from eldr_sim.cli.capture import capture
 from eldr_sim.cli.compare import compare
 from eldr_sim.cli.fit import fit
 from eldr_sim.cli.listing import gpus, models, tables
@@ -25,6 +26,7 @@ def cli() -> None:
 
 for command in (run, compare, reproduce, validate, fit, trace, gpus, models, tables):
     cli.add_command(command)
+trace.add_command(capture)
 
 
 def main() -> None:
