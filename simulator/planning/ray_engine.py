@@ -7,9 +7,11 @@ out again, and it yields one outcome however often it was begun.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from eldr_sim.errors import InputError
@@ -42,7 +44,7 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
     from eldr_sim.simulator.planning.runner import Outcome, run_point
 
     try:
-        import ray
+        ray: Any = import_module("ray")
     except ImportError:
         raise InputError("engine", "Ray is not installed", "pip install 'eldr-sim[ray]'") from None
     ours = not ray.is_initialized()
@@ -50,7 +52,9 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
         _connect(ray, address)
     # Ray's own retries are off: it would not tell a point that kills every worker it gets.
     remote = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(run_point)
-    queue, begun, attempts = deque(points), dict[Any, tuple[Point, float]](), Counter[str]()
+    queue = deque(points)
+    begun: dict[Any, tuple[Point, float]] = {}
+    attempts: Counter[str] = Counter()
     try:
         while queue or begun:
             room = (jobs or int(ray.cluster_resources().get("CPU", 1))) - len(begun)
@@ -70,7 +74,8 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
                     if attempts[point.key] < _ATTEMPTS:
                         queue.append(point)
                         continue
-                    yield Outcome(point.key, None, _gone(error), time.perf_counter() - start)
+                    seconds = time.perf_counter() - start
+                    yield Outcome(point.key, None, _gone(error), seconds, killed=True)
     finally:
         for reference in begun:
             ray.cancel(reference, force=True)
@@ -79,14 +84,17 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
 
 
 def _connect(ray: Any, address: str) -> None:
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
     try:
+        if colon:  # where nobody listens, Ray itself goes on asking for minutes
+            socket.create_connection((host, int(port)), timeout=5.0).close()
         ray.init(
             address=address,
             log_to_driver=False,
             logging_level="error",
             **({"include_dashboard": False} if address == "local" else {}),
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         line = str(error).strip().splitlines()[0]
         raise InputError(
             "address", f"no Ray cluster at {address!r}: {line}", "auto, local or HOST:PORT"

@@ -8,12 +8,13 @@ alone, never on how many processes there are or in which order they work.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import joblib
 from joblib.externals.loky.process_executor import TerminatedWorkerError
@@ -25,8 +26,7 @@ from eldr_sim.traces.bitsets import bit_sets
 
 Engine = Literal["joblib", "ray"]
 
-#: Why a point has no summary although nothing is wrong with it: worth another try some day.
-KILLED = "its process was killed twice, the second time alone: out of memory?"
+_KILLED = "its process was killed twice, the second time alone: out of memory?"
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,15 @@ class Outcome:
         Why it failed, in one line; empty where it did not.
     seconds
         Wall time that the run took; not the same twice.
+    killed
+        Whether it failed because its processes were killed, which says little about the point.
     """
 
     key: str
     summary: dict[str, Any] | None
     reason: str
     seconds: float
+    killed: bool = False
 
 
 def run_points(
@@ -65,13 +68,13 @@ def run_points(
     *,
     engine: Engine = "joblib",
     address: str | None = None,
-) -> Iterator[Outcome]:
+) -> Generator[Outcome, None, None]:
     """Run points and yield their outcomes in the order in which they end.
 
     A point that fails does not stop the others. Where a process is killed, as the kernel does when
     memory runs out, the points that were under way are run once more, each of them alone; one that
-    is killed again fails with the reason `KILLED`. Closing the generator, as an exception in its
-    consumer or Ctrl-C does, stops the processes.
+    is killed again has failed. Closing the generator, as an exception in its consumer or Ctrl-C
+    does, stops the processes.
 
     Parameters
     ----------
@@ -91,22 +94,34 @@ def run_points(
     InputError
         If there are no jobs to do it with, or no such cluster.
     """
-    if jobs is not None and jobs < 1:
-        raise InputError("jobs", str(jobs), "1 or more")
+    check_engine(jobs, engine, address)
     todo = list(points)
     if engine == "ray":
         from eldr_sim.simulator.planning.ray_engine import run_on_ray
 
         yield from run_on_ray(todo, jobs, address or "auto")
         return
-    if address is not None:
-        raise InputError("address", f"{address!r} without a cluster", "--engine ray beside it")
-    jobs = min(jobs or joblib.cpu_count(), len(todo))
-    if jobs <= 1:
+    jobs = worker_count(jobs, len(todo))
+    if jobs == 1:
         yield from map(run_point, todo)
         return
     _share_traces(todo)
     yield from _run_on_processes(todo, jobs)
+
+
+def check_engine(jobs: int | None, engine: Engine, address: str | None) -> None:
+    """Raise InputError if `run_points` cannot be asked for this."""
+    if jobs is not None and jobs < 1:
+        raise InputError("jobs", str(jobs), "1 or more")
+    if engine not in get_args(Engine):
+        raise InputError("engine", repr(engine), ", ".join(get_args(Engine)))
+    if engine != "ray" and address is not None:
+        raise InputError("address", f"{address!r} without a cluster", "--engine ray beside it")
+
+
+def worker_count(jobs: int | None, n_points: int) -> int:
+    """Return how many processes so many points get; by default one a CPU."""
+    return max(1, min(jobs or joblib.cpu_count(), n_points))
 
 
 def run_point(point: Point) -> Outcome:
@@ -149,7 +164,7 @@ def _run_alone(point: Point) -> Outcome:
         # Two jobs, for joblib runs one in this process; the second has nothing to do.
         return next(iter(_parallel(2, 1, iter([_call(point)]))))
     except TerminatedWorkerError:
-        return Outcome(point.key, None, KILLED, time.perf_counter() - start)
+        return Outcome(point.key, None, _KILLED, time.perf_counter() - start, killed=True)
 
 
 def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Iterator[Outcome]:
@@ -203,8 +218,7 @@ def expected_tokens(config: RunConfig) -> float:
     Recorded loads and lengths are not looked up: for them it is a guess that is the same for every
     point of the same file.
     """
-    rate = 60.0 if config.effective_rate is None else config.effective_rate
-    seconds = config.warmup_s + config.duration
-    requests = config.num_requests or rate * seconds
-    length = config.effective_output_len
+    rate, length = config.effective_rate, config.effective_output_len
+    rate = 60.0 if rate is None or math.isinf(rate) else rate
+    requests = config.num_requests or rate * (config.warmup_s + config.duration)
     return requests * (512 if length == "recorded" else length)
