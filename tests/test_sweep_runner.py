@@ -6,11 +6,15 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.simulator import shared_replay
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.planning.runner import Point, expected_tokens, run_points
+from eldr_sim.simulator.run import prepare, simulate
+from eldr_sim.simulator.shared_replay import replay_of, share, use
 
 TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10}
 
@@ -18,7 +22,7 @@ TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10}
 class Deadly:
     """A configuration that kills whatever process receives it, as the OOM killer would."""
 
-    trace = "reference-moe"
+    trace, model = "reference-moe", "Qwen3-30B-A3B"
 
     def __reduce__(self):
         return eval, ("__import__('os').kill(__import__('os').getpid(), 9)",)
@@ -42,6 +46,29 @@ def test_a_killed_process_costs_its_own_point_alone():
     assert not bad.killed
     assert bad.reason.startswith("decode policy: unknown policy 'no_such'")
     assert {key: outcome.summary for key, outcome in by_key.items()} == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="replays are shared on Linux only")
+def test_a_shared_replay_gives_what_an_own_one_gives(monkeypatch):
+    config = make_config(TINY | {"policy": "oracle"})  # reads the replay, too
+    setting = prepare(config)
+    n_layers = setting.step_time.n_moe_layers
+    shared = share(setting.trace, setting.model.top_k, n_layers)
+    assert share(setting.trace, setting.model.top_k, n_layers) is shared
+    own = simulate(config)
+    monkeypatch.setattr(shared_replay, "_mapped", {})
+    use(shared)
+    (mapped,) = shared_replay._mapped.values()
+    serving = np.flatnonzero(~setting.trace.is_calibration)
+    assert replay_of(setting.trace, setting.model.top_k, n_layers, serving) is mapped
+    again = simulate(config)
+    assert again.summary == own.summary
+    assert again.requests == own.requests
+    assert again.steps == own.steps
+    # What is not in it, or another model's, is laid out anew.
+    other = np.flatnonzero(setting.trace.is_calibration)[:1]
+    assert replay_of(setting.trace, setting.model.top_k, n_layers, other) is not mapped
+    assert replay_of(setting.trace, setting.model.top_k, 7, serving).bits.shape[1] == 14
 
 
 def test_an_exception_is_a_reason_in_one_line(monkeypatch):

@@ -1,8 +1,8 @@
 """Many runs at once: points on processes of this machine, or on a Ray cluster.
 
-A point is a configuration with a key. Points share nothing but files: every process maps the same
-routing trace, so its pages are in memory once. What a point yields depends on its configuration
-alone, never on how many processes there are or in which order they work.
+A point is a configuration with a key. Points share nothing but memory that none of them writes: all
+processes of a machine map the same bit sets to replay. What a point yields depends on its
+configuration alone, never on how many processes there are or in which order they work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from joblib.externals.loky.process_executor import TerminatedWorkerError
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.run import prepare, simulate_summary
-from eldr_sim.traces.bitsets import bit_sets
+from eldr_sim.simulator.shared_replay import SharedReplay, share, use
 
 Engine = Literal["joblib", "ray"]
 
@@ -105,8 +105,7 @@ def run_points(
     if jobs == 1:
         yield from map(run_point, todo)
         return
-    _share_traces(todo)
-    yield from _run_on_processes(todo, jobs)
+    yield from _run_on_processes(todo, jobs, _share_replays(todo))
 
 
 def check_engine(jobs: int | None, engine: Engine, address: str | None) -> None:
@@ -137,7 +136,9 @@ def run_point(point: Point) -> Outcome:
     return Outcome(point.key, summary, reason, time.perf_counter() - start)
 
 
-def _run_on_processes(todo: Sequence[Point], jobs: int) -> Iterator[Outcome]:
+def _run_on_processes(
+    todo: Sequence[Point], jobs: int, shared: Sequence[SharedReplay]
+) -> Iterator[Outcome]:
     queue = list(todo)
     while queue:
         begun: dict[str, Point] = {}
@@ -146,7 +147,7 @@ def _run_on_processes(todo: Sequence[Point], jobs: int) -> Iterator[Outcome]:
             while queue:
                 point = queue.pop(0)
                 begun[point.key] = point
-                yield _call(point)
+                yield _call(point, shared)
 
         try:
             for outcome in _parallel(jobs, jobs, feed()):
@@ -154,15 +155,15 @@ def _run_on_processes(todo: Sequence[Point], jobs: int) -> Iterator[Outcome]:
                 yield outcome
         except TerminatedWorkerError:
             for point in list(begun.values()):
-                yield _run_alone(point)
+                yield _run_alone(point, shared)
 
 
-def _run_alone(point: Point) -> Outcome:
+def _run_alone(point: Point, shared: Sequence[SharedReplay]) -> Outcome:
     """Run a point while no other runs: now a killed process tells which point killed it."""
     start = time.perf_counter()
     try:
         # Two jobs, for joblib runs one in this process; the second has nothing to do.
-        return next(iter(_parallel(2, 1, iter([_call(point)]))))
+        return next(iter(_parallel(2, 1, iter([_call(point, shared)]))))
     except TerminatedWorkerError:
         return Outcome(point.key, None, _KILLED, time.perf_counter() - start, killed=True)
 
@@ -179,12 +180,14 @@ def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Iterator[Outco
     return outcomes
 
 
-def _call(point: Point) -> Any:
-    return joblib.delayed(_run_in_worker)(point, os.getpid())
+def _call(point: Point, shared: Sequence[SharedReplay]) -> Any:
+    return joblib.delayed(_run_in_worker)(point, shared, os.getpid())
 
 
-def _run_in_worker(point: Point, parent: int) -> Outcome:
+def _run_in_worker(point: Point, shared: Sequence[SharedReplay], parent: int) -> Outcome:
     _leave_with(parent)
+    for replay in shared:
+        use(replay)
     return run_point(point)
 
 
@@ -205,11 +208,15 @@ def _leave_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _share_traces(points: Iterable[Point]) -> None:
-    """Have the bit sets of every trace on disk before many processes want to map them."""
-    for config in {point.config.trace: point.config for point in points}.values():
+def _share_replays(points: Iterable[Point]) -> list[SharedReplay]:
+    """Lay out what the workers replay, once for every trace and model."""
+    configs = {(point.config.trace, point.config.model): point.config for point in points}
+    shared = []
+    for config in configs.values():
         with contextlib.suppress(Exception):  # a point that cannot be prepared tells so itself
-            bit_sets(prepare(config).trace)
+            setting = prepare(config)
+            shared.append(share(setting.trace, setting.model.top_k, setting.step_time.n_moe_layers))
+    return [replay for replay in shared if replay is not None]
 
 
 def expected_tokens(config: RunConfig) -> float:
