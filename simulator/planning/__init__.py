@@ -4,6 +4,6 @@ Modules
 -------
 runner, ray_engine
     Many points (configurations) on many processes of this machine, or on a Ray cluster.
-sweep_spec, sweep
-    A sweep's YAML as points; the folder that keeps what is done and can be resumed.
+sweep_spec, journal, sweep
+    A sweep's YAML as points; the file that keeps what is done; the data set of them all.
 """

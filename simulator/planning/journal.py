@@ -8,7 +8,6 @@ its process.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -81,6 +80,8 @@ def open_journal(folder: Path, header: dict[str, Any], resume: bool) -> Iterator
 
 def _lock(file: IO[bytes], folder: Path) -> None:
     """Lock a journal until it is closed, be it by the end of the process."""
+    import fcntl  # POSIX has it; all other commands do without
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locked = os.fstat(file.fileno()).st_nlink > 0  # else its owner has just taken it away
