@@ -12,7 +12,7 @@ from eldr_sim.cli.fit import fit
 from eldr_sim.cli.listing import gpus, models, tables
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
-from eldr_sim.cli.trace import trace
+from eldr_sim.cli.synthetic import trace
 from eldr_sim.errors import InputError
 
 
