@@ -12,7 +12,8 @@ from eldr_sim.cli.fit import fit
 from eldr_sim.cli.listing import gpus, models, tables
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
-from eldr_sim.cli.synthetic import trace
+from eldr_sim.cli.synthetic import fit_synthetic, synthesize
+from eldr_sim.cli.trace import trace
 from eldr_sim.errors import InputError
 
 
@@ -24,6 +25,8 @@ def cli() -> None:
 
 for command in (run, compare, reproduce, fit, trace, gpus, models, tables):
     cli.add_command(command)
+trace.add_command(fit_synthetic)
+trace.add_command(synthesize)
 
 
 def main() -> None:

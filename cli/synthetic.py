@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.cli.trace import trace
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, open_trace
@@ -23,7 +22,7 @@ from eldr_sim.traces.synthetic.synthesize import synthesize_like
 from eldr_sim.validation.synthetic_twin import Row, compare_with_twin, twin_report
 
 
-@trace.command("fit-synthetic")
+@click.command("fit-synthetic", short_help="Fit a generative model of routing to a trace.")
 @click.argument("name", default=DEFAULT_TRACE, metavar="[NAME|DIR]")
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.npz", help="Model."
@@ -66,7 +65,7 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
         click.echo(f"Wrote {report}: the trace beside its twin")
 
 
-@trace.command()
+@click.command(short_help="Write a synthetic trace of any shape.")
 @click.option("--preset", metavar="NAME", help=f"Shape and strengths: {', '.join(PRESETS)}.")
 @click.option(
     "--from",

@@ -131,13 +131,14 @@ def _distance(trace: RoutingTrace, other: RoutingTrace) -> float:
         )
         if not len(mine) or not len(theirs):
             continue
-        for of in (
-            lambda t, q: t.prompt_counts(q) / t.prompt_len[q][:, None, None],
-            lambda t, q: t.decode_activation(q),
-        ):
-            gap = np.abs(of(trace, mine).mean(axis=0) - of(real, theirs).mean(axis=0))
+        for phase in (_prompt_share, RoutingTrace.decode_activation):
+            gap = np.abs(phase(trace, mine).mean(axis=0) - phase(real, theirs).mean(axis=0))
             apart.append(gap.sum(axis=-1).mean() / 2 / trace.top_k)
     return float(np.mean(apart))
+
+
+def _prompt_share(trace: RoutingTrace, q: NDArray[np.int64]) -> NDArray[np.float64]:
+    return np.asarray(trace.prompt_counts(q) / trace.prompt_len[q][:, None, None])
 
 
 def _decode_rows(trace: RoutingTrace, lag: int) -> NDArray[np.int64]:

@@ -9,8 +9,7 @@ component analysis of what prompt and generation of a request have in common.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +24,11 @@ __all__ = ["fit_routing_model", "requests_of"]
 
 Floats = NDArray[np.float64]
 
+REQUESTS = 1024
+"""At most so many requests are looked at, spread evenly over each domain."""
 FACTORS = 32
 """Directions in which requests may vary, beside each expert on its own."""
-ROUNDS = 16
+ROUNDS = 12
 """Twins drawn. Later corrections are smaller, so that the noise of the twins averages out."""
 
 
@@ -47,6 +48,19 @@ def twin_requests(requests: Requests) -> Requests:
     return replace(requests, first_row=np.cumsum(length) - length)
 
 
+def _thinned(requests: Requests) -> Requests:
+    """Return at most `REQUESTS` of the requests, the same share of every domain."""
+    n = len(requests.domain)
+    if n <= REQUESTS:
+        return requests
+    rank = np.empty(n)
+    for d in np.unique(requests.domain):
+        mine = np.flatnonzero(requests.domain == d)
+        rank[mine] = (np.random.default_rng(0).permutation(len(mine)) + 0.5) / len(mine)
+    kept = np.sort(np.argsort(rank, kind="stable")[:REQUESTS])
+    return Requests(*(getattr(requests, f.name)[kept] for f in fields(Requests)))
+
+
 def fit_routing_model(
     trace: RoutingTrace,
     *,
@@ -54,7 +68,7 @@ def fit_routing_model(
     rounds: int = ROUNDS,
     progress: Callable[[float], None] = lambda share: None,
 ) -> RoutingModel:
-    """Fit a generative model to all requests of a trace, both splits.
+    """Fit a generative model to requests of a trace, of both splits.
 
     Parameters
     ----------
@@ -72,7 +86,7 @@ def fit_routing_model(
     InputError
         If a domain has fewer than two requests.
     """
-    requests = requests_of(trace)
+    requests = _thinned(requests_of(trace))
     members = np.bincount(requests.domain, minlength=len(trace.domains))
     if members.min() < 2:
         name = trace.domains[int(members.argmin())]
@@ -106,7 +120,7 @@ def _share(chosen: Floats, tokens: Floats) -> Floats:
 
 
 def _first_guess(trace: RoutingTrace, requests: Requests, real: Moments, seed: int) -> RoutingModel:
-    n_domains, layers, n_experts = real.chosen.shape[1:]
+    layers = trace.n_layers
     factors, factor_sd, rest = _principal(requests, real)
     overlap = np.nan_to_num(real.self_overlap)
     own_sd = np.sqrt(rest * np.maximum(overlap.mean(axis=0), 1e-4))

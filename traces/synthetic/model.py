@@ -17,9 +17,9 @@ is forgotten exponentially over ``drift_tokens``. What prompt and generation sha
 steady part, the own taste, and what the popularities of both phases have in common.
 
 The class of a token is one of `CLASSES`, drawn uniformly and anew for every token; from each layer
-to the next it stays with chance ``persistence`` and is drawn anew otherwise. ``M`` is a fixed matrix
-of independent standard normal numbers. Classes are what couples the layers: real choices in layers
-far apart depend on each other too, which a chain from layer to layer would not give.
+to the next it stays with chance ``persistence`` and is drawn anew otherwise. ``M`` is a fixed
+matrix of independent standard normal numbers. Classes are what couples the layers: real choices
+in layers far apart depend on each other too, which a chain from layer to layer would not give.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.streams import stream
 
 __all__ = ["BLOCK", "CLASSES", "RoutingModel"]
 
@@ -127,12 +128,12 @@ class RoutingModel:
     @property
     def n_layers(self) -> int:
         """MoE layers."""
-        return self.popularity.shape[2]
+        return int(self.popularity.shape[2])
 
     @property
     def n_experts(self) -> int:
         """Routed experts per layer."""
-        return self.popularity.shape[3]
+        return int(self.popularity.shape[3])
 
     def with_layers(self, n_layers: int, seed: int = 0) -> RoutingModel:
         """Return a model of another depth.
@@ -152,7 +153,7 @@ class RoutingModel:
             raise InputError("layers", f"got {n_layers}", "at least 1")
         if n_layers == self.n_layers:
             return self
-        rng = np.random.default_rng([seed, n_layers])
+        rng = stream(seed, f"synthetic-layers-{n_layers}")
         origin = np.arange(n_layers) * self.n_layers // n_layers
         renamed = np.stack([rng.permutation(self.n_experts) for _ in origin])
         return replace(

@@ -110,7 +110,7 @@ def measure(experts: NDArray[Any], requests: Requests, n_domains: int, n_experts
         )
     )
     for r, (row, p, m) in enumerate(spans):
-        own = np.asarray(experts[row : row + p + m])
+        own = np.array(experts[row : row + p + m], dtype=np.uint16)
         counts = np.zeros((2, layers, n_experts))
         _count(own, p, counts, shared, joint)
         pairs += p + m - 1
@@ -161,7 +161,8 @@ def _self_overlap(
         if blocks < 2:
             continue
         deviation = np.zeros((blocks, layers, n_experts))
-        _count_blocks(np.asarray(experts[row : row + blocks * BLOCK]), deviation)
+        own = np.array(experts[row : row + blocks * BLOCK], dtype=np.uint16)
+        _count_blocks(own, deviation)
         deviation /= BLOCK
         prompt = np.clip(p / BLOCK - np.arange(blocks), 0, 1)[:, None, None]
         deviation -= prompt * mean[0, d] + (1 - prompt) * mean[1, d]

@@ -30,11 +30,11 @@ _OWN_SHARE = 0.2
 class Parameters:
     """What a random model is drawn from; strengths are standard deviations of log weights."""
 
-    skew: float = 0.4
+    skew: float
     """Popularity of an expert with all domains: how uneven the load is."""
-    task: float = 1.95
+    task: float
     """What a domain adds to it; all domains but those of the language mix."""
-    language: float = 0.84
+    language: float
     """The same for domains of the language mix."""
     layer_spread: float = 0.3
     """How much `task` and `language` differ from layer to layer (of their logarithm)."""
@@ -94,12 +94,15 @@ class Preset:
     parameters: Parameters
 
 
+_TOP_8_OF_128 = Parameters(skew=0.4, task=2.0, language=0.84)
+
 PRESETS: dict[str, Preset] = {
-    "Qwen3-30B-A3B": Preset(48, 128, 8, Parameters()),
-    "Qwen3-235B-A22B": Preset(94, 128, 8, Parameters()),
-    "GPT-OSS-120B": Preset(36, 128, 4, Parameters()),
-    "DeepSeek-V3": Preset(58, 256, 8, Parameters()),
+    "Qwen3-30B-A3B": Preset(48, 128, 8, _TOP_8_OF_128),
+    "Qwen3-235B-A22B": Preset(94, 128, 8, _TOP_8_OF_128),
+    "GPT-OSS-120B": Preset(36, 128, 4, Parameters(skew=0.4, task=1.79, language=0.75)),
+    "DeepSeek-V3": Preset(58, 256, 8, Parameters(skew=0.4, task=1.94, language=0.86)),
 }
+"""Found by a search over ``task`` and ``language`` for reductions of 19% and 6.5% at batch 64."""
 
 
 def preset_model(
@@ -188,6 +191,8 @@ def random_model(
     InputError
         If the shape is not possible or a domain is named twice.
     """
+    if seed < 0:
+        raise InputError("seed", f"got {seed}", "an integer >= 0")
     for name, value in (("layers", n_layers), ("experts", n_experts), ("top_k", top_k)):
         if value < 1:
             raise InputError(name, f"got {value}", "at least 1")

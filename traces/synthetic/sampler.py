@@ -66,6 +66,8 @@ def sample_experts(
     for request, (d, p, n) in enumerate(zip(domain, prompt, length, strict=True)):
         rng = stream(seed, f"synthetic-request-{request}")
         topic = np.exp(_limited(_topic(model, int(d), int(n), decay, rng))).astype(np.float32)
+        # One type for the compiler; ids become narrow afterwards.
+        chosen = np.empty((int(n), model.n_layers, model.top_k), np.uint16)
         _sample_request(
             rng,
             topic,
@@ -74,8 +76,9 @@ def sample_experts(
             kinds,
             model.persistence,
             int(p),
-            experts[row : row + int(n)],
+            chosen,
         )
+        experts[row : row + int(n)] = chosen
         row += int(n)
         progress(row / total)
     return experts
