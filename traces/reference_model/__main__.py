@@ -99,6 +99,7 @@ def train(
 @click.option("--source-data", required=True, help="What TEXT is, with its licences.")
 @click.option("--calibration", type=int, default=1050, help="Calibration requests.")
 @click.option("--serving", type=int, default=1250, help="Serving requests.")
+@click.option("--prompt-lengths", default="64,80,96", help="Tokens, taken in turn.")
 @click.option("--output-len", type=int, default=192, help="Tokens to generate per request.")
 @click.option("--temperature", type=float, default=0.8, help="Of the sampling.")
 @click.option("--gate-scores", type=int, default=256, help="Requests per split with gate scores.")
@@ -113,6 +114,7 @@ def record(
     out: Path,
     npz: Path | None,
     source_data: str,
+    prompt_lengths: str,
     gate_scores: int,
     processes: int,
     notes: str,
@@ -129,7 +131,15 @@ def record(
     torch.set_num_threads(1)
     if out.exists() and not force:
         raise InputError("out", f"{out} exists", "a new folder, or --force")
-    config = recording.RecordConfig(**options)
+    if gate_scores < 0:
+        raise InputError("gate_scores", f"got {gate_scores}", "0 or more")
+    try:
+        lengths = tuple(int(length) for length in prompt_lengths.split(","))
+    except ValueError:
+        raise InputError(
+            "prompt_lengths", f"got {prompt_lengths!r}", "numbers with commas"
+        ) from None
+    config = recording.RecordConfig(prompt_lengths=lengths, **options)
     described = read_description(checkpoint)
     split = described["documents"]
     documents = data.split_documents(
@@ -139,7 +149,8 @@ def record(
         raise InputError("text", f"{text} is not the text that {checkpoint} was trained on")
     model, tokenizer = load_checkpoint(checkpoint)
     prompts = recording.choose_prompts(documents, tokenizer, config)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    terminal = sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=not terminal) as bar:
         task = bar.add_task("Recording", total=1.0)
         recorded = recording.record(
             checkpoint,

@@ -20,9 +20,7 @@ _SEQUENCES, _TOKENS = 64, 64
 _SKIP = 24  # early tokens of a document, whose experts say little about its domain yet
 
 
-def evaluation_text(
-    documents: Documents, tokenizer: Tokenizer, context: int
-) -> dict[str, Tensor]:
+def evaluation_text(documents: Documents, tokenizer: Tokenizer, context: int) -> dict[str, Tensor]:
     """Return the beginnings of up to 64 held-out documents of each domain.
 
     Returns

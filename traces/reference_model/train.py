@@ -204,6 +204,10 @@ def _check(
 ) -> None:
     if (config.steps is None) == (config.minutes is None):
         raise InputError("steps", "give either steps or minutes")
+    for name in ("steps", "minutes"):
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise InputError(name, f"got {value}", "more than 0")
     if config.sequences < 1 or config.sequences % len(documents.domains):
         raise InputError(
             "sequences",
