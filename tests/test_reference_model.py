@@ -389,7 +389,7 @@ def test_record_command_writes_a_trace_and_an_archive(text_folder, checkpoint, t
     one, archive = tmp_path / "one", tmp_path / "all.npz"
     code, out, err = command(*record_arguments(checkpoint, text_folder, one, npz=archive))
     assert (code, err) == (0, "")
-    assert "10 requests, 145 tokens, 3 layers; at most 1 prompts from one document" in out
+    assert "10 requests, 142 tokens, 3 layers; at most 1 prompts from one document" in out
     trace = open_trace(one)
     assert trace.is_calibration.tolist() == [True] * 4 + [False] * 6
     assert trace.domains == sorted(WORDS)
@@ -408,7 +408,7 @@ def test_record_command_writes_a_trace_and_an_archive(text_folder, checkpoint, t
     np.testing.assert_allclose(total, np.tile(trace.prompt_len[:, None], 3), rtol=1e-3)
     with np.load(archive) as stored:
         assert stored["split"].tolist() == [0] * 4 + [1] * 6
-        assert stored["token_ids"].shape == (145,)
+        assert stored["token_ids"].shape == (142,)
 
 
 def test_two_processes_record_the_same_bytes(text_folder, checkpoint, tmp_path, command):

@@ -134,7 +134,8 @@ def split_documents(documents: dict[str, list[str]], held_out: float, seed: int 
                 f"{len(texts)} documents leave one of the parts empty",
                 "more documents, or another share of held-out ones",
             )
-    return Documents(*parts, held_out=held_out, seed=seed)
+    train, calibration, serving = parts
+    return Documents(train, calibration, serving, held_out, seed)
 
 
 def train_tokenizer(documents: dict[str, list[str]], vocab_size: int) -> Tokenizer:

@@ -142,11 +142,11 @@ class _ExpertsFunction(torch.autograd.Function):
         return torch.bmm(weights.to(dtype).unsqueeze(1), y).squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weights, gate_up and down."""
         row_weight, place, token, gate_up, down, xs, h, a, y = ctx.saved_tensors
         (n, k, d), inner = y.shape, a.shape[1]
-        grad = grad.to(xs.dtype)
+        grad = grads[0].to(xs.dtype)
         d_weights = torch.bmm(y, grad.unsqueeze(2)).squeeze(2).to(ctx.weights_dtype)
         dy = _with_zeros(grad).index_select(0, token) * row_weight.unsqueeze(1)
         da, d_gate_up, d_down = (torch.empty_like(t) for t in (a, gate_up, down))
@@ -217,10 +217,10 @@ class _TokenLossFunction(torch.autograd.Function):
         return (total / len(targets)).float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         """Return the gradients of the hidden states and the embedding."""
         d_hidden, d_embedding = ctx.saved_tensors
-        scale = grad / ctx.n
+        scale = grads[0] / ctx.n
         return d_hidden.float() * scale, d_embedding * scale, None
 
 
