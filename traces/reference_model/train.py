@@ -78,7 +78,8 @@ PRESETS = {
         TrainConfig(sequences=128, device="cuda", learning_rate=1e-3),
     ),
 }
-"""Sizes: ``cpu`` for an hour of one core, ``gpu`` for an hour of one data-centre GPU."""
+"""Sizes: ``cpu`` for an hour or two of one core; ``gpu`` is meant for one data-centre GPU and has
+not been run on any. It has 620M parameters: 56 MB of text would not last it for long."""
 
 
 def balance_loss(routing: list[Routing]) -> Tensor:
@@ -252,7 +253,9 @@ def _step(
 
 
 def _optimizer(model: Qwen3Moe, config: TrainConfig) -> torch.optim.Optimizer:
-    gates, matrices, vectors = [], [], []
+    gates: list[Tensor] = []
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
     for name, p in model.named_parameters():
         (gates if name.endswith("gate.weight") else matrices if p.dim() > 1 else vectors).append(p)
     return torch.optim.AdamW(
