@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["KVCache", "ModelConfig", "Qwen3Moe", "Routing"]
+__all__ = ["KVCache", "ModelConfig", "Qwen3Moe", "Routing", "SparseMLP"]
 
 
 _LOSS_SLICE = 192
@@ -306,7 +306,8 @@ class Attention(nn.Module):
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         out = out.reshape(batch, tokens, -1)
-        return self.o_proj(out.to(x.dtype)).float()
+        projected: Tensor = self.o_proj(out.to(x.dtype))
+        return projected.float()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import GateScores
 from eldr_sim.traces.reference_model.data import Documents, encode
 from eldr_sim.traces.reference_model.export import load_checkpoint
-from eldr_sim.traces.reference_model.model import KVCache, Qwen3Moe
+from eldr_sim.traces.reference_model.model import KVCache, Qwen3Moe, SparseMLP
 from eldr_sim.traces.writer import write_trace
 
 __all__ = [
@@ -274,9 +274,10 @@ def _prepare(model: Qwen3Moe, config: RecordConfig) -> None:
     model.to(config.device)
     if not config.exact:
         # Once, not at every step; the other weights are small.
-        for layer in model.layers:
-            layer.mlp.gate_up.data = layer.mlp.gate_up.data.bfloat16()
-            layer.mlp.down.data = layer.mlp.down.data.bfloat16()
+        for module in model.modules():
+            if isinstance(module, SparseMLP):
+                module.gate_up.data = module.gate_up.data.bfloat16()
+                module.down.data = module.down.data.bfloat16()
 
 
 def _record_chunk(
