@@ -102,7 +102,7 @@ class Cluster:
         step_time: StepTimeModel,
         workload: Workload,
         replay: Replay,
-        signatures: Callable[[Ranges], tuple[int, NDArray[Any]]],
+        signatures: Callable[[Ranges], tuple[int, NDArray[Any] | None]],
         prefill_policy: PrefillPolicy,
         decode_policy: DecodePolicy,
         window: tuple[float, float],

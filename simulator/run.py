@@ -29,7 +29,7 @@ from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.metrics import summarise
-from eldr_sim.simulator.replay import check_trace_fits, make_replay, rank_masks
+from eldr_sim.simulator.replay import fit_trace, make_replay, rank_masks
 from eldr_sim.simulator.tables import requests_table, steps_table
 from eldr_sim.simulator.transfer import PRESETS
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
@@ -103,8 +103,7 @@ def prepare(config: RunConfig) -> Setting:
             "'eldr' places the experts of expert-parallel GPUs, and every GPU here holds all",
             "--enable-expert-parallel with --tensor-parallel-size 2 or more",
         )
-    trace = _open_trace(config.trace)
-    check_trace_fits(trace, model)
+    trace = fit_trace(_open_trace(config.trace), model)
     budget = config.max_num_batched_tokens or gpu.max_num_batched_tokens
     max_num_seqs = config.max_num_seqs or min(gpu.max_num_seqs, budget)
     if max_num_seqs > budget:
@@ -260,6 +259,8 @@ def build_cluster(
     score: PromptScore = getattr(decode, "signature_score", "count")
     spec = setting.spec
     if getattr(decode, "reads_signature", False):
+        if score == "count":
+            trace.require_prompts(f"the signatures of policy {config.policy!r}")
         spec = replace(
             spec,
             capture_s=config.capture_overhead_ms / 1e3,

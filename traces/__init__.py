@@ -3,10 +3,14 @@
 Modules
 -------
 format
-    Routing trace format v1: `RoutingTrace`, `Manifest`, `open_trace`, `builtin_traces`. The
-    embedded default is ``reference-moe``.
+    Routing trace format v2: `RoutingTrace`, `open_trace`, `builtin_traces`. The embedded default
+    is ``reference-moe``.
+manifest
+    `Manifest`: what a trace is, how it is stored and where it came from.
+encoding
+    The file of expert ids, plain or compressed, and how much of the gate's order it keeps.
 writer
-    `write_trace`: a whole and valid trace folder, or nothing.
+    `write_trace`: a whole and valid trace folder, or nothing; `pack_trace` compresses one.
 gate_scores
     `GateScores`: an optional part of a trace, the gate's scores summed over prompts.
 bitsets
