@@ -11,7 +11,8 @@ import click
 from eldr_sim.cli.console import print_table
 from eldr_sim.errors import InputError
 from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, builtin_traces, open_trace
-from eldr_sim.traces.importers import import_npz
+from eldr_sim.traces.importers import DECODE_ONLY, import_trace
+from eldr_sim.traces.recordings import READERS
 from eldr_sim.traces.statistics import TraceStatistics, trace_statistics
 from eldr_sim.traces.writer import pack_trace
 
@@ -88,7 +89,18 @@ def inspect(name: str, as_json: bool) -> None:
 @trace.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
+@click.option(
+    "--format",
+    type=click.Choice([*READERS]),
+    help="Told by the content when not given.",
+)
 @click.option("--model", required=True, help="Model whose gates chose the experts.")
+@click.option(
+    "--experts", "n_experts", type=int, metavar="N", help="Experts a layer; a .npz file says it."
+)
+@click.option(
+    "--ranked", is_flag=True, help="The ids of a token stand in the gate's order, highest first."
+)
 @click.option("--captured-by", required=True, help="How the choices were recorded.")
 @click.option("--source-data", required=True, help="Text that the model read, with its licence.")
 @click.option("--notes", default="", help="What else a reader must know.")
@@ -101,12 +113,18 @@ def inspect(name: str, as_json: bool) -> None:
 @click.option("--calibration-fraction", type=float, default=0.5, show_default=True)
 @click.option("--force", is_flag=True, help="Replace DIR.")
 def import_(file: Path, out: Path, **options: Any) -> None:
-    """Import a NumPy archive of chosen experts (arrays as `traces.importers` describes)."""
-    opened = import_npz(file, out, tool_versions={}, **options)
+    """Import chosen experts that another tool recorded.
+
+    FILE is a NumPy archive, a Parquet file, JSON lines with the routed_experts of vLLM or SGLang,
+    or the folder of a GPT-OSS expert fingerprint; docs/formats.md describes them.
+    """
+    opened = import_trace(file, out, tool_versions={}, **options)
     click.echo(
         f"Wrote {out}: {opened.n_requests} requests, {opened.manifest.n_tokens} tokens, "
         f"{opened.n_layers} layers, {opened.n_experts} experts, top-{opened.top_k}"
     )
+    if not opened.has_prompts:
+        click.echo(DECODE_ONLY)
 
 
 @trace.command()

@@ -23,8 +23,10 @@ readers
     Request logs: Azure CSV, Mooncake JSONL, BurstGPT CSV.
 calibration
     `calibration_set`: the requests on which a routing policy is fitted.
+recordings
+    Readers of what other tools record: NumPy, Parquet, vLLM and SGLang, expert fingerprints.
 importers
-    `import_npz`: a routing trace out of a NumPy archive of chosen experts.
+    `import_trace`: a routing trace out of such a recording.
 statistics
     `trace_statistics`: load, reuse and overlap of the experts in a trace.
 streams
