@@ -366,7 +366,7 @@ def _read_routed_experts(path: Path) -> Recording:
         request_id=names,
         domain=domains,
         prompt_len=prompt_len,
-        output_len=np.array([len(rows) for rows in ids]) - prompt_len,
+        output_len=np.array([len(rows) for rows in ids], np.int64) - prompt_len,
         domains=_first_seen(domains),
     )
 
