@@ -29,6 +29,10 @@ importers
     `import_trace`: a routing trace out of such a recording.
 statistics
     `trace_statistics`: load, reuse and overlap of the experts in a trace.
+structure
+    Structure in the routing: between layers, between domains, between requests.
+copies
+    How often a decode batch holds two copies of one trace request.
 streams
     Random streams split by purpose, so that policies under one seed see the same requests.
 """

@@ -282,7 +282,7 @@ def _read_parquet(path: Path) -> Recording:
         request_id=name[begin].tolist(),
         domain=domains,
         prompt_len=prompt[begin],
-        output_len=rows - (prompt[begin] if prompt_rows else 0),
+        output_len=rows - prompt[begin] if prompt_rows else rows,
         domains=_first_seen(domains),
         prompt_rows=prompt_rows,
     )
