@@ -13,6 +13,7 @@ from eldr_sim.cli.listing import gpus, models, tables
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
 from eldr_sim.cli.trace import trace
+from eldr_sim.cli.validate import validate
 from eldr_sim.errors import InputError
 
 
@@ -22,7 +23,7 @@ def cli() -> None:
     """Simulate clusters that serve mixture-of-experts models, on real expert routing."""
 
 
-for command in (run, compare, reproduce, fit, trace, gpus, models, tables):
+for command in (run, compare, reproduce, validate, fit, trace, gpus, models, tables):
     cli.add_command(command)
 
 

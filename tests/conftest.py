@@ -44,6 +44,10 @@ class FakeStepTime:
     n_moe_layers: int
     n_experts: int
     prefill_s: Callable[[list[int], list[int]], float]
+    mixed_moe_s: np.ndarray
+    mixed_extra_s: Callable[[int, list[int], list[int]], float] = lambda batch, tokens, contexts: (
+        1e-5 * batch + 1e-4 * sum(tokens) + 1e-6 * sum(contexts)
+    )
     moe_batch_max: int = 1 << 30
     attention_batch_max: int = 1 << 30
     context_max: int = 1 << 30
@@ -75,7 +79,8 @@ def make_step_time():
         else:
             moe, fixed = np.zeros(shape), np.full(shape[0], constant)
             attention = np.zeros((shape[0], knots))
-        return FakeStepTime(moe, fixed, attention, stride, n_layers, n_experts, prefill_s)
+        mixed = np.cumsum(rng.random((129, n_experts + 1)), 1) * 1e-5
+        return FakeStepTime(moe, fixed, attention, stride, n_layers, n_experts, prefill_s, mixed)
 
     return make
 

@@ -105,7 +105,7 @@ def test_every_request_ends_once_and_leaves_nothing(
         mine = steps[steps["worker"] == w]
         assert (mine["start"][1:] >= mine["end"][:-1]).all()
         assert (mine["batch"] <= max_num_seqs).all()
-        assert (mine["batch"] + mine["recomputed"] <= 32).all()
+        assert (mine["batch"] + mine["chunked"] <= 32).all()
     assert sum(tokens for worker in record.prefill_steps for *_, tokens in worker) == sum(
         r.prompt_len for r in done
     )
