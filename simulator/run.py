@@ -36,6 +36,7 @@ from eldr_sim.simulator.replay import (
     rank_masks,
 )
 from eldr_sim.simulator.tables import requests_table, steps_table
+from eldr_sim.simulator.trace_use import copies_met, trace_warnings
 from eldr_sim.simulator.transfer import PRESETS
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import RoutingTrace, open_trace
@@ -376,6 +377,7 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
         "attention_tokens": int((steps["context"] > step_time.attention_tokens_max).sum()),
     }
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
+    copies = copies_met(trace, workload, record, steps)
     summary = {
         "label": f"{config.policy}, {config.topology} workers, {model.name} on {setting.gpu.name}",
         "backend": "eldr-sim",
@@ -407,12 +409,19 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
             "layers": f"{trace.manifest.n_layers} recorded layers"
             + (
                 ""
+                if trace.kept_top_k is None
+                else f", the first {trace.top_k} of {trace.manifest.top_k} experts a token"
+            )
+            + (
+                ""
                 if tiles == 1
                 else f" tiled over {model.n_moe_layers}, each tile rotated by another part of "
                 "the request"
             ),
             **workload.description,
+            **copies,
         },
+        "trace_warnings": trace_warnings(trace, copies, config.trace_replay),
     }
     effective = config.model_dump(mode="json")
     run_again = {
