@@ -10,11 +10,13 @@ import click
 
 from eldr_sim.cli.console import print_table
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, builtin_traces, open_trace
 from eldr_sim.traces.importers import DECODE_ONLY, import_trace
 from eldr_sim.traces.recordings import READERS
-from eldr_sim.traces.statistics import TraceStatistics, trace_statistics
+from eldr_sim.traces.statistics import TraceStatistics
 from eldr_sim.traces.writer import pack_trace
+from eldr_sim.validation.trace_report import MARKER, inspect_trace, write_trace_report
 
 
 @click.group(short_help="Inspect, list and import routing traces.")
@@ -59,17 +61,33 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 @trace.command()
 @click.argument("name", default=DEFAULT_TRACE, metavar="[NAME|DIR]")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-def inspect(name: str, as_json: bool) -> None:
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write all figures: statistics.json and CSV files.",
+)
+@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
+@click.option("--force", is_flag=True, help="Replace the report in --out.")
+def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
     """Validate a trace and print what is in it."""
+    for flag, given in (("plot", plot), ("force", force)):
+        if given and out is None:
+            raise InputError(flag, f"--{flag} without --out", "--out DIR beside it")
+    if out is not None:
+        check_output(out, force, MARKER)
     opened = open_trace(name)
-    statistics = trace_statistics(opened)
+    report = inspect_trace(opened)
+    if out is not None:
+        write_trace_report(report, out, plot=plot, force=force)
     if as_json:
-        document = {"manifest": opened.manifest.model_dump(), **statistics.as_dict()}
-        click.echo(json.dumps(document, indent=2))
+        click.echo(json.dumps(report.as_dict(), indent=2))
         return
+    statistics = report.statistics
     _print_manifest(opened)
     _print_requests(statistics)
     _print_distinct(statistics)
+    _print_copies(statistics)
     click.echo()
     load = statistics.load_max_over_mean
     click.echo(f"Load of the busiest expert over the mean, by layer: {_range(load)}")
@@ -78,12 +96,25 @@ def inspect(name: str, as_json: bool) -> None:
         f"(random pairs of tokens {statistics.random_reuse:.3f}, "
         f"uniform {statistics.uniform_reuse:.3f})"
     )
+    for found in statistics.next_layer:
+        before, after = (sum(x) / len(x) for x in (found.entropy, found.conditional))
+        click.echo(
+            f"Next layer's expert ({found.of}): {before:.2f} bits, {after:.2f} given this layer's"
+        )
+    _print_domains(statistics)
+    for group, rho in report.rho.items():
+        click.echo(f"Rho of count-idf signatures on all layers, {group}: {rho:.4f}")
     pearson = statistics.prefill_decode_pearson
-    click.echo(
-        "Prefill-decode correlation of expert use, by domain: "
-        + ", ".join(f"{domain} {value:.2f}" for domain, value in pearson.items())
-        + " (an untrained model is high here too)"
-    )
+    if pearson:
+        click.echo(
+            "Prefill-decode correlation of expert use, by domain: "
+            + ", ".join(f"{domain} {value:.2f}" for domain, value in pearson.items())
+            + " (an untrained model is high here too)"
+        )
+    else:
+        click.echo(DECODE_ONLY)
+    if out is not None:
+        click.echo(f"Wrote {out}")
 
 
 @trace.command("import")
@@ -164,8 +195,14 @@ def _print_manifest(opened: RoutingTrace) -> None:
     click.echo(f"Text:       {manifest.source_data}")
     click.echo(
         f"Shape:      {manifest.n_tokens} tokens x {opened.n_layers} layers x top-{opened.top_k} "
-        f"of {opened.n_experts} experts"
+        f"of {opened.n_experts} experts" + ("" if opened.has_prompts else ", generated tokens only")
     )
+    if manifest.rank_groups is not None:
+        groups = manifest.rank_groups
+        ranked = (
+            "all" if len(groups) == opened.top_k else "in groups of " + ", ".join(map(str, groups))
+        )
+        click.echo(f"Gate order: {ranked}")
     if opened.gate_scores is not None:
         scores = opened.gate_scores
         kinds = " and ".join(scores.kinds)
@@ -212,6 +249,38 @@ def _print_distinct(statistics: TraceStatistics) -> None:
         ["domains", "batch", "uniform", "mixed", "one domain", "saved"],
         rows,
     )
+
+
+def _print_copies(statistics: TraceStatistics) -> None:
+    """Say what copies make of runs that replay requests again and again."""
+    click.echo()
+    rows = [
+        [entry.group, str(entry.batch), f"{entry.mixed:.1%}", f"{entry.one_domain:.1%}"]
+        for entry in statistics.copies
+    ]
+    print_table(
+        "Requests of a random batch that have a copy of themselves in it, where a run is longer "
+        "than the trace",
+        ["domains", "batch", "mixed", "one domain"],
+        rows,
+    )
+
+
+def _print_domains(statistics: TraceStatistics) -> None:
+    divergence = statistics.domain_divergence
+    pairs = [js for a, row in divergence.between.items() for b, js in row.items() if a < b]
+    if pairs:
+        halves = [*divergence.split_half.values()]
+        apart = f", halves of a domain {max(halves):.4f} at most" if halves else ""
+        click.echo(
+            f"Jensen-Shannon divergence of two domains: {min(pairs):.3f} to {max(pairs):.3f} bits"
+            + apart
+        )
+    if statistics.nearest_neighbour_accuracy is not None:
+        click.echo(
+            "Requests whose nearest other request is of their domain: "
+            f"{statistics.nearest_neighbour_accuracy:.3f}"
+        )
 
 
 def _lengths(summary: dict[str, float]) -> str:

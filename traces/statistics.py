@@ -104,7 +104,8 @@ class TraceStatistics:
     unused_experts
         Per layer: experts that no token chose.
     distinct_experts
-        One entry a batch size and group, where every domain has that many requests.
+        One entry a batch size and group, where every domain has that many requests; in group
+        ``all``, of the domains that have.
     neighbour_reuse
         Share of a generated token's experts that the generated token before it chose too.
     random_reuse
@@ -250,16 +251,20 @@ def _distinct_table(
 ) -> list[DistinctExperts]:
     table = []
     for group, names in domain_groups(trace).items():
-        smallest = min(len(members[name]) for name in names)
-        sizes = [b for b in batch_sizes if b <= smallest]
-        if not sizes:
-            continue
-        means = {name: _mean_products(1.0 - decode[members[name]], max(sizes)) for name in names}
-        for batch in sizes:
-            same = {name: float((1 - means[name][batch]).sum(axis=-1).mean()) for name in names}
+        most = min(max(batch_sizes), max(len(members[name]) for name in names))
+        means = {
+            name: _mean_products(1.0 - decode[members[name]], min(most, len(members[name])))
+            for name in names
+        }
+        for batch in batch_sizes:
+            enough = [name for name in names if len(members[name]) >= batch]
+            # A named workload is all of its domains; others are two or more that have the requests.
+            if len(enough) < (min(2, len(names)) if group == "all" else len(names)):
+                continue
+            same = {name: float((1 - means[name][batch]).sum(axis=-1).mean()) for name in enough}
             absent = np.ones((trace.n_layers, trace.n_experts))
-            for i, name in enumerate(names):
-                absent *= means[name][batch // len(names) + (i < batch % len(names))]
+            for i, name in enumerate(enough):
+                absent *= means[name][batch // len(enough) + (i < batch % len(enough))]
             mixed = float((1 - absent).sum(axis=-1).mean())
             none = (1 - trace.top_k / trace.n_experts) ** batch
             table.append(
