@@ -410,7 +410,7 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
             + (
                 ""
                 if trace.kept_top_k is None
-                else f", the first {trace.top_k} of {trace.manifest.top_k} experts a token"
+                else f", the first {trace.top_k} of {trace.manifest.top_k} experts a token,"
             )
             + (
                 ""

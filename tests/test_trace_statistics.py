@@ -238,14 +238,21 @@ def test_next_layer_entropy_against_loops(tmp_path, groups, prompt_rows):
 
 def test_domain_divergence_against_loops(tmp_path):
     trace = make_trace(tmp_path / "t", seed=4, n=8)
-    activation = trace.decode_activation(np.arange(8)).astype(float)
-    found = domain_divergence(activation, trace.domain, trace.domains)
+    counts = np.zeros((8, 2, 5))
+    for q in range(8):
+        first, length = (int(x[0]) for x in trace.recorded_rows([q]))
+        for row in range(first + length - trace.output_len[q], first + length):
+            for layer in range(2):
+                counts[q, layer, trace.experts[row, layer]] += 1
+    found = domain_divergence(counts, trace.domain, trace.domains)
+    of_trace = trace_statistics(trace).domain_divergence
+    assert of_trace.by_layer == pytest.approx(found.by_layer, abs=1e-6)
 
     def js(one, other):
         by_layer = []
         for layer in range(2):
             p, q = (
-                dict(enumerate(activation[list(members), layer].mean(axis=0) / 2))
+                dict(enumerate(counts[members, layer].sum(axis=0) / counts[members, layer].sum()))
                 for members in (one, other)
             )
             middle = {e: (p[e] + q[e]) / 2 for e in p}

@@ -194,7 +194,9 @@ def trace_statistics(
             for name, q in members.items()
         },
         next_layer=next_layer_entropy(trace),
-        domain_divergence=domain_divergence(decode, trace.domain, trace.domains),
+        domain_divergence=domain_divergence(
+            decode * trace.output_len[:, None, None], trace.domain, trace.domains
+        ),
         nearest_neighbour_accuracy=nearest_neighbour_accuracy(
             decode if prompt is None else prompt, trace.domain
         ),

@@ -129,14 +129,14 @@ def _count_pairs(ids: Any, take: int, joint: Any) -> None:
 
 
 def domain_divergence(
-    activation: NDArray[np.float64], domain: NDArray[Any], names: list[str]
+    counts: NDArray[np.float64], domain: NDArray[Any], names: list[str]
 ) -> DomainDivergence:
     """Measure how far the domains' expert distributions lie apart.
 
     Parameters
     ----------
-    activation
-        `RoutingTrace.decode_activation` of the requests, ``[n, layers, experts]``.
+    counts
+        Generated tokens of each request that chose each expert, ``[n, layers, experts]``.
     domain
         Domain of each request, an index into ``names``.
     names
@@ -144,17 +144,15 @@ def domain_divergence(
     """
     members = {name: np.flatnonzero(domain == d) for d, name in enumerate(names)}
     members = {name: q for name, q in members.items() if len(q)}
-    mean = {name: _distribution(activation[q]) for name, q in members.items()}
-    layers = activation.shape[1]
-    between = {a: {b: _divergence(mean[a], mean[b]) for b in mean} for a in mean}
-    pairs = [between[a][b] for a in mean for b in mean if a < b]
+    share = {name: _distribution(counts[q]) for name, q in members.items()}
+    layers = counts.shape[1]
+    between = {a: {b: _divergence(share[a], share[b]) for b in share} for a in share}
+    pairs = [between[a][b] for a in share for b in share if a < b]
     return DomainDivergence(
         between={a: {b: float(js.mean()) for b, js in row.items()} for a, row in between.items()},
         split_half={
             name: float(
-                _divergence(
-                    _distribution(activation[q[::2]]), _distribution(activation[q[1::2]])
-                ).mean()
+                _divergence(_distribution(counts[q[::2]]), _distribution(counts[q[1::2]])).mean()
             )
             for name, q in members.items()
             if len(q) > 1
@@ -186,9 +184,9 @@ def nearest_neighbour_accuracy(features: NDArray[np.float64], domain: NDArray[An
     return hits / len(flat)
 
 
-def _distribution(activation: NDArray[np.float64]) -> NDArray[np.float64]:
-    mean = activation.mean(axis=0)
-    share: NDArray[np.float64] = mean / mean.sum(axis=-1, keepdims=True)
+def _distribution(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    total = counts.sum(axis=0)
+    share: NDArray[np.float64] = total / total.sum(axis=-1, keepdims=True)
     return share
 
 
