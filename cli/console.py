@@ -174,6 +174,7 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
         if count
     ]
     warnings += summary["latency_warnings"]
+    warnings += summary.get("trace_warnings", [])  # older results have none
     before, after = summary["in_flight_at_window_start"], summary["in_flight_at_window_end"]
     if after - before > 0.25 * summary["num_prompts"] and summary["max_concurrency"] is None:
         warnings.append(

@@ -51,6 +51,7 @@ class ClusterSpec:
     load_report_delay_s: float
     max_concurrency: int | None
     enable_prefix_caching: bool = True
+    async_scheduling: bool = False
     #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
     capture_s: float = 0.0
     routing_s: float = 0.0
@@ -107,7 +108,7 @@ class Cluster:
         step_time: StepTimeModel,
         workload: Workload,
         replay: Replay,
-        signatures: Callable[[Ranges], tuple[int, NDArray[Any]]],
+        signatures: Callable[[Ranges], tuple[int, NDArray[Any] | None]],
         prefill_policy: PrefillPolicy | None,
         decode_policy: DecodePolicy,
         window: tuple[float, float],
@@ -160,6 +161,7 @@ class Cluster:
             start_transfer=self._transfer,
             on_finish=self._complete,
             expert_masks=expert_masks,
+            async_scheduling=spec.async_scheduling,
             prompt_experts=None if prompt_replay is None else self._context_experts,
         )
         self._replay, self._prompt_replay = replay, prompt_replay

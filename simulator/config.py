@@ -118,6 +118,9 @@ class RunConfig(BaseModel):
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
     """Whether prefill workers keep KV blocks for prompts that begin alike."""
+    async_scheduling: bool = True
+    """Whether decode and co-located workers schedule one step ahead, so that a request which comes
+    during a step joins the step after the next (vLLM's default since 0.14)."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use."""
     kv_transfer: Literal["ideal", "observed"] = "observed"

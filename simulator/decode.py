@@ -43,6 +43,9 @@ class DecodePool:
     expert_masks
         ``uint64 [workers, ranks, moe_layers * words]``: the experts on each expert-parallel GPU of
         each worker; None where there is one such rank.
+    async_scheduling
+        Whether the next step is scheduled when one starts, so that a request which comes meanwhile,
+        or as it ends, joins the one after (vLLM's default since 0.14).
     prompt_experts
         Where the workers compute prompts too (co-located): returns the experts of the tokens
         ``[start, stop)`` of a request's context, ``uint64 [moe_layers * words]``.
@@ -70,6 +73,7 @@ class DecodePool:
         start_transfer: Callable[[Request], None],
         on_finish: Callable[[Request], None],
         expert_masks: NDArray[np.uint64] | None = None,
+        async_scheduling: bool = False,
         prompt_experts: Callable[[Request, int, int], NDArray[np.uint64]] | None = None,
     ) -> None:
         self.state = np.zeros(n_workers, kernel.WORKER)
@@ -85,6 +89,7 @@ class DecodePool:
         self.start_transfer = start_transfer
         self.on_finish = on_finish
         self.requests: list[Request] = []
+        self.async_scheduling = async_scheduling
         self.prompt_experts = prompt_experts
         width = 0 if prompt_experts is None else bits.shape[1]
         self.chunk_bits = np.zeros((n_workers, width), np.uint64)
@@ -151,18 +156,25 @@ class DecodeWorker:
         self.unreserved: deque[Request] = deque()  # their KV cache is still at the prefill worker
         self.arrived: deque[Request] = deque()  # KV cache is here; wait for a seat
         self.preempted: deque[Request] = deque()  # wait for blocks to recompute their context
+        self._late: list[tuple[deque[Request], Request]] = []  # the next step is scheduled without
         self._recompute: deque[tuple[Request, int]] = deque()  # and tokens still to compute
         self._chunks: list[tuple[Request, int, int]] = []  # tokens [start, stop) of the next step
         self._wake_s = -1.0
 
     def enqueue(self, request: Request) -> None:
         """Take a request whose KV cache is still on its prefill worker."""
-        self.unreserved.append(request)
-        self.wake_at_boundary()
+        self._take(self.unreserved, request)
 
     def kv_arrived(self, request: Request) -> None:
         """Note that the KV cache of ``request`` is in the blocks reserved for it."""
-        self.arrived.append(request)
+        self._take(self.arrived, request)
+
+    def _take(self, queue: deque[Request], request: Request) -> None:
+        busy = self.state["batch"] > 0 or self._recompute
+        if self.pool.async_scheduling and busy:
+            self._late.append((queue, request))
+        else:
+            queue.append(request)
         self.wake_at_boundary()
 
     def wake_at_boundary(self) -> None:
@@ -186,6 +198,8 @@ class DecodeWorker:
         state["next_start"] = pool.env.now
         if why == kernel.FINISHED:
             self._finish()
+        if state["batch"] == 0 and not self._recompute:
+            self._queue_late()  # no step has been scheduled yet
         if not self._fits(0):
             self._preempt()
             self._continue_recomputation()
@@ -198,6 +212,17 @@ class DecodeWorker:
             self._chunks.clear()
         if self._has_work():
             pool.next_start = min(pool.next_start, pool.env.now)
+        if self._late:
+            self._queue_late()
+            if self._has_work():
+                state["single"] = True
+            else:  # the last request was preempted: nothing is scheduled after all
+                self.wake_at_boundary()
+
+    def _queue_late(self) -> None:
+        for queue, request in self._late:
+            queue.append(request)
+        self._late.clear()
 
     def _has_work(self) -> bool:
         return bool(self.state["batch"] > 0 or self.state["extra_tokens"] > 0)

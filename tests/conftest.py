@@ -129,6 +129,7 @@ def make_cluster(make_step_time):
         n_blocks=1 << 20,
         transfer=FREE_TRANSFER,
         load_report_delay_s=0.0,
+        async_scheduling=False,
         max_concurrency=None,
         decode_policy="jsq",
         prefill_policy="least_loaded",
@@ -159,6 +160,7 @@ def make_cluster(make_step_time):
             n_blocks=n_blocks,
             transfer=transfer,
             load_report_delay_s=load_report_delay_s,
+            async_scheduling=async_scheduling,
             max_concurrency=max_concurrency,
         )
         counts = {q: np.zeros((1, 1), np.int64) for q in range(windows)}

@@ -28,7 +28,7 @@ def make_requests(arrival_s, prompt_len, output_len):
 
 def run_pool(
     step_time, requests, *, latency_s=0.0, max_num_seqs=8, budget=64, block_size=4, n_blocks=1000,
-    watch=lambda pool: None, colocated=False,
+    watch=lambda pool: None, colocated=False, async_scheduling=False,
 ):  # fmt: skip
     """Run requests through one worker.
 
@@ -57,6 +57,7 @@ def run_pool(
         n_requests=len(requests),
         start_transfer=start_transfer,
         on_finish=finished.append,
+        async_scheduling=async_scheduling,
         prompt_experts=prompt_experts if colocated else None,
     )
     pool.requests = requests
@@ -102,8 +103,9 @@ class Twin:
 
 
 def engine(
-    step_time, requests, latency_s, max_num_seqs, budget, block_size, n_blocks, colocated=False
-):
+    step_time, requests, latency_s, max_num_seqs, budget, block_size, n_blocks, colocated=False,
+    async_scheduling=False,
+):  # fmt: skip
     """Run vLLM's rules step by step; return the twins and (start, end, batch, joined, chunks).
 
     Running requests are served in the order in which they began; one that is being recomputed
@@ -113,6 +115,7 @@ def engine(
     coming = deque(sorted(twins, key=lambda t: t.arrival_s))
     flying: deque[tuple[float, Twin]] = deque()
     new, here, preempted = deque(), deque(), deque()
+    late: list[tuple[deque, Twin]] = []  # came when the next step had been scheduled
     decoding: list[Twin] = []
     recomputing: list[Twin] = []
     chunks: list[tuple[int, int]] = []  # tokens and cached tokens, this step's
@@ -157,10 +160,15 @@ def engine(
 
     while any(t.finish_s < 0 for t in twins):
         assert len(steps) < 50 * sum(t.prompt + t.output for t in twins)
+        seen, late = late, []
         while coming and coming[0].arrival_s <= now:
-            new.append(coming.popleft())
+            late.append((new, coming.popleft()))
         while flying and flying[0][0] <= now:
-            here.append(flying.popleft()[1])
+            late.append((here, flying.popleft()[1]))
+        if not (async_scheduling and (decoding or recomputing)):
+            seen, late = seen + late, []
+        for queue, twin in seen:
+            queue.append(twin)
         chunks.clear()
         joined = victims = 0
         while wanted() > free:  # running requests get their blocks first; the last one gives way
@@ -186,6 +194,11 @@ def engine(
                     continue
                 new[0].cached = new[0].prompt - 1
                 flying.append((now + latency_s, new.popleft()))
+        if not decoding and not chunks and late:
+            for queue, twin in late:
+                queue.append(twin)
+            late = []
+            continue
         if not decoding and not chunks:
             now = min([t.arrival_s for t in coming] + [at for at, _ in flying])
             continue
@@ -223,10 +236,12 @@ def engine(
     slack=st.integers(0, 20),
     gap_s=st.sampled_from([1e-4, 1e-3, 1e-2]),
     colocated=st.booleans(),
+    async_scheduling=st.booleans(),
 )
 def test_worker_equals_the_engine_written_out(
-    make_step_time, seed, n, max_num_seqs, budget, block_size, slack, gap_s, colocated
-):
+    make_step_time, seed, n, max_num_seqs, budget, block_size, slack, gap_s, colocated,
+    async_scheduling,
+):  # fmt: skip
     rng = np.random.default_rng(seed)
     step_time = make_step_time(max_num_seqs, seed=seed)
     step_time.moe_s[0] = step_time.fixed_s[0] = step_time.attention_s[:] = 0.0
@@ -238,10 +253,12 @@ def test_worker_equals_the_engine_written_out(
     pool, _ = run_pool(
         step_time, requests, latency_s=latency_s, max_num_seqs=max_num_seqs, budget=budget,
         block_size=block_size, n_blocks=n_blocks, colocated=colocated,
+        async_scheduling=async_scheduling,
     )  # fmt: skip
     twins, expected = engine(
-        step_time, requests, latency_s, max_num_seqs, budget, block_size, n_blocks, colocated
-    )
+        step_time, requests, latency_s, max_num_seqs, budget, block_size, n_blocks, colocated,
+        async_scheduling,
+    )  # fmt: skip
     steps = pool.steps()
     got = [steps[name].tolist() for name in ("batch", "joined", "chunked")]
     assert list(zip(*got, strict=True)) == [step[2:] for step in expected]
