@@ -5,6 +5,7 @@ The fixtures are factories of session scope: hypothesis may call them many times
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,10 @@ from eldr_sim.cli.main import main
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec
+from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.replay import Replay
+from eldr_sim.simulator.results import write_result
+from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.workload import Workload
 
@@ -219,3 +223,19 @@ def run_cli(capsys, monkeypatch):
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture(scope="session")
+def report_folders(tmp_path_factory):
+    """What ``eldr-sim report`` reads: the runs ``jsq`` and ``eldr``, and a ``comparison``."""
+    folder = tmp_path_factory.mktemp("report")
+    for policy in ("jsq", "eldr"):
+        fields = {"topology": "2P3D", "request_rate": 20, "duration": 3, "warmup": 1}
+        fields |= {"output_len": 20, "goodput": {"ttft": 500, "tpot": 40}}
+        config = make_config({**fields, "policy": policy, "price_per_gpu_hour": 2.5})
+        write_result(simulate(config), folder / policy)
+    command = "compare --policies jsq --seeds 2 --topology 1P2D --request-rate 10 --duration 2"
+    command += f" --warmup 1 --output-len 10 --out {folder / 'comparison'}"
+    arguments = [sys.executable, "-m", "eldr_sim.cli.main", *command.split()]
+    subprocess.run(arguments, check=True, capture_output=True)
+    return folder

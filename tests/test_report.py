@@ -100,27 +100,13 @@ def tips(figure):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Two runs and a comparison."""
-    folder = tmp_path_factory.mktemp("results")
-    for policy in ("jsq", "eldr"):
-        config = {**SHORT, "policy": policy, "goodput": {"ttft": 500, "tpot": 40}}
-        write_result(simulate(make_config({**config, "price_per_gpu_hour": 2.5})), folder / policy)
-    command = "compare --policies jsq --seeds 2 --topology 1P2D --request-rate 10 --duration 2"
-    command += f" --warmup 1 --output-len 10 --out {folder / 'comparison'}"
-    arguments = [sys.executable, "-m", "eldr_sim.cli.main", *command.split()]
-    subprocess.run(arguments, check=True, capture_output=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pages(results):
+def pages(report_folders):
     """Pages of one run, two runs, and all together."""
-    both = [results / "jsq", results / "eldr"]
+    both = [report_folders / "jsq", report_folders / "eldr"]
     return {
         "one": report(both[:1]),
         "two": report(both),
-        "all": report([*both, results / "comparison"]),
+        "all": report([*both, report_folders / "comparison"]),
     }
 
 
@@ -166,8 +152,8 @@ def test_only_the_pages_own_script_may_run(pages):
     assert f"script-src 'sha256-{digest}'" in policies[0]
 
 
-def test_every_number_of_a_runs_tables_is_the_sources(pages, results):
-    summary = json.loads((results / "jsq" / "summary.json").read_text())
+def test_every_number_of_a_runs_tables_is_the_sources(pages, report_folders):
+    summary = json.loads((report_folders / "jsq" / "summary.json").read_text())
     tables = Page(pages["one"]).tables()
     head, *rows = tables["Latencies of completed requests, ms"]
     assert [cell.text for cell in head] == ["latency", "mean, ms", "p50, ms", "p90, ms", "p99, ms"]
@@ -185,18 +171,18 @@ def test_every_number_of_a_runs_tables_is_the_sources(pages, results):
     assert figures["SLO attainment, share of requests"] == summary["slo_attainment"]
     assert figures["Cost per million output tokens"] == summary["cost_per_million_output_tokens"]
     fields = {row[0].text: row[1].text for row in tables["Configuration"][1:]}
-    config = json.loads((results / "jsq" / "config.json").read_text())["config"]
+    config = json.loads((report_folders / "jsq" / "config.json").read_text())["config"]
     assert set(fields) == set(config)
     assert fields["goodput"] == "ttft 500, tpot 40"
 
 
-def test_runs_stand_side_by_side(pages, results):
+def test_runs_stand_side_by_side(pages, report_folders):
     tables = Page(pages["two"]).tables()
     head, *rows = tables["Throughput, goodput and cost"]
     assert [cell.text for cell in head] == ["figure", "jsq", "eldr"]
     experts = next(row for row in rows if row[0].text == "Active experts of a step, mean")
     for cell, name in zip(experts[1:], ("jsq", "eldr"), strict=True):
-        summary = json.loads((results / name / "summary.json").read_text())
+        summary = json.loads((report_folders / name / "summary.json").read_text())
         assert float(cell.attributes["data-value"]) == summary["mean_active_experts_per_step"]
     differ = tables["Fields that differ"]
     assert [[cell.text for cell in row] for row in differ[1:]] == [["policy", "jsq", "eldr"]]
@@ -236,9 +222,9 @@ def test_every_chart_says_its_axes_with_units(pages):
         assert svg.attributes["aria-label"]
 
 
-def test_charts_say_what_the_tables_of_the_run_hold(pages, results):
+def test_charts_say_what_the_tables_of_the_run_hold(pages, report_folders):
     charts = Page(pages["one"]).charts()
-    requests = pq.read_table(results / "jsq" / "requests.parquet")
+    requests = pq.read_table(report_folders / "jsq" / "requests.parquet")
     done = requests.filter(pc.and_(requests["measured"], pc.is_valid(requests["finish_s"])))
     ttft = done["ttft_ms"].to_numpy()
     told = tips(charts["Distribution of TTFT"])
@@ -246,7 +232,7 @@ def test_charts_say_what_the_tables_of_the_run_hold(pages, results):
     for q in (0, 50, 99, 100):
         assert told[q][0] == f"TTFT, ms: {number(float(np.percentile(ttft, q)))}"
         assert told[q][1].endswith(f": {number(q / 100)}")
-    steps = pq.read_table(results / "jsq" / "steps.parquet").to_pandas()
+    steps = pq.read_table(report_folders / "jsq" / "steps.parquet").to_pandas()
     decode = steps[(steps["role"] == "decode") & (steps["batch"] > 0)]
     told = {tip[0]: tip for tip in tips(charts["Active experts against batch"])}
     for batch, own in decode.groupby("batch"):
@@ -313,8 +299,8 @@ def test_scale_of_nothing_and_of_one_value():
         assert scale.low <= value <= scale.high
 
 
-def test_comparison_shows_each_difference_with_its_interval(pages, results):
-    summary = json.loads((results / "comparison" / "summary.json").read_text())
+def test_comparison_shows_each_difference_with_its_interval(pages, report_folders):
+    summary = json.loads((report_folders / "comparison" / "summary.json").read_text())
     page = Page(pages["all"])
     (caption,) = (c for c in page.tables() if c.startswith("Difference from round_robin"))
     row = page.tables()[caption][1]
@@ -331,17 +317,17 @@ def test_comparison_shows_each_difference_with_its_interval(pages, results):
         [f"difference from {reference}, %"] for reference in references
     ]
     assert [len(tips(chart)) for chart in charts] == [1] * len(references)
-    runs = pq.read_table(results / "comparison" / "runs.parquet").to_pylist()
+    runs = pq.read_table(report_folders / "comparison" / "runs.parquet").to_pylist()
     figures = page.tables()["Figures, mean over 2 seeds"]
     for cells in figures[1:]:
         own = [r["median_tpot_ms"] for r in runs if r["policy"] == cells[0].text]
         assert float(cells[1].attributes["data-value"]) == math.fsum(own) / 2
 
 
-def test_text_of_files_stays_text(results, tmp_path):
+def test_text_of_files_stays_text(report_folders, tmp_path):
     evil = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
     folder = tmp_path / "<b>run"
-    shutil.copytree(results / "jsq", folder)
+    shutil.copytree(report_folders / "jsq", folder)
     requests = pq.read_table(folder / "requests.parquet")
     column = pa.array([evil] * len(requests))
     index = requests.column_names.index("domain")
@@ -359,15 +345,15 @@ def test_text_of_files_stays_text(results, tmp_path):
     assert all(tip[1].startswith(evil) for tip in tips(workers))
 
 
-def test_warnings_and_provenance_come_before_any_figure(results, tmp_path):
+def test_warnings_and_provenance_come_before_any_figure(report_folders, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(results / "jsq", folder)
+    shutil.copytree(report_folders / "jsq", folder)
     summary = json.loads((folder / "summary.json").read_text())
     summary["lookups_outside_tables"]["moe_batch"] = 7
     summary["weakest_provenance"] = "roofline"
     summary["trace"]["output_tokens_beyond_recorded_share"] = 0.5
     write_json(folder / "summary.json", summary)
-    html = report([folder, results / "eldr"])
+    html = report([folder, report_folders / "eldr"])
     page = Page(html)
     box = next(page.root.all("section", "warnings"))
     assert f"run: 7 of {summary['decode_steps']} decode steps lie outside" in box.text
@@ -390,9 +376,9 @@ def test_a_run_in_which_nothing_completes_has_a_page(tmp_path):
     assert cells[1].attributes["data-value"] == ""
 
 
-def test_same_input_same_bytes(results, tmp_path):
+def test_same_input_same_bytes(report_folders, tmp_path):
     here = tmp_path / "here.html"
-    folders = [results / name for name in ("jsq", "eldr", "comparison")]
+    folders = [report_folders / name for name in ("jsq", "eldr", "comparison")]
     write_report(folders, here)
     there = tmp_path / "there.html"
     command = [sys.executable, "-m", "eldr_sim.cli.main", "report", *map(str, folders)]
@@ -405,48 +391,48 @@ def test_same_input_same_bytes(results, tmp_path):
     assert here.read_bytes() == there.read_bytes()
 
 
-def test_command_says_what_it_wrote_and_keeps_what_is_there(results, tmp_path, run_cli):
+def test_command_says_what_it_wrote_and_keeps_what_is_there(report_folders, tmp_path, run_cli):
     out = tmp_path / "new" / "page.html"
-    code, told, err = run_cli("report", results / "jsq", "--out", out)
+    code, told, err = run_cli("report", report_folders / "jsq", "--out", out)
     assert (code, err) == (0, "")
     assert told.startswith(f"Wrote {out} (")
     out.write_text("mine")
-    code, _, err = run_cli("report", results / "jsq", "--out", out)
+    code, _, err = run_cli("report", report_folders / "jsq", "--out", out)
     assert code == 2
     assert err == f"Error: out: {out} exists (allowed: a new file, or --force to replace it)\n"
     assert out.read_text() == "mine"
-    assert run_cli("report", results / "jsq", "--out", out, "--force")[0] == 0
+    assert run_cli("report", report_folders / "jsq", "--out", out, "--force")[0] == 0
     assert out.read_text().startswith("<!DOCTYPE html>")
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
 
 
-def test_nothing_is_left_when_writing_fails(results, tmp_path, monkeypatch):
+def test_nothing_is_left_when_writing_fails(report_folders, tmp_path, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(KeyboardInterrupt):
-        write_report([results / "jsq"], tmp_path / "page.html")
+        write_report([report_folders / "jsq"], tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_result_is_told_in_one_line(results, tmp_path, run_cli):
+def test_what_is_no_result_is_told_in_one_line(report_folders, tmp_path, run_cli):
     broken = tmp_path / "broken"
-    shutil.copytree(results / "jsq", broken)
+    shutil.copytree(report_folders / "jsq", broken)
     data = (broken / "steps.parquet").read_bytes()
     (broken / "steps.parquet").write_bytes(data[: len(data) // 2])
     other = tmp_path / "other"
-    shutil.copytree(results / "jsq", other)
+    shutil.copytree(report_folders / "jsq", other)
     (other / "summary.json").write_text('{"label": "x"}')
     empty = tmp_path / "empty"
     empty.mkdir()
     cases = {
         (tmp_path / "absent",): "is no folder",
         (empty,): "is no result",
-        (results / "jsq" / "summary.json",): "is no folder",
+        (report_folders / "jsq" / "summary.json",): "is no folder",
         (broken,): "cannot read",
         (other,): "has a run's files but not its contents",
-        (results / "jsq", results / "jsq"): "is given twice",
+        (report_folders / "jsq", report_folders / "jsq"): "is given twice",
     }
     for folders, problem in cases.items():
         code, out, err = run_cli("report", *folders, "--out", tmp_path / "page.html")
@@ -456,7 +442,7 @@ def test_what_is_no_result_is_told_in_one_line(results, tmp_path, run_cli):
         assert err.count("\n") == 1
     assert not (tmp_path / "page.html").exists()
     with pytest.raises(InputError, match="is a folder"):
-        write_report([results / "jsq"], tmp_path)
+        write_report([report_folders / "jsq"], tmp_path)
 
 
 def test_table_sorts_by_full_values_and_marks_what_is_missing():

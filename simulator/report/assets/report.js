@@ -49,7 +49,9 @@
 
   // Pictures: the mark under the pointer, else the nearest one, says its values.
   const tip = document.getElementById("tip");
+  let told = null;
   const hide = () => {
+    told = null;
     tip.hidden = true;
     for (const halo of document.querySelectorAll(".halo")) halo.remove();
   };
@@ -61,10 +63,14 @@
     svg.append(halo);
     tip.textContent = mark.dataset.tip;
     tip.hidden = false;
-    const at = new DOMPoint(x, y).matrixTransform(svg.getScreenCTM());
-    const left = at.x + 14 + tip.offsetWidth > innerWidth ? at.x - 14 - tip.offsetWidth : at.x + 14;
-    tip.style.left = Math.max(6, Math.min(left, innerWidth - tip.offsetWidth - 6)) + "px";
-    tip.style.top = Math.max(6, Math.min(at.y - tip.offsetHeight - 10, innerHeight - tip.offsetHeight - 6)) + "px";
+    told = () => {
+      const at = new DOMPoint(x, y).matrixTransform(svg.getScreenCTM());
+      const wide = tip.offsetWidth, left = at.x + 14 + wide > innerWidth ? at.x - 14 - wide : at.x + 14;
+      const top = Math.min(at.y - tip.offsetHeight - 10, innerHeight - tip.offsetHeight - 6);
+      tip.style.left = Math.max(6, Math.min(left, innerWidth - wide - 6)) + "px";
+      tip.style.top = Math.max(6, top) + "px";
+    };
+    told();
   };
   for (const svg of document.querySelectorAll(".chart > svg")) {
     const marks = [...svg.querySelectorAll("[data-tip]")];
@@ -101,5 +107,5 @@
       tell(svg, marks[current]);
     });
   }
-  addEventListener("scroll", hide, { passive: true });
+  for (const change of ["scroll", "resize"]) addEventListener(change, () => told && told(), { passive: true });
 })();
