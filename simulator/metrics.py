@@ -174,15 +174,19 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     }
 
 
-def warnings_of(summary: Mapping[str, Any]) -> list[str]:
-    """Return what a reader of a summary's figures must know, a line each."""
-    warnings = [
+def table_warnings(summary: Mapping[str, Any]) -> list[str]:
+    """Return where a run's step times lie beyond what was measured, a line each."""
+    return [
         f"{count} of {summary['decode_steps']} decode steps lie outside the latency table "
         f"({what.replace('_', ' ')}): extrapolated"
         for what, count in summary["lookups_outside_tables"].items()
         if count
-    ]
-    warnings += summary["latency_warnings"]
+    ] + list(summary["latency_warnings"])
+
+
+def warnings_of(summary: Mapping[str, Any]) -> list[str]:
+    """Return what a reader of a summary's figures must know, a line each."""
+    warnings = table_warnings(summary)
     before, after = summary["in_flight_at_window_start"], summary["in_flight_at_window_end"]
     if after - before > 0.25 * summary["num_prompts"] and summary["max_concurrency"] is None:
         warnings.append(

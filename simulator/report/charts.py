@@ -36,8 +36,8 @@ class Series:
         Ends of an interval around ``y``, where there is one; NaN where a point has none.
     line
         Join the points.
-    colour
-        Number of the colour; its place among the series when not given.
+    colour, dash
+        Numbers of the colour and of the dash; from its place among the series when not given.
     tips
         What more to say of each point, a line.
     """
@@ -49,6 +49,7 @@ class Series:
     high: Sequence[float] | None = None
     line: bool = True
     colour: int | None = None
+    dash: int | None = None
     tips: Sequence[str] | None = field(default=None, repr=False)
 
 
@@ -81,15 +82,20 @@ def xy_chart(
         A line under the picture.
     """
     drawn = [_finite(s) for s in series]
-    ys = [v for s in drawn for c in (s.y, s.low or (), s.high or ()) for v in c]
+    ys = [v for s in drawn for v in s.y]
+    # What is never below 0 gets no axis below 0, whatever Student's t makes of few runs.
+    floor = 0.0 if y_zero and min(ys, default=0.0) >= 0.0 else -math.inf
+    ys += [max(floor, v) for s in drawn for c in (s.low or (), s.high or ()) for v in c]
     x = linear((v for s in drawn for v in s.x), _LEFT, WIDTH - _RIGHT, zero=x_zero)
     y = linear(ys, HEIGHT - _BOTTOM, _TOP, zero=y_zero)
     svg = _canvas(title, x_label, y_label, HEIGHT)
     add(svg, _y_axis(y), _x_axis(x, HEIGHT - _BOTTOM))
     marks = el("g")
+    styles = []
     for index, s in enumerate(drawn):
         colour = index if s.colour is None else s.colour
-        style = f"c{colour % N_COLOURS} d{index // N_COLOURS % 3}"
+        style = _style(colour, index // N_COLOURS if s.dash is None else s.dash)
+        styles.append((s.name, colour, style))
         places = [(x(a), y(b)) for a, b in zip(s.x, s.y, strict=True)]
         if s.low is not None and s.high is not None:
             _draw_interval(svg, s, x, y, style)
@@ -108,15 +114,20 @@ def xy_chart(
             marker = colour // N_COLOURS if s.line else colour
             marks.append(_mark(px, py, text, f"mark {style}" if shown else "hit", marker))
     svg.append(marks)
-    names = [(s.name, index if s.colour is None else s.colour) for index, s in enumerate(drawn)]
-    lines = any(s.line for s in drawn)
-    return _figure(title, svg, _legend(names, lines) if len(drawn) > 1 else None, note, bool(ys))
+    shape = "line" if any(s.line for s in drawn) else "mark"
+    legend = _legend(styles, shape) if len(drawn) > 1 else None
+    return _figure(title, svg, legend, note, bool(ys))
 
 
 def interval_chart(
-    title: str, x_label: str, rows: Sequence[tuple[str, float, float, float]]
+    title: str,
+    x_label: str,
+    rows: Sequence[tuple[str, float, float, float]],
+    *,
+    differences: bool = True,
+    interval: str = "95% interval",
 ) -> ET.Element:
-    """Draw a dot with its interval for each row, around a line at 0.
+    """Draw a dot with its interval for each row.
 
     Parameters
     ----------
@@ -126,30 +137,36 @@ def interval_chart(
         Axis title with its unit.
     rows
         (name, value, low, high); ``low`` and ``high`` may be NaN.
+    differences
+        Values are differences: signed, around a line at 0, dots hollow where the interval holds 0.
+    interval
+        What ``low`` and ``high`` are.
     """
     height = _TOP + _BOTTOM + 30.0 * max(1, len(rows))
     left = min(180.0, 24.0 + 7.6 * max((len(name) for name, *_ in rows), default=0))
     values = [v for _, *numbers in rows for v in numbers]
-    x = linear(values, left, WIDTH - _RIGHT, zero=True)
+    x = linear(values, left, WIDTH - _RIGHT, zero=differences)
     svg = _canvas(title, x_label, "", height)
     add(svg, _x_axis(x, height - _BOTTOM, grid=_TOP - 8))
-    svg.append(_line(x(0.0), _TOP - 8, x(0.0), height - _BOTTOM, "zero"))
+    if differences:
+        svg.append(_line(x(0.0), _TOP - 8, x(0.0), height - _BOTTOM, "zero"))
+    show = signed if differences else number
     for i, (name, value, low, high) in enumerate(rows):
         py = _TOP + 30.0 * i + 15.0
         svg.append(el("text", _shorten(name, 22), x=_n(left - 10), y=_n(py + 4), class_="row"))
         if not math.isfinite(value):
-            svg.append(el("text", MISSING, x=_n(x(0.0)), y=_n(py + 4), class_="row start"))
+            svg.append(el("text", MISSING, x=_n(left), y=_n(py + 4), class_="row start"))
             continue
-        text = [name, f"{x_label}: {signed(value)}"]
-        clear = math.isfinite(low) and (low > 0) == (high > 0) and low * high != 0
+        text = [name, f"{x_label}: {show(value)}"]
+        known = math.isfinite(low)
+        clear = not differences or (known and (low > 0.0 or high < 0.0))
         style = f"c{0 if clear else 6}"
-        if math.isfinite(low):
-            text.append(f"95% interval: {signed(low)} to {signed(high)}")
+        if known:
+            text.append(f"{interval}: {show(low)} to {show(high)}")
             svg.append(_line(x(low), py, x(high), py, f"whisker {style}"))
             svg.extend(_line(x(v), py - 5, x(v), py + 5, f"whisker {style}") for v in (low, high))
         svg.append(_mark(x(value), py, text, f"mark {style}" + ("" if clear else " open"), 0))
-    known = any(math.isfinite(v) for v in values)
-    return _figure(title, svg, None, None, known)
+    return _figure(title, svg, None, None, any(math.isfinite(v) for v in values))
 
 
 def stacked_bars(
@@ -203,15 +220,15 @@ def stacked_bars(
                     y=_n(y(top)),
                     width=_n(wide),
                     height=_n(y(bottom) - y(top)),
-                    class_=f"bar c{colour % N_COLOURS} d{colour // N_COLOURS % 3}",
+                    class_=f"bar {_style(colour)}",
                     data_x=_n(middle),
                     data_y=_n(y(top)),
                     data_tip=f"{text}{y_label}: {number(totals[i])}",
                 )
             )
             bottom = top
-    names = [(name, colour) for colour, (name, _) in enumerate(parts)]
-    return _figure(title, svg, _legend(names, lines=False, squares=True), note, bool(bars))
+    legend = [(name, colour, _style(colour)) for colour, (name, _) in enumerate(parts)]
+    return _figure(title, svg, _legend(legend, "bar"), note, bool(bars))
 
 
 def _finite(series: Series) -> Series:
@@ -234,6 +251,7 @@ def _finite(series: Series) -> Series:
         pick(series.high),
         series.line,
         series.colour,
+        series.dash,
         tips,
     )
 
@@ -242,7 +260,7 @@ def _draw_interval(svg: ET.Element, series: Series, x: Scale, y: Scale, style: s
     assert series.low is not None
     assert series.high is not None
     known = [
-        (x(a), y(low), y(high))
+        (x(a), y(max(low, y.low)), y(min(high, y.high)))
         for a, low, high in zip(series.x, series.low, series.high, strict=True)
         if math.isfinite(low) and math.isfinite(high)
     ]
@@ -308,19 +326,19 @@ def _marker(x: float, y: float, which: int) -> str:
     return f"M{_n(x)} {_n(y - 5.2)}l5.2 5.2l-5.2 5.2l-5.2 -5.2Z"
 
 
-def _legend(names: Sequence[tuple[str, int]], lines: bool, squares: bool = False) -> ET.Element:
+def _legend(styles: Sequence[tuple[str, int, str]], shape: str) -> ET.Element:
+    """Return name and swatch of each (name, colour, style); ``shape`` is line, mark or bar."""
     box = el("ul", class_="legend")
-    for index, (name, colour) in enumerate(names):
-        style = f"c{colour % N_COLOURS} d{index // N_COLOURS % 3}"
-        swatch = el("svg", viewBox="0 0 22 12", aria_hidden="true")
-        if squares:
-            swatch.append(el("rect", x="5", y="0", width="12", height="12", class_=f"bar {style}"))
-        elif lines:
-            swatch.append(el("path", d="M1 6H21", class_=f"line {style}"))
-        else:
-            swatch.append(el("path", d=_marker(11, 6, colour), class_=f"mark {style}"))
+    for name, colour, style in styles:
+        path = {"line": "M1 6H21", "bar": "M5 0h12v12h-12Z"}.get(shape) or _marker(11, 6, colour)
+        swatch = el("svg", el("path", d=path, class_=f"{shape} {style}"), viewBox="0 0 22 12")
+        swatch.set("aria-hidden", "true")
         box.append(el("li", swatch, name))
     return box
+
+
+def _style(colour: int, dash: int = 0) -> str:
+    return f"c{colour % N_COLOURS} d{dash % 3}"
 
 
 def _figure(

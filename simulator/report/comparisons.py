@@ -8,18 +8,9 @@ from xml.etree import ElementTree as ET
 
 from eldr_sim.simulator.report.basis import basis
 from eldr_sim.simulator.report.charts import interval_chart
+from eldr_sim.simulator.report.figures import METRICS, difference, metric_heading
 from eldr_sim.simulator.report.folders import Folder
-from eldr_sim.simulator.report.markup import Cell, el, folded, measured, plain, signed, table
-
-#: Headings of the figures that comparisons, sweeps and plans have, by key of the summary.
-METRICS = {
-    "median_tpot_ms": "TPOT p50, ms",
-    "p99_tpot_ms": "TPOT p99, ms",
-    "median_ttft_ms": "TTFT p50, ms",
-    "p99_ttft_ms": "TTFT p99, ms",
-    "mean_active_experts_per_step": "active experts a layer",
-    "output_throughput": "output tokens/s",
-}
+from eldr_sim.simulator.report.markup import Cell, el, folded, plain, table
 
 
 def comparison_section(folder: Folder) -> tuple[str, list[ET.Element]]:
@@ -75,12 +66,13 @@ def _differences(
     cells: dict[str, list[Cell]] = {}
     for metric in metrics:
         own = {d["policy"]: d for d in differences if d["metric"] == metric}
-        name = METRICS[metric].removesuffix(", ms")
         rows = [(p, _nan(d["percent"]), _nan(d["low"]), _nan(d["high"])) for p, d in own.items()]
-        charts.append(interval_chart(name, f"difference from {reference}, %", rows))
+        charts.append(
+            interval_chart(metric_heading(METRICS[metric]), f"difference from {reference}, %", rows)
+        )
         for policy, percent, low, high in rows:
             cells.setdefault(policy, []).append(difference(percent, low, high))
-    columns = ["policy", *(METRICS[metric].removesuffix(", ms") for metric in metrics)]
+    columns = ["policy", *(metric_heading(METRICS[metric]) for metric in metrics)]
     paired = table(
         f"Difference from {of}, % [95% interval]",
         columns,
@@ -88,15 +80,6 @@ def _differences(
         note="Paired over seeds, Student's t. Filled dots: the interval leaves 0 out.",
     )
     return [paired, charts]
-
-
-def difference(percent: float, low: float, high: float) -> Cell:
-    """Return a difference with its interval as a cell that sorts by the difference."""
-    if math.isnan(percent):
-        return None
-    if math.isnan(low):
-        return measured(percent, signed(percent))
-    return measured(percent, f"{signed(percent)} [{signed(low)}, {signed(high)}]")
 
 
 def _load(config: dict[str, Any]) -> str:

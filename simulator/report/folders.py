@@ -13,9 +13,11 @@ import pyarrow.parquet as pq
 
 from eldr_sim.errors import InputError
 
-Kind = Literal["run", "comparison"]
+Kind = Literal["run", "comparison", "sweep", "plan"]
 #: Files that tell a folder's kind, the most telling first.
 _FILES: dict[Kind, tuple[str, ...]] = {
+    "plan": ("plan.json", "points.parquet"),
+    "sweep": ("sweep.json", "points.parquet", "aggregate.parquet"),
     "comparison": ("summary.json", "runs.parquet"),
     "run": ("summary.json", "config.json", "requests.parquet", "steps.parquet"),
 }

@@ -16,9 +16,11 @@ from eldr_sim.errors import InputError
 from eldr_sim.simulator.report.comparisons import comparison_section
 from eldr_sim.simulator.report.folders import Folder, open_folders
 from eldr_sim.simulator.report.markup import add, el, to_html
+from eldr_sim.simulator.report.plans import plan_section
 from eldr_sim.simulator.report.runs import runs_section
+from eldr_sim.simulator.report.sweeps import sweep_section
 
-_SECTIONS = {"comparison": comparison_section}
+_SECTIONS = {"comparison": comparison_section, "sweep": sweep_section, "plan": plan_section}
 
 
 def report(folders: Sequence[Path]) -> str:
