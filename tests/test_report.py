@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.report.charts import Series, interval_chart, stacked_bars, xy_chart
+from eldr_sim.simulator.report.figures import pareto
 from eldr_sim.simulator.report.markup import el, number, table, to_html
 from eldr_sim.simulator.report.page import report, write_report
 from eldr_sim.simulator.report.runs import mean_in_phase
@@ -106,11 +107,12 @@ def pages(report_folders):
     return {
         "one": report(both[:1]),
         "two": report(both),
-        "all": report([*both, report_folders / "comparison"]),
+        "all": report(sorted(report_folders.iterdir())),
+        **{name: report([report_folders / name]) for name in ("sweep", "plan", "rates")},
     }
 
 
-@pytest.mark.parametrize("name", ["one", "two", "all"])
+@pytest.mark.parametrize("name", ["one", "two", "sweep", "plan", "rates", "all"])
 def test_page_is_well_formed_and_needs_no_network(pages, name):
     page = Page(pages[name])
 
@@ -135,7 +137,7 @@ def test_page_is_well_formed_and_needs_no_network(pages, name):
     assert len(ids) == len(set(ids))
     links = [n.attributes["href"][1:] for n in page.root.all("a")]
     assert set(links) <= set(ids)
-    assert len(links) == (2 if name == "all" else 0)
+    assert len(links) == (5 if name == "all" else 0)
 
 
 def test_only_the_pages_own_script_may_run(pages):
@@ -311,7 +313,8 @@ def test_comparison_shows_each_difference_with_its_interval(pages, report_folder
         numbers = [float(n) for n in re.findall(r"[+-][\d.]+", cell.text.replace("−", "-"))]
         told = [difference[key] for key in ("percent", "low", "high")]
         assert numbers == pytest.approx(told, abs=0.0051)
-    charts = [f for f in page.root.all("figure") if next(f.all("figcaption")).text == "TPOT p50"]
+    article = next(a for a in page.root.all("article") if "Policies compared" in a.text)
+    charts = [f for f in article.all("figure") if next(f.all("figcaption")).text == "TPOT p50"]
     references = list(dict.fromkeys(d["reference"] for d in summary["differences"]))
     assert [[t.text for t in chart.all("text", "axis")] for chart in charts] == [
         [f"difference from {reference}, %"] for reference in references
@@ -322,6 +325,141 @@ def test_comparison_shows_each_difference_with_its_interval(pages, report_folder
     for cells in figures[1:]:
         own = [r["median_tpot_ms"] for r in runs if r["policy"] == cells[0].text]
         assert float(cells[1].attributes["data-value"]) == math.fsum(own) / 2
+
+
+def test_every_number_of_a_sweep_is_the_sources(pages, report_folders):
+    page = Page(pages["sweep"])
+    aggregate = pq.read_table(report_folders / "sweep" / "aggregate.parquet").to_pylist()
+    head, *rows = page.tables()["All 6 points"]
+    columns = [cell.text for cell in head]
+    assert columns[:5] == ["point", "policy", "request_rate", "TPOT p50, ms", "TPOT p99, ms"]
+    assert columns[-2:] == ["runs", "runs failed"]
+    for cells, point in zip(rows, aggregate, strict=True):
+        row = dict(zip(columns, cells, strict=True))
+        assert row["policy"].text == point["policy"]
+        assert float(row["request_rate"].attributes["data-value"]) == point["request_rate"]
+        for column, key in (
+            ("TPOT p50, ms", "median_tpot_ms"),
+            ("output tokens/s", "output_throughput"),
+            ("cost per million output tokens", "cost_per_million_output_tokens"),
+            ("runs failed", "runs_failed"),
+        ):
+            assert float(row[column].attributes["data-value"]) == point[key]
+        half = 0.1 * point["median_tpot_ms"]
+        expected = number(point["median_tpot_ms"])
+        expected += "" if point["point"] == 5 else f" ± {number(half)}"
+        assert row["TPOT p50, ms"].text == expected
+    failed = page.tables()["Runs that failed"][1:]
+    assert [[cell.text for cell in row] for row in failed] == [
+        ["policy=eldr, request_rate=40", "1", "1", "model: no room <for> it"]
+    ]
+
+
+def test_a_sweep_is_drawn_over_its_numbers_in_the_colours_of_its_words(pages, report_folders):
+    page = Page(pages["sweep"])
+    aggregate = pq.read_table(report_folders / "sweep" / "aggregate.parquet").to_pylist()
+    chart = page.charts()["TPOT p99"]
+    axes = [text.text for text in chart.all("text", "axis")]
+    assert axes == ["request_rate, requests/s", "TPOT p99, ms"]
+    assert [entry.text for entry in chart.all("li")] == ["jsq", "eldr"]
+    expected = []
+    for point in aggregate:
+        tip = [point["policy"], f"request_rate, requests/s: {point['request_rate']:.0f}"]
+        tip.append(f"TPOT p99, ms: {number(point['p99_tpot_ms'])}")
+        if point["p99_tpot_ms_low"] is not None:
+            ends = [number(point[f"p99_tpot_ms_{end}"]) for end in ("low", "high")]
+            tip.append(f"90% interval: {' to '.join(ends)}")
+        expected.append(tip)
+    assert tips(chart) == expected
+    cloud = tips(page.charts()["Throughput of a GPU against speed for a user"])
+    told = {tuple(tip) for tip in cloud if tip[0] != "Pareto front"}
+    for point in aggregate:
+        user, gpu = 1e3 / point["median_tpot_ms"], point["output_throughput"] / point["gpus"]
+        assert (
+            point["policy"],
+            f"output tokens/s for a user (1 / median TPOT): {number(user)}",
+            f"output tokens/s of a GPU: {number(gpu)}",
+            point["name"],
+        ) in told
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
+def test_pareto_front_is_what_no_point_beats(points):
+    floats = [(float(x), float(y)) for x, y in points] + [(math.nan, 100.0)]
+
+    def beaten(p):
+        return any(q[0] >= p[0] and q[1] >= p[1] and q != p for q in floats[:-1])
+
+    front = [floats[i] for i in pareto(floats)]
+    assert front == sorted({p for p in floats[:-1] if not beaten(p)})
+
+
+def test_every_number_of_a_plan_is_the_sources(pages, report_folders):
+    page = Page(pages["plan"])
+    document = json.loads((report_folders / "plan" / "plan.json").read_text())
+    assert next(page.root.all("h1")).text == "Plan: 2P3D on H100 under eldr, 5 GPUs"
+    answer = next(page.root.all("section", "answer"))
+    assert [d.text for d in answer.all("dd")] == [
+        "2P3D on H100 under eldr, 5 GPUs, 12.50 an hour",
+        "2P4D on H100 under jsq, 6 GPUs, 15.00 an hour",
+        "carries 24.00 [22.00, 26.00] requests/s: +20.00 [+10.00, +30.00]% of the load",
+        "eldr saves 1.25 [0.50, 2.00] GPUs against jsq on H100",
+    ]
+    assert "eldr on H100, not monotone" in next(page.root.all("section", "warnings")).text
+    tables = page.tables()
+    reasons = tables["Policies and GPUs without a cluster"][1:]
+    assert [[cell.text for cell in row] for row in reasons] == [["random", "H100", "too <slow>"]]
+    for caption, clusters in (
+        ("Cheapest cluster of each policy and GPU", [document["answer"], document["runner_up"]]),
+        ("Pareto front of the clusters that meet the objective", document["pareto_front"]),
+        ("Clusters tried", document["clusters"]),
+    ):
+        head, *rows = tables[caption]
+        columns = [cell.text for cell in head]
+        for cells, cluster in zip(rows, clusters, strict=True):
+            row = dict(zip(columns, cells, strict=True))
+            for column, key in (
+                ("GPUs", "gpus"),
+                ("price/hour", "price_per_hour"),
+                ("TPOT p99, ms", "p99_tpot_ms"),
+                ("tokens/s for a user", "tokens_per_s_per_user"),
+                ("tokens/s of a GPU", "tokens_per_s_per_gpu"),
+            ):
+                assert float(row[column].attributes["data-value"]) == cluster[key]
+            assert row["verdict"].text == cluster["verdict"]
+            assert row["SLO attainment, %"].text == "99.5 [99.0, 100.0]"
+    front = tips(page.charts()["Throughput of a GPU against speed for a user"])
+    assert [tip[-1] for tip in front if tip[0] == "Pareto front"] == [
+        "2P3D on H100 under eldr, 5 GPUs",
+        "2P5D on H100 under eldr, 7 GPUs",
+    ]
+    assert not any("2P2D" in tip[-1] for tip in front), "it misses the objective"
+
+
+def test_a_plan_without_a_cluster_says_why(report_folders, tmp_path):
+    folder = tmp_path / "plan"
+    shutil.copytree(report_folders / "plan", folder)
+    document = json.loads((folder / "plan.json").read_text())
+    document |= dict.fromkeys(("answer", "runner_up", "margin", "assumptions"))
+    document |= {"pareto_front": [], "savings": [], "clusters": []}
+    document["candidates"] = document["candidates"][2:]
+    write_json(folder / "plan.json", document)
+    page = Page(report([folder]))
+    assert next(page.root.all("h1")).text == "No cluster meets the objective"
+    assert page.tables()["Policies and GPUs without a cluster"][1][2].text == "too <slow>"
+
+
+def test_a_plan_of_rates_shows_rates_and_gains(pages):
+    page = Page(pages["rates"])
+    rows = page.tables()["Highest rate within the objective"][1:]
+    assert [cell.text for cell in rows[0]] == [
+        *("eldr", "H100", "2P3D", "5", "1.25 [0.50, 2.00]", "1.00, 1.50", "")
+    ]
+    assert [cell.text for cell in rows[1]][4:] == ["–", "–, 1.00", "seed 0 carries none"]
+    assert tips(page.charts()["Highest rate"])[0][-1] == "95% interval: 0.5000 to 2.00"
+    assert page.tables()["What a policy gains, paired over seeds"][1][3].text == (
+        "+1.25 [+0.50, +2.00]"
+    )
 
 
 def test_text_of_files_stays_text(report_folders, tmp_path):

@@ -95,7 +95,7 @@ def xy_chart(
     for index, s in enumerate(drawn):
         colour = index if s.colour is None else s.colour
         style = _style(colour, index // N_COLOURS if s.dash is None else s.dash)
-        styles.append((s.name, colour, style))
+        styles.append((s.name, colour, "line" if s.line else "mark", style))
         places = [(x(a), y(b)) for a, b in zip(s.x, s.y, strict=True)]
         if s.low is not None and s.high is not None:
             _draw_interval(svg, s, x, y, style)
@@ -114,8 +114,7 @@ def xy_chart(
             marker = colour // N_COLOURS if s.line else colour
             marks.append(_mark(px, py, text, f"mark {style}" if shown else "hit", marker))
     svg.append(marks)
-    shape = "line" if any(s.line for s in drawn) else "mark"
-    legend = _legend(styles, shape) if len(drawn) > 1 else None
+    legend = _legend(styles) if len(drawn) > 1 else None
     return _figure(title, svg, legend, note, bool(ys))
 
 
@@ -227,8 +226,8 @@ def stacked_bars(
                 )
             )
             bottom = top
-    legend = [(name, colour, _style(colour)) for colour, (name, _) in enumerate(parts)]
-    return _figure(title, svg, _legend(legend, "bar"), note, bool(bars))
+    legend = [(name, colour, "bar", _style(colour)) for colour, (name, _) in enumerate(parts)]
+    return _figure(title, svg, _legend(legend), note, bool(bars))
 
 
 def _finite(series: Series) -> Series:
@@ -326,10 +325,10 @@ def _marker(x: float, y: float, which: int) -> str:
     return f"M{_n(x)} {_n(y - 5.2)}l5.2 5.2l-5.2 5.2l-5.2 -5.2Z"
 
 
-def _legend(styles: Sequence[tuple[str, int, str]], shape: str) -> ET.Element:
-    """Return name and swatch of each (name, colour, style); ``shape`` is line, mark or bar."""
+def _legend(entries: Sequence[tuple[str, int, str, str]]) -> ET.Element:
+    """Return name and swatch of each (name, colour, shape, style); shapes: line, mark or bar."""
     box = el("ul", class_="legend")
-    for name, colour, style in styles:
+    for name, colour, shape, style in entries:
         path = {"line": "M1 6H21", "bar": "M5 0h12v12h-12Z"}.get(shape) or _marker(11, 6, colour)
         swatch = el("svg", el("path", d=path, class_=f"{shape} {style}"), viewBox="0 0 22 12")
         swatch.set("aria-hidden", "true")

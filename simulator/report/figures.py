@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from xml.etree import ElementTree as ET
 
 from eldr_sim.simulator.report.charts import Series, xy_chart
-from eldr_sim.simulator.report.markup import Cell, measured, number, signed
+from eldr_sim.simulator.report.markup import Cell, measured, number, span
 
 #: Headings by key of the summary.
 METRICS = {
@@ -38,11 +38,7 @@ _UNITS = {
 
 def difference(percent: float, low: float, high: float) -> Cell:
     """Return a difference with its interval as a cell that sorts by the difference."""
-    if math.isnan(percent):
-        return None
-    if math.isnan(low):
-        return measured(percent, signed(percent))
-    return measured(percent, f"{signed(percent)} [{signed(low)}, {signed(high)}]")
+    return None if math.isnan(percent) else measured(percent, span(percent, low, high, signs=True))
 
 
 def mean_cell(mean: float | None, low: float | None, high: float | None) -> Cell:

@@ -79,9 +79,24 @@ def signed(value: float | None, digits: int = 2) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
-def measured(value: float | None, text: str, class_: str | None = None) -> ET.Element:
+def span(mean: float, low: float, high: float, *, signs: bool = False) -> str:
+    """Return a value with its interval, all with the same decimals; NaN ends are left out."""
+    known = [abs(value) for value in (mean, low, high) if math.isfinite(value)]
+    if not known or math.isnan(mean):
+        return MISSING
+    largest = max(known)
+    digits = 0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 else 4
+    form = f"{'+' if signs else ''},.{digits}f"
+    text = f"{mean:{form}}"
+    if math.isfinite(low) and math.isfinite(high):
+        text += f" [{low:{form}}, {high:{form}}]"
+    return text.replace("-", "−")
+
+
+def measured(value: float | None, text: str) -> ET.Element:
     """Return a cell that shows ``text`` and sorts by ``value``."""
-    return el("data", text, value=MISSING if value is None else repr(value), class_=class_)
+    missing = value is None or math.isnan(value)
+    return el("data", text, value="" if missing else repr(value))
 
 
 def table(
@@ -117,11 +132,7 @@ def _cell(value: Cell) -> ET.Element:
     if isinstance(value, ET.Element):
         cell = el("td", value)
         if value.tag == "data":
-            sortable = value.get("value")
-            if sortable != MISSING:
-                cell.set("data-value", sortable or "")
-            else:
-                cell.set("data-value", "")
+            cell.set("data-value", value.get("value", ""))
         return cell
     if isinstance(value, int | float) and not isinstance(value, bool):
         missing = isinstance(value, float) and math.isnan(value)

@@ -20,7 +20,7 @@ from eldr_sim.simulator.report.markup import (
     measured,
     number,
     plain,
-    signed,
+    span,
     table,
 )
 
@@ -70,11 +70,12 @@ def _cluster(document: Record) -> tuple[str, list[ET.Element]]:
         for each in document["candidates"]
         for note in each["notes"]
     ]
-    parts: list[ET.Element] = [el("p", lead, class_="lead"), *_basis(document, notes)]
+    parts: list[ET.Element] = [el("p", lead, class_="lead")]
     if answer is not None:
         parts.append(_answer(document))
-        if document["margin"] is not None:
-            parts.append(_losses(document))
+    parts += _basis(document, notes)
+    if document["margin"] is not None:
+        parts.append(_losses(document))
     found = [each["cluster"] for each in document["candidates"] if each["cluster"] is not None]
     if found:
         parts.append(_clusters("Cheapest cluster of each policy and GPU", found))
@@ -111,7 +112,7 @@ def _answer(document: Record) -> ET.Element:
         least = "at least " if margin["highest_rate_is_a_lower_bound"] else ""
         rate = _interval(margin["highest_rate"])
         load = _interval(margin["percent_above_load"], signs=True)
-        rows.append(("Margin", f"carries {least}{rate} requests/s: {load} % of the load"))
+        rows.append(("Margin", f"carries {least}{rate} requests/s: {load}% of the load"))
     rows += [
         (
             "Saving",
@@ -293,8 +294,7 @@ def _dot(of: Record, interval: Record, factor: float = 1.0) -> tuple[str, float,
 
 def _interval(interval: Record, factor: float = 1.0, signs: bool = False) -> str:
     mean, low, high = (factor * value for value in _ends(interval))
-    show = (lambda value: signed(value, 1)) if signs else number
-    return show(mean) if math.isnan(low) else f"{show(mean)} [{show(low)}, {show(high)}]"
+    return span(mean, low, high, signs=signs)
 
 
 def _interval_cell(interval: Record, factor: float = 1.0) -> Cell:
