@@ -14,6 +14,7 @@ from eldr_sim.cli.report import report
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
 from eldr_sim.cli.trace import trace
+from eldr_sim.cli.validate import validate
 from eldr_sim.errors import InputError
 
 
@@ -23,7 +24,9 @@ def cli() -> None:
     """Simulate clusters that serve mixture-of-experts models, on real expert routing."""
 
 
-for command in (run, compare, report, reproduce, fit, trace, gpus, models, tables):
+for command in (
+    run, compare, report, reproduce, validate, fit, trace, gpus, models, tables,
+):  # fmt: skip
     cli.add_command(command)
 
 

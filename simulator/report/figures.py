@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from xml.etree import ElementTree as ET
 
 from eldr_sim.simulator.report.charts import Series, xy_chart
-from eldr_sim.simulator.report.markup import Cell, measured, number, span
+from eldr_sim.simulator.report.markup import Cell, decimals, measured, span
 
 #: Headings by key of the summary.
 METRICS = {
@@ -45,7 +45,8 @@ def mean_cell(mean: float | None, low: float | None, high: float | None) -> Cell
     """Return a mean with half the width of its (symmetric) interval, sorting by the mean."""
     if mean is None or low is None or high is None:
         return mean
-    return measured(mean, f"{number(mean)} ± {number((high - low) / 2)}")
+    form = f",.{decimals(abs(mean))}f"
+    return measured(mean, f"{mean:{form}} ± {(high - low) / 2:{form}}".replace("-", "−"))
 
 
 def parameter_label(path: str) -> str:

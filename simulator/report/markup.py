@@ -79,14 +79,17 @@ def signed(value: float | None, digits: int = 2) -> str:
     return f"{value:+.{digits}f}".replace("-", "−")
 
 
+def decimals(largest: float) -> int:
+    """Return how many decimals figures of a size are shown with."""
+    return 0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 else 4
+
+
 def span(mean: float, low: float, high: float, *, signs: bool = False) -> str:
     """Return a value with its interval, all with the same decimals; NaN ends are left out."""
     known = [abs(value) for value in (mean, low, high) if math.isfinite(value)]
     if not known or math.isnan(mean):
         return MISSING
-    largest = max(known)
-    digits = 0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 else 4
-    form = f"{'+' if signs else ''},.{digits}f"
+    form = f"{'+' if signs else ''},.{decimals(max(known))}f"
     text = f"{mean:{form}}"
     if math.isfinite(low) and math.isfinite(high):
         text += f" [{low:{form}}, {high:{form}}]"

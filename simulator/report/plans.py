@@ -152,10 +152,10 @@ def _losses(document: Record) -> ET.Element:
 
 def _clusters(title: str, clusters: Sequence[Record]) -> ET.Element:
     priced = any(cluster["price_per_hour"] is not None for cluster in clusters)
-    columns = ["policy", "GPU", "cluster", "GPUs a worker", "GPUs"]
+    columns = ["policy", "GPU", "cluster", "GPUs"]
     columns += ["price/hour", "cost per million tokens"] if priced else []
-    columns += ["SLO attainment, %", "verdict", "seeds", "TTFT p99, ms", "TPOT p99, ms"]
-    columns += ["tokens/s for a user", "tokens/s of a GPU", "active experts a layer"]
+    columns += ["SLO attainment, %", "TTFT p99, ms", "TPOT p99, ms", "tokens/s for a user"]
+    columns += ["tokens/s of a GPU", "active experts a layer", "seeds", "verdict"]
     rows: list[list[Cell]] = []
     for cluster in clusters:
         prices = [cluster["price_per_hour"], cluster["cost_per_million_output_tokens"]]
@@ -163,18 +163,17 @@ def _clusters(title: str, clusters: Sequence[Record]) -> ET.Element:
             [
                 cluster["policy"],
                 cluster["gpu"],
-                cluster["topology"],
-                cluster["tensor_parallel_size"],
+                _workers(cluster),
                 cluster["gpus"],
                 *(prices if priced else []),
                 _interval_cell(cluster["slo_attainment"], 100.0),
-                "hopeless in a short run" if cluster["hopeless"] else cluster["verdict"],
-                cluster["seeds"],
                 cluster["p99_ttft_ms"],
                 cluster["p99_tpot_ms"],
                 cluster["tokens_per_s_per_user"],
                 cluster["tokens_per_s_per_gpu"],
                 cluster["mean_active_experts_per_step"],
+                cluster["seeds"],
+                "hopeless in a short run" if cluster["hopeless"] else cluster["verdict"],
             ]
         )
     return table(title, columns, rows)
@@ -220,13 +219,17 @@ def _attained(found: Sequence[Record], document: Record) -> ET.Element:
 
 
 def _name(cluster: Record) -> str:
+    where = f"on {cluster['gpu']} under {cluster['policy']}"
+    return f"{_workers(cluster)} {where}, {cluster['gpus']} GPUs"
+
+
+def _workers(cluster: Record) -> str:
+    """Return xPyD and what a worker is."""
     size = cluster["tensor_parallel_size"]
-    of = "" if size == 1 else f" of {size} GPUs each"
-    ranks = ", experts in parallel" if cluster["enable_expert_parallel"] and size > 1 else ""
-    return (
-        f"{cluster['topology']}{of}{ranks} on {cluster['gpu']} under {cluster['policy']}, "
-        f"{cluster['gpus']} GPUs"
-    )
+    if size == 1:
+        return str(cluster["topology"])
+    ranks = ", EP" if cluster["enable_expert_parallel"] else ""
+    return f"{cluster['topology']} of {size} GPUs each{ranks}"
 
 
 def _price(cluster: Record) -> str:

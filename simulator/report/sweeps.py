@@ -21,7 +21,7 @@ from eldr_sim.simulator.report.figures import (
     pareto_chart,
 )
 from eldr_sim.simulator.report.folders import Folder
-from eldr_sim.simulator.report.markup import Cell, add, el, folded, number, plain, table
+from eldr_sim.simulator.report.markup import Cell, add, el, folded, measured, number, plain, table
 
 Row = dict[str, Any]
 #: More curves than this are drawn as points, more points without a numeric parameter not at all.
@@ -196,7 +196,7 @@ def _points(
     rows: list[list[Cell]] = [
         [
             point["point"],
-            *(v if _is_number(v := point[p]) else plain(v) for p in parameters),
+            *(_parameter(point[p]) for p in parameters),
             *(
                 mean_cell(point.get(key), point.get(f"{key}_low"), point.get(f"{key}_high"))
                 for key in metrics
@@ -209,6 +209,10 @@ def _points(
     columns = ["point", *parameters, *metrics.values(), "runs", "runs failed"]
     note = f"± half the {confidence} of the mean over runs." if several else None
     return table(f"All {number(len(points))} points", columns, rows, note=note)
+
+
+def _parameter(value: Any) -> Cell:
+    return measured(float(value), plain(value)) if _is_number(value) else plain(value)
 
 
 def _is_number(value: Any) -> bool:
