@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.planning.sweep import SweepProgress
 
 from eldr_sim.simulator.metrics import warnings_of
 
@@ -35,6 +50,45 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
 
         def update(share: float) -> None:
             progress.update(task, completed=share)
+
+        yield update
+
+
+class _TimeLeft(ProgressColumn):
+    """Counts down from the last estimate, the task's field ``left`` (None: no estimate yet)."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields["left"]
+        if left is None:
+            return Text("-:--:-- left")
+        seconds = max(0, math.ceil(left - (time.monotonic() - task.fields["at"])))
+        return Text(f"about {timedelta(seconds=seconds)} left")
+
+
+@contextmanager
+def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
+    """Show a sweep's progress and time left on the terminal's standard error."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} runs{task.fields[failed]}"),
+        TimeElapsedColumn(),
+        _TimeLeft(),
+    )
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
+        task = progress.add_task(title, total=None, failed="", left=None, at=0.0)
+
+        def update(now: SweepProgress) -> None:
+            progress.update(
+                task,
+                completed=now.done,
+                total=now.total,
+                failed=f", {now.failed} failed" if now.failed else "",
+                left=now.seconds_left,
+                at=time.monotonic(),
+            )
 
         yield update
 

@@ -13,6 +13,7 @@ from eldr_sim.cli.listing import gpus, models, tables
 from eldr_sim.cli.report import report
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
+from eldr_sim.cli.sweep import sweep
 from eldr_sim.cli.trace import trace
 from eldr_sim.cli.validate import validate
 from eldr_sim.errors import InputError
@@ -25,7 +26,7 @@ def cli() -> None:
 
 
 for command in (
-    run, compare, report, reproduce, validate, fit, trace, gpus, models, tables,
+    run, compare, sweep, report, reproduce, validate, fit, trace, gpus, models, tables,
 ):  # fmt: skip
     cli.add_command(command)
 
