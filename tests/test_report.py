@@ -236,6 +236,7 @@ def test_charts_say_what_the_tables_of_the_run_hold(pages, report_folders):
         assert told[q][1].endswith(f": {number(q / 100)}")
     steps = pq.read_table(report_folders / "jsq" / "steps.parquet").to_pandas()
     decode = steps[(steps["role"] == "decode") & (steps["batch"] > 0)]
+    decode = decode[decode["tokens"] == decode["batch"]]
     told = {tip[0]: tip for tip in tips(charts["Active experts against batch"])}
     for batch, own in decode.groupby("batch"):
         tip = told[f"batch of a decode step, requests: {batch}"]
@@ -347,7 +348,7 @@ def test_every_number_of_a_sweep_is_the_sources(pages, report_folders):
             assert float(row[column].attributes["data-value"]) == point[key]
         half = 0.1 * point["median_tpot_ms"]
         expected = number(point["median_tpot_ms"])
-        expected += "" if point["point"] == 5 else f" ± {number(half)}"
+        expected += "" if point["point"] == 5 else f" ± {half:.2f}"
         assert row["TPOT p50, ms"].text == expected
     failed = page.tables()["Runs that failed"][1:]
     assert [[cell.text for cell in row] for row in failed] == [
@@ -512,6 +513,14 @@ def test_a_run_in_which_nothing_completes_has_a_page(tmp_path):
     cells = page.tables()["Latencies of completed requests, ms"][1]
     assert cells[1].text == "–"
     assert cells[1].attributes["data-value"] == ""
+
+
+def test_co_located_workers_have_a_page(tmp_path):
+    write_result(simulate(make_config({**SHORT, "topology": "2C"})), tmp_path / "run")
+    page = Page(report([tmp_path / "run"]))
+    assert "prefill policy" not in next(page.root.all("p", "lead")).text
+    assert tips(page.charts()["Active experts against batch"])
+    assert tips(page.charts()["Mean batch of each decode worker by domain"])
 
 
 def test_same_input_same_bytes(report_folders, tmp_path):

@@ -98,7 +98,8 @@ def _under_title(summary: dict[str, Any]) -> str:
     load = "recorded arrivals" if rate is None else f"{plain(rate)} requests/s"
     return (
         f"{summary['topology']}; {load}; measured window {number(summary['duration'])} s; "
-        f"prefill policy {summary['prefill_policy']}; seed {summary['seed']}"
+        + (f"prefill policy {summary['prefill_policy']}; " if summary["prefill_policy"] else "")
+        + f"seed {summary['seed']}"
     )
 
 
@@ -205,9 +206,9 @@ def _active_experts(folders: Sequence[Folder]) -> ET.Element:
     series = []
     for folder in folders:
         steps = folder.tables["steps"]
-        steps = steps.filter(
-            pc.and_(pc.equal(steps["role"], "decode"), pc.greater(steps["batch"], 0))
-        )
+        # Steps that also compute prompt tokens use more experts than their batch explains.
+        decoding = pc.and_(pc.equal(steps["role"], "decode"), pc.greater(steps["batch"], 0))
+        steps = steps.filter(pc.and_(decoding, pc.equal(steps["tokens"], steps["batch"])))
         batch, active = _column(steps, "batch"), _column(steps, "active_experts")
         sizes, of_size, counts = np.unique(batch, return_inverse=True, return_counts=True)
         order = np.argsort(of_size, kind="stable")
@@ -232,7 +233,7 @@ def _active_experts(folders: Sequence[Folder]) -> ET.Element:
         "distinct experts a MoE layer, mean",
         series,
         interval="p10 to p90",
-        note="Band: p10 to p90 over the steps of that batch.",
+        note="Steps that decode only. Band: p10 to p90 over the steps of that batch.",
     )
 
 
