@@ -16,17 +16,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eldr_sim.simulator.compare import compare
     from eldr_sim.simulator.config import RunConfig
+    from eldr_sim.simulator.planning.sweep import sweep
     from eldr_sim.simulator.report.page import write_report
     from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
 
 __version__ = version("eldr-sim")
-__all__ = ["RunConfig", "__version__", "compare", "simulate", "write_report", "write_result"]
+__all__ = [
+    "RunConfig",
+    "__version__",
+    "compare",
+    "simulate",
+    "sweep",
+    "write_report",
+    "write_result",
+]
 
 _HOME = {
     "RunConfig": "eldr_sim.simulator.config",
     "compare": "eldr_sim.simulator.compare",
     "simulate": "eldr_sim.simulator.run",
+    "sweep": "eldr_sim.simulator.planning.sweep",
     "write_report": "eldr_sim.simulator.report.page",
     "write_result": "eldr_sim.simulator.results",
 }

@@ -1,7 +1,6 @@
 """The Python API, walked through.
 
-The functions have the names of the commands: `simulate`, `compare`, and `write_report`. All are
-typed; `help(eldr_sim.simulate)` tells what they take and return. Run this file as a script
+The functions have the names of the commands: `simulate`, `compare`, `sweep`. All are typed; `help(eldr_sim.simulate)` tells what they take and return. Run this file as a script
 (`python docs/python_api.py`), or cell by cell in an editor that knows percent cells. It takes
 seconds: the clusters are small and the runs short, so the figures are examples, not findings.
 """
@@ -10,7 +9,7 @@ seconds: the clusters are small and the runs short, so the figures are examples,
 from pathlib import Path
 from tempfile import mkdtemp
 
-from eldr_sim import RunConfig, compare, simulate, write_report, write_result
+from eldr_sim import RunConfig, compare, simulate, sweep, write_report, write_result
 
 # What every run here has in common; a field has the name of its option, with underscores.
 base = RunConfig(topology="2P4D", request_rate=20, duration=15, warmup=5, output_len=128)
@@ -38,9 +37,26 @@ for difference in comparison.differences:
             f"[{difference.low:+.1f}, {difference.high:+.1f}] against round_robin"
         )
 
-# %% Results on disk, and one HTML page of them
+# %% Many runs: a sweep, as the mapping that its YAML file would hold (docs/sweeps.md)
 folder = Path(mkdtemp(prefix="eldr-sim-"))
+swept = sweep(
+    {
+        "config": {"topology": "2P4D", "duration": 8, "warmup": 4, "output_len": 64},
+        "sweep": {
+            "type": "grid",
+            "parameters": {"policy": ["jsq", "eldr"], "request_rate": [20, 60]},
+        },
+        "multiRun": {"numRuns": 2},
+    },
+    folder / "sweep",
+    jobs=1,
+)
+columns = ["policy", "request_rate", "median_tpot_ms", "mean_active_experts_per_step"]
+print(swept.aggregate.select(columns).to_pandas().round(2).to_string(index=False))
+
+# %% Results on disk, and one HTML page of them
 write_result(result, folder / "eldr")
 write_result(simulate(base), folder / "round_robin")
-write_report([folder / "eldr", folder / "round_robin"], folder / "report.html")
-print(f"Wrote {folder / 'report.html'}")
+page = folder / "report.html"
+write_report([folder / "eldr", folder / "round_robin", folder / "sweep"], page)
+print(f"Wrote {page}")

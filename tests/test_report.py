@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.planning.sweep import sweep
 from eldr_sim.simulator.report.charts import Series, interval_chart, stacked_bars, xy_chart
 from eldr_sim.simulator.report.figures import pareto
 from eldr_sim.simulator.report.markup import el, number, table, to_html
@@ -382,6 +383,27 @@ def test_a_sweep_is_drawn_over_its_numbers_in_the_colours_of_its_words(pages, re
             f"output tokens/s of a GPU: {number(gpu)}",
             point["name"],
         ) in told
+
+
+def test_a_real_sweep_has_a_page(tmp_path):
+    config = {**SHORT, "topology": "1P2D", "duration": 2}
+    spec = {
+        "config": {key: value for key, value in config.items() if key != "request_rate"},
+        "sweep": {
+            "type": "grid",
+            "parameters": {"policy": ["jsq", "no_such_policy"], "request_rate": [10, 20]},
+        },
+        "multiRun": {"numRuns": 2},
+    }
+    swept = sweep(spec, tmp_path / "sweep", jobs=1)
+    page = Page(report([tmp_path / "sweep"]))
+    rows = page.tables()["All 4 points"]
+    column = [cell.text for cell in rows[0]].index("TPOT p50, ms")
+    told = [row[column].attributes["data-value"] for row in rows[1:]]
+    expected = swept.aggregate["median_tpot_ms"].to_pylist()
+    assert told == ["" if value is None else repr(value) for value in expected]
+    assert [value is None for value in expected] == [False, False, True, True]
+    assert len(page.tables()["Runs that failed"]) == 1 + 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
