@@ -58,7 +58,7 @@ def page(report_folders, tmp_path_factory):
 @pytest.fixture
 def browse(tmp_path):
     """Open a file in a browser of its own; returns the driver."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="pip install 'eldr-sim[browser]'")
     from selenium.webdriver.chrome.service import Service
 
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
