@@ -1,6 +1,7 @@
 """The Python API, walked through.
 
-The functions have the names of the commands: `simulate`, `compare`, `sweep`. All are typed; `help(eldr_sim.simulate)` tells what they take and return. Run this file as a script
+The functions have the names of the commands: `simulate`, `compare`, `sweep`. All are typed;
+`help(eldr_sim.simulate)` tells what they take and return. Run this file as a script
 (`python docs/python_api.py`), or cell by cell in an editor that knows percent cells. It takes
 seconds: the clusters are small and the runs short, so the figures are examples, not findings.
 """
