@@ -71,21 +71,22 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f} runs{task.fields[failed]}"),
+        TextColumn("{task.fields[runs]}"),
         TimeElapsedColumn(),
         _TimeLeft(),
     )
     with Progress(
         *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     ) as progress:
-        task = progress.add_task(title, total=None, failed="", left=None, at=0.0)
+        task = progress.add_task(title, total=1.0, runs="", left=None, at=0.0)
 
         def update(now: SweepProgress) -> None:
             progress.update(
                 task,
                 completed=now.done,
                 total=now.total,
-                failed=f", {now.failed} failed" if now.failed else "",
+                runs=f"{now.done}/{now.total} runs"
+                + (f", {now.failed} failed" if now.failed else ""),
                 left=now.seconds_left,
                 at=time.monotonic(),
             )

@@ -7,6 +7,7 @@ import sys
 import click
 
 from eldr_sim import __version__
+from eldr_sim.cli.capture import capture
 from eldr_sim.cli.compare import compare
 from eldr_sim.cli.fit import fit
 from eldr_sim.cli.listing import gpus, models, tables
@@ -14,6 +15,7 @@ from eldr_sim.cli.report import report
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
 from eldr_sim.cli.sweep import sweep
+from eldr_sim.cli.synthetic import fit_synthetic, synthesize
 from eldr_sim.cli.trace import trace
 from eldr_sim.cli.validate import validate
 from eldr_sim.errors import InputError
@@ -29,6 +31,9 @@ for command in (
     run, compare, sweep, report, reproduce, validate, fit, trace, gpus, models, tables,
 ):  # fmt: skip
     cli.add_command(command)
+trace.add_command(capture)
+trace.add_command(fit_synthetic)
+trace.add_command(synthesize)
 
 
 def main() -> None:

@@ -189,6 +189,7 @@ def table_warnings(summary: Mapping[str, Any]) -> list[str]:
 def warnings_of(summary: Mapping[str, Any]) -> list[str]:
     """Return what a reader of a summary's figures must know, a line each."""
     warnings = table_warnings(summary)
+    warnings += summary.get("trace_warnings", [])  # older results have none
     before, after = summary["in_flight_at_window_start"], summary["in_flight_at_window_end"]
     if after - before > 0.25 * summary["num_prompts"] and summary["max_concurrency"] is None:
         warnings.append(

@@ -30,12 +30,13 @@ from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.replay import (
-    check_trace_fits,
+    fit_trace,
     make_prompt_replay,
     rank_masks,
 )
 from eldr_sim.simulator.shared_replay import replay_of
 from eldr_sim.simulator.tables import requests_table, steps_table
+from eldr_sim.simulator.trace_use import copies_met, trace_warnings
 from eldr_sim.simulator.transfer import PRESETS
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import RoutingTrace, open_trace
@@ -124,8 +125,7 @@ def prepare(config: RunConfig) -> Setting:
             "'eldr' places the experts of expert-parallel GPUs, and every GPU here holds all",
             "--enable-expert-parallel with --tensor-parallel-size 2 or more",
         )
-    trace = _open_trace(config.trace)
-    check_trace_fits(trace, model)
+    trace = fit_trace(_open_trace(config.trace), model)
     budget = config.max_num_batched_tokens or gpu.max_num_batched_tokens
     max_num_seqs = config.max_num_seqs or min(gpu.max_num_seqs, budget)
     if max_num_seqs > budget:
@@ -300,6 +300,8 @@ def build_cluster(
     score: PromptScore = getattr(decode, "signature_score", "count")
     spec = setting.spec
     if getattr(decode, "reads_signature", False):
+        if score == "count":
+            trace.require_prompts(f"the signatures of policy {config.policy!r}")
         spec = replace(
             spec,
             capture_s=config.capture_overhead_ms / 1e3,
@@ -410,6 +412,7 @@ def _summary(
         "attention_tokens": int((steps["context"] > step_time.attention_tokens_max).sum()),
     }
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
+    copies = copies_met(trace, workload, record, steps)
     return {
         "label": f"{config.policy}, {config.topology} workers, {model.name} on {setting.gpu.name}",
         "backend": "eldr-sim",
@@ -441,12 +444,19 @@ def _summary(
             "layers": f"{trace.manifest.n_layers} recorded layers"
             + (
                 ""
+                if trace.kept_top_k is None
+                else f", the first {trace.top_k} of {trace.manifest.top_k} experts a token,"
+            )
+            + (
+                ""
                 if tiles == 1
                 else f" tiled over {model.n_moe_layers}, each tile rotated by another part of "
                 "the request"
             ),
             **workload.description,
+            **copies,
         },
+        "trace_warnings": trace_warnings(trace, copies, config.trace_replay),
     }
 
 

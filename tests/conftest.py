@@ -316,6 +316,7 @@ def _write_plans(folder, result):
             "price_per_hour": 2.5 * (2 + decode),
             "request_rate": 20.0,
             "verdict": verdict,
+            "weakest_provenance": "derived" if policy == "jsq" else "published",
             "hopeless": False,
             "seeds": 3,
             "slo_attainment": share,

@@ -428,7 +428,9 @@ def test_every_number_of_a_plan_is_the_sources(pages, report_folders):
         "carries 24.00 [22.00, 26.00] requests/s: +20.00 [+10.00, +30.00]% of the load",
         "eldr saves 1.25 [0.50, 2.00] GPUs against jsq on H100",
     ]
-    assert "eldr on H100, not monotone" in next(page.root.all("section", "warnings")).text
+    warned = next(page.root.all("section", "warnings")).text
+    assert "eldr on H100, not monotone" in warned
+    assert "step times are derived and published" in warned
     tables = page.tables()
     reasons = tables["Policies and GPUs without a cluster"][1:]
     assert [[cell.text for cell in row] for row in reasons] == [["random", "H100", "too <slow>"]]

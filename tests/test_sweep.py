@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,12 @@ import pytest
 import yaml
 from scipy import stats
 
+from eldr_sim.cli.console import sweep_bar
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.planning import runner
 from eldr_sim.simulator.planning.journal import FILE_NAME
-from eldr_sim.simulator.planning.sweep import TimeLeft, sweep
+from eldr_sim.simulator.planning.sweep import SweepProgress, TimeLeft, sweep
 from eldr_sim.simulator.run import simulate
 
 OUTPUTS = ("points.parquet", "aggregate.parquet", "aggregate.csv", "sweep.json")
@@ -308,6 +311,23 @@ def test_command_prints_means_failures_and_where(run_cli, tmp_path, fake_runs):
     assert err.startswith(f"Error: out: {out} holds a sweep")
     code, _, err = run_cli("sweep", path)
     assert (code, err.count("\n")) == (2, 1)
+
+
+def test_progress_counts_runs_and_time_left(monkeypatch):
+    terminal = StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with sweep_bar("grid") as update:
+        update(SweepProgress(0, 9, 0, None))
+        time.sleep(0.3)  # the bar is drawn ten times a second
+        update(SweepProgress(3, 9, 1, 100.0))
+        time.sleep(0.3)
+    assert "0/9 runs" in terminal.getvalue()
+    assert "-:--:-- left" in terminal.getvalue()
+    assert "3/9 runs, 1 failed" in terminal.getvalue()
+    assert "about 0:01:40 left" in terminal.getvalue()
 
 
 def test_command_says_how_to_go_on(run_cli, tmp_path, fake_runs, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -185,20 +186,21 @@ def _call(point: Point, shared: Sequence[SharedReplay]) -> Any:
 
 
 def _run_in_worker(point: Point, shared: Sequence[SharedReplay], parent: int) -> Outcome:
-    _leave_with(parent)
+    _follow(parent)
     for replay in shared:
         use(replay)
     return run_point(point)
 
 
-_watching: set[int] = set()
+_parents: set[int] = set()
 
 
-def _leave_with(parent: int) -> None:
-    """End this process when its parent is gone, be it by kill -9: nobody else would end it."""
-    if parent in _watching:
+def _follow(parent: int) -> None:
+    """Leave Ctrl-C to the parent, and end with it: after a kill -9 nobody else would end us."""
+    if parent in _parents:
         return
-    _watching.add(parent)
+    _parents.add(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
         while os.getppid() == parent:

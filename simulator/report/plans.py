@@ -70,13 +70,20 @@ def _cluster(document: Record) -> tuple[str, list[ET.Element]]:
         for each in document["candidates"]
         for note in each["notes"]
     ]
+    found = [each["cluster"] for each in document["candidates"] if each["cluster"] is not None]
+    labels = sorted({cluster["weakest_provenance"] for cluster in found})
+    if len(labels) > 1:
+        notes.insert(
+            0,
+            f"The candidates' step times are {' and '.join(labels)}: differences between them are "
+            "also differences between sources.",
+        )
     parts: list[ET.Element] = [el("p", lead, class_="lead")]
     if answer is not None:
         parts.append(_answer(document))
     parts += _basis(document, notes)
     if document["margin"] is not None:
         parts.append(_losses(document))
-    found = [each["cluster"] for each in document["candidates"] if each["cluster"] is not None]
     if found:
         parts.append(_clusters("Cheapest cluster of each policy and GPU", found))
     rows = [
@@ -155,7 +162,7 @@ def _clusters(title: str, clusters: Sequence[Record]) -> ET.Element:
     columns = ["policy", "GPU", "cluster", "GPUs"]
     columns += ["price/hour", "cost per million tokens"] if priced else []
     columns += ["SLO attainment, %", "TTFT p99, ms", "TPOT p99, ms", "tokens/s for a user"]
-    columns += ["tokens/s of a GPU", "active experts a layer", "seeds", "verdict"]
+    columns += ["tokens/s of a GPU", "active experts a layer", "step times", "seeds", "verdict"]
     rows: list[list[Cell]] = []
     for cluster in clusters:
         prices = [cluster["price_per_hour"], cluster["cost_per_million_output_tokens"]]
@@ -172,6 +179,7 @@ def _clusters(title: str, clusters: Sequence[Record]) -> ET.Element:
                 cluster["tokens_per_s_per_user"],
                 cluster["tokens_per_s_per_gpu"],
                 cluster["mean_active_experts_per_step"],
+                cluster["weakest_provenance"],
                 cluster["seeds"],
                 "hopeless in a short run" if cluster["hopeless"] else cluster["verdict"],
             ]

@@ -27,7 +27,14 @@ Row = dict[str, Any]
 #: More curves than this are drawn as points, more points without a numeric parameter not at all.
 _MOST_CURVES, _MOST_ROWS = 24, 40
 #: Figures of a summary that the data set holds as JSON text.
-_NESTED = ("failed_reasons", "lookups_outside_tables", "latency_warnings", "provenance", "trace")
+_NESTED = (
+    "failed_reasons",
+    "lookups_outside_tables",
+    "latency_warnings",
+    "trace_warnings",
+    "provenance",
+    "trace",
+)
 
 
 def sweep_section(folder: Folder) -> tuple[str, list[ET.Element]]:
@@ -65,7 +72,7 @@ def sweep_section(folder: Folder) -> tuple[str, list[ET.Element]]:
 
 
 def _summary(run: Row) -> Row:
-    return run | {key: json.loads(run[key]) for key in _NESTED}
+    return run | {key: json.loads(run[key]) for key in _NESTED if key in run}
 
 
 def _metrics(points: Sequence[Row]) -> dict[str, str]:
