@@ -11,6 +11,7 @@ from eldr_sim.cli.capture import capture
 from eldr_sim.cli.compare import compare
 from eldr_sim.cli.fit import fit
 from eldr_sim.cli.listing import gpus, models, tables
+from eldr_sim.cli.report import report
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
 from eldr_sim.cli.sweep import sweep
@@ -26,7 +27,9 @@ def cli() -> None:
     """Simulate clusters that serve mixture-of-experts models, on real expert routing."""
 
 
-for command in (run, compare, sweep, reproduce, validate, fit, trace, gpus, models, tables):
+for command in (
+    run, compare, sweep, report, reproduce, validate, fit, trace, gpus, models, tables,
+):  # fmt: skip
     cli.add_command(command)
 trace.add_command(capture)
 trace.add_command(fit_synthetic)
