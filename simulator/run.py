@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +20,12 @@ from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
+from eldr_sim.kernel_profiles.tables import LatencyTable, load_table, weakest
 from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.base import DecodeStepTimes, PolicyContext
 from eldr_sim.policies.placement import greedy_placement, linear_placement
 from eldr_sim.policies.registry import decode_policy, prefill_policy
-from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
+from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.metrics import summarise
@@ -42,6 +42,7 @@ from eldr_sim.traces.workload import Workload, make_workload
 #: Arrivals go on for this many measured windows after the warm-up, so that the requests measured
 #: last still see the load; the run stops when they have ended.
 _WINDOWS_OF_ARRIVALS = 2.0
+_ROLES: tuple[Literal["prefill"], Literal["decode"]] = ("prefill", "decode")
 #: A run gives up when the measured requests have not ended after so many times its length.
 _TIME_LIMIT_FACTOR = 20.0
 
@@ -51,11 +52,14 @@ class Setting:
     """Everything that a run reads, loaded and checked."""
 
     model: ModelDims
-    gpu: GPU
     parallelism: Parallelism
-    step_time: StepTimeModel
     trace: RoutingTrace
     spec: ClusterSpec
+
+    @property
+    def step_time(self) -> StepTimeModel:
+        """Step times of a decode worker."""
+        return self.spec.decode.step_time
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,7 @@ def prepare(config: RunConfig) -> Setting:
 
     Step times and traces are kept for the next run of this process.
     """
-    model, gpu = load_model(config.model), load_gpu(config.gpu)
-    parallelism = config.parallelism
+    model, parallelism = load_model(config.model), config.parallelism
     parallelism.check(model)
     if config.expert_placement == "eldr" and parallelism.n_expert_ranks == 1:
         raise InputError(
@@ -105,8 +108,36 @@ def prepare(config: RunConfig) -> Setting:
         )
     trace = _open_trace(config.trace)
     check_trace_fits(trace, model)
-    budget = config.max_num_batched_tokens or gpu.max_num_batched_tokens
-    max_num_seqs = config.max_num_seqs or min(gpu.max_num_seqs, budget)
+    prefill, decode = (_engine(config, role, model, parallelism) for role in _ROLES)
+    spec = ClusterSpec(
+        n_prefill=config.n_prefill,
+        n_decode=config.n_decode,
+        prefill=prefill,
+        decode=decode,
+        max_model_len=model.max_position_embeddings,
+        block_size=config.block_size,
+        transfer=PRESETS[config.kv_transfer].over(
+            prefill.step_time.gpu.nic_bandwidth, decode.step_time.gpu.nic_bandwidth
+        ),
+        load_report_delay_s=config.load_report_delay_ms / 1e3,
+        max_concurrency=config.max_concurrency,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    return Setting(model, parallelism, trace, spec)
+
+
+def _engine(
+    config: RunConfig,
+    role: Literal["prefill", "decode"],
+    model: ModelDims,
+    parallelism: Parallelism,
+) -> EngineSpec:
+    """Return what every worker of a pool is: settings that are not given are vLLM's defaults."""
+    pool = config.pool(role)
+    assert pool.gpu is not None
+    gpu = load_gpu(pool.gpu)
+    budget = pool.max_num_batched_tokens or gpu.max_num_batched_tokens
+    max_num_seqs = pool.max_num_seqs or min(gpu.max_num_seqs, budget)
     if max_num_seqs > budget:
         raise InputError(
             "max_num_batched_tokens",
@@ -114,24 +145,10 @@ def prepare(config: RunConfig) -> Setting:
             f"{max_num_seqs} or more",
         )
     n_blocks = kv_blocks(model, gpu, config.gpu_memory_utilization, config.block_size, parallelism)
-    transfer = PRESETS[config.kv_transfer]
-    spec = ClusterSpec(
-        n_prefill=config.n_prefill,
-        n_decode=config.n_decode,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=model.max_position_embeddings,
-        block_size=config.block_size,
-        n_blocks=n_blocks,
-        transfer=replace(transfer, bandwidth=min(transfer.bandwidth, gpu.nic_bandwidth)),
-        load_report_delay_s=config.load_report_delay_ms / 1e3,
-        max_concurrency=config.max_concurrency,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
     step_time = _step_time(
         model, gpu, parallelism, max_num_seqs, budget, config.host_gap_ms, config.tables
     )
-    return Setting(model, gpu, parallelism, step_time, trace, spec)
+    return EngineSpec(step_time, max_num_seqs, budget, n_blocks)
 
 
 @lru_cache(maxsize=8)
@@ -269,7 +286,6 @@ def build_cluster(
     return Cluster(
         spec,
         setting.parallelism.shard(model),
-        step_time,
         workload,
         replay,
         PromptSignatures(trace, score, prompts),
@@ -323,8 +339,37 @@ def _topology(config: RunConfig) -> str:
     return f"{workers} of 1 GPU" if size == 1 else f"{workers} of {size} GPUs: {config.n_gpus} GPUs"
 
 
+def _gpus(setting: Setting) -> str:
+    """Name the GPU of the workers, or those of the two pools."""
+    prefill, decode = (
+        engine.step_time.gpu.name for engine in (setting.spec.prefill, setting.spec.decode)
+    )
+    return decode if prefill == decode else f"{prefill} (prefill) and {decode} (decode)"
+
+
+def _workers(engine: EngineSpec) -> dict[str, int]:
+    return {
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "kv_blocks_per_worker": engine.n_blocks,
+    }
+
+
+def _provenance(setting: Setting) -> dict[str, dict[str, Any]]:
+    """Return what each part of a step time rests on, pool by pool where that differs."""
+    prefill, decode = setting.spec.prefill.step_time, setting.step_time
+    if prefill.provenance == decode.provenance:
+        return decode.provenance
+    pools = {"prefill": prefill, "decode": decode}
+    return {
+        f"{role}.{part}": entry
+        for role, step_time in pools.items()
+        for part, entry in step_time.provenance.items()
+    }
+
+
 def _result(config: RunConfig, setting: Setting, workload: Workload, record: RunRecord) -> Result:
-    model, step_time, trace = setting.model, setting.step_time, setting.trace
+    model, step_time, trace, spec = setting.model, setting.step_time, setting.trace, setting.spec
     started, window = record.decode_steps["start"], record.window
     steps = record.decode_steps[(started >= window[0]) & (started < window[1])]
     outside = {
@@ -336,11 +381,13 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
         "attention_tokens": int((steps["context"] > step_time.attention_tokens_max).sum()),
     }
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
+    gpu, provenance = _gpus(setting), _provenance(setting)
+    warnings = (*step_time.warnings, *spec.prefill.step_time.warnings)
     summary = {
-        "label": f"{config.policy}, {config.topology} workers, {model.name} on {setting.gpu.name}",
+        "label": f"{config.policy}, {config.topology} workers, {model.name} on {gpu}",
         "backend": "eldr-sim",
         "model_id": model.name,
-        "gpu": setting.gpu.name,
+        "gpu": gpu,
         "topology": _topology(config),
         "tensor_parallel_size": config.tensor_parallel_size,
         "expert_parallel_size": setting.parallelism.n_expert_ranks,
@@ -349,14 +396,13 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
         "prefill_policy": config.prefill_policy,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
-        "max_num_seqs": setting.spec.max_num_seqs,
-        "max_num_batched_tokens": setting.spec.max_num_batched_tokens,
-        "kv_blocks_per_worker": setting.spec.n_blocks,
-        "kv_transfer": f"{config.kv_transfer}: {setting.spec.transfer.source}",
-        "weakest_provenance": step_time.label,
-        "provenance": step_time.provenance,
+        **_workers(spec.decode),
+        **({} if spec.prefill == spec.decode else {"prefill_workers": _workers(spec.prefill)}),
+        "kv_transfer": f"{config.kv_transfer}: {spec.transfer.source}",
+        "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
+        "provenance": provenance,
         "lookups_outside_tables": outside,
-        "latency_warnings": list(step_time.warnings),
+        "latency_warnings": list(dict.fromkeys(warnings)),
         "trace": {
             "name": Path(config.trace).name,
             "model": trace.manifest.model,
