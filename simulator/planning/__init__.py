@@ -1,0 +1,1 @@
+"""Many runs with one question: sweeps, what-ifs and capacity plans."""

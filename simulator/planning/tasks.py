@@ -1,0 +1,77 @@
+"""Searches that ask for runs as they go, side by side: each run is made once.
+
+A search is a generator: it yields the configurations whose summaries it wants next and is sent
+those summaries. :meth:`Runs.together` carries many searches on at the same time, so that their
+runs fill the processes of one evaluator, and remembers every summary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from eldr_sim.simulator.config import RunConfig
+
+T = TypeVar("T")
+Summary: TypeAlias = Mapping[str, Any]
+#: Runs configurations and returns their summaries in the same order.
+Evaluator: TypeAlias = Callable[[Sequence[RunConfig]], Sequence[Summary]]
+Task: TypeAlias = Generator[Sequence[RunConfig], Sequence[Summary], T]
+
+
+class Runs:
+    """The runs of a question: made by an evaluator, kept by configuration.
+
+    Parameters
+    ----------
+    evaluate
+        Makes runs; free to make those of one call side by side.
+    progress
+        Called after every call of ``evaluate`` with the number of runs so far.
+    """
+
+    def __init__(self, evaluate: Evaluator, progress: Callable[[int], None] | None = None) -> None:
+        self.evaluate = evaluate
+        self.progress = progress
+        self.summaries: dict[str, Summary] = {}
+
+    def __len__(self) -> int:
+        return len(self.summaries)
+
+    def summary(self, config: RunConfig) -> Summary:
+        """Return the summary of a run that has been made."""
+        return self.summaries[_key(config)]
+
+    def make(self, configs: Sequence[RunConfig]) -> None:
+        """Make those of the runs that have not been made."""
+        new = {_key(config): config for config in configs}
+        new = {key: config for key, config in new.items() if key not in self.summaries}
+        if new:
+            self.summaries.update(zip(new, self.evaluate(list(new.values())), strict=True))
+            if self.progress is not None:
+                self.progress(len(self))
+
+    def together(self, tasks: Sequence[Task[T]]) -> list[T]:
+        """Carry all tasks on to their ends, round by round, and return what they return."""
+        results: dict[int, T] = {}
+        asked: dict[int, Sequence[RunConfig]] = {}
+
+        def resume(index: int, answer: list[Summary] | None) -> None:
+            task = tasks[index]
+            try:
+                asked[index] = next(task) if answer is None else task.send(answer)
+            except StopIteration as end:
+                results[index] = end.value
+                asked.pop(index, None)
+
+        for index in range(len(tasks)):
+            resume(index, None)
+        while asked:
+            self.make([config for configs in asked.values() for config in configs])
+            for index, configs in list(asked.items()):
+                resume(index, [self.summaries[_key(config)] for config in configs])
+        return [results[index] for index in range(len(tasks))]
+
+
+def _key(config: RunConfig) -> str:
+    return config.model_dump_json()
