@@ -87,10 +87,26 @@ def simulate(config: RunConfig, progress: Callable[[float], None] | None = None)
     InputError
         If anything in the configuration does not exist or does not fit together.
     """
+    setting, workload, record = _run(config, progress)
+    return Result(
+        summary=_summary(config, setting, workload, record),
+        requests=requests_table(record, setting.trace.domains),
+        steps=steps_table(record, setting.model.n_moe_layers),
+        config=_run_again(config, setting.trace),
+    )
+
+
+def simulate_summary(config: RunConfig) -> dict[str, Any]:
+    """Run one configuration for the figures of its ``summary.json`` alone; see `simulate`."""
+    return _summary(config, *_run(config, None))
+
+
+def _run(
+    config: RunConfig, progress: Callable[[float], None] | None
+) -> tuple[Setting, Workload, RunRecord]:
     setting = prepare(config)
     workload, window = offered_load(config, setting.trace)
-    record = build_cluster(config, setting, workload, window).run(progress)
-    return _result(config, setting, workload, record)
+    return setting, workload, build_cluster(config, setting, workload, window).run(progress)
 
 
 def prepare(config: RunConfig) -> Setting:
@@ -218,7 +234,8 @@ def build_cluster(
 
     @cache
     def calibration() -> CalibrationSet:
-        return calibration_set(trace, workload=config.workload, domain_mix=config.domain_mix)
+        mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
+        return _calibration(trace, config.workload, mix)
 
     @cache
     def artifact() -> RoutingArtifact:
@@ -226,7 +243,7 @@ def build_cluster(
             loaded = RoutingArtifact.load(Path(config.artifact))
             loaded.check_made_with(config.signature, config.layer_mask, config.clustering)
             return loaded
-        return fit(
+        return _fit(
             calibration(),
             config.n_decode,
             config.seed,
@@ -299,6 +316,19 @@ def build_cluster(
     )
 
 
+@lru_cache(maxsize=8)
+def _calibration(
+    trace: RoutingTrace, workload: str, domain_mix: tuple[tuple[str, float], ...] | None
+) -> CalibrationSet:
+    """Pick calibration requests; those picked before are not read again by this process."""
+    mix = None if domain_mix is None else dict(domain_mix)
+    return calibration_set(trace, workload=workload, domain_mix=mix)
+
+
+#: A sweep's points differ in what no fit depends on, such as the request rate.
+_fit = lru_cache(maxsize=16)(fit)
+
+
 def _expert_masks(
     config: RunConfig, setting: Setting, fitted: RoutingArtifact | None
 ) -> NDArray[np.uint64] | None:
@@ -368,7 +398,9 @@ def _provenance(setting: Setting) -> dict[str, dict[str, Any]]:
     }
 
 
-def _result(config: RunConfig, setting: Setting, workload: Workload, record: RunRecord) -> Result:
+def _summary(
+    config: RunConfig, setting: Setting, workload: Workload, record: RunRecord
+) -> dict[str, Any]:
     model, step_time, trace, spec = setting.model, setting.step_time, setting.trace, setting.spec
     started, window = record.decode_steps["start"], record.window
     steps = record.decode_steps[(started >= window[0]) & (started < window[1])]
@@ -383,7 +415,7 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
     gpu, provenance = _gpus(setting), _provenance(setting)
     warnings = (*step_time.warnings, *spec.prefill.step_time.warnings)
-    summary = {
+    return {
         "label": f"{config.policy}, {config.topology} workers, {model.name} on {gpu}",
         "backend": "eldr-sim",
         "model_id": model.name,
@@ -418,18 +450,14 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
             **workload.description,
         },
     }
-    effective = config.model_dump(mode="json")
-    run_again = {
-        "config": effective,
+
+
+def _run_again(config: RunConfig, trace: RoutingTrace) -> dict[str, Any]:
+    return {
+        "config": config.model_dump(mode="json"),
         "trace_checksum": trace.manifest.checksum,
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("eldr-sim", "numpy", "numba", "simpy", "pyarrow")},
         },
     }
-    return Result(
-        summary=summary,
-        requests=requests_table(record, trace.domains),
-        steps=steps_table(record, model.n_moe_layers),
-        config=run_again,
-    )
