@@ -9,7 +9,14 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 _WIDTH = 64
@@ -33,6 +40,26 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
 
         def update(share: float) -> None:
             progress.update(task, completed=share)
+
+        yield update
+
+
+@contextmanager
+def run_counter(title: str) -> Iterator[Callable[[int], None]]:
+    """Count the runs of a search of unknown length on the terminal's standard error."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}: {task.completed:.0f} runs"),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
+        task = progress.add_task(title, total=None)
+
+        def update(runs: int) -> None:
+            progress.update(task, completed=runs)
 
         yield update
 

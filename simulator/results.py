@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import Result
 
-#: A folder with this file is a result, and ``force`` may replace it.
-MARKER = "summary.json"
+#: A folder with one of these files is a result, and ``force`` may replace it.
+MARKERS = ("summary.json", "plan.json", "what_if.json")
 
 
 def check_output(out: Path, force: bool) -> None:
@@ -27,7 +27,8 @@ def check_output(out: Path, force: bool) -> None:
         return
     if not force:
         raise InputError("out", f"{out} exists", "a new folder, or --force to replace a result")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).exists()):
+    is_result = out.is_dir() and any((out / marker).exists() for marker in MARKERS)
+    if not is_result and not (out.is_dir() and not any(out.iterdir())):
         raise InputError("out", f"{out} exists and is no result", "a new folder, or a result")
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.planning.offers import Candidate, Offer, candidate, clusters_to_plan, cost
-from eldr_sim.simulator.planning.rates import LEAST_REQUESTS, carried, run_here
+from eldr_sim.simulator.planning.rates import LEAST_REQUESTS, carried
 from eldr_sim.simulator.planning.search import Found, cheapest
 from eldr_sim.simulator.planning.slo import Interval, Objective, Verdict, t_interval
-from eldr_sim.simulator.planning.tasks import Evaluator, Runs, Task
+from eldr_sim.simulator.planning.tasks import Evaluator, Runs, Task, run_here
 from eldr_sim.simulator.planning.trial import Trial, passes, try_cluster
 
 #: Seeds of what is found seed by seed: the margin, and the GPUs that a policy saves.
@@ -199,6 +199,8 @@ def plan(
     """
     if max_gpus < 2:
         raise InputError("max_gpus", str(max_gpus), "2 or more: one worker of each kind")
+    if config.request_rate == math.inf:
+        raise InputError("request_rate", "inf", "a finite rate")
     config = config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {})
     candidates = [candidate(c, objective, max_gpus, tensor_parallel_sizes) for c in configs]
@@ -217,8 +219,6 @@ def plan(
 
 
 def _check_load(config: RunConfig, rate: float) -> None:
-    if math.isinf(rate):
-        raise InputError("request_rate", "inf", "a finite rate")
     expected = config.num_requests or rate * config.duration
     if expected < LEAST_REQUESTS:
         raise InputError(
@@ -295,6 +295,7 @@ def _why_none(offer: Offer, found: Found, trials: dict[tuple[int, int], Trial]) 
 def _notes(
     offer: Offer, found: Found, trials: dict[tuple[int, int], Trial], best: float
 ) -> list[str]:
+    cheaper = "" if math.isinf(best) else "would be cheaper and "
     notes = [
         _of_size(
             offer,
@@ -305,12 +306,14 @@ def _notes(
     notes += [
         _of_size(
             offer,
-            f"{x}P{y}D is cheaper and undecided after {len(trial.summaries)} seeds: "
+            f"{x}P{y}D {cheaper}is undecided after {len(trial.summaries)} seeds: "
             f"{100 * trial.attainment.mean:.2f}% "
             f"[{100 * trial.attainment.low:.2f}, {100 * trial.attainment.high:.2f}]",
         )
         for (x, y), trial in sorted(trials.items())
-        if trial.verdict is Verdict.UNDECIDED and offer.cost(x, y) < best
+        if trial.verdict is Verdict.UNDECIDED
+        and offer.cost(x, y) < best
+        and x + y <= offer.max_workers
     ]
     return notes
 

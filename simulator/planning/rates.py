@@ -12,9 +12,8 @@ from eldr_sim.simulator.planning.bounds import bounds
 from eldr_sim.simulator.planning.offers import clusters_to_plan, gpu_label
 from eldr_sim.simulator.planning.search import highest_rate
 from eldr_sim.simulator.planning.slo import Interval, Objective, t_interval
-from eldr_sim.simulator.planning.tasks import Evaluator, Runs, Summary, Task
-from eldr_sim.simulator.planning.trial import passes, with_seed
-from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.planning.tasks import Evaluator, Runs, Summary, Task, run_here
+from eldr_sim.simulator.planning.trial import attains, with_seed
 
 #: A run of fewer expected requests says nothing about a share such as 99%.
 LEAST_REQUESTS = 100
@@ -74,11 +73,6 @@ class RatePlan:
     rates: list[CarriedRate]
     gains: list[RateGain]
     runs: Runs
-
-
-def run_here(configs: Sequence[RunConfig]) -> list[Summary]:
-    """Run configurations one after the other in this process."""
-    return [simulate(config).summary for config in configs]
 
 
 def plan_rate(
@@ -162,7 +156,7 @@ def carried(
     assert config.request_rate is not None
 
     def meets(rate: float) -> Task[bool]:
-        return passes(config.model_copy(update={"request_rate": rate}), seed, objective)
+        return attains(config.model_copy(update={"request_rate": rate}), seed, objective)
 
     return highest_rate(
         config.request_rate, low, meets, factor=factor, tolerance=TOLERANCE, high=high

@@ -160,12 +160,12 @@ def cheapest(space: Space, judge: Judge, start: Found | None = None) -> Search[F
     if x_top < space.x_min or y_top < space.y_min:
         return found
     found.y_least = yield from smallest(
-        space.y_min, y_top, lambda y: meets(x_top, y), start and start.y_least
+        space.y_min, y_top, lambda y: meets(x_top, y), None if start is None else start.y_least
     )
     if found.y_least is None:
         return found
     found.x_least = yield from smallest(
-        space.x_min, x_top, lambda x: meets(x, y_top), start and start.x_least
+        space.x_min, x_top, lambda x: meets(x, y_top), None if start is None else start.x_least
     )
     if found.x_least is None:
         return found

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-from scipy.special import ndtri, stdtrit
+from scipy.special import ndtri
 
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.compare import mean_interval
 from eldr_sim.simulator.config import ServiceLevel, make_config
 
 
@@ -123,12 +123,7 @@ def parse_slo(texts: Iterable[str]) -> ServiceLevel:
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """Return the mean of independent values with Student's t interval."""
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return Interval(mean, math.nan, math.nan)
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    error *= float(stdtrit(len(values) - 1, (1 + confidence) / 2))
-    return Interval(mean, mean - error, mean + error)
+    return Interval(*mean_interval(values, confidence))
 
 
 def attainment_interval(

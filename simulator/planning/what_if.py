@@ -6,17 +6,17 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import yaml
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.compare import METRICS, paired_percent
 from eldr_sim.simulator.config import RunConfig, make_config, read_config, set_field
-from eldr_sim.simulator.planning.rates import run_here
-from eldr_sim.simulator.planning.tasks import Evaluator, Runs, Summary
+from eldr_sim.simulator.planning.tasks import Evaluator, Runs, Summary, run_here
 from eldr_sim.simulator.planning.trial import with_seed
 
 #: Figures told beside those of a comparison.
@@ -26,21 +26,22 @@ FIGURES = (
     "gpu_hours_per_million_output_tokens",
     "cost_per_million_output_tokens",
 )
-#: Fields that say which requests a run serves. Others leave arrivals, prompts and experts alone.
-REQUEST_FIELDS = (
-    "workload",
-    "domain_mix",
-    "trace",
-    "trace_replay",
-    "prompts",
-    "effective_rate",
-    "burstiness",
-    "duration",
-    "warmup_s",
-    "num_requests",
-    "effective_output_len",
-    "seed",
-)
+#: Fields that say which requests a run serves, and what they come to. Others leave arrivals, prompts
+#: and experts alone.
+REQUEST_FIELDS = {
+    "workload": "workload",
+    "domain_mix": "domain_mix",
+    "trace": "trace",
+    "trace_replay": "trace_replay",
+    "prompts": "prompts",
+    "request_rate": "effective_rate",
+    "burstiness": "burstiness",
+    "duration": "duration",
+    "warmup": "warmup_s",
+    "num_requests": "num_requests",
+    "output_len": "effective_output_len",
+    "seed": "seed",
+}
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,9 @@ def what_if(
                 config,
                 [_effect(metric, ours, theirs) for metric in FIGURES],
                 tuple(
-                    field.removeprefix("effective_").removesuffix("_s")
-                    for field in REQUEST_FIELDS
-                    if getattr(config, field) != getattr(base, field)
+                    field
+                    for field, value in REQUEST_FIELDS.items()
+                    if getattr(config, value) != getattr(base, value)
                 ),
                 theirs,
             )
@@ -221,3 +222,41 @@ def _effect(metric: str, base: Sequence[Summary], changed: Sequence[Summary]) ->
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if len(known) == len(values) else None
+
+
+def to_record(found: WhatIf) -> dict[str, Any]:
+    """Return the differences as plain values, ready for JSON."""
+    return {
+        "config": found.config.model_dump(mode="json"),
+        "seeds": len(found.base),
+        "changes": [
+            {
+                "name": change.name,
+                "config": change.config.model_dump(mode="json"),
+                "other_requests": list(change.other_requests),
+                "effects": [
+                    {
+                        key: None if isinstance(value, float) and math.isnan(value) else value
+                        for key, value in asdict(effect).items()
+                    }
+                    for effect in change.effects
+                ],
+                "provenance": change.summaries[0]["provenance"],
+            }
+            for change in found.changes
+        ],
+        "provenance": found.base[0]["provenance"],
+    }
+
+
+def runs_table(found: WhatIf) -> pa.Table:
+    """Return a row a run: the change (``base`` for none), the seed, and every figure."""
+    keys = ("seed", "num_prompts", "completed", "failed", *FIGURES)
+    named = [("base", found.base), *((c.name, c.summaries) for c in found.changes)]
+    return pa.Table.from_pylist(
+        [
+            {"change": name} | {key: summary[key] for key in keys}
+            for name, summaries in named
+            for summary in summaries
+        ]
+    )
