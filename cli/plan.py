@@ -36,7 +36,8 @@ from eldr_sim.simulator.results import check_output, whole_folder, write_json, w
 @click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU.")
 @click.option(
     "--tensor-parallel-size", "sizes", metavar="N,...",
-    help="GPUs of a worker to choose from.  [default: powers of two up to 8]",
+    help="GPUs of a worker to choose from.  [default: the fewest that hold the model, more where "
+    "the SLO takes them]",
 )  # fmt: skip
 @click.option("--topology", metavar="xPyD", help="Find the highest rate of this cluster instead.")
 @click.option(
@@ -158,7 +159,7 @@ def _print_plan(plan: Plan) -> bool:
     by = "lowest price" if plan.has_prices else "fewest GPUs (no prices given)"
     click.echo()
     columns = ["policy", "GPU", "cluster", "GPUs", *_price_column(plan), "attainment", "seeds"]
-    columns += ["TTFT p99, ms", "TPOT p99, ms", "tokens/s/user", "tokens/s/GPU"]
+    columns += ["TTFT p99, ms", "TPOT p99, ms", "tokens/s/user", "tokens/s/GPU", "step times"]
     print_table(
         f"Cheapest cluster of each candidate, {by} first",
         columns,
@@ -203,6 +204,13 @@ def _print_plan(plan: Plan) -> bool:
     )
     click.echo()
     _print_assumptions(plan.best.trial.summaries[0])
+    labels = {a.trial.summaries[0]["weakest_provenance"] for a in plan.answers if a.trial}
+    if len(labels) > 1:
+        click.echo(
+            f"Warning: the candidates' step times are {' and '.join(sorted(labels))}: differences "
+            "between them are also differences between sources",
+            err=True,
+        )
     return True
 
 
@@ -225,6 +233,7 @@ def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
         _number(trial.mean("p99_tpot_ms"), ".2f"),
         f"{per_user(trial):.1f}",
         f"{per_gpu(trial):.0f}",
+        trial.summaries[0]["weakest_provenance"],
     ]
 
 

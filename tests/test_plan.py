@@ -157,16 +157,29 @@ def test_a_pool_may_keep_its_gpu_and_its_price():
     assert len(found.answers) == 2
 
 
-def test_larger_workers_are_taken_where_they_are_cheaper():
+def test_larger_workers_are_taken_where_they_are_cheaper_or_needed():
     """Half the gain of a second GPU is lost on decode workers, so one GPU each is best here."""
-    alone, both = ask(), ask(tensor_parallel_sizes=[])
+    alone, both = ask(), ask(tensor_parallel_sizes=[1, 2])
     for one, any_size in zip(alone.answers, both.answers, strict=True):
         assert any_size.cost == one.cost
         sizes = {trial.config.tensor_parallel_size for trial in any_size.trials}
-        assert len(sizes) > 1
-    two = ask(tensor_parallel_sizes=[2])
+        assert sizes == {1, 2}
+    two = ask(tensor_parallel_sizes=[2], gpus=["h100"])
     for answer in two.answers:
         assert answer.cost == brute_force(answer.gpu, answer.policy, lambda x, y: x + y, size=2)
+
+    class Slow(Analytic):
+        """Workers of one GPU never do."""
+
+        def summary(self, config):
+            share = {} if config.tensor_parallel_size > 1 else {"slo_attainment": 0.0}
+            return super().summary(config) | share
+
+    for evaluate, sizes in ((Analytic(), {1}), (Slow(), {1, 2})):
+        found = ask(evaluate, tensor_parallel_sizes=[], gpus=["h100"])
+        for answer in found.answers:
+            assert {trial.config.tensor_parallel_size for trial in answer.trials} == sizes
+            assert answer.trial.config.tensor_parallel_size == max(sizes)
 
 
 def test_hopeless_clusters_take_one_short_run_and_clear_ones_the_fewest_seeds():

@@ -60,13 +60,15 @@ class Offer:
 class Candidate:
     """A policy on a GPU (or one for each pool), with every size of worker that can hold the model.
 
-    ``reasons`` says of the others why they cannot.
+    ``reasons`` says of the others why they cannot. ``larger_if_needed`` says that a larger worker
+    is tried only where the smaller ones do not do.
     """
 
     gpu: str
     policy: str
     offers: tuple[Offer, ...]
     reasons: tuple[str, ...]
+    larger_if_needed: bool
 
 
 def cost(config: RunConfig) -> float:
@@ -161,7 +163,7 @@ def candidate(
     max_gpus
         Most GPUs of a cluster.
     sizes
-        GPUs of a worker to try; when empty, powers of two up to a node.
+        GPUs of a worker to try; when empty, powers of two up to a node, as many as it takes.
     """
     offers, reasons = [], []
     for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]:
@@ -187,4 +189,4 @@ def candidate(
             else:
                 offers.append(Offer(offered, found, max_gpus))
             break
-    return Candidate(gpu_label(config), config.policy, tuple(offers), tuple(reasons))
+    return Candidate(gpu_label(config), config.policy, tuple(offers), tuple(reasons), not sizes)

@@ -186,7 +186,8 @@ def plan(
     prices
         Price of a GPU-hour by GPU. Without prices the cheapest cluster has the fewest GPUs.
     tensor_parallel_sizes
-        GPUs of a worker to try; powers of two up to a node when empty.
+        GPUs of a worker to choose from. When empty, the fewest (a power of two) that hold the
+        model, and more only where no cluster of those meets the objective.
     evaluate
         Makes the runs; see :data:`~eldr_sim.simulator.planning.tasks.Evaluator`.
     progress
@@ -239,6 +240,8 @@ def _answer(each: Candidate, objective: Objective) -> Task[Answer]:
     """Search the sizes of worker one after the other; a larger one must beat the smaller ones."""
     answer = Answer(each.gpu, each.policy)
     for offer in each.offers:
+        if each.larger_if_needed and answer.trial is not None:
+            break
         if offer.bounds.impossible:
             answer.reasons.append(_of_size(offer, offer.bounds.impossible))
             continue

@@ -100,6 +100,7 @@ def cluster(trial: Trial) -> dict[str, Any]:
     return {
         **_cluster_of(trial.config),
         "verdict": trial.verdict.value,
+        "weakest_provenance": trial.summaries[0]["weakest_provenance"],
         "hopeless": trial.hopeless,
         "seeds": len(trial.summaries),
         "slo_attainment": interval(trial.attainment),

@@ -26,8 +26,8 @@ FIGURES = (
     "gpu_hours_per_million_output_tokens",
     "cost_per_million_output_tokens",
 )
-#: Fields that say which requests a run serves, and what they come to. Others leave arrivals, prompts
-#: and experts alone.
+#: Fields that say which requests a run serves, and what they come to. Others leave arrivals,
+#: prompts and experts alone.
 REQUEST_FIELDS = {
     "workload": "workload",
     "domain_mix": "domain_mix",
