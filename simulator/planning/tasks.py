@@ -7,6 +7,7 @@ runs fill the processes of one evaluator, and remembers every summary.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -24,7 +25,11 @@ Task: TypeAlias = Generator[Sequence[RunConfig], Sequence[Summary], T]
 
 def run_here(configs: Sequence[RunConfig]) -> list[Summary]:
     """Run configurations one after the other in this process."""
-    return [simulate_summary(config) for config in configs]
+    summaries = []
+    for config in configs:
+        summaries.append(simulate_summary(config))
+        gc.collect()  # what a run leaves behind is cyclic and large
+    return summaries
 
 
 def on_processes(jobs: int | None = None) -> Evaluator:
