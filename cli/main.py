@@ -14,6 +14,7 @@ from eldr_sim.cli.plan import plan
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
 from eldr_sim.cli.trace import trace
+from eldr_sim.cli.validate import validate
 from eldr_sim.cli.what_if import what_if
 from eldr_sim.errors import InputError
 
@@ -24,7 +25,19 @@ def cli() -> None:
     """Simulate clusters that serve mixture-of-experts models, on real expert routing."""
 
 
-for command in (run, compare, plan, what_if, reproduce, fit, trace, gpus, models, tables):
+for command in (
+    run,
+    compare,
+    plan,
+    what_if,
+    reproduce,
+    fit,
+    trace,
+    gpus,
+    models,
+    tables,
+    validate,
+):
     cli.add_command(command)
 
 

@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.signature import LayerMask, Transform, parse_layer_mask
 
-_TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D", re.IGNORECASE)
+_TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D|([1-9]\d*)C", re.IGNORECASE)
 
 
 def _number_or_inf(value: Any) -> Any:
@@ -73,11 +73,13 @@ class RunConfig(BaseModel):
     )
 
     policy: str = "round_robin"
-    """Decode policy: which decode worker gets a request after its prefill."""
+    """Decode policy: which decode worker gets a request after its prefill, or which co-located
+    worker when it arrives."""
     prefill_policy: str = "prefix_hash"
     """Prefill policy: which prefill worker gets a request when it arrives."""
     topology: str = "8P16D"
-    """``xPyD``: x prefill and y decode WORKERS, each of ``tensor_parallel_size`` GPUs."""
+    """``xPyD``: x prefill and y decode WORKERS, each of ``tensor_parallel_size`` GPUs; or ``xC``: x
+    co-located workers, which compute prompts in chunks beside their decode batch."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs of every worker. Attention heads, dense layers and lm_head are sharded over them, and
     so is every expert unless ``enable_expert_parallel``."""
@@ -94,7 +96,7 @@ class RunConfig(BaseModel):
     prefill: Pool = Pool()
     """What the prefill workers have of their own."""
     decode: Pool = Pool()
-    """What the decode workers have of their own."""
+    """What the decode workers (or the co-located ones) have of their own."""
     tables: str | None = None
     """Folder of latency tables that take precedence over the embedded ones."""
     workload: str = "task"
@@ -135,6 +137,9 @@ class RunConfig(BaseModel):
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
     """Whether prefill workers keep KV blocks for prompts that begin alike."""
+    async_scheduling: bool = True
+    """Whether decode and co-located workers schedule one step ahead, so that a request which comes
+    during a step joins the step after the next (vLLM's default since 0.14)."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use."""
     kv_transfer: Literal["ideal", "observed"] = "observed"
@@ -171,13 +176,18 @@ class RunConfig(BaseModel):
 
     @property
     def n_prefill(self) -> int:
-        """Number of prefill workers."""
+        """Number of prefill workers; 0 where all workers are co-located."""
         return parse_topology(self.topology)[0]
 
     @property
     def n_decode(self) -> int:
-        """Number of decode workers."""
+        """Number of decode or co-located workers."""
         return parse_topology(self.topology)[1]
+
+    @property
+    def colocated(self) -> bool:
+        """Whether each worker computes prompts and decodes."""
+        return self.n_prefill == 0
 
     @property
     def parallelism(self) -> Parallelism:
@@ -202,11 +212,15 @@ class RunConfig(BaseModel):
     @property
     def price_per_hour(self) -> float | None:
         """Price of the whole cluster for an hour; None unless every pool has a price."""
-        prices = [self.pool("prefill").price_per_gpu_hour, self.pool("decode").price_per_gpu_hour]
-        if None in prices:
-            return None
-        per_worker = zip(prices, (self.n_prefill, self.n_decode), strict=True)
-        return sum(price * n for price, n in per_worker if price) * self.tensor_parallel_size
+        pools = [(self.pool("decode").price_per_gpu_hour, self.n_decode)]
+        if not self.colocated:
+            pools.append((self.pool("prefill").price_per_gpu_hour, self.n_prefill))
+        total = 0.0
+        for price, workers in pools:
+            if price is None:
+                return None
+            total += price * workers * self.tensor_parallel_size
+        return total
 
     @property
     def warmup_s(self) -> float:
@@ -236,13 +250,15 @@ class RunConfig(BaseModel):
 
 
 def parse_topology(text: str) -> tuple[int, int]:
-    """Return (prefill workers, decode workers) of ``xPyD``; raises InputError."""
+    """Return (prefill workers, decode workers) of ``xPyD``, (0, x) of ``xC``; raises InputError."""
     match = _TOPOLOGY.fullmatch(text.strip())
     if match is None:
         raise InputError(
-            "topology", repr(text), "xPyD with at least one worker of each kind, such as 8P16D"
+            "topology",
+            repr(text),
+            "xPyD with at least one worker of each kind, such as 8P16D, or xC, such as 8C",
         )
-    return int(match[1]), int(match[2])
+    return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2]))
 
 
 def make_config(values: dict[str, Any]) -> RunConfig:

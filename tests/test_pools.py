@@ -154,3 +154,14 @@ def test_dot_paths_set_fields_and_copy_what_they_change():
     assert inner == {"gpu": "H100"}
     with pytest.raises(InputError, match="'policy' has no fields"):
         set_field(values, "policy.name", "eldr")
+
+
+def test_co_located_workers_are_one_pool():
+    pooled = run(topology="3C", decode={"gpu": "h200"}, policy="jsq")
+    alone = run(topology="3C", gpu="H200", policy="jsq")
+    assert pooled.summary == alone.summary
+    assert (
+        make_config({"topology": "3C", "decode": {"price_per_gpu_hour": 2.0}}).price_per_hour == 6
+    )
+    with pytest.raises(InputError, match="prefill: co-located workers are one pool"):
+        run(topology="3C", prefill={"gpu": "h200"})

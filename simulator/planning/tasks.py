@@ -25,7 +25,7 @@ Task: TypeAlias = Generator[Sequence[RunConfig], Sequence[Summary], T]
 
 def run_here(configs: Sequence[RunConfig]) -> list[Summary]:
     """Run configurations one after the other in this process."""
-    summaries = []
+    summaries: list[Summary] = []
     for config in configs:
         summaries.append(simulate_summary(config))
         gc.collect()  # what a run leaves behind is cyclic and large
