@@ -16,6 +16,7 @@ from rich.progress import (
     BarColumn,
     Progress,
     ProgressColumn,
+    SpinnerColumn,
     Task,
     TextColumn,
     TimeElapsedColumn,
@@ -90,6 +91,26 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
                 left=now.seconds_left,
                 at=time.monotonic(),
             )
+
+        yield update
+
+
+@contextmanager
+def run_counter(title: str) -> Iterator[Callable[[int], None]]:
+    """Count the runs of a search of unknown length on the terminal's standard error."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}: {task.completed:.0f} runs"),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
+        task = progress.add_task(title, total=None)
+
+        def update(runs: int) -> None:
+            progress.update(task, completed=runs)
 
         yield update
 

@@ -11,6 +11,7 @@ from eldr_sim.cli.capture import capture
 from eldr_sim.cli.compare import compare
 from eldr_sim.cli.fit import fit
 from eldr_sim.cli.listing import gpus, models, tables
+from eldr_sim.cli.plan import plan
 from eldr_sim.cli.report import report
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
@@ -18,6 +19,7 @@ from eldr_sim.cli.sweep import sweep
 from eldr_sim.cli.synthetic import fit_synthetic, synthesize
 from eldr_sim.cli.trace import trace
 from eldr_sim.cli.validate import validate
+from eldr_sim.cli.what_if import what_if
 from eldr_sim.errors import InputError
 
 
@@ -28,7 +30,8 @@ def cli() -> None:
 
 
 for command in (
-    run, compare, sweep, report, reproduce, validate, fit, trace, gpus, models, tables,
+    run, compare, sweep, plan, what_if, report, reproduce, validate, fit, trace, gpus, models,
+    tables,
 ):  # fmt: skip
     cli.add_command(command)
 trace.add_command(capture)

@@ -9,12 +9,17 @@ from typing import Any, TypeVar
 import click
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import RunConfig, make_config, read_config
+from eldr_sim.simulator.config import Pool, RunConfig, make_config, read_config, set_field
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Fields that are mappings: ``goodput`` has an option of its own, the mix is for files.
-_MAPPINGS = ("goodput", "domain_mix")
+#: Fields that are mappings: ``goodput`` and the pools have options of their own, the mix is for
+#: files.
+_MAPPINGS = ("goodput", "domain_mix", "prefill", "decode")
+#: Options of one pool's workers, such as ``prefill_gpu``, and the fields they stand for.
+_POOL_OPTIONS = {
+    f"{role}_{name}": (role, name) for role in ("prefill", "decode") for name in Pool.model_fields
+}
 
 
 def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
@@ -24,15 +29,17 @@ def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
         options = [
             _option(name) for name in RunConfig.model_fields if name not in (*_MAPPINGS, *without)
         ]
-        options.append(
-            click.option(
-                "--goodput",
-                multiple=True,
-                metavar="METRIC:MS",
-                help="Service level of a good request, such as ttft:500 (also tpot, e2el); repeat "
-                "for more.",
+        options += [_pool_option(name) for name in _POOL_OPTIONS]
+        if "goodput" not in without:
+            options.append(
+                click.option(
+                    "--goodput",
+                    multiple=True,
+                    metavar="METRIC:MS",
+                    help="Service level of a good request, such as ttft:500 (also tpot, e2el); "
+                    "repeat for more.",
+                )
             )
-        )
         options.append(
             click.option(
                 "--config",
@@ -50,6 +57,12 @@ def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
     return decorate
 
 
+def _pool_option(option: str) -> Callable[[F], F]:
+    role, name = _POOL_OPTIONS[option]
+    text = f"{Pool.model_fields[name].description} Of the {role} workers, where it is another."
+    return click.option("--" + option.replace("_", "-"), metavar=_metavar(name), help=text)
+
+
 def _option(name: str) -> Callable[[F], F]:
     flag = "--" + name.replace("_", "-")
     if RunConfig.model_fields[name].annotation is bool:
@@ -64,6 +77,8 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
     file = given.pop("config_file", None)
     bounds = given.pop("goodput", ())
     values = read_config(file) if file is not None else {}
+    for option in given.keys() & _POOL_OPTIONS.keys():
+        set_field(values, ".".join(_POOL_OPTIONS[option]), given.pop(option))
     values |= given
     if bounds:
         values["goodput"] = dict(_bound(text) for text in bounds)

@@ -16,7 +16,7 @@ from eldr_sim.traces.importers import DECODE_ONLY, import_trace
 from eldr_sim.traces.recordings import READERS
 from eldr_sim.traces.statistics import TraceStatistics
 from eldr_sim.traces.writer import pack_trace
-from eldr_sim.validation.trace_report import MARKER, inspect_trace, write_trace_report
+from eldr_sim.validation.trace_report import inspect_trace, write_trace_report
 
 
 @click.group(short_help="Inspect, list and import routing traces.")
@@ -75,7 +75,7 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
         if given and out is None:
             raise InputError(flag, f"--{flag} without --out", "--out DIR beside it")
     if out is not None:
-        check_output(out, force, MARKER)
+        check_output(out, force)
     opened = open_trace(name)
     report = inspect_trace(opened)
     if out is not None:

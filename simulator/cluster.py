@@ -34,6 +34,16 @@ _NEVER = float("inf")
 
 
 @dataclass(frozen=True)
+class EngineSpec:
+    """Step times and engine settings of each worker of a pool."""
+
+    step_time: StepTimeModel
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    n_blocks: int
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
     """Size and engine settings of a cluster; see :class:`~eldr_sim.simulator.config.RunConfig`.
 
@@ -42,11 +52,10 @@ class ClusterSpec:
 
     n_prefill: int
     n_decode: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    prefill: EngineSpec
+    decode: EngineSpec
     max_model_len: int
     block_size: int
-    n_blocks: int
     transfer: TransferModel
     load_report_delay_s: float
     max_concurrency: int | None
@@ -80,8 +89,8 @@ class Cluster:
 
     Parameters
     ----------
-    spec, model, step_time
-        The cluster, the part of its model on one GPU of a worker, and a worker's step times.
+    spec, model
+        The cluster, and the part of its model on one GPU of a worker.
     workload, replay
         The requests, and the bit sets of the windows they replay.
     signatures
@@ -105,7 +114,6 @@ class Cluster:
         self,
         spec: ClusterSpec,
         model: ModelDims,
-        step_time: StepTimeModel,
         workload: Workload,
         replay: Replay,
         signatures: Callable[[Ranges], tuple[int, NDArray[Any] | None]],
@@ -137,11 +145,11 @@ class Cluster:
             PrefillWorker(
                 self.env,
                 index,
-                step_time=step_time,
-                max_num_batched_tokens=spec.max_num_batched_tokens,
-                max_num_seqs=spec.max_num_seqs,
+                step_time=spec.prefill.step_time,
+                max_num_batched_tokens=spec.prefill.max_num_batched_tokens,
+                max_num_seqs=spec.prefill.max_num_seqs,
                 block_size=spec.block_size,
-                n_blocks=spec.n_blocks,
+                n_blocks=spec.prefill.n_blocks,
                 on_prefilled=self._hand_off,
                 capture_s=spec.capture_s,
                 prompt_of=self._prompt,
@@ -151,11 +159,11 @@ class Cluster:
         self.pool = DecodePool(
             self.env,
             n_workers=spec.n_decode,
-            max_num_seqs=spec.max_num_seqs,
+            max_num_seqs=spec.decode.max_num_seqs,
             block_size=spec.block_size,
-            n_blocks=spec.n_blocks,
-            max_num_batched_tokens=spec.max_num_batched_tokens,
-            step_time=step_time,
+            n_blocks=spec.decode.n_blocks,
+            max_num_batched_tokens=spec.decode.max_num_batched_tokens,
+            step_time=spec.decode.step_time,
             bits=replay.bits,
             n_requests=len(self.requests),
             start_transfer=self._transfer,
@@ -246,10 +254,13 @@ class Cluster:
 
     def _refusal(self, request: Request) -> str:
         """Say why a request can never be served; empty if it can."""
-        tokens = request.prompt_len + request.output_len
-        if tokens > self.spec.max_model_len:
+        spec, tokens = self.spec, request.prompt_len + request.output_len
+        if tokens > spec.max_model_len:
             return outcomes.TOO_LONG
-        if tokens > self.spec.n_blocks * self.spec.block_size:
+        if (
+            request.prompt_len > spec.prefill.n_blocks * spec.block_size
+            or tokens > spec.decode.n_blocks * spec.block_size
+        ):
             return outcomes.NO_KV_ROOM
         return ""
 

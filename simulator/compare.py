@@ -83,6 +83,16 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
     return mean, mean - error, mean + error
 
 
+def paired_percent(
+    values: Sequence[float | None], reference: Sequence[float | None], confidence: float = 0.95
+) -> tuple[float, float, float]:
+    """Return :func:`paired_difference` over the seeds in which both have a figure; else NaN."""
+    pairs = [(v, r) for v, r in zip(values, reference, strict=True) if v is not None and r]
+    if not pairs:
+        return math.nan, math.nan, math.nan
+    return paired_difference([v for v, _ in pairs], [r for _, r in pairs], confidence)
+
+
 def compare(
     config: RunConfig,
     policies: Sequence[str],
@@ -146,7 +156,10 @@ def compare(
     )
     differences = [
         Difference(
-            name, reference, metric, *_pair(figures[name, metric], figures[reference, metric])
+            name,
+            reference,
+            metric,
+            *paired_percent(figures[name, metric], figures[reference, metric]),
         )
         for reference in dict.fromkeys(("round_robin", best))
         for name in names
@@ -154,10 +167,3 @@ def compare(
         for metric in METRICS
     ]
     return Comparison(runs, best, differences, summaries)
-
-
-def _pair(values: list[float | None], reference: list[float | None]) -> tuple[float, float, float]:
-    pairs = [(v, r) for v, r in zip(values, reference, strict=True) if v is not None and r]
-    if not pairs:
-        return math.nan, math.nan, math.nan
-    return paired_difference([v for v, _ in pairs], [r for _, r in pairs])

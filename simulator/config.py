@@ -50,6 +50,21 @@ class ServiceLevel(BaseModel):
     """End-to-end latency, ms."""
 
 
+class Pool(BaseModel):
+    """What the workers of one pool, prefill or decode, have of their own; the run's when None."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    gpu: str | None = None
+    """Name of a known GPU."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Running requests of a worker."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens computed in one step."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of a GPU-hour."""
+
+
 class RunConfig(BaseModel):
     """One run of the simulator. Durations are seconds of simulated time unless named otherwise."""
 
@@ -78,6 +93,10 @@ class RunConfig(BaseModel):
     """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
     gpu: str = "H100"
     """Name of a known GPU."""
+    prefill: Pool = Pool()
+    """What the prefill workers have of their own."""
+    decode: Pool = Pool()
+    """What the decode workers (or the co-located ones) have of their own."""
     tables: str | None = None
     """Folder of latency tables that take precedence over the embedded ones."""
     workload: str = "task"
@@ -180,6 +199,29 @@ class RunConfig(BaseModel):
         """GPUs of all workers."""
         return (self.n_prefill + self.n_decode) * self.tensor_parallel_size
 
+    def pool(self, role: Literal["prefill", "decode"]) -> Pool:
+        """Return what holds for the workers of a pool: its own where it says so, else the run's."""
+        own: Pool = getattr(self, role)
+        return Pool(
+            **{
+                name: getattr(self, name) if value is None else value
+                for name, value in own.model_dump().items()
+            }
+        )
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Price of the whole cluster for an hour; None unless every pool has a price."""
+        pools = [(self.pool("decode").price_per_gpu_hour, self.n_decode)]
+        if not self.colocated:
+            pools.append((self.pool("prefill").price_per_gpu_hour, self.n_prefill))
+        total = 0.0
+        for price, workers in pools:
+            if price is None:
+                return None
+            total += price * workers * self.tensor_parallel_size
+        return total
+
     @property
     def warmup_s(self) -> float:
         """Time before the measured window, s."""
@@ -237,6 +279,23 @@ def make_config(values: dict[str, Any]) -> RunConfig:
         raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None
     parse_topology(config.topology)
     return config
+
+
+def set_field(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a field by its dot path, such as ``decode.gpu``, in field values; in place.
+
+    Raises
+    ------
+    InputError
+        If the path leads through a field that holds no others.
+    """
+    *above, name = path.split(".")
+    for part in above:
+        inner = values.get(part) or {}
+        if not isinstance(inner, dict):
+            raise InputError(path, f"{part!r} has no fields of its own")
+        values[part] = values = dict(inner)
+    values[name] = value
 
 
 #: pydantic names the branches of a union in the location of an error; users know none of them.

@@ -129,8 +129,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     active = steps["active"][inside][decoding] / n_moe_layers
     busiest = steps["busiest"][inside][decoding] / n_moe_layers
 
-    gpu_hours = config.n_gpus * seconds / 3600.0
-    price = config.price_per_gpu_hour
+    hours, price = seconds / 3600.0, config.price_per_hour
+    gpu_hours = config.n_gpus * hours
     looked_up = [r for r in requests if r.measured and r.cached_tokens >= 0]
     queries = sum(r.prompt_len for r in looked_up) if config.enable_prefix_caching else 0
     hits = sum(r.cached_tokens for r in looked_up)
@@ -149,6 +149,11 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "request_throughput": finished / seconds,
         "request_goodput": float(good.sum()) / seconds,
         "slo_attainment": float(good.sum()) / max(1, int(measured.sum())),
+        "slo_attainment_by_metric": {
+            name: float((good_requests(times, ServiceLevel(**{name: bound})) & measured).sum())
+            / max(1, int(measured.sum()))
+            for name, bound in config.goodput.model_dump(exclude_none=True).items()
+        },
         "output_throughput": tokens / seconds,
         "total_token_throughput": (tokens + prompt_tokens) / seconds,
         "max_concurrent_requests": _peak_concurrency(record),
@@ -171,7 +176,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "gpus": config.n_gpus,
         "gpu_hours_per_million_output_tokens": per_million,
         "cost_per_million_output_tokens": (
-            None if price is None or per_million is None else price * per_million
+            None if price is None or not tokens else price * hours / tokens * 1e6
         ),
     }
 

@@ -17,24 +17,25 @@ import pyarrow.parquet as pq
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.run import Result
 
-#: A folder with this file is a result, and ``force`` may replace it.
-MARKER = "summary.json"
+#: A folder with one of these files is a result, and ``force`` may replace it.
+MARKERS = ("summary.json", "plan.json", "what_if.json", "statistics.json")
 
 
-def check_output(out: Path, force: bool, marker: str = MARKER) -> None:
-    """Raise InputError unless a folder that is told by ``marker`` may be written to ``out``."""
+def check_output(out: Path, force: bool) -> None:
+    """Raise InputError unless a result may be written to ``out``."""
     if not out.exists():
         return
     if not force:
         raise InputError("out", f"{out} exists", "a new folder, or --force to replace a result")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / marker).exists()):
+    is_result = out.is_dir() and any((out / marker).exists() for marker in MARKERS)
+    if not is_result and not (out.is_dir() and not any(out.iterdir())):
         raise InputError("out", f"{out} exists and is no result", "a new folder, or a result")
 
 
 @contextmanager
-def whole_folder(out: Path, force: bool, marker: str = MARKER) -> Iterator[Path]:
+def whole_folder(out: Path, force: bool) -> Iterator[Path]:
     """Yield a temporary folder that takes the place of ``out`` when the block ends well."""
-    check_output(out, force, marker)
+    check_output(out, force)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +20,13 @@ from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
+from eldr_sim.kernel_profiles.tables import LatencyTable, load_table, weakest
 from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.base import DecodePolicy, DecodeStepTimes, PolicyContext
 from eldr_sim.policies.placement import greedy_placement, linear_placement
 from eldr_sim.policies.registry import decode_policy, prefill_policy
-from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
-from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
+from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.replay import (
@@ -57,11 +57,14 @@ class Setting:
     """Everything that a run reads, loaded and checked."""
 
     model: ModelDims
-    gpu: GPU
     parallelism: Parallelism
-    step_time: StepTimeModel
     trace: RoutingTrace
     spec: ClusterSpec
+
+    @property
+    def step_time(self) -> StepTimeModel:
+        """Step times of a decode worker."""
+        return self.spec.decode.step_time
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,7 @@ def prepare(config: RunConfig) -> Setting:
 
     Step times and traces are kept for the next run of this process.
     """
-    model, gpu = load_model(config.model), load_gpu(config.gpu)
-    parallelism = config.parallelism
+    model, parallelism = load_model(config.model), config.parallelism
     parallelism.check(model)
     if config.expert_placement == "eldr" and parallelism.n_expert_ranks == 1:
         raise InputError(
@@ -125,9 +127,41 @@ def prepare(config: RunConfig) -> Setting:
             "'eldr' places the experts of expert-parallel GPUs, and every GPU here holds all",
             "--enable-expert-parallel with --tensor-parallel-size 2 or more",
         )
-    trace = fit_trace(_open_trace(config.trace), model)
-    budget = config.max_num_batched_tokens or gpu.max_num_batched_tokens
-    max_num_seqs = config.max_num_seqs or min(gpu.max_num_seqs, budget)
+    trace = _fit_trace(config.trace, model)
+    if config.colocated and config.prefill != Pool():
+        raise InputError("prefill", "co-located workers are one pool", "decode, or none")
+    decode = _engine(config, "decode", model, parallelism)
+    prefill = decode if config.colocated else _engine(config, "prefill", model, parallelism)
+    spec = ClusterSpec(
+        n_prefill=config.n_prefill,
+        n_decode=config.n_decode,
+        prefill=prefill,
+        decode=decode,
+        max_model_len=model.max_position_embeddings,
+        block_size=config.block_size,
+        transfer=PRESETS[config.kv_transfer].over(
+            prefill.step_time.gpu.nic_bandwidth, decode.step_time.gpu.nic_bandwidth
+        ),
+        load_report_delay_s=config.load_report_delay_ms / 1e3,
+        max_concurrency=config.max_concurrency,
+        enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling,
+    )
+    return Setting(model, parallelism, trace, spec)
+
+
+def _engine(
+    config: RunConfig,
+    role: Literal["prefill", "decode"],
+    model: ModelDims,
+    parallelism: Parallelism,
+) -> EngineSpec:
+    """Return what every worker of a pool is: settings that are not given are vLLM's defaults."""
+    pool = config.pool(role)
+    assert pool.gpu is not None
+    gpu = load_gpu(pool.gpu)
+    budget = pool.max_num_batched_tokens or gpu.max_num_batched_tokens
+    max_num_seqs = pool.max_num_seqs or min(gpu.max_num_seqs, budget)
     if max_num_seqs > budget:
         raise InputError(
             "max_num_batched_tokens",
@@ -135,21 +169,6 @@ def prepare(config: RunConfig) -> Setting:
             f"{max_num_seqs} or more",
         )
     n_blocks = kv_blocks(model, gpu, config.gpu_memory_utilization, config.block_size, parallelism)
-    transfer = PRESETS[config.kv_transfer]
-    spec = ClusterSpec(
-        n_prefill=config.n_prefill,
-        n_decode=config.n_decode,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=model.max_position_embeddings,
-        block_size=config.block_size,
-        n_blocks=n_blocks,
-        transfer=replace(transfer, bandwidth=min(transfer.bandwidth, gpu.nic_bandwidth)),
-        load_report_delay_s=config.load_report_delay_ms / 1e3,
-        max_concurrency=config.max_concurrency,
-        enable_prefix_caching=config.enable_prefix_caching,
-        async_scheduling=config.async_scheduling,
-    )
     step_time = _step_time(
         model,
         gpu,
@@ -160,7 +179,7 @@ def prepare(config: RunConfig) -> Setting:
         config.tables,
         config.colocated,
     )
-    return Setting(model, gpu, parallelism, step_time, trace, spec)
+    return EngineSpec(step_time, max_num_seqs, budget, n_blocks)
 
 
 @lru_cache(maxsize=8)
@@ -311,7 +330,6 @@ def build_cluster(
     return Cluster(
         spec,
         setting.parallelism.shard(model),
-        step_time,
         workload,
         replay,
         PromptSignatures(trace, score, prompts),
@@ -382,10 +400,15 @@ def _opened(path: str, stamp: float) -> RoutingTrace:
     return open_trace(path)
 
 
-def _open_trace(name: str) -> RoutingTrace:
-    """Open a trace; one opened before is not read again unless its folder has changed."""
+@lru_cache(maxsize=4)
+def _fitted(path: str, stamp: float, model: ModelDims) -> RoutingTrace:
+    return fit_trace(_opened(path, stamp), model)
+
+
+def _fit_trace(name: str, model: ModelDims) -> RoutingTrace:
+    """Open a trace as a model replays it; not done again unless the folder has changed."""
     manifest = Path(name) / "manifest.json"
-    return _opened(name, os.stat(manifest).st_mtime if manifest.exists() else 0.0)
+    return _fitted(name, os.stat(manifest).st_mtime if manifest.exists() else 0.0, model)
 
 
 def _topology(config: RunConfig) -> str:
@@ -397,10 +420,39 @@ def _topology(config: RunConfig) -> str:
     return f"{workers} of 1 GPU" if size == 1 else f"{workers} of {size} GPUs: {config.n_gpus} GPUs"
 
 
+def _gpus(setting: Setting) -> str:
+    """Name the GPU of the workers, or those of the two pools."""
+    prefill, decode = (
+        engine.step_time.gpu.name for engine in (setting.spec.prefill, setting.spec.decode)
+    )
+    return decode if prefill == decode else f"{prefill} (prefill) and {decode} (decode)"
+
+
+def _workers(engine: EngineSpec) -> dict[str, int]:
+    return {
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "kv_blocks_per_worker": engine.n_blocks,
+    }
+
+
+def _provenance(setting: Setting) -> dict[str, dict[str, Any]]:
+    """Return what each part of a step time rests on, pool by pool where that differs."""
+    prefill, decode = setting.spec.prefill.step_time, setting.step_time
+    if prefill.provenance == decode.provenance:
+        return decode.provenance
+    pools = {"prefill": prefill, "decode": decode}
+    return {
+        f"{role}.{part}": entry
+        for role, step_time in pools.items()
+        for part, entry in step_time.provenance.items()
+    }
+
+
 def _summary(
     config: RunConfig, setting: Setting, workload: Workload, record: RunRecord
 ) -> dict[str, Any]:
-    model, step_time, trace = setting.model, setting.step_time, setting.trace
+    model, step_time, trace, spec = setting.model, setting.step_time, setting.trace, setting.spec
     started, window = record.decode_steps["start"], record.window
     steps = record.decode_steps[(started >= window[0]) & (started < window[1])]
     outside = {
@@ -413,11 +465,13 @@ def _summary(
     }
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
     copies = copies_met(trace, workload, record, steps)
+    gpu, provenance = _gpus(setting), _provenance(setting)
+    warnings = (*step_time.warnings, *spec.prefill.step_time.warnings)
     return {
-        "label": f"{config.policy}, {config.topology} workers, {model.name} on {setting.gpu.name}",
+        "label": f"{config.policy}, {config.topology} workers, {model.name} on {gpu}",
         "backend": "eldr-sim",
         "model_id": model.name,
-        "gpu": setting.gpu.name,
+        "gpu": gpu,
         "topology": _topology(config),
         "tensor_parallel_size": config.tensor_parallel_size,
         "expert_parallel_size": setting.parallelism.n_expert_ranks,
@@ -426,16 +480,15 @@ def _summary(
         "prefill_policy": None if config.colocated else config.prefill_policy,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
-        "max_num_seqs": setting.spec.max_num_seqs,
-        "max_num_batched_tokens": setting.spec.max_num_batched_tokens,
-        "kv_blocks_per_worker": setting.spec.n_blocks,
+        **_workers(spec.decode),
+        **({} if spec.prefill == spec.decode else {"prefill_workers": _workers(spec.prefill)}),
         "kv_transfer": "none: co-located workers"
         if config.colocated
-        else f"{config.kv_transfer}: {setting.spec.transfer.source}",
-        "weakest_provenance": step_time.label,
-        "provenance": step_time.provenance,
+        else f"{config.kv_transfer}: {spec.transfer.source}",
+        "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
+        "provenance": provenance,
         "lookups_outside_tables": outside,
-        "latency_warnings": list(step_time.warnings),
+        "latency_warnings": list(dict.fromkeys(warnings)),
         "trace": {
             "name": Path(config.trace).name,
             "model": trace.manifest.model,

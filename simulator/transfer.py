@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eldr_sim.simulator.clock import Clock
 
@@ -29,12 +29,28 @@ class TransferModel:
         Bytes per second of one worker's link that a transfer alone achieves.
     source
         Where the figures come from.
+    ingress_bandwidth
+        The same of a decode worker's link where it is another than a prefill worker's.
     """
 
     setup_s: float
     descriptor_s: float
     bandwidth: float
     source: str
+    ingress_bandwidth: float | None = None
+
+    @property
+    def ingress(self) -> float:
+        """Bytes per second of a decode worker's link."""
+        return self.bandwidth if self.ingress_bandwidth is None else self.ingress_bandwidth
+
+    def over(self, egress_nic: float, ingress_nic: float) -> TransferModel:
+        """Return the model on workers whose NICs have these line rates, bytes/s."""
+        return replace(
+            self,
+            bandwidth=min(self.bandwidth, egress_nic),
+            ingress_bandwidth=min(self.ingress, ingress_nic),
+        )
 
 
 #: Named presets of ``--kv-transfer``.
@@ -143,14 +159,14 @@ class TransferNetwork:
             flow.bytes_left -= flow.rate * elapsed
 
     def _share(self) -> None:
-        flows, link = self._flows, self.model.bandwidth
+        flows, egress, ingress = self._flows, self.model.bandwidth, self.model.ingress
         self._timer += 1
         if not flows:
             return
         if len(flows) == 1:
-            flows[0].rate = link
+            flows[0].rate = min(egress, ingress)
         else:
-            rates = max_min_rates([(f.source, f.destination) for f in flows], link, link)
+            rates = max_min_rates([(f.source, f.destination) for f in flows], egress, ingress)
             for flow, rate in zip(flows, rates, strict=True):
                 flow.rate = rate
         soonest = min(flow.bytes_left / flow.rate for flow in flows)

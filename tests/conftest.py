@@ -22,7 +22,7 @@ from hypothesis import settings
 from eldr_sim.cli.main import main
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.simulator.cluster import Cluster, ClusterSpec
+from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.results import write_json, write_result, write_table
@@ -157,14 +157,14 @@ def make_cluster(make_step_time):
         for row in bits.reshape(-1, words):  # three experts a layer
             for expert in rng.choice(step_time.n_experts, 3, replace=False):
                 row[expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
+        engine = EngineSpec(step_time, max_num_seqs, max_num_batched_tokens, n_blocks)
         spec = ClusterSpec(
             n_prefill=n_prefill,
             n_decode=n_decode,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            prefill=engine,
+            decode=engine,
             max_model_len=max_model_len,
             block_size=block_size,
-            n_blocks=n_blocks,
             transfer=transfer,
             load_report_delay_s=load_report_delay_s,
             async_scheduling=async_scheduling,
@@ -175,7 +175,6 @@ def make_cluster(make_step_time):
         return Cluster(
             spec,
             model,
-            step_time,
             workload,
             Replay(bits, first, length),
             lambda ranges: (ranges[0][0], counts[ranges[0][0]]),

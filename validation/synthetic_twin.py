@@ -189,9 +189,7 @@ def _pair_counts(trace: RoutingTrace, layer: int, later: int) -> NDArray[np.floa
     pairs = np.zeros(experts * experts, dtype=np.int64)
     for start in range(0, trace.manifest.n_tokens, 1 << 15):
         chunk = trace.experts[start : start + (1 << 15)]
-        cells = (
-            chunk[:, layer, :, None].astype(np.int64) * experts + chunk[:, later, None]
-        )
+        cells = chunk[:, layer, :, None].astype(np.int64) * experts + chunk[:, later, None]
         pairs += np.bincount(cells.ravel(), minlength=len(pairs))
     return pairs.reshape(experts, experts).astype(np.float64)
 

@@ -39,10 +39,7 @@ from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.statistics import TraceStatistics, domain_groups, trace_statistics
 
-__all__ = ["MARKER", "TraceReport", "inspect_trace", "write_trace_report"]
-
-MARKER = "statistics.json"
-"""File that tells a folder of this report from others."""
+__all__ = ["TraceReport", "inspect_trace", "write_trace_report"]
 
 Row = dict[str, str | int | float]
 
@@ -135,7 +132,7 @@ def write_trace_report(
             use.phase_rows(),
             lambda f: _draw_phases(f, use, statistics.prefill_decode_pearson),
         )
-    with whole_folder(out, force, MARKER) as folder:
+    with whole_folder(out, force) as folder:
         for name, (rows, draw) in parts.items():
             if not rows:
                 continue
@@ -145,7 +142,7 @@ def write_trace_report(
                 writer.writerows(rows)
             if plot:
                 _draw(folder / f"{name}.png", draw)
-        write_json(folder / MARKER, report.as_dict())
+        write_json(folder / "statistics.json", report.as_dict())
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,4 +6,10 @@ runner, ray_engine
     Many points (configurations) on many processes of this machine, or on a Ray cluster.
 sweep_spec, journal, sweep
     A sweep's YAML as points; the file that keeps what is done; the data set of them all.
+what_if
+    One change at a time against a base run.
+plan, rates
+    The cheapest cluster that meets an objective; the highest rate that a cluster carries.
+slo, bounds, search, tasks, trial, offers, plan_files
+    What a plan is made of: objectives and intervals, arithmetic bounds, the search, its runs.
 """

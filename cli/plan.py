@@ -1,0 +1,320 @@
+"""``eldr-sim plan``: the cheapest cluster for an objective, or the highest rate of a cluster."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eldr_sim.cli.console import print_table, run_counter
+from eldr_sim.cli.options import config_from_options, run_options
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.metrics import warnings_of
+from eldr_sim.simulator.planning.plan import Plan, per_gpu, per_user
+from eldr_sim.simulator.planning.plan import plan as plan_cluster
+from eldr_sim.simulator.planning.plan_files import plan_record, points_table, rate_record
+from eldr_sim.simulator.planning.rates import RatePlan, plan_rate
+from eldr_sim.simulator.planning.slo import Interval, Objective, looks_up_to, parse_slo
+from eldr_sim.simulator.planning.tasks import Summary, on_processes
+from eldr_sim.simulator.planning.trial import Trial
+from eldr_sim.simulator.results import check_output, whole_folder, write_json, write_table
+
+
+@click.command(short_help="Find the cheapest cluster that meets an SLO.")
+@click.option(
+    "--slo", multiple=True, required=True, metavar="METRIC:MS,...",
+    help="Bounds that a good request keeps, such as ttft:500,tpot:30 (also e2el), ms.",
+)  # fmt: skip
+@click.option(
+    "--attainment", type=float, default=0.99, show_default=True,
+    help="Share of the requests that must be good.",
+)  # fmt: skip
+@click.option("--gpu", "gpus", metavar="NAME,...", help="GPUs to choose from.  [default: H100]")
+@click.option("--policy", "policies", metavar="NAME,...", help="Decode policies to choose from.")
+@click.option("--max-gpus", type=int, default=64, show_default=True, help="Most GPUs of a cluster.")
+@click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU.")
+@click.option(
+    "--tensor-parallel-size", "sizes", metavar="N,...",
+    help="GPUs of a worker to choose from.  [default: the fewest that hold the model, more where "
+    "the SLO takes them]",
+)  # fmt: skip
+@click.option("--topology", metavar="xPyD", help="Find the highest rate of this cluster instead.")
+@click.option(
+    "--seeds", type=int, default=8, show_default=True,
+    help="Most seeds of a cluster; fewer where they suffice.",
+)  # fmt: skip
+@click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
+@run_options(
+    without=(
+        "policy", "gpu", "topology", "tensor_parallel_size", "goodput", "artifact",
+        "max_concurrency",
+    )
+)  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the plan.")
+@click.option("--force", is_flag=True, help="Replace the plan in --out.")
+def plan(
+    slo: tuple[str, ...],
+    attainment: float,
+    gpus: str | None,
+    policies: str | None,
+    max_gpus: int,
+    price: str | None,
+    sizes: str | None,
+    topology: str | None,
+    seeds: int,
+    jobs: int | None,
+    out: Path | None,
+    force: bool,
+    **options: Any,
+) -> None:
+    """Find the cheapest xPyD cluster that meets an SLO at a rate.
+
+    With --topology find the highest rate that this cluster carries within the SLO. Exit code 1
+    says that there is none.
+    """
+    objective = Objective(parse_slo(slo), attainment, looks_up_to(seeds))
+    rate = options.get("request_rate")
+    if topology is not None:
+        if rate is not None:
+            raise InputError("topology", "beside --request-rate", "one of the two")
+        options["topology"] = topology
+    if jobs is not None and jobs < 1:
+        raise InputError("jobs", str(jobs), "1 or more")
+    if force and out is None:
+        raise InputError("force", "--force without --out", "--out DIR beside it")
+    if out is not None:
+        check_output(out, force)
+    worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]
+    if topology is not None and worker_sizes:
+        if len(worker_sizes) > 1:
+            raise InputError("tensor_parallel_size", f"{sizes} for one cluster", "one size")
+        options["tensor_parallel_size"] = worker_sizes[0]
+    config = config_from_options(options)
+    if topology is None and config.request_rate is None and not config.from_file:
+        raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
+    chosen: dict[str, Any] = {
+        "policies": _list(policies),
+        "gpus": _list(gpus),
+        "prices": _prices(price),
+        "evaluate": on_processes(jobs),
+    }
+    found: Plan | RatePlan
+    with run_counter("planning") as count:
+        if topology is None:
+            found = plan_cluster(
+                config, objective, max_gpus=max_gpus, tensor_parallel_sizes=worker_sizes,
+                progress=count, **chosen,
+            )  # fmt: skip
+            record = plan_record(found, config)
+        else:
+            found = plan_rate(config, objective, progress=count, **chosen)
+            record = rate_record(found, config)
+    if out is not None:
+        with whole_folder(out, force) as folder:
+            write_json(folder / "plan.json", record)
+            write_table(folder / "points.parquet", points_table(found.runs))
+    is_found = _print_plan(found) if isinstance(found, Plan) else _print_rates(found)
+    click.echo(f"{len(found.runs)} simulated runs")
+    if out is not None:
+        click.echo(f"Wrote {out}")
+    if not is_found:
+        sys.exit(1)
+
+
+def _list(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _integer(field: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(field, repr(text), "a whole number") from None
+
+
+def _prices(text: str | None) -> dict[str, float]:
+    prices: dict[str, float] = {}
+    for part in _list(text):
+        name, equals, price = part.partition("=")
+        try:
+            prices[name] = float(price)
+        except ValueError:
+            equals = ""
+        if not (equals and 0.0 < prices[name] < float("inf")):
+            raise InputError("price", repr(part), "GPU=PRICE, such as h100=2.5")
+    return prices
+
+
+def _goal(objective: Objective) -> str:
+    bounds = objective.level.model_dump(exclude_none=True).items()
+    text = ", ".join(f"{name.upper()} {bound:g} ms" for name, bound in bounds)
+    return f"{text} for {100 * objective.attainment:g}% of requests"
+
+
+def _print_plan(plan: Plan) -> bool:
+    """Print a plan; return whether there is an answer."""
+    click.echo(f"{plan.rate:g} requests/s within {_goal(plan.objective)}, up to "
+               f"{plan.max_gpus} GPUs")  # fmt: skip
+    by = "lowest price" if plan.has_prices else "fewest GPUs (no prices given)"
+    click.echo()
+    columns = ["policy", "GPU", "cluster", "GPUs", *_price_column(plan), "attainment", "seeds"]
+    columns += ["TTFT p99, ms", "TPOT p99, ms", "tokens/s/user", "tokens/s/GPU", "step times"]
+    print_table(
+        f"Cheapest cluster of each candidate, {by} first",
+        columns,
+        [
+            _cluster_row(plan, answer.trial)
+            if answer.trial
+            else [answer.policy, answer.gpu, "none", *([""] * (len(columns) - 3))]
+            for answer in plan.answers
+        ],
+    )
+    for answer in plan.answers:
+        if answer.trial is None:
+            for reason in answer.reasons:
+                click.echo(f"{answer.policy} on {answer.gpu}: {reason}")
+        for note in answer.notes:
+            click.echo(f"{answer.policy} on {answer.gpu}: {note}")
+    if plan.best is None or plan.best.trial is None or plan.margin is None:
+        click.echo("No cluster meets the objective.")
+        return False
+    click.echo()
+    _line("Answer", _name(plan.best.trial))
+    _line("Runner-up", "none" if plan.runner_up is None else _name(plan.runner_up))
+    margin = plan.margin
+    least = "at least " if margin.is_bounded else ""
+    _line(
+        "Margin",
+        f"carries {least}{_interval(margin.rate, '.1f')} requests/s, "
+        f"{_interval(margin.percent, '+.1f')}% of the load",
+    )
+    _line("One decode worker less", _lost(margin.lost_decode))
+    _line("One prefill worker less", _lost(margin.lost_prefill))
+    for each in plan.savings:
+        click.echo(
+            f"{each.policy} against {each.reference} on {each.gpu}: saves "
+            f"{_interval(each.gpus, '.2f')} GPUs ({len(each.by_seed)} paired seeds)"
+        )
+    click.echo()
+    print_table(
+        "Pareto front of the clusters that meet the objective",
+        columns,
+        [_cluster_row(plan, trial) for trial in plan.front],
+    )
+    click.echo()
+    _print_assumptions(plan.best.trial.summaries[0])
+    labels = {a.trial.summaries[0]["weakest_provenance"] for a in plan.answers if a.trial}
+    if len(labels) > 1:
+        click.echo(
+            f"Warning: the candidates' step times are {' and '.join(sorted(labels))}: differences "
+            "between them are also differences between sources",
+            err=True,
+        )
+    return True
+
+
+def _price_column(plan: Plan) -> list[str]:
+    return ["price/h", "per M tokens"] if plan.has_prices else []
+
+
+def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
+    config = trial.config
+    prices = [config.price_per_hour, trial.mean("cost_per_million_output_tokens")]
+    return [
+        config.policy,
+        _gpu(trial),
+        _workers(trial),
+        str(config.n_gpus),
+        *([_number(price, ".2f") for price in prices] if plan.has_prices else []),
+        _interval(trial.attainment, ".4f"),
+        str(len(trial.summaries)),
+        _number(trial.mean("p99_ttft_ms"), ".1f"),
+        _number(trial.mean("p99_tpot_ms"), ".2f"),
+        f"{per_user(trial):.1f}",
+        f"{per_gpu(trial):.0f}",
+        trial.summaries[0]["weakest_provenance"],
+    ]
+
+
+def _gpu(trial: Trial) -> str:
+    return str(trial.summaries[0]["gpu"])
+
+
+def _workers(trial: Trial) -> str:
+    size = trial.config.tensor_parallel_size
+    ranks = f", EP {size}" if trial.config.enable_expert_parallel and size > 1 else ""
+    return trial.config.topology + (f" of {size} GPUs{ranks}" if size > 1 else "")
+
+
+def _name(trial: Trial) -> str:
+    price = trial.config.price_per_hour
+    cost = "" if price is None else f", {price:.2f} an hour"
+    return (
+        f"{_workers(trial)} on {_gpu(trial)} under {trial.config.policy}: "
+        f"{trial.config.n_gpus} GPUs{cost}"
+    )
+
+
+def _line(label: str, text: str) -> None:
+    click.echo(f"{label + ':':<26}{text}")
+
+
+def _lost(trial: Trial | None) -> str:
+    if trial is None:
+        return "serves nothing"
+    tail = ", in a short run" if trial.hopeless else ""
+    return (
+        f"attains {100 * trial.attainment.mean:.1f}%, TTFT p99 "
+        f"{_number(trial.mean('p99_ttft_ms'), '.0f')} ms, TPOT p99 "
+        f"{_number(trial.mean('p99_tpot_ms'), '.1f')} ms{tail}"
+    )
+
+
+def _print_rates(plan: RatePlan) -> bool:
+    """Print the highest rates; return whether there is one."""
+    print_table(
+        f"Highest rate within {_goal(plan.objective)}, mean over {plan.objective.seeds} seeds",
+        ["policy", "GPU", "cluster", "requests/s"],
+        [
+            [
+                each.config.policy,
+                each.gpu,
+                each.config.topology,
+                f"none: {each.reason}" if each.rate is None else _interval(each.rate, ".2f"),
+            ]
+            for each in plan.rates
+        ],
+    )
+    for gain in plan.gains:
+        interval = _interval(Interval(gain.percent, gain.low, gain.high), "+.2f")
+        click.echo(f"{gain.policy} against {gain.reference} on {gain.gpu}: {interval}%")
+    click.echo()
+    summary = next((each.summary for each in plan.rates if each.summary is not None), None)
+    if summary is not None:
+        _print_assumptions(summary)
+    return summary is not None
+
+
+def _print_assumptions(summary: Summary) -> None:
+    trace = summary["trace"]
+    _line("Step times", f"{summary['weakest_provenance']} at the weakest")
+    _line("Routing", f"{trace['name']} ({trace['provenance']}), {trace['layers']}")
+    click.echo(
+        f"{'':<26}a trace request is replayed {trace['trace_request_uses_mean']:.1f} times on "
+        f"average, {100 * trace['output_tokens_beyond_recorded_share']:.0f}% of the output tokens "
+        "go beyond what was recorded"
+    )
+    for warning in warnings_of(dict(summary)):
+        click.echo(f"Warning: {warning}", err=True)
+
+
+def _interval(value: Interval, form: str) -> str:
+    if value.low != value.low:
+        return f"{value.mean:{form}}"
+    return f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"

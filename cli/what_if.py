@@ -1,0 +1,117 @@
+"""``eldr-sim what-if``: one change at a time against a base run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import click
+
+from eldr_sim.cli.console import print_table, progress_bar
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.metrics import warnings_of
+from eldr_sim.simulator.planning.tasks import on_processes
+from eldr_sim.simulator.planning.what_if import Change, Effect, read_base, runs_table, to_record
+from eldr_sim.simulator.planning.what_if import what_if as make_what_if
+from eldr_sim.simulator.results import check_output, whole_folder, write_json, write_table
+
+_HEADINGS = {
+    "median_tpot_ms": "TPOT p50, ms",
+    "p99_tpot_ms": "TPOT p99, ms",
+    "median_ttft_ms": "TTFT p50, ms",
+    "p99_ttft_ms": "TTFT p99, ms",
+    "mean_active_experts_per_step": "active experts",
+    "output_throughput": "tokens/s",
+    "slo_attainment": "SLO attainment",
+    "gpu_hours_per_million_output_tokens": "GPU-hours per M tokens",
+    "cost_per_million_output_tokens": "cost per M tokens",
+}
+
+
+@click.command("what-if", short_help="Change one thing at a time in a run.")
+@click.argument("base", type=click.Path(path_type=Path))
+@click.option(
+    "--set", "changes", multiple=True, metavar="FIELD=VALUE",
+    help="A change, such as decode.gpu=h200; repeat for more, each alone against the base. "
+    'Fields that belong together are one change: "topology=8P12D tau=0.2".',
+)  # fmt: skip
+@click.option("--together", is_flag=True, help="Also make all changes at once.")
+@click.option("--seeds", type=int, default=5, show_default=True, help="Seeds, from the base's on.")
+@click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the figures.")
+@click.option("--force", is_flag=True, help="Replace the result in --out.")
+def what_if(
+    base: Path,
+    changes: tuple[str, ...],
+    together: bool,
+    seeds: int,
+    jobs: int | None,
+    out: Path | None,
+    force: bool,
+) -> None:
+    """Make changes to the run BASE, a result folder, its config.json or a YAML file.
+
+    Base and changes run under the same seeds; differences come with 95% confidence intervals.
+    """
+    config = make_config(read_base(base))
+    if jobs is not None and jobs < 1:
+        raise InputError("jobs", str(jobs), "1 or more")
+    if force and out is None:
+        raise InputError("force", "--force without --out", "--out DIR beside it")
+    if out is not None:
+        check_output(out, force)
+    with progress_bar("what if") as update:
+        found = make_what_if(
+            config, changes, n_seeds=seeds, together=together,
+            evaluate=on_processes(jobs), progress=update,
+        )  # fmt: skip
+    if out is not None:
+        with whole_folder(out, force) as folder:
+            write_json(folder / "what_if.json", to_record(found))
+            write_table(folder / "runs.parquet", runs_table(found))
+    first = found.base[0]
+    click.echo(
+        f"Base: {config.policy}, {first['topology']}, {first['model_id']} on {first['gpu']}, "
+        f"{first['weakest_provenance']} tables; {seeds} paired seed{'s' if seeds > 1 else ''}"
+    )
+    for change in found.changes:
+        click.echo()
+        _print_change(change)
+    if out is not None:
+        click.echo(f"Wrote {out}")
+    for name, summary in [("base", first), *((c.name, c.summaries[0]) for c in found.changes)]:
+        for warning in warnings_of(dict(summary)):
+            click.echo(f"Warning: {name}: {warning}", err=True)
+
+
+def _print_change(change: Change) -> None:
+    told = [e for e in change.effects if e.base is not None or e.changed is not None]
+    print_table(
+        change.name,
+        ["figure", "base", "changed", "difference, % [95% confidence interval]"],
+        [
+            [_HEADINGS[effect.metric], _number(effect.base), _number(effect.changed), _cell(effect)]
+            for effect in told
+        ],
+    )
+    if change.other_requests:
+        click.echo(
+            f"Warning: {change.name}: {', '.join(change.other_requests)} makes other requests: "
+            "pairs share their seed only",
+            err=True,
+        )
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def _cell(effect: Effect) -> str:
+    if math.isnan(effect.percent):
+        return "-"
+    if math.isnan(effect.low):
+        return f"{effect.percent:+.2f}"
+    return f"{effect.percent:+.2f} [{effect.low:+.2f}, {effect.high:+.2f}]"

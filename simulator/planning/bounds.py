@@ -1,0 +1,113 @@
+"""What arithmetic alone says about a cluster's size, before any run.
+
+The bounds are optimistic: every step is full, reads as few experts as it can, and no request waits
+for another. What they rule out, no run need show.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.kernel_profiles.step_time import StepTimeModel
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.planning.slo import Objective
+from eldr_sim.simulator.run import offered_load, prepare
+
+#: A finite run may serve a little more than the cluster could for ever.
+_SLACK = 0.9
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Fewest workers that could serve a load, and why none could where that is so.
+
+    ``rate`` is the offered load, requests per second.
+    """
+
+    n_prefill: int
+    n_decode: int
+    rate: float
+    impossible: str = ""
+
+
+def bounds(config: RunConfig, objective: Objective) -> Bounds:
+    """Bound the workers that a load needs on the pools of a configuration.
+
+    - A prefill worker computes prompts of mean length at best in steps filled up to the token
+      budget. With prefix caching of prompts that share blocks nothing is said.
+    - A decode worker generates at best ``batch / step`` tokens per second, over the batches whose
+      step is within the TPOT bound. Fewer distinct experts than the model's top-k (its share on
+      the busiest expert-parallel GPU) no step reads.
+    - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster.
+
+    Raises
+    ------
+    InputError
+        As :func:`~eldr_sim.simulator.run.prepare` does, so if the model does not fit.
+    """
+    setting = prepare(config)
+    workload, _ = offered_load(config, setting.trace)
+    prefill, decode = setting.spec.prefill, setting.spec.decode
+    span = float(workload.arrival_s[-1] - workload.arrival_s[0])
+    rate = config.effective_rate or (len(workload) - 1) / max(span, 1e-9)
+    level, gpu = objective.level, decode.step_time.gpu.name
+    cached = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
+
+    lengths = workload.prompt_len.astype(np.int64)
+    n_prefill = 1
+    if not cached:
+        mean = max(1, int(lengths.mean()))
+        n = max(1, min(prefill.max_num_batched_tokens // mean, prefill.max_num_seqs))
+        n_prefill = _workers(rate * prefill.step_time.prefill_s([mean] * n, [0] * n) / n)
+        late = 0.0 if level.ttft is None else _late(prefill.step_time, lengths, level.ttft / 1e3)
+        if 1.0 - late < objective.attainment:
+            return Bounds(
+                n_prefill,
+                1,
+                rate,
+                f"the prefill alone of {100 * late:.1f}% of the prompts takes longer than the TTFT "
+                f"bound of {level.ttft:g} ms on {prefill.step_time.gpu.name}",
+            )
+    step_s = _fastest_steps(
+        decode.step_time, config.parallelism.n_expert_ranks, setting.model.top_k, lengths.mean()
+    )
+    alone_ms = 1e3 * float(step_s[0])
+    if level.tpot is not None and alone_ms > level.tpot:
+        return Bounds(
+            n_prefill,
+            1,
+            rate,
+            f"a request alone takes {alone_ms:.1f} ms a token on {gpu}, "
+            f"more than the TPOT bound of {level.tpot:g} ms",
+        )
+    within = step_s <= (math.inf if level.tpot is None else level.tpot / 1e3)
+    batch = np.arange(1, len(step_s) + 1)
+    tokens_per_s = float((batch[within] / step_s[within]).max())
+    return Bounds(
+        n_prefill, _workers(rate * float(workload.output_len.mean()) / tokens_per_s), rate
+    )
+
+
+def _workers(load: float) -> int:
+    return max(1, math.ceil(_SLACK * load))
+
+
+def _late(step_time: StepTimeModel, lengths: NDArray[np.int64], bound_s: float) -> float:
+    """Return the share of prompts whose prefill alone takes longer than a bound."""
+    values, counts = np.unique(lengths, return_counts=True)
+    late = [step_time.prefill_s([n], [0]) > bound_s for n in values.tolist()]
+    return float(counts[late].sum() / counts.sum())
+
+
+def _fastest_steps(
+    step_time: StepTimeModel, n_ranks: int, top_k: int, context: float
+) -> NDArray[np.float64]:
+    """Return the least time of a decode step of 1, 2, ... requests, s."""
+    distinct = -(-top_k // n_ranks)
+    moe = step_time.n_moe_layers * step_time.moe_s[1:, distinct]
+    knot = int(context // step_time.context_stride)
+    return np.asarray(step_time.fixed_s[1:] + step_time.attention_s[1:, knot] + moe)

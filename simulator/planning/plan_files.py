@@ -1,0 +1,229 @@
+"""A plan as plain values: for JSON, for Parquet and for printing."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.metadata import version
+from typing import Any
+
+import pyarrow as pa
+
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.planning.offers import gpu_label
+from eldr_sim.simulator.planning.plan import Answer, Plan, Saving, per_gpu, per_user
+from eldr_sim.simulator.planning.rates import CarriedRate, RatePlan
+from eldr_sim.simulator.planning.slo import Interval, Objective
+from eldr_sim.simulator.planning.tasks import Runs, Summary
+from eldr_sim.simulator.planning.trial import Trial
+
+#: Figures of a run in ``points.parquet`` and of a cluster in ``plan.json`` (means over seeds).
+FIGURES = (
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "median_tpot_ms",
+    "p99_tpot_ms",
+    "output_throughput",
+    "mean_decode_batch",
+    "mean_active_experts_per_step",
+    "cost_per_million_output_tokens",
+)
+
+
+def plan_record(plan: Plan, config: RunConfig) -> dict[str, Any]:
+    """Return all of a plan but its runs, ready for JSON; ``config`` is what was planned with."""
+    best, margin = plan.best, plan.margin
+    return {
+        "kind": "cluster",
+        **_asked(plan.objective, config),
+        "request_rate": plan.rate,
+        "max_gpus": plan.max_gpus,
+        "cheapest_by": "price_per_hour" if plan.has_prices else "gpus",
+        "answer": None if best is None or best.trial is None else cluster(best.trial),
+        "runner_up": None if plan.runner_up is None else cluster(plan.runner_up),
+        "margin": None
+        if margin is None
+        else {
+            "highest_rate": interval(margin.rate),
+            "percent_above_load": interval(margin.percent),
+            "highest_rate_is_a_lower_bound": margin.is_bounded,
+            "one_decode_worker_lost": _maybe(margin.lost_decode),
+            "one_prefill_worker_lost": _maybe(margin.lost_prefill),
+        },
+        "candidates": [_answer(answer) for answer in plan.answers],
+        "savings": [saving(each) for each in plan.savings],
+        "pareto_front": [cluster(trial) for trial in plan.front],
+        "clusters": [cluster(trial) for answer in plan.answers for trial in answer.trials],
+        "assumptions": None
+        if best is None or best.trial is None
+        else assumptions(best.trial.summaries[0]),
+        **_made(plan.runs),
+    }
+
+
+def rate_record(plan: RatePlan, config: RunConfig) -> dict[str, Any]:
+    """Return all of a plan of rates but its runs, ready for JSON."""
+    summaries = [each.summary for each in plan.rates if each.summary is not None]
+    return {
+        "kind": "rate",
+        **_asked(plan.objective, config),
+        "rates": [carried_rate(each) for each in plan.rates],
+        "gains": [
+            {
+                "gpu": gain.gpu,
+                "policy": gain.policy,
+                "reference": gain.reference,
+                "percent": interval(Interval(gain.percent, gain.low, gain.high)),
+            }
+            for gain in plan.gains
+        ],
+        "assumptions": assumptions(summaries[0]) if summaries else None,
+        **_made(plan.runs),
+    }
+
+
+def points_table(runs: Runs) -> pa.Table:
+    """Return every run of a plan, one row each, in an order that does not depend on the processes.
+
+    Columns: policy, gpu, topology, tensor_parallel_size, enable_expert_parallel, gpus,
+    price_per_hour, request_rate, duration and num_requests (a quarter in a pre-run), seed,
+    num_prompts, slo_attainment, attainment of each bound, the figures, and the two of a Pareto
+    front: output tokens per second of each GPU and of the median user.
+    """
+    rows = [_row(config, summary) for config, summary in runs.made()]
+    rows.sort(key=lambda row: json.dumps(list(row.values())))
+    return pa.Table.from_pylist(rows)
+
+
+def cluster(trial: Trial) -> dict[str, Any]:
+    """Return a cluster and what was learned about it; figures are means over its seeds."""
+    return {
+        **_cluster_of(trial.config),
+        "verdict": trial.verdict.value,
+        "weakest_provenance": trial.summaries[0]["weakest_provenance"],
+        "hopeless": trial.hopeless,
+        "seeds": len(trial.summaries),
+        "slo_attainment": interval(trial.attainment),
+        "slo_attainment_by_metric": {
+            metric: trial.attained(metric)
+            for metric in trial.config.goodput.model_dump(exclude_none=True)
+        },
+        **{figure: trial.mean(figure) for figure in FIGURES},
+        "tokens_per_s_per_gpu": per_gpu(trial),
+        "tokens_per_s_per_user": _finite(per_user(trial)),
+    }
+
+
+def carried_rate(each: CarriedRate) -> dict[str, Any]:
+    """Return a cluster and the highest rate that it carries."""
+    return {
+        **_cluster_of(each.config),
+        "highest_rate": None if each.rate is None else interval(each.rate),
+        "by_seed": list(each.by_seed),
+        "reason": each.reason,
+    }
+
+
+def saving(each: Saving) -> dict[str, Any]:
+    """Return the GPUs that a policy saves."""
+    return {
+        "gpu": each.gpu,
+        "policy": each.policy,
+        "reference": each.reference,
+        "gpus_saved": interval(each.gpus),
+        "gpus_by_seed": list(each.by_seed),
+        "reference_gpus_by_seed": list(each.reference_by_seed),
+    }
+
+
+def interval(value: Interval) -> dict[str, float | None]:
+    """Return a mean and the ends of its interval, None for those that do not exist."""
+    return {
+        "mean": _finite(value.mean),
+        "low": _finite(value.low),
+        "high": _finite(value.high),
+    }
+
+
+def assumptions(summary: Summary) -> dict[str, Any]:
+    """Return what a run's figures rest on."""
+    keys = (
+        "weakest_provenance",
+        "provenance",
+        "lookups_outside_tables",
+        "decode_steps",
+        "latency_warnings",
+        "kv_transfer",
+        "trace",
+    )
+    return {key: summary[key] for key in keys}
+
+
+def _asked(objective: Objective, config: RunConfig) -> dict[str, Any]:
+    return {
+        "slo_ms": objective.level.model_dump(exclude_none=True),
+        "attainment": objective.attainment,
+        "confidence": objective.confidence,
+        "looks": list(objective.looks),
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def _made(runs: Runs) -> dict[str, Any]:
+    return {
+        "simulated_runs": len(runs),
+        "versions": {name: version(name) for name in ("eldr-sim", "numpy", "scipy", "pyarrow")},
+    }
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    return {
+        "gpu": answer.gpu,
+        "policy": answer.policy,
+        "cluster": _maybe(answer.trial),
+        "fewest_prefill_workers": answer.found.x_least,
+        "fewest_decode_workers": answer.found.y_least,
+        "reasons": answer.reasons,
+        "notes": answer.notes,
+    }
+
+
+def _maybe(trial: Trial | None) -> dict[str, Any] | None:
+    return None if trial is None else cluster(trial)
+
+
+def _cluster_of(config: RunConfig) -> dict[str, Any]:
+    return {
+        "policy": config.policy,
+        "gpu": gpu_label(config),
+        "topology": config.topology,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_expert_parallel": config.enable_expert_parallel,
+        "gpus": config.n_gpus,
+        "price_per_hour": config.price_per_hour,
+        "request_rate": config.request_rate,
+    }
+
+
+def _row(config: RunConfig, summary: Summary) -> dict[str, Any]:
+    tpot_ms = summary["median_tpot_ms"]
+    return {
+        **_cluster_of(config),
+        "duration": config.duration,
+        "num_requests": config.num_requests,
+        "seed": config.seed,
+        "num_prompts": summary["num_prompts"],
+        "slo_attainment": summary["slo_attainment"],
+        **{
+            f"slo_attainment_{metric}": share
+            for metric, share in summary["slo_attainment_by_metric"].items()
+        },
+        **{figure: summary[figure] for figure in FIGURES},
+        "tokens_per_s_per_gpu": summary["output_throughput"] / config.n_gpus,
+        "tokens_per_s_per_user": 1e3 / tpot_ms if tpot_ms else None,
+        "weakest_provenance": summary["weakest_provenance"],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,185 @@
+"""What-ifs: pairs share their requests, a change is alone, and wrong ones are told in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from scipy import stats
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.planning.what_if import (
+    FIGURES,
+    change_fields,
+    read_base,
+    to_record,
+    what_if,
+)
+
+BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
+
+
+class Analytic:
+    """Figures that are the seed's luck times what the configuration says."""
+
+    def __init__(self):
+        self.configs = []
+
+    def __call__(self, configs):
+        self.configs += configs
+        return [self.summary(config) for config in configs]
+
+    def summary(self, config):
+        luck = np.random.default_rng([config.seed, 1]).normal(10.0, 1.0)
+        value = luck * {"jsq": 1.0, "eldr": 0.9}.get(config.policy, 1.2) * (1 + config.tau)
+        return dict.fromkeys(FIGURES, value) | {
+            "seed": config.seed,
+            "num_prompts": 30,
+            "completed": 30,
+            "failed": 0,
+            "provenance": {},
+            "cost_per_million_output_tokens": None,
+            "slo_attainment": 0.0,
+        }
+
+
+def test_pairs_share_their_luck_and_changes_stand_alone():
+    evaluate = Analytic()
+    base = make_config(BASE | {"policy": "jsq", "tau": 0.1, "seed": 3})
+    found = what_if(base, ["policy=eldr", "tau=0.21"], n_seeds=4, together=True, evaluate=evaluate)
+    asked = [(c.policy, c.tau, c.seed) for c in evaluate.configs]
+    assert asked == [
+        (policy, tau, seed)
+        for policy, tau in (("jsq", 0.1), ("eldr", 0.1), ("jsq", 0.21), ("eldr", 0.21))
+        for seed in (3, 4, 5, 6)
+    ]
+    effects = {c.name: {e.metric: e for e in c.effects} for c in found.changes}
+    for name, percent in (("policy=eldr", -10.0), ("tau=0.21", 10.0), (None, -1.0)):
+        effect = effects[name or "policy=eldr tau=0.21"]["median_tpot_ms"]
+        # The luck is the same on both sides of a pair, so no spread is left.
+        assert (effect.percent, effect.low, effect.high) == pytest.approx((percent,) * 3)
+        assert effect.changed == pytest.approx(effect.base * (1 + percent / 100))
+    for change in found.changes:
+        assert change.other_requests == ()
+        assert math.isnan({e.metric: e for e in change.effects}["slo_attainment"].percent)
+    json.dumps(to_record(found), allow_nan=False)
+
+
+def test_interval_is_students_t_over_the_seeds():
+    class Noisy(Analytic):
+        def summary(self, config):
+            noise = np.random.default_rng([config.seed, config.policy == "eldr"]).normal(0, 0.5)
+            return super().summary(config) | {"median_tpot_ms": 10.0 + noise}
+
+    evaluate = Noisy()
+    base = make_config(BASE | {"policy": "jsq"})
+    found = what_if(base, ["policy=eldr"], n_seeds=5, evaluate=evaluate)
+    before, after = (
+        np.array([evaluate.summary(c)["median_tpot_ms"] for c in evaluate.configs[part]])
+        for part in (slice(0, 5), slice(5, 10))
+    )
+    expected = stats.ttest_1samp(100 * (after / before - 1), 0.0).confidence_interval(0.95)
+    effect = found.changes[0].effects[0]
+    assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ("decode.gpu=h200", ()),
+        ("topology=2P2D", ()),
+        ("request_rate=20", ("request_rate",)),
+        ("output_len=40", ("output_len",)),
+        ("workload=language duration=4", ("workload", "duration")),
+        ("prompts=shared", ("prompts",)),
+        ("warmup=0", ("warmup",)),
+    ],
+)
+def test_changes_of_the_requests_are_told(change, fields):
+    found = what_if(make_config(BASE), [change], n_seeds=1, evaluate=Analytic())
+    assert found.changes[0].other_requests == fields
+
+
+def test_simulated_pairs_serve_the_same_requests():
+    found = what_if(make_config(BASE), ["decode.gpu=h200"], n_seeds=2)
+    for before, after in zip(found.base, found.changes[0].summaries, strict=True):
+        for key in ("num_prompts", "total_input_tokens", "seed"):
+            assert before[key] == after[key]
+    effect = {e.metric: e for e in found.changes[0].effects}["median_tpot_ms"]
+    assert effect.high < 0
+
+
+def test_values_are_yaml_and_fields_are_dot_paths():
+    values = {"decode": {"max_num_seqs": 8, "gpu": None}, "policy": "jsq"}
+    changed = change_fields(values, "decode.gpu=h200 tau=0.2 layer_mask=0,3 goodput.ttft=500")
+    assert changed == {
+        "decode": {"max_num_seqs": 8, "gpu": "h200"},
+        "policy": "jsq",
+        "tau": 0.2,
+        "layer_mask": "0,3",
+        "goodput": {"ttft": 500},
+    }
+    assert values == {"decode": {"max_num_seqs": 8, "gpu": None}, "policy": "jsq"}
+    assert change_fields({}, "max_num_seqs=null") == {"max_num_seqs": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([], "set: no change"),
+        ([""], "set: an empty change"),
+        (["policy"], "set: 'policy' (allowed: FIELD=VALUE"),
+        (["=eldr"], "set: '=eldr'"),
+        (["'policy=eldr"], "set: "),
+        (["polcy=eldr"], "polcy: no such field"),
+        (["decode.gup=h200"], "decode.gup: no such field"),
+        (["policy.name=eldr"], "policy.name: 'policy' has no fields of its own"),
+        (["tau=2"], "tau: 2"),
+        (["policy=round_robin"], "set: policy=round_robin is what the base run has"),
+        (["tau=0.2", "tau=0.2"], "set: a change is given twice"),
+    ],
+)
+def test_bad_change(changes, message):
+    evaluate = Analytic()
+    with pytest.raises(InputError) as error:
+        what_if(make_config(BASE), changes, evaluate=evaluate)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+    assert evaluate.configs == []
+
+
+def test_base_is_a_folder_a_config_or_yaml(tmp_path):
+    folder = tmp_path / "result"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"config": BASE, "versions": {}}))
+    (tmp_path / "run.yaml").write_text(json.dumps(BASE))
+    for path in (folder, folder / "config.json", tmp_path / "run.yaml"):
+        assert read_base(path) == BASE
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(InputError):
+            read_base(path)
+
+
+def test_command_line(run_cli, tmp_path):
+    base, out = tmp_path / "run.yaml", tmp_path / "out"
+    base.write_text(json.dumps(BASE | {"goodput": {"ttft": 100}}))
+    code, text, err = run_cli(
+        "what-if", base, "--set", "decode.gpu=h200", "--set", "request_rate=20", "--seeds", 2,
+        "--jobs", 1, "--out", out,
+    )  # fmt: skip
+    assert code == 0
+    assert "Base: round_robin, 1 prefill + 2 decode workers" in text
+    assert "decode.gpu=h200\nfigure " in text
+    assert "Warning: request_rate=20: request_rate makes other requests" in err
+    assert {path.name for path in out.iterdir()} == {"what_if.json", "runs.parquet"}
+    runs = pq.read_table(out / "runs.parquet").to_pandas()
+    assert runs.change.tolist() == ["base"] * 2 + ["decode.gpu=h200"] * 2 + ["request_rate=20"] * 2
+    assert runs.seed.tolist() == [0, 1] * 3
+    code, _, err = run_cli("what-if", base, "--set", "tau=0.2", "--out", out)
+    assert (code, err.startswith("Error: out: ")) == (2, True)
+    code, _, err = run_cli("what-if", tmp_path / "none", "--set", "tau=0.2")
+    assert (code, err.startswith("Error: config: cannot read")) == (2, True)
