@@ -16,27 +16,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eldr_sim.simulator.compare import compare
     from eldr_sim.simulator.config import RunConfig
+    from eldr_sim.simulator.planning.plan import plan
+    from eldr_sim.simulator.planning.slo import Objective
     from eldr_sim.simulator.planning.sweep import sweep
+    from eldr_sim.simulator.planning.what_if import what_if
     from eldr_sim.simulator.report.page import write_report
     from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
 
 __version__ = version("eldr-sim")
 __all__ = [
+    "Objective",
     "RunConfig",
     "__version__",
     "compare",
+    "plan",
     "simulate",
     "sweep",
+    "what_if",
     "write_report",
     "write_result",
 ]
 
 _HOME = {
+    "Objective": "eldr_sim.simulator.planning.slo",
     "RunConfig": "eldr_sim.simulator.config",
     "compare": "eldr_sim.simulator.compare",
+    "plan": "eldr_sim.simulator.planning.plan",
     "simulate": "eldr_sim.simulator.run",
     "sweep": "eldr_sim.simulator.planning.sweep",
+    "what_if": "eldr_sim.simulator.planning.what_if",
     "write_report": "eldr_sim.simulator.report.page",
     "write_result": "eldr_sim.simulator.results",
 }

@@ -1,7 +1,7 @@
 """The Python API, walked through.
 
-The functions have the names of the commands: `simulate`, `compare`, `sweep`. All are typed;
-`help(eldr_sim.simulate)` tells what they take and return. Run this file as a script
+The functions have the names of the commands: `simulate`, `compare`, `sweep`, `what_if`, `plan`. All
+are typed; `help(eldr_sim.simulate)` tells what they take and return. Run this file as a script
 (`python docs/python_api.py`), or cell by cell in an editor that knows percent cells. It takes
 seconds: the clusters are small and the runs short, so the figures are examples, not findings.
 """
@@ -10,7 +10,18 @@ seconds: the clusters are small and the runs short, so the figures are examples,
 from pathlib import Path
 from tempfile import mkdtemp
 
-from eldr_sim import RunConfig, compare, simulate, sweep, write_report, write_result
+from eldr_sim import (
+    Objective,
+    RunConfig,
+    compare,
+    plan,
+    simulate,
+    sweep,
+    what_if,
+    write_report,
+    write_result,
+)
+from eldr_sim.simulator.config import ServiceLevel
 
 # What every run here has in common; a field has the name of its option, with underscores.
 base = RunConfig(topology="2P4D", request_rate=20, duration=15, warmup=5, output_len=128)
@@ -54,6 +65,23 @@ swept = sweep(
 )
 columns = ["policy", "request_rate", "median_tpot_ms", "mean_active_experts_per_step"]
 print(swept.aggregate.select(columns).to_pandas().round(2).to_string(index=False))
+
+# %% One change at a time against a base run, paired over seeds
+for change in what_if(base, ["policy=eldr", "topology=2P6D"], n_seeds=2).changes:
+    effect = next(e for e in change.effects if e.metric == "median_tpot_ms")
+    print(
+        f"{change.name}: median TPOT {effect.percent:+.1f}% [{effect.low:+.1f}, {effect.high:+.1f}]"
+    )
+
+# %% The cheapest cluster that meets an objective (docs/planning.md)
+load = RunConfig(request_rate=30, duration=4, warmup=3, output_len=64)
+objective = Objective(ServiceLevel(ttft=500, tpot=14), attainment=0.9, looks=(2,))
+planned = plan(load, objective, policies=["jsq"], max_gpus=5, tensor_parallel_sizes=[1])
+answer = planned.best
+if answer is not None and answer.trial is not None and planned.margin is not None:
+    cluster, margin = answer.trial, planned.margin
+    print(f"{cluster.config.topology} on {answer.gpu} attains {cluster.attainment.mean:.1%}")
+    print(f"and carries {margin.rate.mean:.0f} requests/s ({len(planned.runs)} runs)")
 
 # %% Results on disk, and one HTML page of them
 write_result(result, folder / "eldr")
