@@ -19,6 +19,10 @@ kernels, which sort them and choose their tiles by them, but only its own expert
 and only about 1 / R of the token-expert pairs are computed. Tables measured so (their shape has an
 ``expert_parallel_size``) are fitted over the rank's own experts. Where there is none,
 :meth:`MoELatency.on_rank` reads the whole layer's function at the rank's count.
+
+A profile's table holds a full grid of forced routing (``routing`` is ``forced``) and needs no form:
+:class:`MoEGrid` interpolates it. Its rows with skewed loads (``forced_zipf_*``) measure how much
+the form leaves out, and are not fitted.
 """
 
 from __future__ import annotations
@@ -154,11 +158,86 @@ class MoELatency:
         return np.maximum(balanced, interpolate(counts, self.unbalanced_knots, self.unbalanced_s))
 
 
-def fit_moe_latency(table: LatencyTable) -> MoELatency:
-    """Fit the form of this module to a table.
+@dataclass(frozen=True, eq=False)
+class MoEGrid(MoELatency):
+    """One MoE layer through the points of a full grid, linear in between.
 
-    Tables with rows whose distinct experts are exact (``balanced`` routing, or a profile's forced
-    routing) are followed point by point. Tables with expectations only get the straight line
+    Attributes
+    ----------
+    knots
+        Batches of the grid, ascending.
+    grid_knots_s
+        float64 [knots, n_experts + 1]: seconds by distinct experts, non-decreasing. Where a batch
+        cannot reach a count, its row goes on with its last slope.
+    """
+
+    knots: FloatArray = field(default_factory=lambda: np.empty(0))
+    grid_knots_s: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
+
+    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
+        """Seconds at (batch, distinct experts); past the last batch its last slope goes on."""
+        tokens, experts = np.broadcast_arrays(
+            np.asarray(batch, dtype=np.float64), np.asarray(distinct, dtype=np.float64)
+        )
+        column = np.clip(experts.astype(np.intp), 0, self.n_experts - 1)
+        part = np.clip(experts - column, 0.0, 1.0)
+        row = np.clip(np.searchsorted(self.knots, tokens, side="right") - 1, 0, None)
+        row = np.minimum(row, max(len(self.knots) - 2, 0))
+        above = np.minimum(row + 1, len(self.knots) - 1)
+        low, high = (
+            (1 - part) * self.grid_knots_s[i, column] + part * self.grid_knots_s[i, column + 1]
+            for i in (row, above)
+        )
+        width = np.maximum(self.knots[above] - self.knots[row], 1.0)
+        share = np.maximum((tokens - self.knots[row]) / width, 0.0)
+        inside = (1 - share) * low + share * high
+        beyond = high + np.maximum(high - low, 0.0) * (share - 1)
+        return np.asarray(np.where(share > 1, beyond, inside), dtype=np.float64)
+
+    def on_rank(self, n_ranks: int) -> MoELatency:
+        """Return one of ``n_ranks`` GPUs' layer, by the form fitted to the same rows."""
+        if n_ranks == 1:
+            return self
+        fields = {name: getattr(self, name) for name in MoELatency.__dataclass_fields__}
+        return MoELatency(**fields).on_rank(n_ranks)
+
+
+def _grid(
+    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
+) -> MoEGrid:
+    """Arrange exact rows as a grid, beside the form fitted to them."""
+    knots = np.unique(batch)
+    counts = np.arange(n_experts + 1.0)
+    rows, slopes = [], []
+    for tokens in knots:
+        at = np.flatnonzero(batch == tokens)
+        at = at[np.argsort(distinct[at])]
+        levels, values = distinct[at], monotone_envelope(latency[at])
+        slopes.append(np.diff(values) / np.diff(levels))
+        rows.append((levels, values))
+    known = [i for i, slope in enumerate(slopes) if len(slope)]
+    grid = np.empty((len(knots), n_experts + 1))
+    for i, (levels, values) in enumerate(rows):
+        # A batch that was measured at one count takes the slopes of the nearest batch with more.
+        near = min(known, key=lambda j: abs(j - i)) if known else None
+        first, last = (0.0, 0.0) if near is None else (slopes[near][0], slopes[near][-1])
+        grid[i] = np.interp(counts, levels, values)
+        grid[i] -= first * np.maximum(levels[0] - counts, 0.0)
+        grid[i] += last * np.maximum(counts - levels[-1], 0.0)
+    form = _separate(batch, distinct, latency, n_experts, top_k)
+    fields = {name: getattr(form, name) for name in MoELatency.__dataclass_fields__}
+    fields["batch_knots"] = np.unique(np.concatenate([[0.0], knots]))
+    fields["batch_s"] = interpolate(fields["batch_knots"], form.batch_knots, form.batch_s)
+    floor = latency.min() * 1e-3
+    return MoEGrid(**fields, knots=knots, grid_knots_s=np.maximum(grid, floor))
+
+
+def fit_moe_latency(table: LatencyTable) -> MoELatency:
+    """Fit the form of this module to a table, or follow a profile's grid.
+
+    Tables with rows whose distinct experts are exact (``balanced`` routing) are followed point by
+    point; so is a profile's grid of forced routing, by :class:`MoEGrid`, whose errors are those
+    that the profile found on rows that it held out. Tables with expectations only get the straight line
     ``a + b * distinct + c * batch`` up to 128 tokens, and their own excess over it beyond.
 
     Raises
@@ -174,10 +253,16 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
     batch = table.columns["batch"].astype(np.float64)
     distinct = table.columns["distinct_experts"].astype(np.float64)
     latency = table.columns["latency_s"].astype(np.float64)
-    skewed = np.array([str(r).startswith("power_law") for r in table.columns["routing"]])
+    routing = table.columns["routing"]
+    skewed = np.array([str(r).startswith("power_law") for r in routing])
     if len(batch) < 4:
         raise InputError("table", f"{len(batch)} rows", "at least 4 to fit a MoE layer")
-    exact = ~skewed
+    forced = np.array([str(r) == "forced" for r in routing])
+    exact = ~np.array([str(r).startswith(("power_law", "forced_zipf")) for r in routing])
+    fitted: MoELatency
+    if forced.any():
+        grid = _grid(batch[exact], distinct[exact], latency[exact], n_experts, top_k)
+        return replace(grid, fit_error=dict(table.metadata.fit_error))
     if exact.any():
         fitted = _follow(batch[exact], distinct[exact], latency[exact], n_experts, top_k)
     else:
