@@ -10,6 +10,7 @@ from eldr_sim import __version__
 from eldr_sim.cli.compare import compare
 from eldr_sim.cli.fit import fit
 from eldr_sim.cli.listing import gpus, models, tables
+from eldr_sim.cli.profile import profile
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
 from eldr_sim.cli.trace import trace
@@ -22,7 +23,7 @@ def cli() -> None:
     """Simulate clusters that serve mixture-of-experts models, on real expert routing."""
 
 
-for command in (run, compare, reproduce, fit, trace, gpus, models, tables):
+for command in (run, compare, reproduce, fit, profile, trace, gpus, models, tables):
     cli.add_command(command)
 
 

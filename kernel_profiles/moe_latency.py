@@ -202,7 +202,7 @@ class MoEGrid(MoELatency):
         return MoELatency(**fields).on_rank(n_ranks)
 
 
-def _grid(
+def fit_grid(
     batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
 ) -> MoEGrid:
     """Arrange exact rows as a grid, beside the form fitted to them."""
@@ -224,7 +224,7 @@ def _grid(
         grid[i] = np.interp(counts, levels, values)
         grid[i] -= first * np.maximum(levels[0] - counts, 0.0)
         grid[i] += last * np.maximum(counts - levels[-1], 0.0)
-    form = _separate(batch, distinct, latency, n_experts, top_k)
+    form = fit_max_form(batch, distinct, latency, n_experts, top_k)
     fields = {name: getattr(form, name) for name in MoELatency.__dataclass_fields__}
     fields["batch_knots"] = np.unique(np.concatenate([[0.0], knots]))
     fields["batch_s"] = interpolate(fields["batch_knots"], form.batch_knots, form.batch_s)
@@ -261,7 +261,7 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
     exact = ~np.array([str(r).startswith(("power_law", "forced_zipf")) for r in routing])
     fitted: MoELatency
     if forced.any():
-        grid = _grid(batch[exact], distinct[exact], latency[exact], n_experts, top_k)
+        grid = fit_grid(batch[exact], distinct[exact], latency[exact], n_experts, top_k)
         return replace(grid, fit_error=dict(table.metadata.fit_error))
     if exact.any():
         fitted = _follow(batch[exact], distinct[exact], latency[exact], n_experts, top_k)
@@ -295,14 +295,14 @@ def _follow(
     batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
 ) -> MoELatency:
     """The form through exact rows, with leave-one-out errors over the distinct counts."""
-    model = _separate(batch, distinct, latency, n_experts, top_k)
+    model = fit_max_form(batch, distinct, latency, n_experts, top_k)
     residual = np.abs(model.time_s(batch, distinct) / latency - 1)
     errors = {"rows_mean": float(residual.mean()), "rows_max": float(residual.max())}
     levels = np.unique(distinct)
     left_out = []
     for level in levels[1:-1]:
         keep = distinct != level
-        without = _separate(batch[keep], distinct[keep], latency[keep], n_experts, top_k)
+        without = fit_max_form(batch[keep], distinct[keep], latency[keep], n_experts, top_k)
         gone = ~keep
         left_out += list(np.abs(without.time_s(batch[gone], distinct[gone]) / latency[gone] - 1))
     if left_out:
@@ -313,7 +313,7 @@ def _follow(
     return replace(model, fit_error=errors)
 
 
-def _separate(
+def fit_max_form(
     batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
 ) -> MoELatency:
     """Split exact rows into G and C.

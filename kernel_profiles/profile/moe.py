@@ -7,6 +7,7 @@ sort, both GEMMs, weighted sum. The gate itself is a GEMM and is measured as one
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,8 +34,11 @@ class MoEKernel(Protocol):
     kernel_source: str
     framework: str
 
-    def tune(self, bench: MoEBench) -> dict[str, str]:
-        """Choose block sizes and the like; returns what was chosen, by situation."""
+    def tune(self, bench: MoEBench) -> dict[str, Any]:
+        """Choose block sizes and the like; returns what was chosen, as plain values."""
+
+    def restore(self, tuned: dict[str, Any]) -> None:
+        """Choose what :meth:`tune` returned earlier."""
 
     def layer(self, batch: int) -> Layer:
         """The layer for a batch."""
@@ -97,9 +101,12 @@ class TorchMoE:
         self.shape = shape
         self.framework = f"torch {require_torch().__version__.split('+')[0]}"
 
-    def tune(self, bench: MoEBench) -> dict[str, str]:
+    def tune(self, bench: MoEBench) -> dict[str, Any]:
         """Nothing to choose."""
         return {}
+
+    def restore(self, tuned: dict[str, Any]) -> None:
+        """Nothing to choose."""
 
     def layer(self, batch: int) -> Layer:
         """The layer for a batch."""
@@ -136,13 +143,17 @@ class TritonKernel:
         )
         return layer
 
-    def tune(self, bench: MoEBench) -> dict[str, str]:
+    def restore(self, tuned: dict[str, Any]) -> None:
+        """Take the tiles that :meth:`tune` returned earlier."""
+        for name, (up, down) in tuned.items():
+            self.tiles[name] = (self._module.Tile(*up), self._module.Tile(*down))
+
+    def tune(self, bench: MoEBench) -> dict[str, Any]:
         """Time every tile at one point a class: half of the experts at 64 tokens, all at 4096.
 
         The tiles of the two GEMMs are chosen one after the other, by the time of the whole layer.
         Tiles that the device refuses (shared memory) are left out.
         """
-        chosen = {}
         for name, tiles, batch, share in (
             ("decode", self._module.DECODE_TILES, 64, 2),
             ("prefill", self._module.PREFILL_TILES, 4096, 1),
@@ -167,8 +178,7 @@ class TritonKernel:
                 if times:
                     best = min(times, key=times.__getitem__)
             self.tiles[name] = best
-            chosen[name] = f"up {best[0]}, down {best[1]}"
-        return chosen
+        return {name: [list(astuple(tile)) for tile in pair] for name, pair in self.tiles.items()}
 
 
 class _VllmLayer:
@@ -201,9 +211,12 @@ class VllmMoE:
             raise InputError("moe-vllm", "measured with bfloat16 experts on one rank only")
         self.shape, self.framework = shape, f"vllm {vllm.__version__}"
 
-    def tune(self, bench: MoEBench) -> dict[str, str]:
+    def tune(self, bench: MoEBench) -> dict[str, Any]:
         """VLLM brings its own configurations."""
         return {}
+
+    def restore(self, tuned: dict[str, Any]) -> None:
+        """VLLM brings its own configurations."""
 
     def layer(self, batch: int) -> Layer:
         """The layer for a batch."""

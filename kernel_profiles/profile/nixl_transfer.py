@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -25,6 +27,11 @@ GRID = tuple(
     if descriptors * size <= 128 << 20
 )
 """(bytes, descriptors) of the transfers measured."""
+
+
+def nixl_version() -> str:
+    """Version of the NIXL library."""
+    return metadata.version("nixl")
 
 
 @dataclass(frozen=True)
@@ -123,8 +130,8 @@ def measure_transfers(
     return times, first_contact
 
 
-def _blocks(agent: object, tensor: object, block: int, count: int) -> object:
-    address, device = tensor.data_ptr(), max(tensor.get_device(), 0)  # type: ignore[attr-defined]
-    memory = "VRAM" if tensor.is_cuda else "DRAM"  # type: ignore[attr-defined]
+def _blocks(agent: Any, tensor: Any, block: int, count: int) -> Any:
+    address, device = tensor.data_ptr(), max(tensor.get_device(), 0)
+    memory = "VRAM" if tensor.is_cuda else "DRAM"
     rows = [(address + 2 * block * index, block, device) for index in range(count)]
-    return agent.get_xfer_descs(rows, mem_type=memory)  # type: ignore[attr-defined]
+    return agent.get_xfer_descs(rows, mem_type=memory)

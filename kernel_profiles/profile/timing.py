@@ -95,7 +95,7 @@ class CpuTimer:
     min_repeats, max_repeats
         Bounds of the number of samples.
     clock
-        Seconds; tests replace it.
+        Seconds: of the wall, or of the calling thread alone.
     """
 
     target_s: float = 0.2
