@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,20 +15,16 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 
+if TYPE_CHECKING:
+    from eldr_sim.kernel_profiles.profile.session import Profile
 
-class Budget(click.ParamType):
-    """A time such as 90s, 5m or 1.5h, in seconds."""
 
-    name = "time"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Read the text."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", str(value).strip())
-        if found is None or float(found[1]) <= 0:
-            raise InputError("budget", repr(value), "a time such as 90s, 5m or 1h")
-        return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> float:
+    """Read a time such as 90s, 5m or 1.5h."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise InputError("budget", repr(text), "a time such as 90s, 5m or 1h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 @click.command(short_help="Measure the kernels of a GPU, or of the CPU.")
@@ -40,7 +37,7 @@ class Budget(click.ParamType):
     help="Models whose kernels to measure.",
 )
 @click.option("--device", default="cuda", show_default=True, metavar="cuda|cpu")
-@click.option("--budget", type=Budget(), default="5m", show_default=True, metavar="TIME")
+@click.option("--budget", callback=_seconds, default="5m", show_default=True, metavar="TIME")
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
 @click.option("--resume", is_flag=True, help="Go on with the profile in --out.")
 @click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
@@ -115,16 +112,12 @@ def profile(
         sys.exit(130)
     pictures = plot_profile(out, found.tables, found.summary) if plot else []
     _report(found, time.monotonic() - start)
-    known = (out / "gpu.json").exists()
-    gpu = out / "gpu.json" if known else opened.name
+    gpu = out / "gpu.json" if (out / "gpu.json").exists() else opened.name
     click.echo(f"Wrote {len(found.tables)} tables and {len(pictures)} pictures to {out}")
     click.echo(f"Use them: eldr-sim run --gpu {gpu} --tables {out} --model {models.split(',')[0]}")
 
 
-def _report(found: object, took: float) -> None:
-    from eldr_sim.kernel_profiles.profile.session import Profile
-
-    assert isinstance(found, Profile)
+def _report(found: Profile, took: float) -> None:
     summary = found.summary
     click.echo(
         f"{summary['facts']['device']}: {took:.0f} s; copy {summary['copy_bandwidth'] / 1e9:.1f} "

@@ -258,7 +258,8 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
     if len(batch) < 4:
         raise InputError("table", f"{len(batch)} rows", "at least 4 to fit a MoE layer")
     forced = np.array([str(r) == "forced" for r in routing])
-    exact = ~np.array([str(r).startswith(("power_law", "forced_zipf")) for r in routing])
+    inexact = ("power_law", "forced_zipf")
+    exact = np.array([not str(r).startswith(inexact) for r in routing])
     fitted: MoELatency
     if forced.any():
         grid = fit_grid(batch[exact], distinct[exact], latency[exact], n_experts, top_k)

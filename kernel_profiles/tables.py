@@ -274,9 +274,7 @@ def attention_shape(n_heads: int, n_kv_heads: int, head_dim: int, window: int) -
     return {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "window": window}
 
 
-def elementwise_shape(
-    hidden: int, n_heads: int, n_kv_heads: int, head_dim: int
-) -> dict[str, int]:
+def elementwise_shape(hidden: int, n_heads: int, n_kv_heads: int, head_dim: int) -> dict[str, int]:
     """Shape of one layer's norms, rotary embedding and KV writes as it identifies a table."""
     return {
         "hidden_size": hidden,

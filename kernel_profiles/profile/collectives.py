@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,14 +87,11 @@ def _rank(
             whole = torch.ones(len(part) * n_ranks, dtype=torch.bfloat16, device=device)
             spare = torch.empty_like(whole)
 
-            def run() -> None:
-                if operation == "all_reduce":
-                    dist.all_reduce(whole)  # noqa: B023
-                elif operation == "all_gather":
-                    dist.all_gather_into_tensor(whole, part)  # noqa: B023
-                else:
-                    dist.all_to_all_single(spare, whole)  # noqa: B023
-
+            run = {
+                "all_reduce": partial(dist.all_reduce, whole),
+                "all_gather": partial(dist.all_gather_into_tensor, whole, part),
+                "alltoall": partial(dist.all_to_all_single, spare, whole),
+            }[operation]
             times = []
             for _ in range(_REPEATS + 3):
                 dist.barrier()

@@ -82,9 +82,7 @@ def _same(one: TableMetadata, other: TableMetadata) -> bool:
     return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
-def _points(
-    table: LatencyTable, other: LatencyTable, cache_bytes: int
-) -> Iterator[Difference]:
+def _points(table: LatencyTable, other: LatencyTable, cache_bytes: int) -> Iterator[Difference]:
     kind, theirs, ours = table.metadata.kind, other.columns, table.columns
 
     def made(point: str, measured_s: float, other_s: float, likely: str = "") -> Difference:

@@ -132,11 +132,8 @@ class Elementwise:
         self.norm()
 
 
-def elementwise_rounds(
-    model: ModelDims, tokens: int, device: Device
-) -> Sequence[Sequence[Call]]:
+def elementwise_rounds(model: ModelDims, tokens: int, device: Device) -> Sequence[Sequence[Call]]:
     """Calls of one layer's elementwise kernels for ``tokens`` tokens."""
     first = Elementwise(model, tokens, device)
     calls, _ = rotation(first.touched, first.touched, device.cache_bytes)
     return [[first, *(Elementwise(model, tokens, device) for _ in range(min(calls, 8) - 1))]]
-

@@ -118,8 +118,10 @@ def effects(tables: Mapping[str, Sequence[LatencyTable]]) -> dict[str, Any]:
         if table.metadata.kind != "moe":
             continue
         base = _by_point(table)
-        name = " ".join([table.metadata.kernel_source, table.metadata.dtype]) + " " + ",".join(
-            f"{key}={value}" for key, value in table.metadata.shape.items()
+        name = (
+            " ".join([table.metadata.kernel_source, table.metadata.dtype])
+            + " "
+            + ",".join(f"{key}={value}" for key, value in table.metadata.shape.items())
         )
         skew: dict[str, list[float]] = {}
         for (batch, count, routing), seconds in base.items():

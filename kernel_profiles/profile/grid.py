@@ -117,9 +117,7 @@ def held_out(points: Sequence[MoEPoint]) -> set[MoEPoint]:
     return {inner[i] for i in order[: min(len(even) // 5, len(inner) // 2)]}
 
 
-def expert_loads(
-    pairs: int, distinct: int, batch: int, skew: float = 0.0
-) -> NDArray[np.int64]:
+def expert_loads(pairs: int, distinct: int, batch: int, skew: float = 0.0) -> NDArray[np.int64]:
     """Tokens of each of ``distinct`` experts: sum ``pairs``, each from 1 to ``batch``.
 
     Loads are proportional to ``rank ** -skew`` as far as these bounds allow.

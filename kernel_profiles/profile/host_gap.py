@@ -2,7 +2,7 @@
 
 Two stacks of different depth are timed whole, and each of their kernels alone. What a step takes
 beyond its kernels is a cost per step plus one per layer; the depth of the model is put in. The
-engine's own work (scheduling, sampling, detokenisation) is not in it: that is measured on an engine.
+engine's own work (scheduling, sampling, detokenisation) is not in it: an engine tells that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ import numpy as np
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.profile import attention
-from eldr_sim.kernel_profiles.profile.dense import EPSILON, Elementwise, elementwise_rounds, gemm_rounds
+from eldr_sim.kernel_profiles.profile.dense import (
+    EPSILON,
+    Elementwise,
+    elementwise_rounds,
+    gemm_rounds,
+)
 from eldr_sim.kernel_profiles.profile.device import Device
 from eldr_sim.kernel_profiles.profile.grid import MoEPoint, forced_logits, forced_routing
 from eldr_sim.kernel_profiles.profile.moe import MoEBench, MoEKernel
@@ -65,6 +70,12 @@ class Gap:
         return asdict(self) | {"gap_s": self.gap_s}
 
 
+def expected_point(batch: int, shape: MoEShape) -> MoEPoint:
+    """Return the point of a batch whose tokens pick uniformly."""
+    distinct = round(float(uniform_distinct(batch, shape.n_experts, shape.top_k)))
+    return MoEPoint(batch, max(distinct, shape.top_k))
+
+
 class DecodeStack:
     """A decode step of some layers: embedding, layers with full attention, lm_head.
 
@@ -104,12 +115,11 @@ class DecodeStack:
         self.head = tensor(model.vocab_size, hidden)
         self.elementwise = Elementwise(model, batch, device)
         self.moe = kernel.layer(batch)
-        distinct = round(float(uniform_distinct(batch, shape.n_experts, shape.top_k)))
-        self.point = MoEPoint(batch, max(distinct, shape.top_k))
+        point = expected_point(batch, shape)
         self.layers = []
         for index in range(n_layers):
             rng = np.random.default_rng([index, batch])
-            ids = forced_routing(self.point, shape.n_experts, shape.top_k, rng)
+            ids = forced_routing(point, shape.n_experts, shape.top_k, rng)
             self.layers.append(
                 {
                     "qkv": tensor(heads * dim, hidden),
@@ -156,10 +166,7 @@ def measure_host_gap(
     shape_of = attention_shape(model.n_heads, model.n_kv_heads, dim, 0)
     gaps = {}
     for batch in BATCHES:
-        point = MoEPoint(
-            batch,
-            max(round(float(uniform_distinct(batch, shape.n_experts, shape.top_k))), shape.top_k),
-        )
+        point = expected_point(batch, shape)
         layer_rounds = [
             gemm_rounds(batch, heads * dim, hidden, device),
             gemm_rounds(batch, hidden, model.n_heads * dim, device),

@@ -261,7 +261,7 @@ class MoEBench:
         for seed in range(seeds):
             rng = np.random.default_rng([seed, point.batch, point.distinct])
             order = rng.permutation(shape.owned)
-            made = []
+            made: list[Call] = []
             for index in range(calls):
                 if index and not rotate:
                     made.append(made[0])
@@ -284,9 +284,7 @@ class MoEBench:
             rounds.append(made)
         return rounds
 
-    def time(
-        self, point: MoEPoint, mode: Mode, seeds: int = SEEDS, rotate: bool = True
-    ) -> Timing:
+    def time(self, point: MoEPoint, mode: Mode, seeds: int = SEEDS, rotate: bool = True) -> Timing:
         """Time the layer at a point."""
         return self.device.timer.time(self.rounds(point, seeds, rotate), mode)
 

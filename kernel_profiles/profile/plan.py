@@ -76,6 +76,14 @@ class Target:
         )
 
     @property
+    def moe_identity(self) -> dict[str, int]:
+        """Shape of that part as it identifies a table."""
+        shape = self.moe
+        return moe_shape(
+            shape.hidden, shape.intermediate, shape.n_experts, shape.top_k, shape.n_ranks
+        )
+
+    @property
     def attention_shapes(self) -> list[dict[str, int]]:
         """Shapes of the kinds of layers, of grouped-query attention."""
         model = self.shard
@@ -228,21 +236,21 @@ def _name(shape: dict[str, int]) -> str:
     return ",".join(f"{name}={value}" for name, value in shape.items())
 
 
+def _moe_group(part: str, target: Target) -> str:
+    return f"{part} {_name(target.moe_identity)} {target.moe.dtype}"
+
+
 # -- MoE --------------------------------------------------------------------------------------
 
 
-def _moe_tasks(
-    targets: Sequence[Target], device: Device, kernel: type[Any]
-) -> Iterator[Task]:
+def _moe_tasks(targets: Sequence[Target], device: Device, kernel: type[Any]) -> Iterator[Task]:
     part = "moe-vllm" if kernel is VllmMoE else "moe"
     folder = OTHER if kernel is VllmMoE else MAIN
     large = (1024, 2048) if device.is_cpu else (1024, 2048, 4096, 8192, 16384)
     for target in targets:
         shape = target.moe
-        identity = moe_shape(
-            shape.hidden, shape.intermediate, shape.n_experts, shape.top_k, shape.n_ranks
-        )
-        group = f"{part} {_name(identity)} {shape.dtype}"
+        identity = target.moe_identity
+        group = _moe_group(part, target)
         yield Task(f"{group} check", part, group, -1, _check(group, shape, kernel))
         if kernel is TritonKernel:
             yield Task(f"{group} tune", part, group, -1, _tune(group, shape, kernel))
@@ -333,7 +341,16 @@ def _timed(
         framework = f"torch {require_torch().__version__.split('+')[0]}"
         return Outcome(
             [
-                Record(folder, kind, shape, dtype, source, framework, row, device.timer.time(made, mode))
+                Record(
+                    folder,
+                    kind,
+                    shape,
+                    dtype,
+                    source,
+                    framework,
+                    row,
+                    device.timer.time(made, mode),
+                )
                 for mode, folder in _modes(device)
             ]
         )
@@ -521,16 +538,14 @@ def _host_gap_tasks(targets: Sequence[Target]) -> Iterator[Task]:
         model = target.model
         group = f"host-gap {model.name} tp{target.parallelism.tensor_parallel_size}"
 
-        def run(
-            workbench: Workbench, target: Target = target, model: ModelDims = model
-        ) -> Outcome:
+        def run(workbench: Workbench, target: Target = target, model: ModelDims = model) -> Outcome:
             if target.parallelism != SINGLE_GPU:
                 raise InputError("host-gap", "measured on one GPU with the whole layer")
             shape = target.moe
             kernel = (TorchMoE if workbench.device.is_cpu else TritonKernel)(
                 shape, workbench.device
             )
-            name = f"moe {_name(moe_shape(shape.hidden, shape.intermediate, shape.n_experts, shape.top_k))} {shape.dtype}"
+            name = _moe_group("moe", target)
             if name in workbench.tuned:
                 kernel.restore(workbench.tuned[name])
             workbench.clear()

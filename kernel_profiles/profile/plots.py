@@ -67,9 +67,7 @@ def _by_experts(axes: Any, table: LatencyTable) -> None:
         at = batch == tokens
         if at.sum() > 1:
             order = np.argsort(distinct[at])
-            axes.plot(
-                distinct[at][order], latency[at][order] * 1e6, ".-", label=f"batch {tokens}"
-            )
+            axes.plot(distinct[at][order], latency[at][order] * 1e6, ".-", label=f"batch {tokens}")
     axes.set(xlabel="Distinct experts", ylabel="MoE layer, µs", title="Latency and experts")
     axes.legend(fontsize=7)
 

@@ -94,8 +94,11 @@ def _whole_gemm_rows(rows: Sequence[Record]) -> list[Record]:
         row = record.row
         matrices.setdefault((row["n"], row["k"]), set()).add(row["m"])
     # lm_head is measured for few tokens and scaled beyond, see GemmLatency.from_table
-    narrow = [found for (n, _), found in matrices.items() if n <= WIDE]
-    whole = set.intersection(*narrow) if narrow else set()
+    narrow = {pair: found for pair, found in matrices.items() if pair[0] <= WIDE}
+    grid = {(n, k) for n, _ in narrow for _, k in matrices}
+    if not narrow or grid != set(narrow):
+        return []
+    whole = set.intersection(*narrow.values())
     return [record for record in rows if record.row["m"] in whole]
 
 

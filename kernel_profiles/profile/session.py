@@ -22,7 +22,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -311,10 +311,9 @@ def write(
             continue
         if table.metadata.kind == "moe":
             fits[str(Path(folder) / name)] = report = fit.moe_report(table)
-            errors = {**report["grid"], **{f"linear_{k}": v for k, v in report["linear"].items() if "mean" in k or "max" in k}}
-            fit_error = {k: v for k, v in errors.items() if isinstance(v, float)}
+            table_errors = {**report["grid"], **_linear_errors(report)}
             table = LatencyTable(
-                table.metadata.model_copy(update={"fit_error": fit_error}), table.columns
+                table.metadata.model_copy(update={"fit_error": table_errors}), table.columns
             )
         table.save(out / folder / name)
         if folder == MAIN:
@@ -348,6 +347,11 @@ def write(
         _write_text(out / "gpu.json", entry_json + "\n")
     _write_text(out / "profile.json", json.dumps(summary, indent=1) + "\n")
     return Profile(out, paths, summary, found)
+
+
+def _linear_errors(report: Mapping[str, Any]) -> dict[str, float]:
+    """Held-out errors of the linear form, beside those of the grid in a table's metadata."""
+    return {f"linear_{k}": v for k, v in report["linear"].items() if k.startswith("held_out")}
 
 
 def _write_text(path: Path, text: str) -> None:

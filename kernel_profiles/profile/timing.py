@@ -55,7 +55,9 @@ class Timing:
 class Timer(Protocol):
     """Times rounds of calls on one device."""
 
-    modes: tuple[Mode, ...]
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """Ways to launch calls; the first is the one that a run's tables hold."""
 
     def time(self, rounds: Sequence[Sequence[Call]], mode: Mode) -> Timing:
         """Time one call, over all rounds."""

@@ -5,7 +5,6 @@ float32 there (``UPCAST``); sums are float32 everywhere.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: D103
 from __future__ import annotations
 
 import triton
@@ -84,7 +83,7 @@ def align_kernel(
     own = tl.sum(tl.where(experts == expert, blocks, 0), axis=0)
     if expert == 0:
         tl.store(n_blocks, tl.sum(blocks, axis=0))
-    for block in range(0, own):
+    for block in range(own):
         tl.store(block_expert + first + block, expert)
     filled = 0
     for start in range(0, n_pairs, CHUNK):
