@@ -195,11 +195,21 @@ class MoEGrid(MoELatency):
         return np.asarray(np.where(share > 1, beyond, inside), dtype=np.float64)
 
     def on_rank(self, n_ranks: int) -> MoELatency:
-        """Return one of ``n_ranks`` GPUs' layer, by the form fitted to the same rows."""
+        """Return one of ``n_ranks`` GPUs' layer: as many pairs on as many experts take as long.
+
+        A rank gets 1 / n_ranks of the token-expert pairs, so a batch costs what one that many
+        times smaller costs on a GPU with all experts.
+        """
         if n_ranks == 1:
             return self
-        fields = {name: getattr(self, name) for name in MoELatency.__dataclass_fields__}
-        return MoELatency(**fields).on_rank(n_ranks)
+        form = super().on_rank(n_ranks)
+        assert isinstance(form, MoEGrid)
+        return replace(
+            form,
+            batch_knots=self.batch_knots * n_ranks,
+            knots=self.knots * n_ranks,
+            grid_knots_s=self.grid_knots_s[:, : self.n_experts // n_ranks + 1],
+        )
 
 
 def fit_grid(
@@ -237,7 +247,7 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
 
     Tables with rows whose distinct experts are exact (``balanced`` routing) are followed point by
     point; so is a profile's grid of forced routing, by :class:`MoEGrid`, whose errors are those
-    that the profile found on rows that it held out. Tables with expectations only get the straight line
+    that the profile found on rows that it held out. Tables with expectations only get the line
     ``a + b * distinct + c * batch`` up to 128 tokens, and their own excess over it beyond.
 
     Raises

@@ -18,9 +18,10 @@ KERNEL_SOURCE = "torch_sdpa"
 
 
 def attend(query: Any, key: Any, value: Any, mask: Any = None, causal: bool = False) -> Any:
-    """Scaled dot-product attention; heads of queries and keys agree."""
+    """Scaled dot-product attention; tensors [batch, heads, tokens, dim], KV heads may be fewer."""
+    grouped = query.shape[1] != key.shape[1]
     return require_torch().nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal
+        query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=grouped
     )
 
 
@@ -75,13 +76,8 @@ def prefill_rounds(
 
 def full_prefill(query: Any, key: Any, value: Any, window: int = 0) -> Any:
     """Causal attention; tensors [batch, tokens, heads, dim], grouped KV heads."""
-    key, value = (_expand(tensor, query.shape[2]) for tensor in (key, value))
     out = attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=True)
     return out.transpose(1, 2)
-
-
-def _expand(tensor: Any, heads: int) -> Any:
-    return tensor.repeat_interleave(heads // tensor.shape[2], dim=2)
 
 
 def sliding_prefill(query: Any, key: Any, value: Any, window: int) -> Any:
@@ -91,13 +87,13 @@ def sliding_prefill(query: Any, key: Any, value: Any, window: int) -> Any:
     ``tokens * window``.
     """
     torch = require_torch()
-    batch, tokens, heads, dim = query.shape
+    batch, tokens, n_heads, dim = query.shape
     blocks = -(-tokens // window)
     pad = (0, 0, 0, 0, 0, blocks * window - tokens)
 
     def cut(tensor: Any) -> Any:
-        tensor = torch.nn.functional.pad(_expand(tensor, heads), pad)
-        return tensor.view(batch, blocks, window, heads, dim)
+        tensor = torch.nn.functional.pad(tensor, pad)
+        return tensor.view(batch, blocks, window, tensor.shape[2], dim)
 
     def with_before(tensor: Any) -> Any:
         before = torch.nn.functional.pad(tensor[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
@@ -110,7 +106,7 @@ def sliding_prefill(query: Any, key: Any, value: Any, window: int) -> Any:
     mask = torch.stack([first] + [near] * (blocks - 1)).repeat(batch, 1, 1)[:, None]
     q, k, v = cut(query), cut(key), cut(value)
     out = attend(q.flatten(0, 1).transpose(1, 2), with_before(k), with_before(v), mask)
-    return out.transpose(1, 2).reshape(batch, blocks * window, heads, dim)[:, :tokens]
+    return out.transpose(1, 2).reshape(batch, blocks * window, n_heads, dim)[:, :tokens]
 
 
 def chunk_rounds(
@@ -136,15 +132,8 @@ def chunk_rounds(
     made = []
     for _ in range(min(calls, 8)):
         key, value = tensor(kv_heads, context), tensor(kv_heads, context)
-        made.append(_bind(_chunk, query, key, value, mask))
+        made.append(_bind(attend, query, key, value, mask))
     return [made]
-
-
-def _chunk(query: Any, key: Any, value: Any, mask: Any) -> Any:
-    groups = query.shape[1] // key.shape[1]
-    return attend(
-        query, key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1), mask
-    )
 
 
 def _bind(function: Any, *arguments: Any) -> Call:

@@ -142,7 +142,7 @@ def effects(tables: Mapping[str, Sequence[LatencyTable]]) -> dict[str, Any]:
                     ratios = {
                         f"{point[0]}x{point[1]}": seconds / base[point]
                         for point, seconds in _by_point(other).items()
-                        if point in base
+                        if point in base and point[2] == FORCED
                     }
                     entry[folder] = {**_spread(list(ratios.values())), "points": ratios}
         found[name] = entry

@@ -261,27 +261,20 @@ class MoEBench:
         for seed in range(seeds):
             rng = np.random.default_rng([seed, point.batch, point.distinct])
             order = rng.permutation(shape.owned)
+            first = np.arange(shape.owned)
+            ids = forced_routing(
+                point, shape.n_experts, shape.top_k, rng, n_ranks=shape.n_ranks, experts=first
+            )
+            values = rng.standard_normal((point.batch, shape.hidden), dtype=np.float32)
+            x = torch.from_numpy(values).to(device, torch.bfloat16)  # fresh from the layer before
+            named = np.arange(shape.n_experts)
             made: list[Call] = []
-            for index in range(calls):
-                if index and not rotate:
-                    made.append(made[0])
-                    continue
-                copy = index % len(self.weights)
-                shift = index // len(self.weights) * point.distinct
-                experts = np.roll(order, -shift)
-                ids = forced_routing(
-                    point,
-                    shape.n_experts,
-                    shape.top_k,
-                    rng,
-                    n_ranks=shape.n_ranks,
-                    experts=experts,
-                )
-                logits = torch.from_numpy(forced_logits(ids, shape.n_experts, rng)).to(device)
-                values = rng.standard_normal((point.batch, shape.hidden), dtype=np.float32)
-                x = torch.from_numpy(values).to(device, torch.bfloat16)
-                made.append(_call(layer, x, logits, self.weights[copy]))
-            rounds.append(made)
+            for index in range(calls if rotate else 1):
+                named[: shape.owned] = np.roll(order, -(index // len(self.weights)) * point.distinct)
+                logits = forced_logits(named[ids].astype(np.int32), shape.n_experts, rng)
+                copy = self.weights[index % len(self.weights)]
+                made.append(_call(layer, x, torch.from_numpy(logits).to(device), copy))
+            rounds.append(made if rotate else made * calls)
         return rounds
 
     def time(self, point: MoEPoint, mode: Mode, seeds: int = SEEDS, rotate: bool = True) -> Timing:

@@ -45,7 +45,7 @@ from eldr_sim.kernel_profiles.profile.device import (
     gpu_entry,
 )
 from eldr_sim.kernel_profiles.profile.plan import PARTS, Outcome, Target, Task, Workbench, make_plan
-from eldr_sim.kernel_profiles.profile.records import MAIN, Record, tables_of
+from eldr_sim.kernel_profiles.profile.records import HOT, MAIN, Record, tables_of
 from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
 
 JOURNAL = "journal.jsonl"
@@ -305,11 +305,11 @@ def write(
     paths, incomplete, found = [], {}, []
     for folder, table in made:
         name = table_name(table.metadata)
-        reason = unusable(table)
+        reason = "" if folder == HOT else unusable(table)  # a few points, compared one by one
         if reason:
             incomplete[str(Path(folder) / name)] = reason
             continue
-        if table.metadata.kind == "moe":
+        if table.metadata.kind == "moe" and folder != HOT:
             fits[str(Path(folder) / name)] = report = fit.moe_report(table)
             table_errors = {**report["grid"], **_linear_errors(report)}
             table = LatencyTable(

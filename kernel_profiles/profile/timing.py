@@ -22,7 +22,8 @@ Call = Callable[[], Any]
 Mode = Literal["graph", "eager"]
 CACHE_MULTIPLE = 3
 """Memory that a round touches, in last-level caches."""
-_MAX_CALLS = 64  # of a round: states that rotation may need at most
+MAX_CALLS = 64
+"""Calls of a round at most."""
 
 
 def require_torch() -> Any:
@@ -82,7 +83,7 @@ def rotation(touched_bytes: float, copy_bytes: float, cache_bytes: int) -> tuple
         the copies have room for that without one being read twice.
     """
     wanted = CACHE_MULTIPLE * cache_bytes
-    calls = min(max(2, math.ceil(wanted / max(touched_bytes, 1.0))), _MAX_CALLS)
+    calls = min(max(2, math.ceil(wanted / max(touched_bytes, 1.0))), MAX_CALLS)
     return calls, max(1, math.ceil(wanted / max(copy_bytes, 1.0)))
 
 

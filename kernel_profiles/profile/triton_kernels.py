@@ -122,6 +122,13 @@ def _e2m1(nibble, exponent):
 
 
 @triton.jit
+def _widen(scale, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Repeat each of the scales [BLOCK_K / 32, BLOCK_N] for the 32 columns of its group."""
+    wide = tl.broadcast_to(scale[:, None, :], (BLOCK_K // 32, 32, BLOCK_N))
+    return tl.reshape(wide, (BLOCK_K, BLOCK_N))
+
+
+@triton.jit
 def _accumulate(
     a_row, a_mask, w, s, rows, row_mask, k0, K, acc,
     DECODE: tl.constexpr, BLOCK_K: tl.constexpr, SCALE_COLUMNS, UPCAST: tl.constexpr,
@@ -138,9 +145,11 @@ def _accumulate(
         k_mask = k < half
         mask = k_mask[:, None] & row_mask[None, :]
         packed = tl.load(w + rows[None, :] * half + k[:, None], mask=mask, other=0)
-        s_row = s + rows[None, :] * SCALE_COLUMNS
-        low = tl.load(s_row + k[:, None] // 32, mask=mask, other=0)
-        high = tl.load(s_row + (half + k[:, None]) // 32, mask=mask, other=0)
+        group = k0 // 32 + tl.arange(0, BLOCK_K // 32)
+        s_tile = s + rows[None, :] * SCALE_COLUMNS + group[:, None]
+        s_mask = (group < half // 32)[:, None] & row_mask[None, :]
+        low = _widen(tl.load(s_tile, mask=s_mask, other=0), BLOCK_K, rows.shape[0])
+        high = _widen(tl.load(s_tile + half // 32, mask=s_mask, other=0), BLOCK_K, rows.shape[0])
         both = a_mask[:, None] & k_mask[None, :]
         a = tl.load(a_row[:, None] + k[None, :], mask=both, other=0.0)
         acc = _dot(a, _e2m1(packed & 15, low), acc, UPCAST)
