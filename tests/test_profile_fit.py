@@ -8,7 +8,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.moe_latency import MoEGrid, fit_moe_latency
 from eldr_sim.kernel_profiles.profile import fit
 from eldr_sim.kernel_profiles.profile.compare import differences
-from eldr_sim.kernel_profiles.profile.grid import FORCED, moe_levels
+from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out, moe_levels
 from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
 from eldr_sim.kernel_profiles.profile.plots import plot_profile
 from eldr_sim.kernel_profiles.profile.records import MAIN, Record, tables_of
@@ -61,8 +61,6 @@ def test_held_out_points_are_never_fitted():
     table = moe_table(linear)
     clean = fit.moe_report(table)
     batch, distinct, _ = fit.even_rows(table)
-    from eldr_sim.kernel_profiles.profile.grid import MoEPoint, held_out
-
     hidden = held_out([MoEPoint(int(b), int(d)) for b, d in zip(batch, distinct, strict=True)])
     rows = zip(
         table.columns["batch"], table.columns["distinct_experts"], table.columns["routing"],
@@ -154,9 +152,7 @@ def test_transfer_terms_are_recovered():
 def test_a_measured_table_beats_the_imported_one_and_says_so():
     table = moe_table(lambda b, d, s: 2 * linear(b, d))
     model = load_model("Qwen3-30B-A3B")
-    step = build_step_time_model(
-        model, "H100", max_num_seqs=64, max_model_len=4096, tables=[table]
-    )
+    step = build_step_time_model(model, "H100", max_num_seqs=64, max_model_len=4096, tables=[table])
     assert step.provenance["moe"]["label"] == "measured"
     assert step.moe_s[64, 128] == pytest.approx(2 * linear(64, 128))
 
@@ -230,7 +226,7 @@ def test_the_shipped_table_of_the_card_is_compared():
 
 
 def test_too_few_points_are_refused():
+    row = {"batch": 1, "distinct_experts": 8, "routing": FORCED}
+    ((_, table),) = tables_of([record("moe", row, 1e-6, shape=SHAPE)], "H100", FACTS)
     with pytest.raises(InputError, match="rows"):
-        row = {"batch": 1, "distinct_experts": 8, "routing": FORCED}
-        ((_, table),) = tables_of([record("moe", row, 1e-6, shape=SHAPE)], "H100", FACTS)
         fit_moe_latency(table)

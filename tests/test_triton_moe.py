@@ -6,23 +6,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
-torch = pytest.importorskip("torch", reason="the profile extra is not installed")
-pytest.importorskip("triton", reason="the profile extra is not installed")
-
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.profile import triton_kernels, triton_moe
 from eldr_sim.kernel_profiles.profile.dense import EPSILON
 from eldr_sim.kernel_profiles.profile.grid import MoEPoint, forced_logits, forced_routing
 from eldr_sim.kernel_profiles.profile.moe import ERROR_BOUND
-from eldr_sim.kernel_profiles.profile.triton_moe import Tile, TritonMoE
 from eldr_sim.kernel_profiles.profile.weights import (
     ExpertWeights,
     MoEShape,
     random_matrices,
     reference_moe,
 )
+
+if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
+missing = "the profile extra is not installed"
+torch = pytest.importorskip("torch", reason=missing)
+pytest.importorskip("triton", reason=missing)
+triton_kernels = pytest.importorskip("eldr_sim.kernel_profiles.profile.triton_kernels")
+triton_moe = pytest.importorskip("eldr_sim.kernel_profiles.profile.triton_moe")
+Tile, TritonMoE = triton_moe.Tile, triton_moe.TritonMoE
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 TILE = Tile(16, 32, 64, 4, 3)
@@ -132,7 +134,9 @@ def test_the_gate_agrees_with_float64():
     weight = torch.randn(13, 100, generator=generator).to(DEVICE, torch.bfloat16)
     logits = torch.full((21, 13), float("nan"), device=DEVICE)
     triton_moe.gate(x, weight, logits)
-    torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_every_e4m3_byte_but_nan_widens_exactly():
@@ -140,7 +144,9 @@ def test_every_e4m3_byte_but_nan_widens_exactly():
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     matrices = random_matrices(1, 128, 128, "fp8_block", DEVICE, generator)
     codes = [code for code in range(256) if code & 0x7F != 0x7F]
-    matrices.stored[0] = torch.tensor(codes + codes[:2], dtype=torch.uint8).repeat(64).view(128, 128)
+    matrices.stored[0] = (
+        torch.tensor(codes + codes[:2], dtype=torch.uint8).repeat(64).view(128, 128)
+    )
     matrices.scales.fill_(1.0)
     layer = TritonMoE(shape, 1, DEVICE, Tile(16, 32, 128, 4, 2), Tile(16, 32, 128, 4, 2))
     layer._native_fp8 = False

@@ -125,7 +125,9 @@ class DecodeStack:
                     "qkv": tensor(heads * dim, hidden),
                     "out": tensor(hidden, model.n_heads * dim),
                     "gate": tensor(shape.n_experts, hidden),
-                    "forced": torch.from_numpy(forced_logits(ids, shape.n_experts, rng)).to(where),
+                    "forced": torch.from_numpy(forced_logits(ids, shape.n_experts, rng)).to(
+                        where, torch.bfloat16
+                    ),
                     "key": tensor(batch, model.n_kv_heads, context, dim),
                     "value": tensor(batch, model.n_kv_heads, context, dim),
                     "experts": ExpertWeights.random(shape, where, index),
@@ -138,18 +140,16 @@ class DecodeStack:
         linear = torch.nn.functional.linear
         batch = len(self.tokens)
         part.residual.zero_()
-        part.x.copy_(self.embedding[self.tokens])
+        part.x = self.embedding[self.tokens]
         for layer in self.layers:
-            x = part.norm()
-            qkv = linear(x, layer["qkv"])
-            part.qkv.copy_(qkv.view(part.qkv.shape))
-            turned = part.rotate()[:, : model.n_heads]
-            query = turned.reshape(batch, model.n_kv_heads, -1, model.head_dim)
+            part.qkv = linear(part.norm(), layer["qkv"]).view(batch, part.heads, model.head_dim)
+            query = part.rotate()[:, : model.n_heads]
+            query = query.reshape(batch, model.n_kv_heads, -1, model.head_dim)
             out = attention.attend(query, layer["key"], layer["value"])
-            part.x.copy_(linear(out.reshape(batch, -1), layer["out"]))
+            part.x = linear(out.reshape(batch, -1), layer["out"])
             x = part.norm()
-            logits = linear(x, layer["gate"]).float().mul_(1e-6).add_(layer["forced"])
-            part.x.copy_(self.moe(x, logits, layer["experts"]))
+            logits = torch.addmm(layer["forced"], x, layer["gate"].T, alpha=1e-6)
+            part.x = self.moe(x, logits, layer["experts"])
         x = torch.nn.functional.rms_norm(part.x, (model.hidden_size,), part.weight, EPSILON)
         return linear(x, self.head)
 

@@ -270,7 +270,9 @@ class MoEBench:
             named = np.arange(shape.n_experts)
             made: list[Call] = []
             for index in range(calls if rotate else 1):
-                named[: shape.owned] = np.roll(order, -(index // len(self.weights)) * point.distinct)
+                named[: shape.owned] = np.roll(
+                    order, -(index // len(self.weights)) * point.distinct
+                )
                 logits = forced_logits(named[ids].astype(np.int32), shape.n_experts, rng)
                 copy = self.weights[index % len(self.weights)]
                 made.append(_call(layer, x, torch.from_numpy(logits).to(device), copy))

@@ -47,7 +47,7 @@ PARTS = (
 )
 """What ``--only`` chooses from."""
 
-_ROTATION_POINTS = ((0.125, 1), (0.125, 16), (0.25, 8), (0.5, 16), (1.0, 16), (1.0, 128))
+_ROTATION_POINTS = ((0.0, 1), (0.125, 16), (0.25, 8), (0.5, 16), (1.0, 16), (1.0, 128))
 
 
 @dataclass(frozen=True)
@@ -318,8 +318,9 @@ def _tune(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbench
         bench = workbench.bench(group, shape, kernel)
         tuned = bench.kernel.tune(bench)
         workbench.tuned[group] = tuned
-        bench.error(MoEPoint(1, shape.top_k) if shape.n_ranks == 1 else MoEPoint(1, 1))
-        return Outcome(note={"tuned": tuned})
+        many = 32 * -(-shape.n_experts // shape.top_k)  # tokens for which large blocks are used
+        points = [MoEPoint(1, 1 if shape.n_ranks > 1 else shape.top_k), MoEPoint(many, shape.owned)]
+        return Outcome(note={"tuned": tuned, "error": max(bench.error(p) for p in points)})
 
     return run
 

@@ -22,7 +22,7 @@ Call = Callable[[], Any]
 Mode = Literal["graph", "eager"]
 CACHE_MULTIPLE = 3
 """Memory that a round touches, in last-level caches."""
-MAX_CALLS = 64
+MAX_CALLS = 320
 """Calls of a round at most."""
 
 
@@ -79,8 +79,8 @@ def rotation(touched_bytes: float, copy_bytes: float, cache_bytes: int) -> tuple
     Returns
     -------
     tuple of (calls, copies)
-        Together the calls touch ``CACHE_MULTIPLE`` caches, unless that takes over 64 of them, and
-        the copies have room for that without one being read twice.
+        Together the calls touch ``CACHE_MULTIPLE`` caches, unless that takes over ``MAX_CALLS`` of
+        them, and the copies have room for that without one being read twice.
     """
     wanted = CACHE_MULTIPLE * cache_bytes
     calls = min(max(2, math.ceil(wanted / max(touched_bytes, 1.0))), MAX_CALLS)

@@ -45,9 +45,8 @@ def top_k_kernel(
     token = tl.program_id(0)
     experts = tl.arange(0, E_PAD)
     slots = tl.arange(0, K_PAD)
-    score = tl.load(
-        logits + token * n_experts + experts, mask=experts < n_experts, other=float("-inf")
-    )
+    row = logits + token * n_experts
+    score = tl.load(row + experts, mask=experts < n_experts, other=float("-inf")).to(tl.float32)
     best = tl.full([K_PAD], float("-inf"), tl.float32)
     chosen = tl.zeros([K_PAD], tl.int32)
     for j in tl.static_range(TOP_K):
