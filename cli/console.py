@@ -55,7 +55,10 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 def print_summary(summary: dict[str, Any]) -> None:
     """Print a run's summary with the headings of ``vllm bench serve``."""
     click.echo(" Serving Benchmark Result (simulated) ".center(_WIDTH, "="))
-    _line("Policy, prefill policy", f"{summary['policy']}, {summary['prefill_policy']}")
+    if summary["prefill_policy"] is None:
+        _line("Policy", summary["policy"])
+    else:
+        _line("Policy, prefill policy", f"{summary['policy']}, {summary['prefill_policy']}")
     _line("Model on GPU", f"{summary['model_id']} on {summary['gpu']}")
     _line("Topology", summary["topology"])
     _line("Successful requests", summary["completed"])

@@ -14,6 +14,7 @@ from eldr_sim.cli.profile import profile
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
 from eldr_sim.cli.trace import trace
+from eldr_sim.cli.validate import validate
 from eldr_sim.errors import InputError
 
 
@@ -23,7 +24,7 @@ def cli() -> None:
     """Simulate clusters that serve mixture-of-experts models, on real expert routing."""
 
 
-for command in (run, compare, reproduce, fit, profile, trace, gpus, models, tables):
+for command in (run, compare, reproduce, validate, fit, profile, trace, gpus, models, tables):
     cli.add_command(command)
 
 

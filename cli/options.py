@@ -79,7 +79,7 @@ def _bound(text: str) -> tuple[str, str]:
 
 def _metavar(name: str) -> str:
     return {
-        "topology": "xPyD",
+        "topology": "xPyD|xC",
         "workload": "task|language|FILE",
         "trace": "NAME|DIR",
         "artifact": "FILE",

@@ -107,7 +107,14 @@ def expected_distinct(
     return float(np.mean(distinct))
 
 
-def _data_folder(gpu: str) -> Path:
+def data_folder(gpu: str) -> Path:
+    """Return the package's folder of a GPU's tables.
+
+    Raises
+    ------
+    InputError
+        The GPU is not in :data:`SYSTEMS`, or the package is not installed.
+    """
     if gpu not in SYSTEMS:
         raise InputError("gpu", f"no tables to import for {gpu!r}", ", ".join(SYSTEMS))
     try:
@@ -175,7 +182,7 @@ def moe_tables(
 ) -> Iterator[LatencyTable]:
     """Fused-MoE tables of one GPU's part of a model's layer, the newest version of every kernel."""
     ranks = parallelism.n_expert_ranks
-    folder = _data_folder(gpu) / "moe" / "vllm"
+    folder = data_folder(gpu) / "moe" / "vllm"
     seen: set[str] = set()
     for version in _versions(folder):
         frame = _read(folder, version, "moe_perf.parquet")
@@ -205,7 +212,7 @@ def moe_tables(
                     "batch": points.num_tokens.to_numpy(np.int32),
                     "distinct_experts": np.array(
                         [
-                            _distinct(routing, tokens, model, ranks)
+                            routed_distinct(routing, tokens, model, ranks)
                             for routing, tokens in zip(
                                 points.distribution, points.num_tokens, strict=True
                             )
@@ -227,7 +234,8 @@ def moe_tables(
             )
 
 
-def _distinct(routing: str, tokens: int, model: ModelDims, n_ranks: int) -> float:
+def routed_distinct(routing: str, tokens: int, model: ModelDims, n_ranks: int = 1) -> float:
+    """Distinct experts of a model's layer under ``balanced`` or ``power_law_*`` routing."""
     if routing == "balanced":
         return float(balanced_distinct(tokens, model.n_experts, model.top_k, n_ranks))
     alpha = float(routing.removeprefix("power_law_"))
@@ -238,7 +246,7 @@ def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
     """Decode and prefill attention of every kind of layer of a model, newest version, bf16 KV."""
     if model.attention != "gqa":
         return
-    folder = _data_folder(gpu) / "attention" / "vllm"
+    folder = data_folder(gpu) / "attention" / "vllm"
     shapes = []
     if model.n_full_layers:
         heads = model.global_n_kv_heads or model.n_kv_heads
@@ -286,7 +294,7 @@ def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
 
 def gemm_table(gpu: str) -> LatencyTable:
     """Dense bfloat16 GEMMs of one GPU: every (n, k) of the package, a subset of m."""
-    folder = _data_folder(gpu) / "gemm" / "vllm"
+    folder = data_folder(gpu) / "gemm" / "vllm"
     version = _versions(folder)[0]
     frame = _read(folder, version, "gemm_perf.parquet")
     rows = frame[(frame.gemm_dtype == "bfloat16") & frame.m.isin(_GEMM_ROWS)]
@@ -307,7 +315,7 @@ def gemm_table(gpu: str) -> LatencyTable:
 
 def collective_tables(gpu: str) -> Iterator[LatencyTable]:
     """NCCL collectives and vLLM's custom all-reduce (under CUDA graphs) inside one node."""
-    comm = _data_folder(gpu) / "comm"
+    comm = data_folder(gpu) / "comm"
     for backend, file, element, keep in (
         ("nccl", "nccl_perf.parquet", "half", "NCCL"),
         ("vllm", "custom_allreduce_perf.parquet", "bfloat16", "vLLM_custom_graph"),

@@ -124,6 +124,19 @@ class MoELatency:
         grid[:, 0] = 0.0
         return grid
 
+    def mixed_grid_s(self, max_tokens: int) -> FloatArray:
+        """Table [max_tokens + 1, n_experts + 1] of seconds for steps that hold prompts too.
+
+        As :meth:`prefill_s`, but with the distinct experts given: the experts that are touched must
+        be read, and skewed routing must be computed.
+        """
+        grid = self.grid_s(max_tokens)
+        if len(self.unbalanced_knots):
+            tokens = np.arange(max_tokens + 1.0)
+            skewed = interpolate(tokens, self.unbalanced_knots, self.unbalanced_s)
+            grid[1:, 1:] = np.maximum(grid[1:, 1:], skewed[1:, None])
+        return grid
+
     def on_rank(self, n_ranks: int) -> MoELatency:
         """Return this layer as one of ``n_ranks`` expert-parallel GPUs computes it.
 

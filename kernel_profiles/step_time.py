@@ -95,6 +95,9 @@ class StepTimeModel:
         mean context ``knot * context_stride``; linear in between.
     context_stride
         Tokens between the knots of ``attention_s``.
+    mixed_moe_s
+        float64 [max_num_batched_tokens + 1, n_experts / ranks + 1]: as ``moe_s``, by the tokens of
+        a step that holds prompts too; one row of zeros unless asked for.
     n_moe_layers, n_experts
         Of the model.
     moe_batch_max, attention_batch_max, context_max
@@ -116,6 +119,7 @@ class StepTimeModel:
     max_num_seqs: int
     max_model_len: int
     moe_s: FloatArray
+    mixed_moe_s: FloatArray
     fixed_s: FloatArray
     attention_s: FloatArray
     context_stride: int
@@ -130,6 +134,7 @@ class StepTimeModel:
     warnings: tuple[str, ...]
     _prefill_base_s: array[float] = field(repr=False)
     _prefill_head_s: array[float] = field(repr=False)
+    _mixed_base_s: array[float] = field(repr=False)
     _attention_alone_s: array[float] = field(repr=False)
     _attention_share_s: array[float] = field(repr=False)
     _attention_floor_s: float = field(repr=False)
@@ -179,12 +184,38 @@ class StepTimeModel:
         """
         if not tokens:
             return 0.0
+        rows = len(tokens)
+        base = _prolonged(self._prefill_base_s, sum(tokens))
+        head_s = self._prefill_head_s
+        last = len(head_s) - 1
+        head = head_s[rows] if rows <= last else head_s[last] * (rows / last)
+        return base + head + self._prompt_attention_s(tokens, contexts)
+
+    def mixed_extra_s(self, batch: int, tokens: Sequence[int], contexts: Sequence[int]) -> float:
+        """Seconds that chunks of prompts add to a decode step, but for its MoE layers.
+
+        The layers' GEMMs, norms and collectives take the step's tokens together; decode attention
+        and that of the chunks follow each other. With the MoE layers of all tokens
+        (``mixed_moe_s``), decode attention and ``fixed_s[batch]`` this makes the step.
+
+        Parameters
+        ----------
+        batch
+            Tokens that decode in the step.
+        tokens, contexts
+            Of each chunk the new tokens, at least 1, and those cached before; with the batch at
+            most ``max_num_batched_tokens``.
+        """
+        base = _prolonged(self._mixed_base_s, batch + sum(tokens))
+        head = self._prefill_head_s[min(batch + 1, self.max_num_seqs)]
+        chunks = self._prompt_attention_s(tokens, contexts)
+        return max(0.0, base + head + chunks - float(self.fixed_s[batch]))
+
+    def _prompt_attention_s(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
         alone_s, share_s = self._attention_alone_s, self._attention_share_s
         floor_s, token_s = self._attention_floor_s, self._attention_token_s
-        total = 0
         longest = together = floor_s
         for new, cached in zip(tokens, contexts, strict=True):
-            total += new
             end = new + cached
             read = token_s * end
             cost = share_s[end] - share_s[cached]
@@ -192,17 +223,16 @@ class StepTimeModel:
             alone = floor_s + alone_s[end] - alone_s[cached]
             if alone > longest:
                 longest = alone
-        base_s, head_s = self._prefill_base_s, self._prefill_head_s
-        last = len(base_s) - 1
-        if total <= last:
-            base = base_s[total]
-        else:
-            half = last // 2
-            base = base_s[last] + (total - last) * (base_s[last] - base_s[half]) / (last - half)
-        rows = len(tokens)
-        last = len(head_s) - 1
-        head = head_s[rows] if rows <= last else head_s[last] * (rows / last)
-        return base + head + (together if together > longest else longest)
+        return together if together > longest else longest
+
+
+def _prolonged(curve: array[float], x: int) -> float:
+    """Return ``curve[x]``; beyond its end it goes on with the slope of its upper half."""
+    last = len(curve) - 1
+    if x <= last:
+        return curve[x]
+    half = last // 2
+    return curve[last] + (x - last) * (curve[last] - curve[half]) / (last - half)
 
 
 def build_step_time_model(
@@ -216,6 +246,7 @@ def build_step_time_model(
     host_gap_s: float | None = None,
     kernel_source: str | None = None,
     tables: Sequence[LatencyTable] = (),
+    mixed_steps: bool = False,
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
 
@@ -238,6 +269,8 @@ def build_step_time_model(
         Use only MoE tables of this kernel; None takes the newest.
     tables
         Tables of the user's own; they take precedence over the shipped ones.
+    mixed_steps
+        Whether steps are to hold prompts and decodes (``mixed_moe_s``).
 
     Raises
     ------
@@ -271,8 +304,8 @@ def build_step_time_model(
     alone = np.stack([part.alone_s for _, _, part in parts.attention])
     share = np.stack([part.share_s for _, _, part in parts.attention])
     chunk = np.arange(max_num_batched_tokens + 1.0)
-    base = dims.n_moe_layers * parts.moe.prefill_s(chunk) + parts.dense_s(chunk)
-    base += parts.sums_s(chunk) + gap
+    mixed = parts.dense_s(chunk) + parts.sums_s(chunk) + gap
+    base = dims.n_moe_layers * parts.moe.prefill_s(chunk) + mixed
     windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     measured = [decode for _, decode, _ in parts.attention]
     return StepTimeModel(
@@ -282,6 +315,7 @@ def build_step_time_model(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         moe_s=parts.moe.grid_s(max_num_seqs),
+        mixed_moe_s=parts.moe.mixed_grid_s(max_num_batched_tokens if mixed_steps else 0),
         fixed_s=fixed,
         attention_s=np.tensordot(layers, decode, 1),
         context_stride=stride,
@@ -296,6 +330,7 @@ def build_step_time_model(
         warnings=tuple(parts.warnings),
         _prefill_base_s=array("d", base),
         _prefill_head_s=array("d", parts.head_s(rows)),
+        _mixed_base_s=array("d", mixed),
         _attention_alone_s=array("d", layers @ alone),
         _attention_share_s=array("d", layers @ share),
         _attention_floor_s=sum(n * p.floor_s for n, _, p in parts.attention),

@@ -24,10 +24,10 @@ from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.decode import DecodePool
 from eldr_sim.simulator.prefill import PrefillWorker
 from eldr_sim.simulator.prefix_cache import Prompt
-from eldr_sim.simulator.replay import Replay
+from eldr_sim.simulator.replay import Replay, prompt_experts
 from eldr_sim.simulator.request import Request
 from eldr_sim.simulator.transfer import TransferModel, TransferNetwork
-from eldr_sim.traces.prompts import Ranges
+from eldr_sim.traces.prompts import Ranges, clip_ranges
 from eldr_sim.traces.workload import Workload
 
 _NEVER = float("inf")
@@ -35,7 +35,10 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Size and engine settings of a cluster; see :class:`~eldr_sim.simulator.config.RunConfig`."""
+    """Size and engine settings of a cluster; see :class:`~eldr_sim.simulator.config.RunConfig`.
+
+    Without prefill workers the ``n_decode`` workers are co-located: they compute the prompts too.
+    """
 
     n_prefill: int
     n_decode: int
@@ -48,6 +51,7 @@ class ClusterSpec:
     load_report_delay_s: float
     max_concurrency: int | None
     enable_prefix_caching: bool = True
+    async_scheduling: bool = False
     #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
     capture_s: float = 0.0
     routing_s: float = 0.0
@@ -85,7 +89,7 @@ class Cluster:
         (summed gate scores where the decode policy asks for them), and a number that stands for
         them: the routers' view of a prompt.
     prefill_policy, decode_policy
-        The two routers.
+        The two routers; co-located workers need the second only.
     window
         Requests that arrive in this window, s, are measured.
     time_limit_s
@@ -93,6 +97,8 @@ class Cluster:
     expert_masks
         The experts on each expert-parallel GPU of each decode worker, see
         :func:`~eldr_sim.simulator.replay.rank_masks`; None where there is one such rank.
+    prompt_replay
+        The bit sets of the prompts; needed by co-located workers only.
     """
 
     def __init__(
@@ -103,11 +109,12 @@ class Cluster:
         workload: Workload,
         replay: Replay,
         signatures: Callable[[Ranges], tuple[int, NDArray[Any]]],
-        prefill_policy: PrefillPolicy,
+        prefill_policy: PrefillPolicy | None,
         decode_policy: DecodePolicy,
         window: tuple[float, float],
         time_limit_s: float,
         expert_masks: NDArray[np.uint64] | None = None,
+        prompt_replay: Replay | None = None,
     ) -> None:
         self.env = Clock()
         self.spec = spec
@@ -154,7 +161,10 @@ class Cluster:
             start_transfer=self._transfer,
             on_finish=self._complete,
             expert_masks=expert_masks,
+            async_scheduling=spec.async_scheduling,
+            prompt_experts=None if prompt_replay is None else self._context_experts,
         )
+        self._replay, self._prompt_replay = replay, prompt_replay
         self.pool.requests = self.requests
         self._in_flight = 0
         self._at_client: deque[Request] = deque()
@@ -227,6 +237,9 @@ class Cluster:
                 self._end(request, reason)
                 continue
             self._in_flight += 1
+            if self.prefill_policy is None:
+                self._route(request, self._info(request))
+                continue
             worker = self.prefill_policy.select(self._info(request), self.prefill_loads)
             self.prefill_loads[worker] += 1
             self.prefill_workers[worker].enqueue(request)
@@ -278,11 +291,27 @@ class Cluster:
     def _dispatch(self, request: Request) -> None:
         assert request.block_table is not None
         number, counts = self.signatures(request.block_table.ranges(self.spec.block_size))
-        info = self._info(request, counts, number)
+        self._route(request, self._info(request, counts, number))
+
+    def _route(self, request: Request, info: RequestInfo) -> None:
+        """Send a request to the decode or co-located worker that the policy picks."""
         worker = self.decode_policy.select(info, self.decode_loads)
         self.decode_loads[worker] += 1
         request.decode_worker = worker
         self.pool.workers[worker].enqueue(request)
+
+    def _context_experts(self, request: Request, start: int, stop: int) -> NDArray[np.uint64]:
+        """Return the experts of some tokens of a request's context, prompt and generated ones."""
+        assert self._prompt_replay is not None
+        ranges = self.workload.prompt_ranges(request.index)
+        end = min(stop, request.prompt_len)
+        union = prompt_experts(self._prompt_replay, tuple(clip_ranges(ranges, start, end)))
+        first, span = request.window_row, request.window_len
+        for position in range(max(start, request.prompt_len), stop):
+            # The window begins with the last prompt token.
+            row = (request.window_offset + position - request.prompt_len + 1) % span
+            union |= self._replay.bits[first + row]
+        return union
 
     def _transfer(self, request: Request) -> None:
         request.transfer_start_s = self.env.now

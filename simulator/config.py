@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.signature import LayerMask, Transform, parse_layer_mask
 
-_TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D", re.IGNORECASE)
+_TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D|([1-9]\d*)C", re.IGNORECASE)
 
 
 def _number_or_inf(value: Any) -> Any:
@@ -58,11 +58,13 @@ class RunConfig(BaseModel):
     )
 
     policy: str = "round_robin"
-    """Decode policy: which decode worker gets a request after its prefill."""
+    """Decode policy: which decode worker gets a request after its prefill, or which co-located
+    worker when it arrives."""
     prefill_policy: str = "prefix_hash"
     """Prefill policy: which prefill worker gets a request when it arrives."""
     topology: str = "8P16D"
-    """``xPyD``: x prefill and y decode WORKERS, each of ``tensor_parallel_size`` GPUs."""
+    """``xPyD``: x prefill and y decode WORKERS, each of ``tensor_parallel_size`` GPUs; or ``xC``: x
+    co-located workers, which compute prompts in chunks beside their decode batch."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs of every worker. Attention heads, dense layers and lm_head are sharded over them, and
     so is every expert unless ``enable_expert_parallel``."""
@@ -116,6 +118,9 @@ class RunConfig(BaseModel):
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
     """Whether prefill workers keep KV blocks for prompts that begin alike."""
+    async_scheduling: bool = True
+    """Whether decode and co-located workers schedule one step ahead, so that a request which comes
+    during a step joins the step after the next (vLLM's default since 0.14)."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use."""
     kv_transfer: Literal["ideal", "observed"] = "observed"
@@ -152,13 +157,18 @@ class RunConfig(BaseModel):
 
     @property
     def n_prefill(self) -> int:
-        """Number of prefill workers."""
+        """Number of prefill workers; 0 where all workers are co-located."""
         return parse_topology(self.topology)[0]
 
     @property
     def n_decode(self) -> int:
-        """Number of decode workers."""
+        """Number of decode or co-located workers."""
         return parse_topology(self.topology)[1]
+
+    @property
+    def colocated(self) -> bool:
+        """Whether each worker computes prompts and decodes."""
+        return self.n_prefill == 0
 
     @property
     def parallelism(self) -> Parallelism:
@@ -198,13 +208,15 @@ class RunConfig(BaseModel):
 
 
 def parse_topology(text: str) -> tuple[int, int]:
-    """Return (prefill workers, decode workers) of ``xPyD``; raises InputError."""
+    """Return (prefill workers, decode workers) of ``xPyD``, (0, x) of ``xC``; raises InputError."""
     match = _TOPOLOGY.fullmatch(text.strip())
     if match is None:
         raise InputError(
-            "topology", repr(text), "xPyD with at least one worker of each kind, such as 8P16D"
+            "topology",
+            repr(text),
+            "xPyD with at least one worker of each kind, such as 8P16D, or xC, such as 8C",
         )
-    return int(match[1]), int(match[2])
+    return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2]))
 
 
 def make_config(values: dict[str, Any]) -> RunConfig:

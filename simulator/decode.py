@@ -43,6 +43,12 @@ class DecodePool:
     expert_masks
         ``uint64 [workers, ranks, moe_layers * words]``: the experts on each expert-parallel GPU of
         each worker; None where there is one such rank.
+    async_scheduling
+        Whether the next step is scheduled when one starts, so that a request which comes meanwhile,
+        or as it ends, joins the one after (vLLM's default since 0.14).
+    prompt_experts
+        Where the workers compute prompts too (co-located): returns the experts of the tokens
+        ``[start, stop)`` of a request's context, ``uint64 [moe_layers * words]``.
     n_requests
         Requests of the whole run.
     start_transfer
@@ -67,6 +73,8 @@ class DecodePool:
         start_transfer: Callable[[Request], None],
         on_finish: Callable[[Request], None],
         expert_masks: NDArray[np.uint64] | None = None,
+        async_scheduling: bool = False,
+        prompt_experts: Callable[[Request, int, int], NDArray[np.uint64]] | None = None,
     ) -> None:
         self.state = np.zeros(n_workers, kernel.WORKER)
         self.state["free_blocks"] = n_blocks
@@ -81,14 +89,23 @@ class DecodePool:
         self.start_transfer = start_transfer
         self.on_finish = on_finish
         self.requests: list[Request] = []
-        self.workers = [DecodeWorker(self, w) for w in range(n_workers)]
+        self.async_scheduling = async_scheduling
+        self.prompt_experts = prompt_experts
+        width = 0 if prompt_experts is None else bits.shape[1]
+        self.chunk_bits = np.zeros((n_workers, width), np.uint64)
+        engine = DecodeWorker if prompt_experts is None else ColocatedWorker
+        self.workers = [engine(self, w) for w in range(n_workers)]
         #: Last token before a preemption and first one after it, s, where both exist.
         self.preempted_gaps: list[tuple[float, float]] = []
         self._bits = bits
         one_rank = np.zeros((n_workers, 1, 0), np.uint64)
         self._masks = one_rank if expert_masks is None else np.ascontiguousarray(expert_masks)
         self._tables = kernel.StepTables(
-            step_time.moe_s, step_time.fixed_s, step_time.attention_s, step_time.context_stride
+            step_time.moe_s,
+            step_time.mixed_moe_s,
+            step_time.fixed_s,
+            step_time.attention_s,
+            step_time.context_stride,
         )
         self._layers = step_time.n_moe_layers
         self._union = np.zeros(bits.shape[1], np.uint64)
@@ -107,6 +124,7 @@ class DecodePool:
                 self.token_times,
                 self._bits,
                 self._masks,
+                self.chunk_bits,
                 self._layers,
                 self._tables,
                 self.block_size,
@@ -138,17 +156,25 @@ class DecodeWorker:
         self.unreserved: deque[Request] = deque()  # their KV cache is still at the prefill worker
         self.arrived: deque[Request] = deque()  # KV cache is here; wait for a seat
         self.preempted: deque[Request] = deque()  # wait for blocks to recompute their context
-        self._recompute: deque[tuple[Request, int]] = deque()  # and tokens still to recompute
+        self._late: list[tuple[deque[Request], Request]] = []  # the next step is scheduled without
+        self._recompute: deque[tuple[Request, int]] = deque()  # and tokens still to compute
+        self._chunks: list[tuple[Request, int, int]] = []  # tokens [start, stop) of the next step
         self._wake_s = -1.0
 
     def enqueue(self, request: Request) -> None:
         """Take a request whose KV cache is still on its prefill worker."""
-        self.unreserved.append(request)
-        self.wake_at_boundary()
+        self._take(self.unreserved, request)
 
     def kv_arrived(self, request: Request) -> None:
         """Note that the KV cache of ``request`` is in the blocks reserved for it."""
-        self.arrived.append(request)
+        self._take(self.arrived, request)
+
+    def _take(self, queue: deque[Request], request: Request) -> None:
+        busy = self.state["batch"] > 0 or self._recompute
+        if self.pool.async_scheduling and busy:
+            self._late.append((queue, request))
+        else:
+            queue.append(request)
         self.wake_at_boundary()
 
     def wake_at_boundary(self) -> None:
@@ -172,6 +198,8 @@ class DecodeWorker:
         state["next_start"] = pool.env.now
         if why == kernel.FINISHED:
             self._finish()
+        if state["batch"] == 0 and not self._recompute:
+            self._queue_late()  # no step has been scheduled yet
         if not self._fits(0):
             self._preempt()
             self._continue_recomputation()
@@ -179,11 +207,36 @@ class DecodeWorker:
             state["single"] = self._has_work()
         if not state["single"]:
             self._admit()
+        if self._chunks:
+            self._price_chunks()
+            self._chunks.clear()
         if self._has_work():
             pool.next_start = min(pool.next_start, pool.env.now)
+        if self._late:
+            self._queue_late()
+            if self._has_work():
+                state["single"] = True
+            else:  # the last request was preempted: nothing is scheduled after all
+                self.wake_at_boundary()
+
+    def _queue_late(self) -> None:
+        for queue, request in self._late:
+            queue.append(request)
+        self._late.clear()
 
     def _has_work(self) -> bool:
-        return bool(self.state["batch"] > 0 or self.state["extra_s"] > 0.0)
+        return bool(self.state["batch"] > 0 or self.state["extra_tokens"] > 0)
+
+    def _price_chunks(self) -> None:
+        """Add the time of the chunks to the next step.
+
+        It comes on top of the decode step's, as the sum over kernels has it: a mixed step reads
+        each expert once for both, so this is an upper bound for these rare steps.
+        """
+        self.state["extra_s"] = self.pool.step_time.prefill_s(
+            [stop - start for _, start, stop in self._chunks],
+            [start for _, start, _ in self._chunks],
+        )
 
     def _finish(self) -> None:
         pool, state = self.pool, self.state
@@ -191,11 +244,15 @@ class DecodeWorker:
         for i in range(n):
             request = pool.requests[int(pool.finished[i])]
             request.finish_s = pool.env.now
+            self._note_end_of_prompt(request)
             context = request.prompt_len - 1 + request.output_len
             state["context"] -= context
             state["free_blocks"] += self.blocks_for(context)
             self._note_resumption(request)
             pool.on_finish(request)
+
+    def _note_end_of_prompt(self, request: Request) -> None:
+        """Note when a prompt was computed, where that was here."""
 
     def _note_resumption(self, request: Request) -> None:
         if request.last_token_s >= 0.0:  # it was preempted after its first token
@@ -247,7 +304,11 @@ class DecodeWorker:
             if not self._reserve(request, request.prompt_len):
                 return
             self.unreserved.popleft()
-            pool.start_transfer(request)
+            self._start(request)
+
+    def _start(self, request: Request) -> None:
+        """Fetch the KV cache of a request into the blocks reserved for it."""
+        self.pool.start_transfer(request)
 
     def _reserve(self, request: Request, tokens: int) -> bool:
         """Take the KV blocks of ``tokens`` tokens if they are free."""
@@ -281,17 +342,14 @@ class DecodeWorker:
         """Fill the next step's token budget with contexts to recompute.
 
         The last token of a context is not recomputed but decoded, in the step of its last chunk.
-        A chunk's time comes on top of the decode step's, as the sum over kernels has it: a mixed
-        step reads each expert once for both, so this is an upper bound for these rare steps.
         """
-        pool, state = self.pool, self.state
         while self._recompute and (budget := self._budget()) > 0:
             request, left = self._recompute[0]
             chunk = min(left, budget)
             if chunk > 0:
                 done = request.prompt_len - 1 + request.generated - left
-                state["extra_s"] += pool.step_time.prefill_s([chunk], [done])
-                state["extra_tokens"] += chunk
+                self._chunks.append((request, done, done + chunk))
+                self.state["extra_tokens"] += chunk
             if chunk == budget:  # none left for the token to decode
                 self._recompute[0] = (request, left - chunk)
                 return
@@ -314,3 +372,37 @@ class DecodeWorker:
         state["context"] += context
         state["batch"] += 1
         state["joined"] += 1
+
+
+class ColocatedWorker(DecodeWorker):
+    """An engine that computes prompts too, in chunks beside its decode batch (vLLM's default).
+
+    Running requests come first; what is left of the step's token budget goes to prompts, the one
+    begun first. A prompt's last token is decoded in the step of its last chunk, which so yields the
+    first output token, as in an engine that computes them together.
+    """
+
+    def _start(self, request: Request) -> None:
+        """Compute the prompt, from the next step on."""
+        request.prefill_worker = self.index
+        request.prefill_start_s = self.pool.env.now
+        self._recompute.append((request, request.prompt_len - 1))
+        self._continue_recomputation()
+
+    def _price_chunks(self) -> None:
+        """Make the next step one of all its tokens: every weight is read once for all of them."""
+        pool, state = self.pool, self.state
+        assert pool.prompt_experts is not None
+        experts = pool.chunk_bits[self.index]
+        experts[:] = 0
+        for request, start, stop in self._chunks:
+            experts |= pool.prompt_experts(request, start, stop)
+        state["extra_s"] = pool.step_time.mixed_extra_s(
+            int(state["batch"]),
+            [stop - start for _, start, stop in self._chunks],
+            [start for _, start, _ in self._chunks],
+        )
+
+    def _note_end_of_prompt(self, request: Request) -> None:
+        first = float(self.pool.token_times["first"][request.index])
+        request.prefill_end_s = request.decode_start_s = first

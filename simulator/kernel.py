@@ -35,8 +35,8 @@ WORKER = np.dtype(
         ("joined", np.int64),  # last slots of the batch, new since the last step
         ("context", np.int64),  # tokens of KV cache of the running requests
         ("free_blocks", np.int64),  # KV blocks that nobody holds
-        ("extra_s", np.float64),  # time added to the next step (recomputed prompts), s
-        ("extra_tokens", np.int64),  # tokens of that recomputation
+        ("extra_s", np.float64),  # time added to the next step (chunks of prompts), s
+        ("extra_tokens", np.int64),  # tokens of those chunks
         ("single", np.int64),  # stop after the next step, whatever happens in it
     ]
 )
@@ -69,7 +69,7 @@ STEP = np.dtype(
         ("joined", np.int32),  # requests for which this was the first step since they joined
         ("active", np.int32),  # distinct experts, summed over the MoE layers
         ("busiest", np.int32),  # those of the layer's busiest rank, summed over the MoE layers
-        ("recomputed", np.int32),  # prompt tokens recomputed beside the decode tokens
+        ("chunked", np.int32),  # tokens of prompts (re)computed beside the decode tokens
     ]
 )
 
@@ -78,6 +78,9 @@ class StepTables(NamedTuple):
     """Step times of one model on one GPU, see :mod:`eldr_sim.kernel_profiles.step_time`."""
 
     moe_s: NDArray[np.float64]  #: [batch, distinct experts of the busiest rank] one MoE layer
+    mixed_moe_s: NDArray[
+        np.float64
+    ]  #: [tokens, distinct experts] where prompts are in the step too
     fixed_s: NDArray[np.float64]  #: [batch] all but MoE and attention
     attention_s: NDArray[np.float64]  #: [batch, knots] attention of all layers
     context_stride: int  #: tokens between two knots
@@ -180,6 +183,7 @@ def advance(
     token_times: Any,
     bits: Any,
     masks: Any,
+    chunk_bits: Any,
     layers: int,
     tables: StepTables,
     block_size: int,
@@ -203,6 +207,10 @@ def advance(
     masks
         uint64 ``[workers, ranks, layers * words]``, the experts that each rank holds; with one rank
         it holds them all and the mask is not read.
+    chunk_bits
+        uint64 ``[workers, layers * words]``: the experts of the prompt tokens in each worker's next
+        step, whose MoE layers then take the time of all its tokens together. ``[workers, 0]`` where
+        ``extra_s`` contains the MoE layers of the chunks.
     layers, tables, block_size
         MoE layers of the model, its step times, tokens a KV block.
     until
@@ -248,15 +256,22 @@ def advance(
         worker.free_blocks -= needed
 
         duration, active, busiest = worker.extra_s, 0, 0
-        if n > 0:
+        mixed = worker.extra_tokens > 0 and chunk_bits.shape[1] > 0
+        if n > 0 or mixed:
             union_rows(bits, seats, n, union)
+            layer_s = tables.moe_s[n]
+            if mixed:
+                for k in range(union.shape[0]):
+                    union[k] |= chunk_bits[w, k]
+                layer_s = tables.mixed_moe_s[n + worker.extra_tokens]
             if masks.shape[1] == 1:
-                moe, active = moe_time(union, tables.moe_s[n], layers)
+                moe, active = moe_time(union, layer_s, layers)
                 busiest = active
             else:
-                moe, active, busiest = ranked_moe_time(union, masks[w], tables.moe_s[n], layers)
-            worker.context += n
+                moe, active, busiest = ranked_moe_time(union, masks[w], layer_s, layers)
             duration += tables.fixed_s[n] + moe
+        if n > 0:
+            worker.context += n
             duration += attention_time(
                 tables.attention_s[n], tables.context_stride, worker.context, n
             )
@@ -287,7 +302,7 @@ def advance(
         step.joined = worker.joined
         step.active = active
         step.busiest = busiest
-        step.recomputed = worker.extra_tokens
+        step.chunked = worker.extra_tokens
         logged += 1
 
         single = worker.single != 0 or worker.extra_s > 0.0

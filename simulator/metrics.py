@@ -117,6 +117,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     prompt_tokens = sum(
         n for worker in record.prefill_steps for s, _, _, n in worker if start <= s < end
     )
+    if config.colocated:
+        prompt_tokens = int(steps["chunked"][inside].sum())
     good = good_requests(times, config.goodput) & measured
 
     carried = batch - steps["joined"][inside]

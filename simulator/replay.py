@@ -26,6 +26,7 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.simulator.kernel import popcount
 from eldr_sim.traces.bitsets import bit_sets
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.prompts import Ranges
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,50 @@ def make_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.int64])
     to get the first output token, and ends with its last recorded token.
     """
     wanted = np.unique(requests)
+    source = trace.first_row[wanted] + trace.prompt_len[wanted] - 1
+    return _lay_out(trace, n_layers, wanted, source, 1 + trace.output_len[wanted])
+
+
+def make_prompt_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.integer]) -> Replay:
+    """Lay out the prompts of trace requests over ``n_layers`` MoE layers, one row a token."""
+    wanted = np.unique(requests)
+    return _lay_out(trace, n_layers, wanted, trace.first_row[wanted], trace.prompt_len[wanted])
+
+
+def prompt_experts(replay: Replay, ranges: Ranges) -> NDArray[np.uint64]:
+    """Return the experts of a prompt's tokens, ``uint64 [moe_layers * words]``.
+
+    Parameters
+    ----------
+    replay
+        Prompts of the trace, see :func:`make_prompt_replay`.
+    ranges
+        Which trace request each token replays, see :mod:`eldr_sim.traces.prompts`.
+    """
+    union = np.zeros(replay.bits.shape[1], np.uint64)
+    for request, start, stop in ranges:
+        first, span = int(replay.first_row[request]), int(replay.length[request])
+        begin = start % span
+        end = begin + min(stop - start, span)
+        rows = replay.bits[first : first + span]
+        union |= np.bitwise_or.reduce(rows[begin:end])
+        if end > span:
+            union |= np.bitwise_or.reduce(rows[: end - span])
+    return union
+
+
+def _lay_out(
+    trace: RoutingTrace,
+    n_layers: int,
+    wanted: NDArray[np.int64],
+    source: NDArray[np.int64],
+    rows: NDArray[np.integer],
+) -> Replay:
+    """Lay out ``rows`` rows of each wanted request from row ``source`` of the trace on."""
     first_row = np.full(len(trace.prompt_len), -1, np.int64)
     length = np.zeros(len(trace.prompt_len), np.int64)
-    length[wanted] = 1 + trace.output_len[wanted]
+    length[wanted] = rows
     first_row[wanted] = np.cumsum(length[wanted]) - length[wanted]
-    source = trace.first_row[wanted] + trace.prompt_len[wanted] - 1
     sets = bit_sets(trace)
     flat = sets.reshape(len(sets), -1)
     words = sets.shape[2]

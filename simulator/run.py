@@ -22,14 +22,19 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
 from eldr_sim.policies.artifact import RoutingArtifact, fit
-from eldr_sim.policies.base import DecodeStepTimes, PolicyContext
+from eldr_sim.policies.base import DecodePolicy, DecodeStepTimes, PolicyContext
 from eldr_sim.policies.placement import greedy_placement, linear_placement
 from eldr_sim.policies.registry import decode_policy, prefill_policy
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.metrics import summarise
-from eldr_sim.simulator.replay import check_trace_fits, make_replay, rank_masks
+from eldr_sim.simulator.replay import (
+    check_trace_fits,
+    make_prompt_replay,
+    make_replay,
+    rank_masks,
+)
 from eldr_sim.simulator.tables import requests_table, steps_table
 from eldr_sim.simulator.transfer import PRESETS
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
@@ -127,9 +132,17 @@ def prepare(config: RunConfig) -> Setting:
         load_report_delay_s=config.load_report_delay_ms / 1e3,
         max_concurrency=config.max_concurrency,
         enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling,
     )
     step_time = _step_time(
-        model, gpu, parallelism, max_num_seqs, budget, config.host_gap_ms, config.tables
+        model,
+        gpu,
+        parallelism,
+        max_num_seqs,
+        budget,
+        config.host_gap_ms,
+        config.tables,
+        config.colocated,
     )
     return Setting(model, gpu, parallelism, step_time, trace, spec)
 
@@ -143,6 +156,7 @@ def _step_time(
     max_num_batched_tokens: int,
     host_gap_ms: float | None,
     tables: str | None,
+    mixed_steps: bool,
 ) -> StepTimeModel:
     return build_step_time_model(
         model,
@@ -153,6 +167,7 @@ def _step_time(
         parallelism=parallelism,
         host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
         tables=[] if tables is None else _tables(Path(tables)),
+        mixed_steps=mixed_steps,
     )
 
 
@@ -247,14 +262,20 @@ def build_cluster(
             future=future,
         ),
     )
-    prefill = prefill_policy(
-        config.prefill_policy,
-        PolicyContext(
-            n_workers=config.n_prefill,
-            rng=stream(config.seed, "prefill policy"),
-            prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
-        ),
-    )
+    prefill, prompt_replay = None, None
+    if config.colocated:
+        _check_colocated(config, workload, decode)
+        asked = np.union1d(workload.trace_request, workload.prefix_trace_request)
+        prompt_replay = make_prompt_replay(trace, step_time.n_moe_layers, asked)
+    else:
+        prefill = prefill_policy(
+            config.prefill_policy,
+            PolicyContext(
+                n_workers=config.n_prefill,
+                rng=stream(config.seed, "prefill policy"),
+                prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
+            ),
+        )
     fitted = artifact() if artifact.cache_info().currsize else None  # the policy asked for it
     prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
     score: PromptScore = getattr(decode, "signature_score", "count")
@@ -280,7 +301,24 @@ def build_cluster(
         if config.num_requests
         else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
         expert_masks=_expert_masks(config, setting, fitted),
+        prompt_replay=prompt_replay,
     )
+
+
+def _check_colocated(config: RunConfig, workload: Workload, policy: DecodePolicy) -> None:
+    if getattr(policy, "reads_signature", False):
+        raise InputError(
+            "policy",
+            f"{config.policy!r} reads expert signatures, which no prefill has made when a request "
+            "arrives at co-located workers",
+            "a policy that needs none, such as jsq, or a topology such as 8P16D",
+        )
+    if config.enable_prefix_caching and workload.prefix_block_tokens > 0:
+        raise InputError(
+            "enable_prefix_caching",
+            "prompts of this workload share prefixes, and co-located workers have no prefix cache",
+            "--no-enable-prefix-caching",
+        )
 
 
 def _expert_masks(
@@ -319,6 +357,8 @@ def _open_trace(name: str) -> RoutingTrace:
 def _topology(config: RunConfig) -> str:
     """State the workers, and the GPUs of each and of all."""
     workers = f"{config.n_prefill} prefill + {config.n_decode} decode workers"
+    if config.colocated:
+        workers = f"{config.n_decode} co-located workers"
     size = config.tensor_parallel_size
     return f"{workers} of 1 GPU" if size == 1 else f"{workers} of {size} GPUs: {config.n_gpus} GPUs"
 
@@ -346,13 +386,15 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
         "expert_parallel_size": setting.parallelism.n_expert_ranks,
         "expert_placement": config.expert_placement,
         "policy": config.policy,
-        "prefill_policy": config.prefill_policy,
+        "prefill_policy": None if config.colocated else config.prefill_policy,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
         "max_num_seqs": setting.spec.max_num_seqs,
         "max_num_batched_tokens": setting.spec.max_num_batched_tokens,
         "kv_blocks_per_worker": setting.spec.n_blocks,
-        "kv_transfer": f"{config.kv_transfer}: {setting.spec.transfer.source}",
+        "kv_transfer": "none: co-located workers"
+        if config.colocated
+        else f"{config.kv_transfer}: {setting.spec.transfer.source}",
         "weakest_provenance": step_time.label,
         "provenance": step_time.provenance,
         "lookups_outside_tables": outside,

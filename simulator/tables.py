@@ -88,7 +88,7 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
             "start_s": both(columns[0], decode["start"], "float64"),
             "end_s": both(columns[2], decode["end"], "float64"),
             "batch": both(columns[3], decode["batch"], "int32"),
-            "tokens": both(columns[4], decode["batch"] + decode["recomputed"], "int32"),
+            "tokens": both(columns[4], decode["batch"] + decode["chunked"], "int32"),
             "joined": decode_only(decode["joined"], "int32"),
             "context_tokens": decode_only(decode["context"], "int64"),
             "active_experts": decode_only(decode["active"] / n_moe_layers, "float64"),

@@ -44,6 +44,10 @@ class FakeStepTime:
     n_moe_layers: int
     n_experts: int
     prefill_s: Callable[[list[int], list[int]], float]
+    mixed_moe_s: np.ndarray
+    mixed_extra_s: Callable[[int, list[int], list[int]], float] = lambda batch, tokens, contexts: (
+        1e-5 * batch + 1e-4 * sum(tokens) + 1e-6 * sum(contexts)
+    )
     moe_batch_max: int = 1 << 30
     attention_batch_max: int = 1 << 30
     context_max: int = 1 << 30
@@ -75,7 +79,8 @@ def make_step_time():
         else:
             moe, fixed = np.zeros(shape), np.full(shape[0], constant)
             attention = np.zeros((shape[0], knots))
-        return FakeStepTime(moe, fixed, attention, stride, n_layers, n_experts, prefill_s)
+        mixed = np.cumsum(rng.random((129, n_experts + 1)), 1) * 1e-5
+        return FakeStepTime(moe, fixed, attention, stride, n_layers, n_experts, prefill_s, mixed)
 
     return make
 
@@ -124,6 +129,7 @@ def make_cluster(make_step_time):
         n_blocks=1 << 20,
         transfer=FREE_TRANSFER,
         load_report_delay_s=0.0,
+        async_scheduling=False,
         max_concurrency=None,
         decode_policy="jsq",
         prefill_policy="least_loaded",
@@ -154,6 +160,7 @@ def make_cluster(make_step_time):
             n_blocks=n_blocks,
             transfer=transfer,
             load_report_delay_s=load_report_delay_s,
+            async_scheduling=async_scheduling,
             max_concurrency=max_concurrency,
         )
         counts = {q: np.zeros((1, 1), np.int64) for q in range(windows)}

@@ -43,10 +43,12 @@ def in_flight(requests, at):
     max_model_len=st.sampled_from([40, 1000]),
     decode_policy=st.sampled_from(["jsq", "random", "round_robin", "p2c"]),
     bandwidth=st.sampled_from([1e30, 1e4]),
+    async_scheduling=st.booleans(),
 )
 def test_every_request_ends_once_and_leaves_nothing(
     make_cluster, make_workload, run_to_rest, seed, n, topology, gap_s, max_num_seqs,
     max_concurrency, load_report_delay_s, n_blocks, max_model_len, decode_policy, bandwidth,
+    async_scheduling,
 ):  # fmt: skip
     rng = np.random.default_rng(seed)
     prompts, outputs = rng.integers(1, 40, n), rng.integers(1, 30, n)
@@ -58,6 +60,7 @@ def test_every_request_ends_once_and_leaves_nothing(
         max_concurrency=max_concurrency, load_report_delay_s=load_report_delay_s,
         n_blocks=n_blocks, max_model_len=max_model_len, decode_policy=decode_policy, seed=seed,
         transfer=TransferModel(1e-4, 1e-6, bandwidth, "test"), max_num_batched_tokens=32,
+        async_scheduling=async_scheduling,
     )  # fmt: skip
     ended = []
     end = cluster._end
@@ -105,7 +108,7 @@ def test_every_request_ends_once_and_leaves_nothing(
         mine = steps[steps["worker"] == w]
         assert (mine["start"][1:] >= mine["end"][:-1]).all()
         assert (mine["batch"] <= max_num_seqs).all()
-        assert (mine["batch"] + mine["recomputed"] <= 32).all()
+        assert (mine["batch"] + mine["chunked"] <= 32).all()
     assert sum(tokens for worker in record.prefill_steps for *_, tokens in worker) == sum(
         r.prompt_len for r in done
     )

@@ -28,10 +28,18 @@ def make_requests(arrival_s, prompt_len, output_len):
 
 def run_pool(
     step_time, requests, *, latency_s=0.0, max_num_seqs=8, budget=64, block_size=4, n_blocks=1000,
-    watch=lambda pool: None,
+    watch=lambda pool: None, colocated=False, async_scheduling=False,
 ):  # fmt: skip
-    """Run requests through one decode worker; their transfers take ``latency_s`` each."""
+    """Run requests through one worker.
+
+    A decode worker's transfers take ``latency_s`` each. All tokens choose the same experts, 0 and
+    64; prompts that a co-located worker computes choose two more.
+    """
     env, finished = Clock(), []
+
+    def prompt_experts(request, start, stop):
+        assert 0 <= start < stop < request.prompt_len + request.output_len
+        return np.full(step_time.n_moe_layers * 2, 3, np.uint64)  # experts 0, 1, 64 and 65
 
     def start_transfer(request):
         request.transfer_start_s = env.now
@@ -49,6 +57,8 @@ def run_pool(
         n_requests=len(requests),
         start_transfer=start_transfer,
         on_finish=finished.append,
+        async_scheduling=async_scheduling,
+        prompt_experts=prompt_experts if colocated else None,
     )
     pool.requests = requests
     for request in requests:
@@ -92,7 +102,10 @@ class Twin:
         return self.prompt + self.generated
 
 
-def engine(step_time, requests, latency_s, max_num_seqs, budget, block_size, n_blocks):
+def engine(
+    step_time, requests, latency_s, max_num_seqs, budget, block_size, n_blocks, colocated=False,
+    async_scheduling=False,
+):  # fmt: skip
     """Run vLLM's rules step by step; return the twins and (start, end, batch, joined, chunks).
 
     Running requests are served in the order in which they began; one that is being recomputed
@@ -102,6 +115,7 @@ def engine(step_time, requests, latency_s, max_num_seqs, budget, block_size, n_b
     coming = deque(sorted(twins, key=lambda t: t.arrival_s))
     flying: deque[tuple[float, Twin]] = deque()
     new, here, preempted = deque(), deque(), deque()
+    late: list[tuple[deque, Twin]] = []  # came when the next step had been scheduled
     decoding: list[Twin] = []
     recomputing: list[Twin] = []
     chunks: list[tuple[int, int]] = []  # tokens and cached tokens, this step's
@@ -146,10 +160,15 @@ def engine(step_time, requests, latency_s, max_num_seqs, budget, block_size, n_b
 
     while any(t.finish_s < 0 for t in twins):
         assert len(steps) < 50 * sum(t.prompt + t.output for t in twins)
+        seen, late = late, []
         while coming and coming[0].arrival_s <= now:
-            new.append(coming.popleft())
+            late.append((new, coming.popleft()))
         while flying and flying[0][0] <= now:
-            here.append(flying.popleft()[1])
+            late.append((here, flying.popleft()[1]))
+        if not (async_scheduling and (decoding or recomputing)):
+            seen, late = seen + late, []
+        for queue, twin in seen:
+            queue.append(twin)
         chunks.clear()
         joined = victims = 0
         while wanted() > free:  # running requests get their blocks first; the last one gives way
@@ -169,16 +188,32 @@ def engine(step_time, requests, latency_s, max_num_seqs, budget, block_size, n_b
                 recomputing.append(preempted.popleft())
                 recompute()
             while not preempted and new and is_open() and take(new[0], wanted()):
+                if colocated:
+                    recomputing.append(new.popleft())
+                    recompute()
+                    continue
                 new[0].cached = new[0].prompt - 1
                 flying.append((now + latency_s, new.popleft()))
+        if not decoding and not chunks and late:
+            for queue, twin in late:
+                queue.append(twin)
+            late = []
+            continue
         if not decoding and not chunks:
             now = min([t.arrival_s for t in coming] + [at for at, _ in flying])
             continue
         for twin in decoding:
             assert take(twin, 0)
-        duration = sum(step_time.prefill_s([n], [cached]) for n, cached in chunks)
-        duration += step_time.fixed_s[len(decoding)] if decoding else 0.0
-        steps.append((now, now + duration, len(decoding), joined, sum(n for n, _ in chunks)))
+        duration = step_time.fixed_s[len(decoding)] if decoding else 0.0
+        news, cached = [n for n, _ in chunks], [cached for _, cached in chunks]
+        layer_s = step_time.moe_s[len(decoding), 2]
+        if chunks and colocated:
+            duration += step_time.mixed_extra_s(len(decoding), news, cached)
+            layer_s = step_time.mixed_moe_s[len(decoding) + sum(news), 4]
+        elif chunks:
+            duration += step_time.prefill_s(news, cached)
+        duration += step_time.n_moe_layers * layer_s
+        steps.append((now, now + duration, len(decoding), joined, sum(news)))
         now += duration
         for twin in decoding:
             twin.generated += 1
@@ -200,13 +235,16 @@ def engine(step_time, requests, latency_s, max_num_seqs, budget, block_size, n_b
     block_size=st.sampled_from([1, 3, 4, 16]),
     slack=st.integers(0, 20),
     gap_s=st.sampled_from([1e-4, 1e-3, 1e-2]),
+    colocated=st.booleans(),
+    async_scheduling=st.booleans(),
 )
 def test_worker_equals_the_engine_written_out(
-    make_step_time, seed, n, max_num_seqs, budget, block_size, slack, gap_s
-):
+    make_step_time, seed, n, max_num_seqs, budget, block_size, slack, gap_s, colocated,
+    async_scheduling,
+):  # fmt: skip
     rng = np.random.default_rng(seed)
     step_time = make_step_time(max_num_seqs, seed=seed)
-    step_time.moe_s[:] = step_time.attention_s[:] = 0.0
+    step_time.moe_s[0] = step_time.fixed_s[0] = step_time.attention_s[:] = 0.0
     requests = make_requests(
         np.cumsum(rng.exponential(gap_s, n)), rng.integers(1, 30, n), rng.integers(1, 40, n)
     )
@@ -214,23 +252,27 @@ def test_worker_equals_the_engine_written_out(
     latency_s = float(rng.uniform(1e-4, 3e-3))
     pool, _ = run_pool(
         step_time, requests, latency_s=latency_s, max_num_seqs=max_num_seqs, budget=budget,
-        block_size=block_size, n_blocks=n_blocks,
+        block_size=block_size, n_blocks=n_blocks, colocated=colocated,
+        async_scheduling=async_scheduling,
     )  # fmt: skip
     twins, expected = engine(
-        step_time, requests, latency_s, max_num_seqs, budget, block_size, n_blocks
-    )
+        step_time, requests, latency_s, max_num_seqs, budget, block_size, n_blocks, colocated,
+        async_scheduling,
+    )  # fmt: skip
     steps = pool.steps()
-    got = [steps[name].tolist() for name in ("batch", "joined", "recomputed")]
+    got = [steps[name].tolist() for name in ("batch", "joined", "chunked")]
     assert list(zip(*got, strict=True)) == [step[2:] for step in expected]
     np.testing.assert_allclose(steps["start"], [s[0] for s in expected], rtol=1e-12, atol=1e-15)
     np.testing.assert_allclose(steps["end"], [s[1] for s in expected], rtol=1e-12)
     assert [r.preemptions for r in requests] == [t.preemptions for t in twins]
     for field, name in (("finish_s", "finish_s"), ("decode_start_s", "joined_s")):
+        if colocated and name == "joined_s":
+            continue  # there is no queue between prefill and decode
         np.testing.assert_allclose(
             [getattr(r, field) for r in requests], [getattr(t, name) for t in twins], rtol=1e-12
         )
     assert (steps["batch"] <= max_num_seqs).all()
-    assert (steps["batch"] + steps["recomputed"] <= budget).all()
+    assert (steps["batch"] + steps["chunked"] <= budget).all()
     tokens = sum(r.output_len for r in requests)
     assert steps["batch"].sum() == tokens  # preemption loses time, never a token
 
@@ -283,7 +325,7 @@ def test_preemption_by_hand(make_step_time):
     pool, _ = run_pool(constant(make_step_time), requests, n_blocks=4)
     assert [r.preemptions for r in requests] == [0, 1]
     assert pool.steps()["batch"].tolist() == [2, 2, 2, 2, 2, 1, 1]
-    assert pool.steps()["recomputed"].tolist() == [0, 0, 0, 0, 0, 0, 8]
+    assert pool.steps()["chunked"].tolist() == [0, 0, 0, 0, 0, 0, 8]
     assert pool.steps()["joined"].tolist() == [2, 0, 0, 0, 0, 0, 1]
     assert [r.finish_s for r in requests] == [6.0, 6.0 + 1.0 + 4.0]
     assert pool.preempted_gaps == [(5.0, 11.0)]  # from its fifth token at 5 to its sixth at 11
@@ -293,7 +335,7 @@ def test_recomputation_is_chunked_to_the_token_budget(make_step_time):
     """As above with 4 tokens a step: chunks of 4, 4 and 0 beside the token that is decoded."""
     requests = make_requests([0.0, 0.0], [4, 4], [6, 6])
     pool, _ = run_pool(constant(make_step_time), requests, n_blocks=4, budget=4)
-    assert pool.steps()["recomputed"].tolist() == [0, 0, 0, 0, 0, 0, 4, 4, 0]
+    assert pool.steps()["chunked"].tolist() == [0, 0, 0, 0, 0, 0, 4, 4, 0]
     assert pool.steps()["batch"].tolist() == [2, 2, 2, 2, 2, 1, 0, 0, 1]
     assert requests[1].finish_s == 6.0 + 2.0 + 2.0 + 1.0
 
@@ -349,7 +391,7 @@ def test_tiny_caches_end_and_give_every_block_back(
     steps = pool.steps()
     assert steps["batch"].sum() == sum(r.output_len for r in requests)
     assert (steps["start"][1:] >= steps["end"][:-1]).all()  # one step at a time
-    assert (steps["batch"] + steps["recomputed"] <= budget).all()
+    assert (steps["batch"] + steps["chunked"] <= budget).all()
     assert (pool.token_times["first"] > 0).all()
 
 

@@ -32,10 +32,11 @@ def experts_of(bits, layers):
     ]
 
 
-def one_step(worker, seats, times, sets, ranks, tables, block_size):
+def one_step(worker, seats, times, sets, ranks, chunk, tables, block_size):
     """Run one step of one worker; return its log row, or None if blocks run out.
 
-    ``ranks`` holds, per layer, the set of experts of each rank.
+    ``ranks`` holds, per layer, the set of experts of each rank; ``chunk``, per layer, those of the
+    prompt tokens in the step, or None where their time is the step's extra time.
     """
     batch = seats[: worker.batch]
     needed = sum(seat.room == 0 for seat in batch)
@@ -44,16 +45,22 @@ def one_step(worker, seats, times, sets, ranks, tables, block_size):
     worker.free_blocks -= needed
     n, start, duration = len(batch), worker.next_start, worker.extra_s
     active = busiest = 0
-    if n:
+    mixed = chunk is not None and worker.extra_tokens > 0
+    if n or mixed:
         moe = 0.0
         for layer in range(len(sets[0])):
             chosen = set().union(*(sets[seat.row][layer] for seat in batch))
+            layer_s = tables.moe_s[n]
+            if mixed:
+                chosen |= chunk[layer]
+                layer_s = tables.mixed_moe_s[n + worker.extra_tokens]
             counts = [len(chosen & held) for held in ranks[layer]]
-            moe += max(tables.moe_s[n, count] for count in counts)
+            moe += max(layer_s[count] for count in counts)
             active += len(chosen)
             busiest += max(counts)
-        worker.context += n
         duration += tables.fixed_s[n] + moe
+    if n:
+        worker.context += n
         mean = worker.context / n / tables.context_stride
         knots = tables.attention_s[n]
         left = min(int(mean), len(knots) - 2)
@@ -79,7 +86,9 @@ def one_step(worker, seats, times, sets, ranks, tables, block_size):
     return row
 
 
-def slow_advance(workers, slots, times, sets, ranks, tables, block_size, until, room_in_log):
+def slow_advance(
+    workers, slots, times, sets, ranks, chunks, tables, block_size, until, room_in_log
+):
     """Do what ``kernel.advance`` does, one worker's step at a time."""
     log, stopped = [], []
     while True:
@@ -91,7 +100,7 @@ def slow_advance(workers, slots, times, sets, ranks, tables, block_size, until, 
         start, i = min(ready, default=(np.inf, -1))
         if start >= until or len(log) == room_in_log:
             return log, stopped, start
-        row = one_step(workers[i], slots[i], times, sets, ranks[i], tables, block_size)
+        row = one_step(workers[i], slots[i], times, sets, ranks[i], chunks[i], tables, block_size)
         if row is None:
             workers[i].stop = kernel.OUT_OF_BLOCKS
         else:
@@ -158,7 +167,11 @@ def random_pool(rng, n_workers, n_experts, layers, block_size, dyadic):
     # Whole eighths of a second make steps of several workers begin together.
     scale = (lambda shape: rng.integers(1, 4, shape) / 8.0) if dyadic else rng.random
     tables = kernel.StepTables(
-        scale((seats + 1, n_experts + 1)), scale(seats + 1), scale((seats + 1, 4)), 16
+        scale((seats + 1, n_experts + 1)),
+        scale((seats + 10, n_experts + 1)),
+        scale(seats + 1),
+        scale((seats + 1, 4)),
+        16,
     )
     return workers, slots, times, bits.reshape(40, -1), tables
 
@@ -187,9 +200,10 @@ def random_ranks(rng, n_workers, n_ranks, n_experts, layers):
     capacity=st.sampled_from([1, 3, 10, 1000]),
     dyadic=st.booleans(),
     n_ranks=st.integers(1, 4),
+    colocated=st.booleans(),
 )
 def test_advance_equals_its_twin(
-    seed, n_workers, n_experts, layers, block_size, capacity, dyadic, n_ranks
+    seed, n_workers, n_experts, layers, block_size, capacity, dyadic, n_ranks, colocated
 ):
     rng = np.random.default_rng(seed)
     workers, slots, times, bits, tables = random_pool(
@@ -197,6 +211,11 @@ def test_advance_equals_its_twin(
     )
     if n_ranks > 1:  # the slowest rank is the one with the most experts
         tables.moe_s.sort(axis=1)
+        tables.mixed_moe_s.sort(axis=1)
+    chunk_bits, chunks = np.zeros((n_workers, 0), np.uint64), [None] * n_workers
+    if colocated:
+        chunk_bits = bits[rng.integers(len(bits), size=n_workers)] | bits[0]
+        chunks = experts_of(chunk_bits, layers)
     masks, ranks = random_ranks(rng, n_workers, n_ranks, n_experts, layers)
     sets = experts_of(bits, layers)
     twin_workers, twin_times = records(workers), records(times)
@@ -210,11 +229,11 @@ def test_advance_equals_its_twin(
         log, logged = np.zeros(capacity, kernel.STEP), int(rng.integers(0, capacity + 1))
         before = logged
         logged, n_stopped, next_start = kernel.advance(
-            workers, slots, times, bits, masks, layers, tables, block_size, until, union, log,
-            logged, stopped,
+            workers, slots, times, bits, masks, chunk_bits, layers, tables, block_size, until,
+            union, log, logged, stopped,
         )  # fmt: skip
         expected = slow_advance(
-            twin_workers, twin_slots, twin_times, sets, ranks, tables, block_size, until,
+            twin_workers, twin_slots, twin_times, sets, ranks, chunks, tables, block_size, until,
             capacity - before,
         )  # fmt: skip
         got = rows(log[before:logged]), stopped[:n_stopped].tolist(), next_start
@@ -257,11 +276,11 @@ def test_a_batch_of_one_by_hand():
     bits = np.array([[0b1], [0b110]], np.uint64)
     moe = np.array([[0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
     attention = np.array([[0.0, 0.0, 0.0], [0.0, 16.0, 32.0]])
-    tables = kernel.StepTables(moe, np.array([0.0, 0.5]), attention, 16)
+    tables = kernel.StepTables(moe, moe, np.array([0.0, 0.5]), attention, 16)
     log, stopped = np.zeros(9, kernel.STEP), np.zeros(1, np.int64)
     logged, n_stopped, next_start = kernel.advance(
-        workers, slots, times, bits, np.zeros((1, 1, 0), np.uint64), 1, tables, 4, np.inf,
-        np.zeros(1, np.uint64), log, 0, stopped,
+        workers, slots, times, bits, np.zeros((1, 1, 0), np.uint64), np.zeros((1, 0), np.uint64), 1,
+        tables, 4, np.inf, np.zeros(1, np.uint64), log, 0, stopped,
     )  # fmt: skip
     # 0.5 fixed, 1 s an expert, 1 s a context token (32, 33, 34)
     assert log["end"][:logged].tolist() == [35.5, 70.0, 106.5]

@@ -1,0 +1,149 @@
+"""MoE tables of vLLM's Marlin kernel for MXFP4 experts, derived from those of another shape.
+
+Up to vLLM 0.18 GPT-OSS ran on Hopper with Marlin (MXFP4 weights, bfloat16 activations). The package
+``aiconfigurator-core`` has GPT-OSS tables of a later default kernel only, which computes large
+batches more than twice as fast; of Marlin it has MXFP4 tables of an 896-expert layer (hidden 3584,
+expert width 3072, top-16). This module carries those over.
+
+Both layers' work is that of their experts: each that is hit reads its weights and computes its
+rows. At equal *rows per expert*, ``k tokens / E``, an expert of the one shape costs as much per
+weight as one of the other, whether bound by reading or by computing::
+
+    t(tokens) = a + (t'(tokens') - a') * (E h i) / (E' h' i')
+    tokens'   = tokens * (k / E) / (k' / E')
+
+The fixed cost ``a'`` (sorting, launches) is the intercept of the source's rows over distinct
+experts. Sorting for 896 experts is not sorting for 128, so ``a`` is the intercept of the target's
+own table of the later kernel. Nothing here has seen an end-to-end run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.aiconfigurator import SYSTEMS, data_folder, routed_distinct
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.tables import (
+    MOE_DTYPES,
+    LatencyTable,
+    TableMetadata,
+    find_table,
+    moe_shape,
+)
+
+_VERSION = "0.24.0"
+_DTYPE = "w4a16_mxfp4"
+_ROUTINGS = ("balanced", "power_law_1.01")
+_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def derive_marlin_table(
+    gpu: str, model: ModelDims, parallelism: Parallelism = SINGLE_GPU
+) -> LatencyTable:
+    """Derive the Marlin table of one GPU's part of a model's MXFP4 MoE layer.
+
+    Parameters
+    ----------
+    gpu
+        ``H100`` or ``H200``: the package has Marlin rows of these.
+    model
+        A model with MXFP4 experts.
+    parallelism
+        GPUs of a worker; the experts are cut, not spread.
+
+    Raises
+    ------
+    InputError
+        No Marlin rows for this GPU or number of GPUs, or another dtype.
+    """
+    size = parallelism.tensor_parallel_size
+    if MOE_DTYPES[model.expert_dtype] != _DTYPE:
+        raise InputError("model", f"{model.name} has {model.expert_dtype} experts", "mxfp4")
+    if gpu not in ("H100", "H200") or parallelism.n_expert_ranks > 1:
+        raise InputError(
+            "gpu", f"no Marlin rows of {gpu} with these ranks", "H100 or H200, experts cut"
+        )
+    path = f"moe/vllm/{_VERSION}/moe_perf.parquet"
+    frame = pd.read_parquet(data_folder(gpu) / path)
+    frame = frame[
+        (frame.moe_dtype == _DTYPE)
+        & frame.kernel_source.str.contains("marlin")
+        & frame.distribution.isin(_ROUTINGS)
+        & (frame.moe_tp_size == size)
+        & (frame.moe_ep_size == 1)
+    ]
+    if frame.empty:
+        raise InputError("tensor_parallel_size", f"no Marlin rows at {size} GPUs", "1, 2, 4, 8")
+    row = frame.iloc[0]
+    shape = moe_shape(
+        model.hidden_size,
+        parallelism.shard(model).expert_intermediate_size,
+        model.n_experts,
+        model.top_k,
+    )
+    later = find_table("moe", gpu, shape=shape, dtype=_DTYPE)
+    if later is None:
+        raise InputError(
+            "model", f"no MoE table of {model.name} on {gpu} to take the fixed cost of"
+        )
+    balanced = later.columns["routing"] == "balanced"
+    fixed = _intercept(
+        later.columns["distinct_experts"][balanced].astype(float),
+        later.columns["latency_s"][balanced].astype(float),
+    )
+    weights = model.n_experts * model.hidden_size * model.expert_intermediate_size
+    scale = weights / (int(row.num_experts) * int(row.hidden_size) * int(row.inter_size))
+    density = (model.top_k / model.n_experts) / (row.topk / row.num_experts)
+    batch = np.array(_TOKENS)
+    source = {
+        routing: rows.groupby("num_tokens")["latency"].median() / 1e3
+        for routing, rows in frame.groupby("distribution")
+    }
+    even = source["balanced"]
+    even_distinct = np.minimum(row.num_experts, row.topk * even.index.to_numpy(float))
+    source_fixed = _intercept(even_distinct, even.to_numpy(float))
+    seconds = [
+        fixed + scale * (np.interp(batch * density, curve.index, curve) - source_fixed)
+        for curve in (source[routing] for routing in _ROUTINGS)
+    ]
+    return LatencyTable(
+        TableMetadata(
+            kind="moe",
+            gpu=gpu,
+            shape=shape,
+            dtype=_DTYPE,
+            kernel_source="vllm marlin mxfp4, carried over from a layer of 896 experts",
+            framework=f"vllm {_VERSION}",
+            provenance="derived",
+            origin=f"aiconfigurator-core: {SYSTEMS[gpu]}/{path}, rows of {row.kernel_source}",
+            device=str(row.device),
+            date="2026-11-21",
+            notes="equal rows per expert; fixed cost of the later kernel's own table",
+        ),
+        {
+            "batch": np.tile(batch, len(_ROUTINGS)).astype(np.int32),
+            "distinct_experts": np.array(
+                [
+                    routed_distinct(routing, tokens, model)
+                    for routing in _ROUTINGS
+                    for tokens in _TOKENS
+                ]
+            ),
+            "routing": np.repeat(np.array(_ROUTINGS, dtype=object), len(batch)),
+            "latency_s": np.concatenate(seconds),
+        },
+    )
+
+
+def _intercept(distinct: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
+    """Return the time at no expert of the line through the smallest counts, up to 1/3 of the most.
+
+    There reading weights rules, which is linear in the experts read.
+    """
+    few = distinct <= distinct.max() / 3
+    slope, intercept = np.polyfit(distinct[few], seconds[few], 1)
+    return float(max(intercept, 0.0)) if slope > 0 else float(seconds.min())

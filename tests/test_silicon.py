@@ -1,0 +1,204 @@
+"""Predictions of measured runs: which rows count, that none is fitted on, and their errors."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import fields, replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.tables import find_table, moe_shape
+from eldr_sim.validation import silicon
+from eldr_sim.validation.silicon import (
+    Case,
+    Row,
+    growth_error,
+    predict_rows,
+    read_rows,
+    silicon_errors,
+    worst_rows,
+)
+
+COLUMNS = [
+    "silicon_data_source", "backend", "backend_version", "model_path", "system", "mode", "isl",
+    "osl", "tp_size", "attention_dp_size", "silicon_ttft_ms", "silicon_tpot_ms",
+]  # fmt: skip
+
+
+@pytest.fixture
+def make_csv(tmp_path):
+    """Write a file in the package's layout; a row is (system, tp, isl, osl, c, ttft, tpot)."""
+
+    def make(*rows, **other):
+        path = tmp_path / "silicon.csv"
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            for system, tp, isl, osl, c, ttft, tpot in rows:
+                source = f"x; silicon_concurrency={c}; measured=2026-03-27T08:01:51Z"
+                values = [
+                    source,
+                    "vllm",
+                    "0.18.0",
+                    "openai/gpt-oss-120b",
+                    system,
+                    "agg",
+                    isl,
+                    osl,
+                    tp,
+                ]
+                row = dict(zip(COLUMNS, [*values, 1, ttft, tpot], strict=True))
+                writer.writerow(row | other)
+        return path
+
+    return make
+
+
+def test_rows_are_read_once_and_in_order(make_csv):
+    row = ("h200_sxm", 1, 1024, 1024, 8, 60.0, 6.0)
+    rows = read_rows(make_csv(("h100_sxm", 2, 1024, 1024, 4, 50.0, 5.0), row, row))
+    assert [r.case for r in rows] == [
+        Case("H100", 2, 1024, 1024, 4),
+        Case("H200", 1, 1024, 1024, 8),
+    ]
+    assert rows[1].ttft_ms == 60.0
+    assert rows[1].date == "2026-03-27"
+    assert not any(r.excluded for r in rows)
+
+
+def test_other_models_engines_and_cards_are_left_out(make_csv):
+    for other in (
+        {"model_path": "meta/llama"}, {"backend": "sglang"}, {"mode": "disagg"},
+        {"system": "gb200"}, {"attention_dp_size": 8},
+    ):  # fmt: skip
+        with pytest.raises(InputError, match="no vLLM row"):
+            read_rows(make_csv(("h100_sxm", 2, 1024, 1024, 4, 50.0, 5.0), **other))
+
+
+def test_doubtful_rows_are_marked_by_what_was_measured(make_csv):
+    rows = read_rows(
+        make_csv(
+            ("h100_sxm", 4, 1024, 1024, 16, 60.0, 6.0),
+            ("h100_sxm", 4, 1024, 1024, 32, 160.0, 16.0),
+            ("h100_sxm", 4, 1024, 1024, 64, 110.0, 9.0),  # falls: both neighbours are doubtful
+            ("h100_sxm", 4, 1024, 1024, 512, 110.0, 9.0),
+            ("h200_sxm", 4, 1024, 100, 4, 200.0, 6.0),  # 200 ms beside 600 ms of decoding
+        )
+    )
+    assert [bool(r.excluded) for r in rows] == [False, True, True, True, True]
+
+
+def make_row(c, ttft=50.0, tpot=5.0, gpu="H200"):
+    return Row(Case(gpu, 8, 128, 32, c), ttft, tpot, "0.18.0", "2026-03-27")
+
+
+def test_predictions_do_not_see_the_measured_figures(monkeypatch):
+    """Nothing is fitted on the scored rows: other measurements, the same predictions."""
+    monkeypatch.setattr(silicon, "_TRACE_REQUESTS", 2)
+    assert {f.name for f in fields(Case)}.isdisjoint({"ttft_ms", "tpot_ms"})
+    rows = [make_row(1), make_row(4)]
+    once = predict_rows(rows, moe_kernel="newest")
+    rng = np.random.default_rng(0)
+    other = [
+        replace(r, ttft_ms=float(rng.uniform(1, 1e3)), tpot_ms=9.0, excluded="x") for r in rows
+    ]
+    again = predict_rows(other, moe_kernel="newest")
+    for name in ("predicted_ttft_ms", "predicted_tpot_ms"):
+        assert once[name].to_pylist() == again[name].to_pylist()
+    ttft = once["predicted_ttft_ms"][0].as_py()
+    assert once["ttft_error"][0].as_py() == pytest.approx(100 * (ttft / 50.0 - 1))
+    assert once["predicted_tpot_ms"][1].as_py() > once["predicted_tpot_ms"][0].as_py()
+
+
+def predicted(c, tpot, guess, excluded="", gpu="H200"):
+    row = {"gpu": gpu, "tensor_parallel_size": 1, "input_len": 1024, "output_len": 1024}
+    row |= {"concurrency": c, "date": "2026-01-01", "excluded": excluded}
+    for metric in ("ttft", "tpot"):
+        row |= {f"{metric}_ms": tpot, f"predicted_{metric}_ms": guess}
+        row[f"{metric}_error"] = 100 * (guess / tpot - 1)
+    return row
+
+
+def test_errors_by_hand():
+    table = pa.Table.from_pylist(
+        [predicted(4, 10.0, 11.0), predicted(8, 10.0, 7.0), predicted(16, 10.0, 30.0, "doubtful")]
+    )
+    tpot, ttft = silicon_errors(table, groups=((),))
+    assert (tpot.metric, ttft.metric) == ("tpot", "ttft")
+    assert (tpot.rows, tpot.all_rows) == (2, 3)
+    assert tpot.median == pytest.approx(20.0)
+    assert tpot.p90 == pytest.approx(28.0)
+    assert tpot.bias == pytest.approx(-10.0)
+    assert tpot.all_median == pytest.approx(30.0)
+    by_gpu = silicon_errors(table, groups=(("gpu",),))
+    assert [e.group for e in by_gpu] == ["gpu H200", "gpu H200"]
+    assert worst_rows(table, 1)["concurrency"].to_pylist() == [16]
+    assert worst_rows(table, 1)["why"].to_pylist() == ["doubtful"]
+
+
+def test_growth_compares_with_the_lowest_concurrency():
+    table = pa.Table.from_pylist([predicted(4, 10.0, 20.0), predicted(8, 20.0, 44.0)])
+    assert growth_error(table, "tpot") == pytest.approx(10.0)  # 2.2 x for 2.0 x
+
+
+class TestMarlin:
+    @pytest.fixture(autouse=True)
+    def _package(self):
+        pytest.importorskip("aiconfigurator_core", reason="needs eldr-sim[aiconfigurator]")
+
+    @pytest.mark.parametrize("size", [1, 8])
+    def test_carries_the_source_rows_over_at_equal_rows_per_expert(self, size):
+        """At 128 and 224 tokens an expert gets 4 rows in both layers."""
+        import pandas as pd
+
+        from eldr_sim.kernel_profiles.aiconfigurator import data_folder
+        from eldr_sim.kernel_profiles.marlin import derive_marlin_table
+
+        model = load_model("GPT-OSS-120B")
+        table = derive_marlin_table("H200", model, Parallelism(size))
+        even = table.columns["routing"] == "balanced"
+        time = dict(
+            zip(table.columns["batch"][even], table.columns["latency_s"][even], strict=True)
+        )
+        frame = pd.read_parquet(data_folder("H200") / "moe/vllm/0.24.0/moe_perf.parquet")
+        frame = frame[
+            frame.kernel_source.str.contains("marlin")
+            & (frame.moe_dtype == "w4a16_mxfp4")
+            & (frame.moe_tp_size == size)
+            & (frame.moe_ep_size == 1)
+            & (frame.distribution == "balanced")
+        ]
+        source = frame.groupby("num_tokens").latency.median() / 1e3
+        scale = 128 * 2880 * 2880 / (896 * 3584 * 3072)
+        grown = np.interp(1.75 * 8192, source.index, source) - np.interp(
+            1.75 * 128, source.index, source
+        )
+        assert time[8192] - time[128] == pytest.approx(scale * grown, rel=1e-9)
+
+    def test_reads_weights_as_fast_as_the_later_kernel_but_computes_slower(self):
+        from eldr_sim.kernel_profiles.marlin import derive_marlin_table
+
+        model = load_model("GPT-OSS-120B")
+        marlin = derive_marlin_table("H200", model)
+        later = find_table("moe", "H200", shape=moe_shape(2880, 2880, 128, 4), dtype="w4a16_mxfp4")
+
+        def time(table, tokens):
+            rows = (table.columns["batch"] == tokens) & (table.columns["routing"] == "balanced")
+            return float(table.columns["latency_s"][rows][0])
+
+        assert time(marlin, 64) == pytest.approx(time(later, 64), rel=0.15)
+        assert time(marlin, 8192) > 2 * time(later, 8192)
+        assert marlin.metadata.provenance == "derived"
+
+    def test_what_has_no_rows_is_refused(self):
+        from eldr_sim.kernel_profiles.marlin import derive_marlin_table
+
+        with pytest.raises(InputError, match="mxfp4"):
+            derive_marlin_table("H200", load_model("Qwen3-30B-A3B"))
+        with pytest.raises(InputError, match="Marlin"):
+            derive_marlin_table("B200", load_model("GPT-OSS-120B"))
