@@ -251,9 +251,9 @@ def _moe_tasks(targets: Sequence[Target], device: Device, kernel: type[Any]) -> 
         shape = target.moe
         identity = target.moe_identity
         group = _moe_group(part, target)
-        yield Task(f"{group} check", part, group, -1, _check(group, shape, kernel))
         if kernel is TritonKernel:
             yield Task(f"{group} tune", part, group, -1, _tune(group, shape, kernel))
+        yield Task(f"{group} check", part, group, -1, _check(group, shape, kernel))
 
         def measure(
             point: MoEPoint,
@@ -302,25 +302,27 @@ def _moe_tasks(targets: Sequence[Target], device: Device, kernel: type[Any]) -> 
                     yield Task(key, part, group, 2, warm)
 
 
-def _check(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbench], Outcome]:
+def _tune(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbench], Outcome]:
     def run(workbench: Workbench) -> Outcome:
         bench = workbench.bench(group, shape, kernel)
-        batch = -(-shape.owned // shape.top_k)
-        points = [MoEPoint(1, shape.top_k), MoEPoint(batch, min(shape.owned, batch))]
-        errors = [bench.error(point) for point in points if point.distinct <= shape.owned]
-        return Outcome(note={"error": max(errors), "bound_kept": True})
+        workbench.tuned[group] = bench.kernel.tune(bench)
+        return Outcome(note={"tuned": workbench.tuned[group]})
 
     return run
 
 
-def _tune(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbench], Outcome]:
+def _check(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbench], Outcome]:
+    """Compare with float64: one token, all experts, and enough tokens for large blocks."""
+
     def run(workbench: Workbench) -> Outcome:
         bench = workbench.bench(group, shape, kernel)
-        tuned = bench.kernel.tune(bench)
-        workbench.tuned[group] = tuned
-        many = 32 * -(-shape.n_experts // shape.top_k)  # tokens for which large blocks are used
-        points = [MoEPoint(1, 1 if shape.n_ranks > 1 else shape.top_k), MoEPoint(many, shape.owned)]
-        return Outcome(note={"tuned": tuned, "error": max(bench.error(p) for p in points)})
+        enough = -(-shape.n_experts // shape.top_k)
+        points = [
+            MoEPoint(1, min(shape.top_k, shape.owned)),
+            MoEPoint(enough, min(shape.owned, enough)),
+            MoEPoint(32 * enough, shape.owned),
+        ]
+        return Outcome(note={"error": max(bench.error(point) for point in points)})
 
     return run
 

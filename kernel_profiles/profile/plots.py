@@ -152,8 +152,11 @@ def _skew(axes: Any, table: LatencyTable) -> None:
         found = [(b, t / even[b, d]) for b, d, r, t in rows if r == routing and (b, d) in even]
         if found:
             axes.plot(*np.array(found).T, ".", label=routing.replace("forced_", ""))
+    if not axes.has_data():
+        axes.set_axis_off()
+        axes.set_title("Skewed load: not measured")
+        return
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="Batch, tokens", ylabel="Time over even load", title="Skewed load")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7)
+    axes.legend(fontsize=7)

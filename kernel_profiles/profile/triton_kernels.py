@@ -10,10 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BF16 = tl.constexpr(0)
-FP8_NATIVE = tl.constexpr(1)
-FP8_BITS = tl.constexpr(2)
-MXFP4 = tl.constexpr(3)
+# DECODE: how weights are stored. 0 bfloat16; 1 FP8 by the hardware's conversion; 2 FP8 by its bits;
+# 3 MXFP4.
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -99,8 +97,10 @@ def align_kernel(
 @triton.jit
 def _dot(a, w, acc, UPCAST: tl.constexpr):
     if UPCAST:
-        return acc + tl.dot(a.to(tl.float32), w.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, w, acc)
+        acc += tl.dot(a.to(tl.float32), w.to(tl.float32), input_precision="ieee")
+    else:
+        acc = tl.dot(a, w, acc)
+    return acc
 
 
 @triton.jit
@@ -153,20 +153,21 @@ def _accumulate(
         a = tl.load(a_row[:, None] + k[None, :], mask=both, other=0.0)
         acc = _dot(a, _e2m1(packed & 15, low), acc, UPCAST)
         a = tl.load(a_row[:, None] + half + k[None, :], mask=both, other=0.0)
-        return _dot(a, _e2m1(packed >> 4, high), acc, UPCAST)
-    k_mask = k < K
-    a = tl.load(a_row[:, None] + k[None, :], mask=a_mask[:, None] & k_mask[None, :], other=0.0)
-    tile = w + rows[None, :] * K + k[:, None]
-    mask = k_mask[:, None] & row_mask[None, :]
-    if DECODE == 0:
-        return _dot(a, tl.load(tile, mask=mask, other=0.0), acc, UPCAST)
-    if DECODE == 1:
-        weight = tl.load(tile, mask=mask, other=0.0).to(tl.bfloat16)
+        acc = _dot(a, _e2m1(packed >> 4, high), acc, UPCAST)
     else:
-        weight = _fp8_bits(tl.load(tile, mask=mask, other=0))
-    scale = tl.load(s + (rows // 128) * SCALE_COLUMNS + k0 // 128, mask=row_mask, other=0.0)
-    part = _dot(a, weight, tl.zeros_like(acc), UPCAST)
-    return acc + part * scale[None, :]
+        k_mask = k < K
+        a = tl.load(a_row[:, None] + k[None, :], mask=a_mask[:, None] & k_mask[None, :], other=0.0)
+        mask = k_mask[:, None] & row_mask[None, :]
+        nothing = 0 if DECODE == 2 else 0.0  # neither casts to the other's type
+        tile = tl.load(w + rows[None, :] * K + k[:, None], mask=mask, other=nothing)
+        if DECODE == 0:
+            acc = _dot(a, tile, acc, UPCAST)
+        else:
+            weight = tile.to(tl.bfloat16) if DECODE == 1 else _fp8_bits(tile)
+            blocks = s + (rows // 128) * SCALE_COLUMNS + k0 // 128
+            scale = tl.load(blocks, mask=row_mask, other=0.0)
+            acc += _dot(a, weight, tl.zeros_like(acc), UPCAST) * scale[None, :]
+    return acc
 
 
 @triton.jit(do_not_specialize=["n_pairs", "max_blocks"])
