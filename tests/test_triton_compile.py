@@ -32,7 +32,8 @@ def build(kernel, types, constants, **options):
     even = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
             if n not in constants and n not in odd}
     values = {(names.index(n),): v for n, v in constants.items()}
-    made = triton.compile(ASTSource(kernel, signature, values, even), target=target, options=options)
+    source = ASTSource(kernel, signature, values, even)
+    made = triton.compile(source, target=target, options=options)
     print(json.dumps([kernel.__name__, constants, made.metadata.shared, list(made.asm)]))
 
 def expert(decode, gated, tile):
@@ -41,7 +42,8 @@ def expert(decode, gated, tile):
     types = dict(a=B, w=stored, s=scales, out=B, slots=I, block_expert=I, n_blocks=I, pair_weight=F)
     constants = dict(TOP_K=8, GATED=gated, DECODE=decode, BLOCK_M=tile.block_m,
                      BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, UPCAST=False)
-    build(kernels.expert_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+    stages = tile.stages if sys.argv[1] == "H100" else min(tile.stages, 2)
+    build(kernels.expert_kernel, types, constants, num_warps=tile.warps, num_stages=stages)
 
 first = triton_moe.DECODE_TILES[2]
 for decode in (0, 1, 2, 3) if sys.argv[1] == "H100" else (0, 2, 3):
@@ -57,8 +59,8 @@ build(kernels.align_kernel, dict(ids=I, slots=I, block_expert=I, n_blocks=I),
       dict(BLOCK_M=16, E_PAD=256, CHUNK=1024))
 build(kernels.sum_kernel, dict(pairs=B, ids=I, out=B), dict(TOP_K=8, BLOCK=1024))
 build(kernels.add_rms_norm_kernel, dict(x=B, residual=B, weight=B, eps="fp32"), dict(BLOCK=2048))
-build(kernels.rotary_kernel, dict(qkv=B, cache=B, cos=F, sin=F, norm=B, position="*i64", eps="fp32"),
-      dict(DIM=128, HALF=64, NORM=True))
+types = dict(qkv=B, cache=B, cos=F, sin=F, norm=B, position="*i64", eps="fp32")
+build(kernels.rotary_kernel, types, dict(DIM=128, HALF=64, NORM=True))
 """
 
 

@@ -102,7 +102,9 @@ class TritonMoE:
         self.activated = empty((slots, shape.intermediate), torch.bfloat16)
         self.pairs = empty((pairs, shape.hidden), torch.bfloat16)
         self.out = empty((batch, shape.hidden), torch.bfloat16)
-        capable = torch.cuda.is_available() and torch.version.hip is None
+        rocm = torch.version.hip is not None
+        self._most_stages = 2 if rocm else 8  # AMD's pipeliner, and 64 KB of shared memory
+        capable = torch.cuda.is_available() and not rocm
         self._native_fp8 = capable and torch.cuda.get_device_capability() >= (8, 9)
 
     def poison(self) -> None:
@@ -167,7 +169,7 @@ class TritonMoE:
             BLOCK_K=tile.block_k,
             UPCAST=interpreted(),
             num_warps=tile.warps,
-            num_stages=tile.stages,
+            num_stages=min(tile.stages, self._most_stages),
         )
 
     def experts_up(self, x: Any, weights: ExpertWeights) -> None:
