@@ -13,7 +13,7 @@ from eldr_sim.kernel_profiles.profile import session
 from eldr_sim.kernel_profiles.profile.device import Device, differing_facts, gpu_entry
 from eldr_sim.kernel_profiles.profile.plan import PARTS, Outcome, Target, Task, make_plan
 from eldr_sim.kernel_profiles.profile.records import MAIN, Record
-from eldr_sim.kernel_profiles.profile.timing import CpuTimer, Timing, rotation
+from eldr_sim.kernel_profiles.profile.timing import MAX_CALLS, CpuTimer, Timing, rotation
 from eldr_sim.kernel_profiles.tables import load_table
 
 FACTS = {"device": "a card", "driver_version": "550", "power.limit": "700 W", "torch": "2"}
@@ -206,10 +206,11 @@ def test_unknown_parts_are_refused():
 
 @pytest.mark.parametrize(
     ("touched", "copy", "calls", "copies"),
-    [(10.0, 1000.0, 30, 1), (1000.0, 1000.0, 2, 1), (1.0, 10.0, 300, 30), (0.0, 1.0, 320, 300)],
+    [(10.0, 1000.0, 30, 1), (1000.0, 1000.0, 2, 1), (1.0, 10.0, 300, 30), (0.0, 1.0, 300, 300)],
 )
 def test_a_round_touches_three_caches(touched, copy, calls, copies):
     assert rotation(touched, copy, 100) == (calls, copies)
+    assert rotation(touched, copy, 1 << 40)[0] == MAX_CALLS
 
 
 def test_a_timer_takes_turns_and_reports_quartiles():
