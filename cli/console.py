@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.planning.sweep import SweepProgress
 
 _WIDTH = 64
 
@@ -33,6 +48,46 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
 
         def update(share: float) -> None:
             progress.update(task, completed=share)
+
+        yield update
+
+
+class _TimeLeft(ProgressColumn):
+    """Counts down from the last estimate, the task's field ``left`` (None: no estimate yet)."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields["left"]
+        if left is None:
+            return Text("-:--:-- left")
+        seconds = max(0, math.ceil(left - (time.monotonic() - task.fields["at"])))
+        return Text(f"about {timedelta(seconds=seconds)} left")
+
+
+@contextmanager
+def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
+    """Show a sweep's progress and time left on the terminal's standard error."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[runs]}"),
+        TimeElapsedColumn(),
+        _TimeLeft(),
+    )
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
+        task = progress.add_task(title, total=1.0, runs="", left=None, at=0.0)
+
+        def update(now: SweepProgress) -> None:
+            progress.update(
+                task,
+                completed=now.done,
+                total=now.total,
+                runs=f"{now.done}/{now.total} runs"
+                + (f", {now.failed} failed" if now.failed else ""),
+                left=now.seconds_left,
+                at=time.monotonic(),
+            )
 
         yield update
 
@@ -119,6 +174,7 @@ def warnings_of(summary: dict[str, Any]) -> list[str]:
         if count
     ]
     warnings += summary["latency_warnings"]
+    warnings += summary.get("trace_warnings", [])  # older results have none
     before, after = summary["in_flight_at_window_start"], summary["in_flight_at_window_end"]
     if after - before > 0.25 * summary["num_prompts"] and summary["max_concurrency"] is None:
         warnings.append(

@@ -7,12 +7,15 @@ import sys
 import click
 
 from eldr_sim import __version__
+from eldr_sim.cli.capture import capture
 from eldr_sim.cli.compare import compare
 from eldr_sim.cli.fit import fit
 from eldr_sim.cli.listing import gpus, models, tables
 from eldr_sim.cli.profile import profile
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
+from eldr_sim.cli.sweep import sweep
+from eldr_sim.cli.synthetic import fit_synthetic, synthesize
 from eldr_sim.cli.trace import trace
 from eldr_sim.cli.validate import validate
 from eldr_sim.errors import InputError
@@ -24,8 +27,23 @@ def cli() -> None:
     """Simulate clusters that serve mixture-of-experts models, on real expert routing."""
 
 
-for command in (run, compare, reproduce, validate, fit, profile, trace, gpus, models, tables):
+for command in (
+    run,
+    compare,
+    sweep,
+    reproduce,
+    validate,
+    fit,
+    profile,
+    trace,
+    gpus,
+    models,
+    tables,
+):
     cli.add_command(command)
+trace.add_command(capture)
+trace.add_command(fit_synthetic)
+trace.add_command(synthesize)
 
 
 def main() -> None:

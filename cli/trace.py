@@ -9,9 +9,14 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_table
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, builtin_traces, open_trace
-from eldr_sim.traces.importers import import_npz
-from eldr_sim.traces.statistics import TraceStatistics, trace_statistics
+from eldr_sim.traces.importers import DECODE_ONLY, import_trace
+from eldr_sim.traces.recordings import READERS
+from eldr_sim.traces.statistics import TraceStatistics
+from eldr_sim.traces.writer import pack_trace
+from eldr_sim.validation.trace_report import MARKER, inspect_trace, write_trace_report
 
 
 @click.group(short_help="Inspect, list and import routing traces.")
@@ -56,17 +61,33 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 @trace.command()
 @click.argument("name", default=DEFAULT_TRACE, metavar="[NAME|DIR]")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-def inspect(name: str, as_json: bool) -> None:
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write all figures: statistics.json and CSV files.",
+)
+@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
+@click.option("--force", is_flag=True, help="Replace the report in --out.")
+def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
     """Validate a trace and print what is in it."""
+    for flag, given in (("plot", plot), ("force", force)):
+        if given and out is None:
+            raise InputError(flag, f"--{flag} without --out", "--out DIR beside it")
+    if out is not None:
+        check_output(out, force, MARKER)
     opened = open_trace(name)
-    statistics = trace_statistics(opened)
+    report = inspect_trace(opened)
+    if out is not None:
+        write_trace_report(report, out, plot=plot, force=force)
     if as_json:
-        document = {"manifest": opened.manifest.model_dump(), **statistics.as_dict()}
-        click.echo(json.dumps(document, indent=2))
+        click.echo(json.dumps(report.as_dict(), indent=2))
         return
+    statistics = report.statistics
     _print_manifest(opened)
     _print_requests(statistics)
     _print_distinct(statistics)
+    _print_copies(statistics)
     click.echo()
     load = statistics.load_max_over_mean
     click.echo(f"Load of the busiest expert over the mean, by layer: {_range(load)}")
@@ -75,18 +96,42 @@ def inspect(name: str, as_json: bool) -> None:
         f"(random pairs of tokens {statistics.random_reuse:.3f}, "
         f"uniform {statistics.uniform_reuse:.3f})"
     )
+    for found in statistics.next_layer:
+        before, after = (sum(x) / len(x) for x in (found.entropy, found.conditional))
+        click.echo(
+            f"Next layer's expert ({found.of}): {before:.2f} bits, {after:.2f} given this layer's"
+        )
+    _print_domains(statistics)
+    for group, rho in report.rho.items():
+        click.echo(f"Rho of count-idf signatures on all layers, {group}: {rho:.4f}")
     pearson = statistics.prefill_decode_pearson
-    click.echo(
-        "Prefill-decode correlation of expert use, by domain: "
-        + ", ".join(f"{domain} {value:.2f}" for domain, value in pearson.items())
-        + " (an untrained model is high here too)"
-    )
+    if pearson:
+        click.echo(
+            "Prefill-decode correlation of expert use, by domain: "
+            + ", ".join(f"{domain} {value:.2f}" for domain, value in pearson.items())
+            + " (an untrained model is high here too)"
+        )
+    else:
+        click.echo(DECODE_ONLY)
+    if out is not None:
+        click.echo(f"Wrote {out}")
 
 
 @trace.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
+@click.option(
+    "--format",
+    type=click.Choice([*READERS]),
+    help="Told by the content when not given.",
+)
 @click.option("--model", required=True, help="Model whose gates chose the experts.")
+@click.option(
+    "--experts", "n_experts", type=int, metavar="N", help="Experts a layer; a .npz file says it."
+)
+@click.option(
+    "--ranked", is_flag=True, help="The ids of a token stand in the gate's order, highest first."
+)
 @click.option("--captured-by", required=True, help="How the choices were recorded.")
 @click.option("--source-data", required=True, help="Text that the model read, with its licence.")
 @click.option("--notes", default="", help="What else a reader must know.")
@@ -99,11 +144,46 @@ def inspect(name: str, as_json: bool) -> None:
 @click.option("--calibration-fraction", type=float, default=0.5, show_default=True)
 @click.option("--force", is_flag=True, help="Replace DIR.")
 def import_(file: Path, out: Path, **options: Any) -> None:
-    """Import a NumPy archive of chosen experts (arrays as `traces.importers` describes)."""
-    opened = import_npz(file, out, tool_versions={}, **options)
+    """Import chosen experts that another tool recorded.
+
+    FILE is a NumPy archive, a Parquet file, JSON lines with the routed_experts of vLLM or SGLang,
+    or the folder of a GPT-OSS expert fingerprint; docs/formats.md describes them.
+    """
+    opened = import_trace(file, out, tool_versions={}, **options)
     click.echo(
         f"Wrote {out}: {opened.n_requests} requests, {opened.manifest.n_tokens} tokens, "
         f"{opened.n_layers} layers, {opened.n_experts} experts, top-{opened.top_k}"
+    )
+    if not opened.has_prompts:
+        click.echo(DECODE_ONLY)
+
+
+@trace.command()
+@click.argument("name", metavar="NAME|DIR")
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
+@click.option(
+    "--rank-groups",
+    metavar="N,N,...",
+    help="How much of the gate's order to keep, such as 4,4: which four of eight came first. The "
+    "less, the smaller. By default all that the trace knows.",
+)
+@click.option("--force", is_flag=True, help="Replace DIR.")
+def pack(name: str, out: Path, rank_groups: str | None, force: bool) -> None:
+    """Write a trace again with its expert ids compressed."""
+    source = open_trace(name)
+    try:
+        groups = None if rank_groups is None else [int(size) for size in rank_groups.split(",")]
+    except ValueError:
+        raise InputError("rank_groups", repr(rank_groups), "numbers such as 4,4") from None
+    packed = pack_trace(source, out, rank_groups=groups, force=force)
+    before, after = (
+        (opened.path / opened.manifest.experts_file).stat().st_size / 1e6
+        for opened in (source, packed)
+    )
+    tokens = packed.manifest.n_tokens * packed.n_layers
+    click.echo(
+        f"Wrote {out}: {after:.2f} MB of expert ids ({before:.2f} MB in {name}), "
+        f"{1e6 * after / tokens:.2f} bytes a token and layer"
     )
 
 
@@ -115,8 +195,14 @@ def _print_manifest(opened: RoutingTrace) -> None:
     click.echo(f"Text:       {manifest.source_data}")
     click.echo(
         f"Shape:      {manifest.n_tokens} tokens x {opened.n_layers} layers x top-{opened.top_k} "
-        f"of {opened.n_experts} experts"
+        f"of {opened.n_experts} experts" + ("" if opened.has_prompts else ", generated tokens only")
     )
+    if manifest.rank_groups is not None:
+        groups = manifest.rank_groups
+        ranked = (
+            "all" if len(groups) == opened.top_k else "in groups of " + ", ".join(map(str, groups))
+        )
+        click.echo(f"Gate order: {ranked}")
     if opened.gate_scores is not None:
         scores = opened.gate_scores
         kinds = " and ".join(scores.kinds)
@@ -163,6 +249,38 @@ def _print_distinct(statistics: TraceStatistics) -> None:
         ["domains", "batch", "uniform", "mixed", "one domain", "saved"],
         rows,
     )
+
+
+def _print_copies(statistics: TraceStatistics) -> None:
+    """Say what copies make of runs that replay requests again and again."""
+    click.echo()
+    rows = [
+        [entry.group, str(entry.batch), f"{entry.mixed:.1%}", f"{entry.one_domain:.1%}"]
+        for entry in statistics.copies
+    ]
+    print_table(
+        "Requests of a random batch that have a copy of themselves in it, where a run is longer "
+        "than the trace",
+        ["domains", "batch", "mixed", "one domain"],
+        rows,
+    )
+
+
+def _print_domains(statistics: TraceStatistics) -> None:
+    divergence = statistics.domain_divergence
+    pairs = [js for a, row in divergence.between.items() for b, js in row.items() if a < b]
+    if pairs:
+        halves = [*divergence.split_half.values()]
+        apart = f", halves of a domain {max(halves):.4f} at most" if halves else ""
+        click.echo(
+            f"Jensen-Shannon divergence of two domains: {min(pairs):.3f} to {max(pairs):.3f} bits"
+            + apart
+        )
+    if statistics.nearest_neighbour_accuracy is not None:
+        click.echo(
+            "Requests whose nearest other request is of their domain: "
+            f"{statistics.nearest_neighbour_accuracy:.3f}"
+        )
 
 
 def _lengths(summary: dict[str, float]) -> str:

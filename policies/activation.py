@@ -91,13 +91,14 @@ def fit_activation(calibration: CalibrationSet) -> ActivationModel:
     InputError
         With fewer than 3 requests, or if one has no prompt token.
     """
-    n, n_layers, n_experts = calibration.counts.shape
+    counts = calibration.scores("count")
+    n, n_layers, n_experts = counts.shape
     if n < 3:
         raise InputError("calibration", f"{n} requests", "3 or more, to regress on them")
-    selected = calibration.counts.sum(axis=2, keepdims=True, dtype=np.float64)
+    selected = counts.sum(axis=2, keepdims=True, dtype=np.float64)
     if not selected.all():
         raise InputError("calibration", "a request has no prompt token", "1 or more")
-    share = calibration.counts / selected
+    share = counts / selected
     activation = calibration.decode_activation.astype(np.float64)
     mean_share, mean_activation = share.mean(axis=0), activation.mean(axis=0)
     errors, variance = np.zeros(len(RIDGES)), 0.0

@@ -297,7 +297,8 @@ def fit(
         distinguishes the requests, for an unknown option or a layer that is not there, or where
         the transform needs gate scores that the trace does not carry.
     """
-    n = len(calibration.counts)
+    counts = calibration.scores("count")
+    n = len(counts)
     if n_decoders < 1:
         raise InputError("n_decoders", f"{n_decoders} decode workers", "1 or more")
     if n < n_decoders:
@@ -309,7 +310,7 @@ def fit(
         raise InputError("signature", f"unknown transform {transform!r}", ", ".join(TRANSFORMS))
     layer_mask = parse_layer_mask(layer_mask)
     scores = calibration.scores(score_of(transform))
-    idf = idf_weights(calibration.counts)
+    idf = idf_weights(counts)
     selection = select_layers(
         transformed(scores, transform, idf), calibration_pairs(calibration, seed), layer_mask
     )

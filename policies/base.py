@@ -38,7 +38,7 @@ class RequestInfo:
     signature
         Prefill counts, shape [L, E]: prompt tokens that chose expert ``e`` at layer ``l``; or the
         summed gate scores that the policy's ``signature_score`` names. ``None`` before prefill has
-        ended.
+        ended, and where the routing trace is decode-only.
     signature_id
         Names the content of ``signature``: two requests with the same id have equal counts, so
         that a policy may reuse what it computed. ``None``: nothing is promised.

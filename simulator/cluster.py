@@ -108,7 +108,7 @@ class Cluster:
         step_time: StepTimeModel,
         workload: Workload,
         replay: Replay,
-        signatures: Callable[[Ranges], tuple[int, NDArray[Any]]],
+        signatures: Callable[[Ranges], tuple[int, NDArray[Any] | None]],
         prefill_policy: PrefillPolicy | None,
         decode_policy: DecodePolicy,
         window: tuple[float, float],

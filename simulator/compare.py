@@ -67,11 +67,19 @@ def paired_difference(
         Of the interval, by Student's t with n - 1 degrees of freedom.
     """
     percent = 100.0 * (np.asarray(values) / np.asarray(reference) - 1.0)
-    mean = math.fsum(percent.tolist()) / len(percent)
-    if len(percent) < 2:
+    return mean_interval(percent.tolist(), confidence)
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Return the mean of independent values and the ends of its confidence interval.
+
+    Student's t with n - 1 degrees of freedom; the ends are NaN for one value.
+    """
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
         return mean, math.nan, math.nan
-    standard_error = float(np.std(percent, ddof=1)) / math.sqrt(len(percent))
-    error = standard_error * float(stdtrit(len(percent) - 1, (1 + confidence) / 2))
+    standard_error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    error = standard_error * float(stdtrit(len(values) - 1, (1 + confidence) / 2))
     return mean, mean - error, mean + error
 
 

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.simulator.kernel import popcount
-from eldr_sim.traces.bitsets import bit_sets
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.prompts import Ranges
 
@@ -99,17 +98,24 @@ def rank_masks(ranks: NDArray[np.integer], n_ranks: int, n_layers: int) -> NDArr
     return packed[:, :, np.arange(n_layers) % layers].reshape(workers, n_ranks, -1)
 
 
-def check_trace_fits(trace: RoutingTrace, model: ModelDims) -> None:
-    """Raise InputError unless the trace's experts can stand for the model's."""
+def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:
+    """Return the trace as the model replays it: with the model's top-k of the experts recorded.
+
+    Raises
+    ------
+    InputError
+        If the trace's experts cannot stand for the model's: their number differs, a token chose
+        fewer than the model's top-k, or the trace does not say which of them came first.
+    """
     manifest = trace.manifest
     have = (manifest.n_experts, manifest.top_k)
     need = (model.n_experts, model.top_k)
-    if have != need:
+    if have[0] != need[0] or have[1] < need[1]:
         raise InputError(
             "trace",
             f"{manifest.model} has {have[0]} experts and top-{have[1]}, but {model.name} has "
             f"{need[0]} and top-{need[1]}",
-            f"a trace of {need[0]} experts and top-{need[1]}",
+            f"a trace of {need[0]} experts and top-{need[1]} or more",
         )
     if manifest.n_layers > model.n_moe_layers:
         raise InputError(
@@ -117,21 +123,23 @@ def check_trace_fits(trace: RoutingTrace, model: ModelDims) -> None:
             f"it has {manifest.n_layers} MoE layers, {model.name} only {model.n_moe_layers}",
             f"a trace of at most {model.n_moe_layers} layers",
         )
+    return trace if have == need else trace.with_top_k(model.top_k)
 
 
 def make_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.int64]) -> Replay:
     """Lay out the decode windows of ``requests`` over ``n_layers`` MoE layers.
 
-    The window of a request starts at its last prompt token, which a decode worker computes again
-    to get the first output token, and ends with its last recorded token.
+    The window of a request (`RoutingTrace.decode_window`) starts at its last prompt token, which a
+    decode worker computes again to get the first output token, and ends with its last recorded
+    token.
     """
     wanted = np.unique(requests)
-    source = trace.first_row[wanted] + trace.prompt_len[wanted] - 1
-    return _lay_out(trace, n_layers, wanted, source, 1 + trace.output_len[wanted])
+    return _lay_out(trace, n_layers, wanted, *trace.decode_window(wanted))
 
 
 def make_prompt_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.integer]) -> Replay:
     """Lay out the prompts of trace requests over ``n_layers`` MoE layers, one row a token."""
+    trace.require_prompts("co-located workers")
     wanted = np.unique(requests)
     return _lay_out(trace, n_layers, wanted, trace.first_row[wanted], trace.prompt_len[wanted])
 
@@ -170,11 +178,11 @@ def _lay_out(
     length = np.zeros(len(trace.prompt_len), np.int64)
     length[wanted] = rows
     first_row[wanted] = np.cumsum(length[wanted]) - length[wanted]
-    sets = bit_sets(trace)
+    sets = trace.bits
     flat = sets.reshape(len(sets), -1)
     words = sets.shape[2]
     bits = np.empty((int(length[wanted].sum()), n_layers * words), np.uint64)
-    _tile(flat, source.astype(np.int64), first_row[wanted], length[wanted], bits)
+    _tile(flat, source, first_row[wanted], length[wanted], bits)
     return Replay(bits, first_row, length)
 
 

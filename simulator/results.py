@@ -21,20 +21,20 @@ from eldr_sim.simulator.run import Result
 MARKER = "summary.json"
 
 
-def check_output(out: Path, force: bool) -> None:
-    """Raise InputError unless a result may be written to ``out``."""
+def check_output(out: Path, force: bool, marker: str = MARKER) -> None:
+    """Raise InputError unless a folder that is told by ``marker`` may be written to ``out``."""
     if not out.exists():
         return
     if not force:
         raise InputError("out", f"{out} exists", "a new folder, or --force to replace a result")
-    if not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).exists()):
+    if not out.is_dir() or (any(out.iterdir()) and not (out / marker).exists()):
         raise InputError("out", f"{out} exists and is no result", "a new folder, or a result")
 
 
 @contextmanager
-def whole_folder(out: Path, force: bool) -> Iterator[Path]:
+def whole_folder(out: Path, force: bool, marker: str = MARKER) -> Iterator[Path]:
     """Yield a temporary folder that takes the place of ``out`` when the block ends well."""
-    check_output(out, force)
+    check_output(out, force, marker)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

@@ -30,12 +30,13 @@ from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.replay import (
-    check_trace_fits,
+    fit_trace,
     make_prompt_replay,
-    make_replay,
     rank_masks,
 )
+from eldr_sim.simulator.shared_replay import replay_of
 from eldr_sim.simulator.tables import requests_table, steps_table
+from eldr_sim.simulator.trace_use import copies_met, trace_warnings
 from eldr_sim.simulator.transfer import PRESETS
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import RoutingTrace, open_trace
@@ -88,10 +89,26 @@ def simulate(config: RunConfig, progress: Callable[[float], None] | None = None)
     InputError
         If anything in the configuration does not exist or does not fit together.
     """
+    setting, workload, record = _run(config, progress)
+    return Result(
+        summary=_summary(config, setting, workload, record),
+        requests=requests_table(record, setting.trace.domains),
+        steps=steps_table(record, setting.model.n_moe_layers),
+        config=_run_again(config, setting.trace),
+    )
+
+
+def simulate_summary(config: RunConfig) -> dict[str, Any]:
+    """Run one configuration for the figures of its ``summary.json`` alone; see `simulate`."""
+    return _summary(config, *_run(config, None))
+
+
+def _run(
+    config: RunConfig, progress: Callable[[float], None] | None
+) -> tuple[Setting, Workload, RunRecord]:
     setting = prepare(config)
     workload, window = offered_load(config, setting.trace)
-    record = build_cluster(config, setting, workload, window).run(progress)
-    return _result(config, setting, workload, record)
+    return setting, workload, build_cluster(config, setting, workload, window).run(progress)
 
 
 def prepare(config: RunConfig) -> Setting:
@@ -108,8 +125,7 @@ def prepare(config: RunConfig) -> Setting:
             "'eldr' places the experts of expert-parallel GPUs, and every GPU here holds all",
             "--enable-expert-parallel with --tensor-parallel-size 2 or more",
         )
-    trace = _open_trace(config.trace)
-    check_trace_fits(trace, model)
+    trace = fit_trace(_open_trace(config.trace), model)
     budget = config.max_num_batched_tokens or gpu.max_num_batched_tokens
     max_num_seqs = config.max_num_seqs or min(gpu.max_num_seqs, budget)
     if max_num_seqs > budget:
@@ -216,7 +232,8 @@ def build_cluster(
 
     @cache
     def calibration() -> CalibrationSet:
-        return calibration_set(trace, workload=config.workload, domain_mix=config.domain_mix)
+        mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
+        return _calibration(trace, config.workload, mix)
 
     @cache
     def artifact() -> RoutingArtifact:
@@ -224,7 +241,7 @@ def build_cluster(
             loaded = RoutingArtifact.load(Path(config.artifact))
             loaded.check_made_with(config.signature, config.layer_mask, config.clustering)
             return loaded
-        return fit(
+        return _fit(
             calibration(),
             config.n_decode,
             config.seed,
@@ -234,7 +251,9 @@ def build_cluster(
         )
 
     model, step_time = setting.model, setting.step_time
-    replay = make_replay(trace, step_time.n_moe_layers, workload.decode_request.astype(np.int64))
+    replay = replay_of(
+        trace, model.top_k, step_time.n_moe_layers, workload.decode_request.astype(np.int64)
+    )
 
     def future(request: int) -> NDArray[np.float64]:
         window, offset, steps = (
@@ -281,6 +300,8 @@ def build_cluster(
     score: PromptScore = getattr(decode, "signature_score", "count")
     spec = setting.spec
     if getattr(decode, "reads_signature", False):
+        if score == "count":
+            trace.require_prompts(f"the signatures of policy {config.policy!r}")
         spec = replace(
             spec,
             capture_s=config.capture_overhead_ms / 1e3,
@@ -303,6 +324,19 @@ def build_cluster(
         expert_masks=_expert_masks(config, setting, fitted),
         prompt_replay=prompt_replay,
     )
+
+
+@lru_cache(maxsize=8)
+def _calibration(
+    trace: RoutingTrace, workload: str, domain_mix: tuple[tuple[str, float], ...] | None
+) -> CalibrationSet:
+    """Pick calibration requests; those picked before are not read again by this process."""
+    mix = None if domain_mix is None else dict(domain_mix)
+    return calibration_set(trace, workload=workload, domain_mix=mix)
+
+
+#: A sweep's points differ in what no fit depends on, such as the request rate.
+_fit = lru_cache(maxsize=16)(fit)
 
 
 def _check_colocated(config: RunConfig, workload: Workload, policy: DecodePolicy) -> None:
@@ -363,7 +397,9 @@ def _topology(config: RunConfig) -> str:
     return f"{workers} of 1 GPU" if size == 1 else f"{workers} of {size} GPUs: {config.n_gpus} GPUs"
 
 
-def _result(config: RunConfig, setting: Setting, workload: Workload, record: RunRecord) -> Result:
+def _summary(
+    config: RunConfig, setting: Setting, workload: Workload, record: RunRecord
+) -> dict[str, Any]:
     model, step_time, trace = setting.model, setting.step_time, setting.trace
     started, window = record.decode_steps["start"], record.window
     steps = record.decode_steps[(started >= window[0]) & (started < window[1])]
@@ -376,7 +412,8 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
         "attention_tokens": int((steps["context"] > step_time.attention_tokens_max).sum()),
     }
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
-    summary = {
+    copies = copies_met(trace, workload, record, steps)
+    return {
         "label": f"{config.policy}, {config.topology} workers, {model.name} on {setting.gpu.name}",
         "backend": "eldr-sim",
         "model_id": model.name,
@@ -407,25 +444,28 @@ def _result(config: RunConfig, setting: Setting, workload: Workload, record: Run
             "layers": f"{trace.manifest.n_layers} recorded layers"
             + (
                 ""
+                if trace.kept_top_k is None
+                else f", the first {trace.top_k} of {trace.manifest.top_k} experts a token,"
+            )
+            + (
+                ""
                 if tiles == 1
                 else f" tiled over {model.n_moe_layers}, each tile rotated by another part of "
                 "the request"
             ),
             **workload.description,
+            **copies,
         },
+        "trace_warnings": trace_warnings(trace, copies, config.trace_replay),
     }
-    effective = config.model_dump(mode="json")
-    run_again = {
-        "config": effective,
+
+
+def _run_again(config: RunConfig, trace: RoutingTrace) -> dict[str, Any]:
+    return {
+        "config": config.model_dump(mode="json"),
         "trace_checksum": trace.manifest.checksum,
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("eldr-sim", "numpy", "numba", "simpy", "pyarrow")},
         },
     }
-    return Result(
-        summary=summary,
-        requests=requests_table(record, trace.domains),
-        steps=steps_table(record, model.n_moe_layers),
-        config=run_again,
-    )

@@ -24,7 +24,7 @@ def unpack(words):
 @settings(max_examples=40, deadline=None)
 def test_pack_against_sets(tokens, layers, n_experts, top_k, seed):
     rng = np.random.default_rng(seed)
-    experts = rng.integers(0, n_experts, (tokens, layers, top_k))
+    experts = np.argsort(rng.random((tokens, layers, n_experts)), axis=-1)[..., :top_k]
     experts = experts.astype(np.uint8 if n_experts <= 256 else np.uint16)
     bits = pack_bits(experts, n_experts)
     assert bits.shape == (tokens, layers, -(-n_experts // 64))
@@ -38,7 +38,8 @@ def test_pack_against_sets(tokens, layers, n_experts, top_k, seed):
 
 
 def test_pack_across_chunks(monkeypatch):
-    experts = np.random.default_rng(0).integers(0, 128, (50, 2, 4)).astype(np.uint8)
+    scores = np.random.default_rng(0).random((50, 2, 128))
+    experts = np.argsort(scores, axis=-1)[..., :4].astype(np.uint8)
     whole = pack_bits(experts, 128)
     monkeypatch.setattr(bitsets, "_CHUNK_ROWS", 7)
     np.testing.assert_array_equal(pack_bits(experts, 128), whole)

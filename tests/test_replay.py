@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.simulator.replay import check_trace_fits, make_replay
+from eldr_sim.simulator.replay import fit_trace, make_replay
 from eldr_sim.traces.writer import write_trace
 
 LAYERS, EXPERTS, TOP_K = 3, 70, 4
@@ -100,9 +100,9 @@ def test_a_tiled_layer_sees_the_same_tokens_in_another_order(trace):
 
 def test_a_trace_that_fits(make_trace):
     model = load_model("Mixtral-8x7B")
-    check_trace_fits(make_trace([2], [2], 1, model.n_experts, model.top_k), model)
+    fit_trace(make_trace([2], [2], 1, model.n_experts, model.top_k), model)
     layers = model.n_moe_layers
-    check_trace_fits(make_trace([2], [2], layers, model.n_experts, model.top_k), model)
+    fit_trace(make_trace([2], [2], layers, model.n_experts, model.top_k), model)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,6 @@ def test_a_trace_that_does_not_fit_says_why(make_trace, n_experts, top_k, more, 
     model = load_model("Mixtral-8x7B")
     trace = make_trace([2], [2], model.n_moe_layers + more, n_experts, top_k)
     with pytest.raises(InputError) as caught:
-        check_trace_fits(trace, model)
+        fit_trace(trace, model)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Routing trace format v1: what is written is read back, and every defect is told in one line."""
+"""Routing trace format v2: what is written is read back, and every defect is told in one line."""
 
 import hashlib
 import json
@@ -176,8 +176,8 @@ DEFECTS = {
     "bad utf-8": (lambda f: (f / "manifest.json").write_bytes(b"\xff"), "not valid JSON"),
     "json list": (lambda f: (f / "manifest.json").write_text("[]"), "holds a JSON list"),
     "format version": (
-        lambda f: edit_manifest(f, format_version=2),
-        r"format_version 2 \(allowed: 1\)",
+        lambda f: edit_manifest(f, format_version=3),
+        r"format_version 3 \(allowed: 1, 2\)",
     ),
     "format version missing": (
         lambda f: edit_manifest(f, format_version=None),
@@ -189,6 +189,11 @@ DEFECTS = {
     "bad n_experts": (lambda f: edit_manifest(f, n_experts=0), "n_experts: "),
     "top_k": (lambda f: edit_manifest(f, n_experts=2), "top_k 3 exceeds n_experts 2"),
     "domain twice": (lambda f: edit_manifest(f, domains=["a", "b", "a"]), "domains are not unique"),
+    "encoding": (lambda f: edit_manifest(f, encoding="zip"), "encoding: "),
+    "no packed experts": (lambda f: edit_manifest(f, encoding="xz"), "npy.xz: No such file"),
+    "rank groups": (lambda f: edit_manifest(f, rank_groups=[2, 2]), r"rank groups \[2, 2\]"),
+    "rank group of none": (lambda f: edit_manifest(f, rank_groups=[3, 0]), r"rank groups \[3, 0\]"),
+    "no prompt rows": (lambda f: edit_manifest(f, prompt_rows=False), "rows 2 to 4 before request"),
     "wrong checksum": (lambda f: flip_last_byte(f, "experts.npy"), r"experts.npy: checksum \w{12}"),
     "wrong requests checksum": (
         lambda f: flip_last_byte(f, "requests.parquet"),
@@ -365,9 +370,9 @@ def test_embedded_trace_is_packaged():
     """The build configuration names every file that the trace needs."""
     root = Path(__file__).parents[1]
     text = (root / "pyproject.toml").read_text()
-    for name in ("manifest.json", "requests.parquet", "experts.npy"):
-        assert f'"data/*/{name}"' in text
-        assert (root / "traces" / "data" / "reference_moe" / name).is_file()
+    for pattern in ("manifest.json", "requests.parquet", "experts.npy*"):
+        assert f'"data/*/{pattern}"' in text
+        assert len(list((root / "traces" / "data" / "reference_moe").glob(pattern))) == 1
 
 
 def test_force_spares_a_folder_that_is_no_trace(tmp_path):

@@ -10,6 +10,11 @@ from hypothesis import strategies as st
 
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.statistics import expected_distinct, trace_statistics
+from eldr_sim.traces.structure import (
+    domain_divergence,
+    nearest_neighbour_accuracy,
+    next_layer_entropy,
+)
 from eldr_sim.traces.writer import write_trace
 
 
@@ -18,13 +23,15 @@ def reference():
     return trace_statistics(open_trace())
 
 
-def make_trace(out, seed, n=6, domains=("x", "y"), top_k=2, n_experts=5):
+def make_trace(out, seed, n=6, domains=("x", "y"), top_k=2, n_experts=5, **changes):
     rng = np.random.default_rng(seed)
     prompt = rng.integers(1, 4, n)
     output = rng.integers(1, 4, n)
-    experts = np.argsort(rng.random((int((prompt + output).sum()), 2, n_experts)), axis=-1)
+    rows = output + (prompt if changes.get("prompt_rows", True) else 0)
+    experts = np.argsort(rng.random((int(rows.sum()), 2, n_experts)), axis=-1)
     return write_trace(
         out,
+        **changes,
         experts=experts[..., :top_k],
         request_id=[str(i) for i in range(n)],
         domain=[domains[i % len(domains)] for i in range(n)],
@@ -189,3 +196,131 @@ def test_reference_model(reference):
     assert reference.unused_experts == [0] * 6
     assert reference.neighbour_reuse > reference.random_reuse > reference.uniform_reuse
     json.dumps(reference.as_dict(), allow_nan=False)
+
+
+# --- structure: against plain loops -------------------------------------------------------------
+
+
+def entropy(chance):
+    return -sum(p * np.log2(p) for p in chance.values() if p)
+
+
+def decoded_rows(trace):
+    for q in range(trace.n_requests):
+        first, length = (int(x[0]) for x in trace.recorded_rows([q]))
+        yield from range(first + length - trace.output_len[q], first + length)
+
+
+@pytest.mark.parametrize("prompt_rows", [True, False])
+@pytest.mark.parametrize("groups", [None, [1, 2], [1, 1, 1], [2, 1]])
+def test_next_layer_entropy_against_loops(tmp_path, groups, prompt_rows):
+    trace = make_trace(
+        tmp_path / "t", seed=3, n=9, top_k=3, rank_groups=groups, prompt_rows=prompt_rows
+    )
+    found = {layer.of: layer for layer in next_layer_entropy(trace)}
+    assert set(found) == ({"top-1", "any"} if groups and groups[0] == 1 else {"any"})
+    for name, take in {"top-1": 1, "any": 3}.items():
+        if name not in found:
+            continue
+        joint = {}
+        for row in decoded_rows(trace):
+            for a, b in itertools.product(*trace.experts[row, :, :take].tolist()):
+                joint[a, b] = joint.get((a, b), 0) + 1
+        total = sum(joint.values())
+        joint = {pair: n / total for pair, n in joint.items()}
+        one, other = ({}, {})
+        for (a, b), p in joint.items():
+            one[a] = one.get(a, 0) + p
+            other[b] = other.get(b, 0) + p
+        assert found[name].entropy == [pytest.approx(entropy(other))]
+        assert found[name].conditional == [pytest.approx(entropy(joint) - entropy(one))]
+
+
+def test_domain_divergence_against_loops(tmp_path):
+    trace = make_trace(tmp_path / "t", seed=4, n=8)
+    counts = np.zeros((8, 2, 5))
+    for q in range(8):
+        first, length = (int(x[0]) for x in trace.recorded_rows([q]))
+        for row in range(first + length - trace.output_len[q], first + length):
+            for layer in range(2):
+                counts[q, layer, trace.experts[row, layer]] += 1
+    found = domain_divergence(counts, trace.domain, trace.domains)
+    of_trace = trace_statistics(trace).domain_divergence
+    assert of_trace.by_layer == pytest.approx(found.by_layer, abs=1e-6)
+
+    def js(one, other):
+        by_layer = []
+        for layer in range(2):
+            p, q = (
+                dict(enumerate(counts[members, layer].sum(axis=0) / counts[members, layer].sum()))
+                for members in (one, other)
+            )
+            middle = {e: (p[e] + q[e]) / 2 for e in p}
+            by_layer.append(entropy(middle) - (entropy(p) + entropy(q)) / 2)
+        return np.array(by_layer)
+
+    x, y = [0, 2, 4, 6], [1, 3, 5, 7]
+    assert found.between["x"]["y"] == pytest.approx(js(x, y).mean(), abs=1e-6)
+    assert found.between["y"]["x"] == found.between["x"]["y"]
+    assert found.between["x"]["x"] == 0
+    assert found.split_half["x"] == pytest.approx(js(x[::2], x[1::2]).mean(), abs=1e-6)
+    assert found.by_layer == pytest.approx(js(x, y).tolist(), abs=1e-6)
+
+
+@given(seed=st.integers(0, 10**6), n=st.integers(2, 7))
+@settings(max_examples=20, deadline=None)
+def test_nearest_neighbour_against_loops(seed, n):
+    rng = np.random.default_rng(seed)
+    features = rng.random((n, 2, 3)) + 0.01
+    domain = rng.integers(0, 2, n)
+
+    def cosine(a, b):
+        a, b = a.ravel(), b.ravel()
+        return a @ b / np.sqrt((a @ a) * (b @ b))
+
+    hits = 0
+    for i in range(n):
+        others = [j for j in range(n) if j != i]
+        hits += domain[max(others, key=lambda j: cosine(features[i], features[j]))] == domain[i]
+    assert nearest_neighbour_accuracy(features, domain) == pytest.approx(hits / n)
+
+
+def test_decode_only_statistics(tmp_path):
+    """All that does not need prompts equals that of the trace with prompts cut off."""
+    whole = make_trace(tmp_path / "whole", seed=6, n=8)
+    rows = list(decoded_rows(whole))
+    alone = write_trace(
+        tmp_path / "alone",
+        experts=whole.experts[rows],
+        request_id=whole.request_id,
+        domain=[whole.domains[d] for d in whole.domain],
+        prompt_len=whole.prompt_len,
+        output_len=whole.output_len,
+        is_calibration=whole.is_calibration,
+        model="m",
+        n_experts=5,
+        domains=whole.domains,
+        captured_by="test",
+        source_data="drawn",
+        tool_versions={},
+        provenance="synthetic",
+        prompt_rows=False,
+    )
+    found, want = trace_statistics(alone), trace_statistics(whole)
+    assert found.prefill_decode_pearson == {}
+    for name in (
+        "requests", "prompt_len", "output_len", "distinct_experts", "neighbour_reuse",
+        "random_reuse", "next_layer", "domain_divergence", "copies",
+    ):  # fmt: skip
+        assert getattr(found, name) == getattr(want, name), name
+
+
+def test_more_than_256_experts(tmp_path):
+    """Two bytes an expert, nine words a bit set; every statistic still counts right."""
+    trace = make_trace(tmp_path / "t", seed=2, n=6, n_experts=520, top_k=9, rank_groups=[1] * 9)
+    assert trace.experts.dtype == np.uint16
+    found = trace_statistics(trace, batch_sizes=(2,))
+    loads = [np.bincount(trace.experts[:, layer].ravel(), minlength=520) for layer in range(2)]
+    assert found.load_max_over_mean == pytest.approx([n.max() / n.mean() for n in loads])
+    assert found.unused_experts == [int((n == 0).sum()) for n in loads]
+    json.dumps(found.as_dict(), allow_nan=False)

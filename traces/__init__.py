@@ -3,10 +3,14 @@
 Modules
 -------
 format
-    Routing trace format v1: `RoutingTrace`, `Manifest`, `open_trace`, `builtin_traces`. The
-    embedded default is ``reference-moe``.
+    Routing trace format v2: `RoutingTrace`, `open_trace`, `builtin_traces`. The embedded default
+    is ``reference-moe``.
+manifest
+    `Manifest`: what a trace is, how it is stored and where it came from.
+encoding
+    The file of expert ids, plain or compressed, and how much of the gate's order it keeps.
 writer
-    `write_trace`: a whole and valid trace folder, or nothing.
+    `write_trace`: a whole and valid trace folder, or nothing; `pack_trace` compresses one.
 gate_scores
     `GateScores`: an optional part of a trace, the gate's scores summed over prompts.
 bitsets
@@ -19,10 +23,16 @@ readers
     Request logs: Azure CSV, Mooncake JSONL, BurstGPT CSV.
 calibration
     `calibration_set`: the requests on which a routing policy is fitted.
+recordings
+    Readers of what other tools record: NumPy, Parquet, vLLM and SGLang, expert fingerprints.
 importers
-    `import_npz`: a routing trace out of a NumPy archive of chosen experts.
+    `import_trace`: a routing trace out of such a recording.
 statistics
     `trace_statistics`: load, reuse and overlap of the experts in a trace.
+structure
+    Structure in the routing: between layers, between domains, between requests.
+copies
+    How often a decode batch holds two copies of one trace request.
 streams
     Random streams split by purpose, so that policies under one seed see the same requests.
 """

@@ -25,7 +25,7 @@ class CalibrationSet:
     ----------
     counts
         uint16 or uint32 ``[n, layers, experts]``: how often the prompt tokens chose each
-        expert, ``c_r(l, e)`` of ELDR Sec. 4.2.
+        expert, ``c_r(l, e)`` of ELDR Sec. 4.2; None where the trace is decode-only.
     decode_activation
         float32 ``[n, layers, experts]``: fraction of decode steps that chose each expert,
         ``p_i(l, e)`` of ELDR Sec. 4.2.1.
@@ -41,7 +41,7 @@ class CalibrationSet:
         The trace's gate scores, or None where it carries none.
     """
 
-    counts: NDArray[np.uint16] | NDArray[np.uint32]
+    counts: NDArray[np.uint16] | NDArray[np.uint32] | None
     decode_activation: NDArray[np.float32]
     domain: NDArray[np.int16]
     domains: list[str]
@@ -55,9 +55,17 @@ class CalibrationSet:
         Raises
         ------
         InputError
-            If the trace does not carry the gate's scores of all of the requests.
+            If the trace does not carry the gate's scores of all of the requests, or no prompts.
         """
-        return self.counts if kind == "count" else select(self.gate_scores, self.requests, kind)
+        if kind != "count":
+            return select(self.gate_scores, self.requests, kind)
+        if self.counts is None:
+            raise InputError(
+                "trace",
+                "it is decode-only: no experts of prompt tokens, which signatures are made of",
+                "a trace with prompt rows, or a policy without signatures",
+            )
+        return self.counts
 
 
 def calibration_set(
@@ -97,7 +105,7 @@ def calibration_set(
     requests = np.concatenate([pool[: taken[name]] for name, pool in pools.items()])
     requests.sort()
     return CalibrationSet(
-        counts=trace.prompt_counts(requests),
+        counts=trace.prompt_counts(requests) if trace.has_prompts else None,
         decode_activation=trace.decode_activation(requests),
         domain=trace.domain[requests],
         domains=list(trace.domains),

@@ -1,4 +1,4 @@
-"""Routing trace format v1: a folder that records which experts a model chose, token by token.
+"""Routing trace format v2: a folder that records which experts a model chose, token by token.
 
 A trace folder holds three files, and may hold a fourth:
 
@@ -8,11 +8,13 @@ A trace folder holds three files, and may hold a fourth:
     One row a request: ``request_id`` (string), ``domain`` (string), ``prompt_len`` and
     ``output_len`` (int32 tokens), ``first_row`` (int64), ``session`` (int32) and ``split``
     (``calibration`` or ``serving``).
-``experts.npy``
-    Chosen expert ids, uint8 or uint16 ``[token, layer, top_k]``, in any order within a token
-    and layer. The rows of a request are contiguous: from ``first_row`` on, one row for each
+``experts.npy`` or ``experts.npy.xz``
+    Chosen expert ids, uint8 or uint16 ``[token, layer, top_k]``, plain or compressed; the
+    manifest's ``rank_groups`` says what their order within a token and layer means, see
+    ``encoding``. The rows of a request are contiguous: from ``first_row`` on, one row for each
     prompt token, then one for each generated token whose forward pass was recorded
     (``output_len`` counts those). The requests' rows cover the file without gap or overlap.
+    A decode-only trace (``prompt_rows`` false in the manifest) leaves the prompt's rows out.
 ``gate_scores.npz``
     Optional: the gate's scores summed over the prompts of some requests, see ``gate_scores``.
 
@@ -20,32 +22,39 @@ The forward pass of the last prompt token yields the first generated token, and 
 generated token ``j`` yields token ``j + 1``. A decode worker that receives a request computes
 its last prompt token first (vLLM's KV connectors leave it one token short of the prompt), so
 the rows that a decode replays are ``1 + output_len`` from the last prompt row on, see
-`RoutingTrace.decode_window`.
+`RoutingTrace.decode_window`. A decode-only trace lacks that prompt row, so its decodes replay the
+``output_len`` rows that there are.
+
+Version 1 is the same without ``experts.npy.xz``, rank groups and decode-only traces.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces import gate_scores as gate_scores_file
+from eldr_sim.traces.bitsets import bit_sets, check_ids, count_rows
+from eldr_sim.traces.encoding import load_ids
 from eldr_sim.traces.gate_scores import GateScores, PromptScore
+from eldr_sim.traces.manifest import Manifest, Provenance, read_manifest
 
 __all__ = [
     "DEFAULT_TRACE",
     "Manifest",
+    "Provenance",
     "RoutingTrace",
     "builtin_traces",
     "open_trace",
@@ -54,9 +63,7 @@ __all__ = [
 DEFAULT_TRACE = "reference-moe"
 """Name of the embedded trace that runs replay unless told otherwise."""
 
-FORMAT_VERSION = 1
 _BUILTIN = Path(__file__).parent / "data"
-_CHUNK_ROWS = 1 << 15
 SPLITS = ("calibration", "serving")
 COLUMNS = {
     "request_id": pa.string(),
@@ -68,52 +75,10 @@ COLUMNS = {
     "split": pa.string(),
 }
 
-Provenance = Literal["recorded", "synthetic", "imported"]
-
-
-class Manifest(BaseModel):
-    """What a routing trace is and where it came from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    format_version: Literal[1] = 1
-    """Version of this format."""
-    model: str = Field(min_length=1)
-    """The model whose gates chose the experts."""
-    n_layers: int = Field(ge=1)
-    """MoE layers recorded."""
-    n_experts: int = Field(ge=1, le=65536)
-    """Routed experts per layer."""
-    top_k: int = Field(ge=1)
-    """Experts chosen per token and layer."""
-    domains: list[str] = Field(min_length=1)
-    """Domain names; a request's ``domain`` is an index into this list."""
-    captured_by: str
-    """How the expert ids were captured."""
-    source_data: str
-    """The prompts: data set, version, licence."""
-    tool_versions: dict[str, str]
-    """Versions of the tools that recorded or converted the trace."""
-    checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """SHA-256 of ``experts.npy``."""
-    requests_checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """SHA-256 of ``requests.parquet``."""
-    gate_scores_checksum: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """SHA-256 of ``gate_scores.npz``; None where the trace has none."""
-    n_requests: int = Field(ge=1)
-    """Rows of ``requests.parquet``."""
-    n_tokens: int = Field(ge=2)
-    """Rows of ``experts.npy``: prompt and generated tokens of all requests."""
-    provenance: Provenance
-    """``recorded`` from a model that ran, ``synthetic`` (drawn from a distribution), or
-    ``imported`` from another project's recording."""
-    notes: str = ""
-    """Whatever a reader of results should know."""
-
 
 @dataclass(frozen=True, eq=False)
 class RoutingTrace:
-    """A validated routing trace, its expert ids memory-mapped.
+    """A validated routing trace. Its expert ids and bit sets are read when first asked for.
 
     Attributes
     ----------
@@ -128,15 +93,17 @@ class RoutingTrace:
     prompt_len, output_len
         int32 ``[n_requests]``, tokens, each at least 1.
     first_row
-        int64 ``[n_requests]``, row of the first prompt token in `experts`.
+        int64 ``[n_requests]``, row of the first recorded token in `experts`: the first of the
+        prompt, or of the decode where the trace is decode-only.
     session
         int32 ``[n_requests]``; requests of one conversation share a number.
     is_calibration
         bool ``[n_requests]``: for fitting policies only, never served.
-    experts
-        uint8 or uint16 ``[n_tokens, n_layers, top_k]``, memory-mapped.
     gate_scores
         The gate's scores summed over prompts, or None where the trace carries none.
+    kept_top_k
+        Of each token's experts, take this many that the gate ranked first (`with_top_k`); None
+        takes all.
     """
 
     path: Path
@@ -148,8 +115,27 @@ class RoutingTrace:
     first_row: NDArray[np.int64]
     session: NDArray[np.int32]
     is_calibration: NDArray[np.bool_]
-    experts: NDArray[np.uint8] | NDArray[np.uint16]
     gate_scores: GateScores | None = None
+    kept_top_k: int | None = None
+
+    @cached_property
+    def experts(self) -> NDArray[np.uint8] | NDArray[np.uint16]:
+        """Expert ids, uint8 or uint16 ``[n_tokens, n_layers, top_k]``.
+
+        Memory-mapped if they are stored plain, else decompressed and checked when first asked
+        for; runs need the bit sets only.
+        """
+        return _read_experts(self.path, self.manifest)[..., : self.top_k]
+
+    @cached_property
+    def bits(self) -> NDArray[np.uint64]:
+        """The ids as bit sets, uint64 ``[n_tokens, n_layers, ceil(n_experts / 64)]``."""
+        return bit_sets(self)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether prompt tokens have rows; false for a decode-only trace."""
+        return self.manifest.prompt_rows
 
     @property
     def n_requests(self) -> int:
@@ -169,7 +155,28 @@ class RoutingTrace:
     @property
     def top_k(self) -> int:
         """Experts chosen per token and layer."""
-        return self.manifest.top_k
+        return self.kept_top_k or self.manifest.top_k
+
+    def with_top_k(self, top_k: int) -> RoutingTrace:
+        """Return the trace as a model of a smaller top-k would have it.
+
+        Of each token's experts in a layer those remain that the gate ranked first: what a gate of
+        the same scores and a smaller top-k chooses.
+
+        Raises
+        ------
+        InputError
+            If the trace does not tell those experts from the others.
+        """
+        known = list(accumulate(self.manifest.rank_groups or [self.manifest.top_k]))
+        if top_k not in known:
+            raise InputError(
+                "trace",
+                f"of the {self.manifest.top_k} experts a token chose, {self.path.name} does not "
+                f"say which {top_k} came first",
+                f"top-{', top-'.join(map(str, known))}",
+            )
+        return replace(self, kept_top_k=top_k)
 
     @property
     def domains(self) -> list[str]:
@@ -188,11 +195,29 @@ class RoutingTrace:
         -------
         first, length
             int64 ``[n]`` each: row of the last prompt token (what a decode worker computes
-            first) and ``1 + output_len`` rows from there.
+            first) and ``1 + output_len`` rows from there; without prompt rows, the
+            ``output_len`` rows of the generated tokens.
         """
         q = np.asarray(requests, dtype=np.int64)
+        if not self.has_prompts:
+            return self.first_row[q], self.output_len[q].astype(np.int64)
         first = self.first_row[q] + self.prompt_len[q] - 1
         return first, self.output_len[q].astype(np.int64) + 1
+
+    def recorded_rows(self, requests: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the first row of requests and how many rows they have, int64 ``[n]`` each."""
+        q = np.asarray(requests, dtype=np.int64)
+        length = self.output_len[q].astype(np.int64)
+        return self.first_row[q], (length + self.prompt_len[q] if self.has_prompts else length)
+
+    def require_prompts(self, what: str) -> None:
+        """Raise InputError, which says that ``what`` needs them, if there are no prompt rows."""
+        if not self.has_prompts:
+            raise InputError(
+                "trace",
+                f"{self.path.name} is decode-only: no experts of prompt tokens, which {what} need",
+                "a trace with prompt rows",
+            )
 
     def prompt_counts(self, requests: ArrayLike) -> NDArray[np.uint16] | NDArray[np.uint32]:
         """Count how often each expert was chosen by the prompt tokens of each request.
@@ -209,13 +234,17 @@ class RoutingTrace:
         counts
             ``[n, n_layers, n_experts]``, uint16, or uint32 where a prompt is longer than
             65,535 tokens.
+
+        Raises
+        ------
+        InputError
+            If the trace is decode-only.
         """
+        self.require_prompts("expert signatures")
         q = np.asarray(requests, dtype=np.int64)
         longest = int(self.prompt_len[q].max(initial=0))
-        counts = self._counts(self.first_row[q], self.prompt_len[q])
-        if longest <= np.iinfo(np.uint16).max:
-            return counts.astype(np.uint16)
-        return counts.astype(np.uint32)
+        kind = np.uint16 if longest <= np.iinfo(np.uint16).max else np.uint32
+        return self._counts(self.first_row[q], self.prompt_len[q], kind)
 
     def prompt_scores(self, requests: ArrayLike, kind: PromptScore) -> NDArray[Any]:
         """Sum up the prompts of requests in the way that a signature asks for.
@@ -257,7 +286,8 @@ class RoutingTrace:
             float32 ``[n, n_layers, n_experts]`` in [0, 1]; each layer sums to ``top_k``.
         """
         q = np.asarray(requests, dtype=np.int64)
-        counts = self._counts(self.first_row[q] + self.prompt_len[q], self.output_len[q])
+        first, _ = self.decode_window(q)
+        counts = self._counts(first + self.has_prompts, self.output_len[q], np.uint32)
         return (counts / self.output_len[q][:, None, None]).astype(np.float32)
 
     def requests_of(self, domains: Sequence[str], calibration: bool) -> NDArray[np.int64]:
@@ -286,14 +316,11 @@ class RoutingTrace:
         hit = np.isin(self.domain, wanted) & (self.is_calibration == calibration)
         return np.flatnonzero(hit).astype(np.int64)
 
-    def _counts(self, first: NDArray[Any], length: NDArray[Any]) -> NDArray[np.int64]:
-        layers, experts = self.n_layers, self.n_experts
-        base = (np.arange(layers, dtype=np.int64) * experts)[None, :, None]
-        out = np.empty((len(first), layers * experts), dtype=np.int64)
+    def _counts(self, first: NDArray[Any], length: NDArray[Any], kind: Any) -> NDArray[Any]:
+        out = np.empty((len(first), self.n_layers, self.n_experts), dtype=kind)
         for i, (row, n) in enumerate(zip(first.tolist(), length.tolist(), strict=True)):
-            cells = (base + self.experts[row : row + n]).ravel()
-            out[i] = np.bincount(cells, minlength=layers * experts)
-        return out.reshape(len(first), layers, experts)
+            out[i] = count_rows(self.bits[row : row + n], self.n_experts)
+        return out
 
 
 def builtin_traces() -> list[str]:
@@ -312,8 +339,9 @@ def open_trace(
         Name of an embedded trace (`builtin_traces`) or a trace folder. A name wins over a
         folder of the same name; write ``./name`` for the folder.
     verify_checksum
-        Read the files through to verify their checksums and every expert id. Turn it off only
-        for a trace that was verified before, e.g. by the parent of a worker process.
+        Read the files through to verify their checksums and, of a plain file, every expert id
+        (compressed ids are verified whenever they are decompressed). Turn it off only for a
+        trace that was verified before, e.g. by the parent of a worker process.
 
     Raises
     ------
@@ -330,7 +358,7 @@ def open_trace(
                 f"{str(path_or_name)!r} is neither an embedded trace nor a folder",
                 ", ".join([*builtin_traces(), "path of a trace folder"]),
             )
-    manifest = _read_manifest(path / "manifest.json")
+    manifest = read_manifest(path / "manifest.json")
     scores_path = path / gate_scores_file.FILE_NAME
     if manifest.gate_scores_checksum is None and scores_path.exists():
         raise InputError(
@@ -338,22 +366,24 @@ def open_trace(
         )
     if verify_checksum:
         checksums = [
-            ("experts.npy", manifest.checksum),
+            (manifest.experts_file, manifest.checksum),
             ("requests.parquet", manifest.requests_checksum),
         ]
         if manifest.gate_scores_checksum is not None:
             checksums.append((scores_path.name, manifest.gate_scores_checksum))
         for name, want in checksums:
             got = sha256(path / name)
-            # A truncated file is told by its size below: more useful than a wrong checksum.
-            if got != want and not (name == "experts.npy" and _is_short(path / name)):
+            if got != want:
+                if name == manifest.experts_file:  # that it is truncated says more, where it is
+                    load_ids(path / name, manifest.encoding)
                 raise InputError(
                     str(path / name),
                     f"checksum {got[:12]}... differs from the manifest's {want[:12]}...",
                     "the file as it was written",
                 )
-    experts = _map_experts(path / "experts.npy", manifest)
-    trace = _read_requests(path, manifest, experts)
+    trace = _read_requests(path, manifest)
+    if manifest.encoding == "npy":
+        experts = trace.experts
     _check_rows(trace)
     if manifest.gate_scores_checksum is not None:
         scores = gate_scores_file.read(scores_path)
@@ -361,8 +391,8 @@ def open_trace(
             scores, str(scores_path), trace.prompt_len, trace.n_layers, trace.n_experts
         )
         trace = replace(trace, gate_scores=scores)
-    if verify_checksum:
-        _check_experts(trace)
+    if verify_checksum and manifest.encoding == "npy":
+        check_ids(experts, manifest.n_experts, str(path / manifest.experts_file))
     return trace
 
 
@@ -375,53 +405,9 @@ def sha256(path: Path) -> str:
         raise InputError(str(path), error.strerror or "cannot be read") from None
 
 
-def _is_short(path: Path) -> bool:
-    try:
-        np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError):
-        return True
-    return False
-
-
-def manifest_error(field: str, error: ValidationError) -> InputError:
-    """Return the first problem of a manifest as one line."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return InputError(field, f"{where}: {first['msg']}, got {first['input']!r:.60}")
-
-
-def _read_manifest(path: Path) -> Manifest:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(str(path), error.strerror or "cannot be read") from None
-    except ValueError as error:  # bad JSON or bad UTF-8
-        raise InputError(str(path), f"not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise InputError(str(path), f"holds a JSON {type(raw).__name__}", "a JSON object")
-    version = raw.get("format_version")
-    if version != FORMAT_VERSION:
-        raise InputError(str(path), f"format_version {version!r}", str(FORMAT_VERSION))
-    try:
-        manifest = Manifest.model_validate(raw)
-    except ValidationError as error:
-        raise manifest_error(str(path), error) from None
-    if manifest.top_k > manifest.n_experts:
-        raise InputError(
-            str(path), f"top_k {manifest.top_k} exceeds n_experts {manifest.n_experts}"
-        )
-    if len(set(manifest.domains)) != len(manifest.domains):
-        raise InputError(str(path), "domains are not unique")
-    return manifest
-
-
-def _map_experts(path: Path, manifest: Manifest) -> NDArray[Any]:
-    try:
-        experts: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise InputError(str(path), error.strerror or "cannot be read") from None
-    except (ValueError, EOFError) as error:
-        raise InputError(str(path), f"truncated or not a .npy file: {error}") from None
+def _read_experts(folder: Path, manifest: Manifest) -> NDArray[Any]:
+    path = folder / manifest.experts_file
+    experts = load_ids(path, manifest.encoding)
     want = (manifest.n_tokens, manifest.n_layers, manifest.top_k)
     if experts.shape != want:
         raise InputError(
@@ -431,10 +417,12 @@ def _map_experts(path: Path, manifest: Manifest) -> NDArray[Any]:
         raise InputError(str(path), f"dtype {experts.dtype}", "uint8, uint16")
     if not experts.flags.c_contiguous:
         raise InputError(str(path), "Fortran order", "C order")
+    if manifest.encoding != "npy":
+        check_ids(experts, manifest.n_experts, str(path))
     return experts
 
 
-def _read_requests(path: Path, manifest: Manifest, experts: NDArray[Any]) -> RoutingTrace:
+def _read_requests(path: Path, manifest: Manifest) -> RoutingTrace:
     file = path / "requests.parquet"
     try:
         table = pq.read_table(file)
@@ -475,7 +463,6 @@ def _read_requests(path: Path, manifest: Manifest, experts: NDArray[Any]) -> Rou
         first_row=columns["first_row"],
         session=columns["session"],
         is_calibration=np.array([s == SPLITS[0] for s in columns["split"]], dtype=bool),
-        experts=experts,
     )
 
 
@@ -488,8 +475,8 @@ def _check_rows(trace: RoutingTrace) -> None:
                 file, f"{name} of request {trace.request_id[bad]} is {lengths[bad]}", "at least 1"
             )
     order = np.argsort(trace.first_row, kind="stable")
-    first = trace.first_row[order]
-    end = first + trace.prompt_len[order] + trace.output_len[order]
+    first, length = trace.recorded_rows(order)
+    end = first + length
     expected = np.concatenate([[0], end[:-1]])
     wrong = np.flatnonzero(first != expected)
     name = trace.request_id[int(order[wrong[0]])] if wrong.size else ""
@@ -509,30 +496,5 @@ def _check_rows(trace: RoutingTrace) -> None:
         raise InputError(
             file,
             f"the requests' rows end at {end[-1]}",
-            f"{trace.manifest.n_tokens}, the rows of experts.npy",
+            f"{trace.manifest.n_tokens}, the rows of {trace.manifest.experts_file}",
         )
-
-
-def _check_experts(trace: RoutingTrace) -> None:
-    """Check that every id is an expert and that no token chose one twice in a layer."""
-    file = str(trace.path / "experts.npy")
-    for start in range(0, trace.manifest.n_tokens, _CHUNK_ROWS):
-        chunk = trace.experts[start : start + _CHUNK_ROWS]
-        if int(chunk.max()) >= trace.n_experts:
-            row, layer, _ = np.argwhere(chunk >= trace.n_experts)[0]
-            raise InputError(
-                file,
-                f"expert {int(chunk.max())} at row {start + row} layer {layer}",
-                f"0..{trace.n_experts - 1}",
-            )
-        # Ids that ascend cannot repeat; only other orders need the sort.
-        if not bool((chunk[..., 1:] > chunk[..., :-1]).all()):
-            ids = np.sort(chunk, axis=-1)
-            twice = np.argwhere(ids[..., 1:] == ids[..., :-1])
-            if len(twice):
-                row, layer, slot = twice[0]
-                raise InputError(
-                    file,
-                    f"expert {ids[row, layer, slot]} twice at row {start + row} layer {layer}",
-                    "distinct experts",
-                )

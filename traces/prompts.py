@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_sim.traces.bitsets import count_rows
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import PromptScore
 
@@ -69,16 +70,15 @@ def count_experts(trace: RoutingTrace, ranges: Ranges) -> NDArray[np.uint32]:
     counts
         uint32 ``[n_layers, n_experts]``.
     """
-    cells = trace.n_layers * trace.n_experts
-    base = (np.arange(trace.n_layers, dtype=np.int64) * trace.n_experts)[:, None]
-    total = np.zeros(cells, np.int64)
+    trace.require_prompts("expert signatures")
+    total = np.zeros((trace.n_layers, trace.n_experts), np.int64)
     for request, start, stop in ranges:
         first = int(trace.first_row[request])
         length = int(trace.prompt_len[request])
 
         def add(begin: int, end: int, times: int, first: int = first) -> None:
-            rows = trace.experts[first + begin : first + end]
-            total[:] += times * np.bincount((base + rows).ravel(), minlength=cells)
+            rows = trace.bits[first + begin : first + end]
+            total[:] += times * count_rows(rows, trace.n_experts).astype(np.int64)
 
         rounds, rest = divmod(stop - start, length)
         begin = start % length
@@ -89,7 +89,7 @@ def count_experts(trace: RoutingTrace, ranges: Ranges) -> NDArray[np.uint32]:
         else:
             add(begin, length, 1)
             add(0, begin + rest - length, 1)
-    return total.reshape(trace.n_layers, trace.n_experts).astype(np.uint32)
+    return total.astype(np.uint32)
 
 
 def sum_gate_scores(trace: RoutingTrace, ranges: Ranges, kind: PromptScore) -> NDArray[np.float32]:
@@ -110,7 +110,7 @@ class PromptSignatures:
 
     Calling it with a prompt's ranges returns ``(id, counts)``: `count_experts`, or where a policy
     asks for gate scores `sum_gate_scores`. The same id always stands for the same counts; of the
-    prompts asked for last some thousands are remembered.
+    prompts asked for last some thousands are remembered. A decode-only trace has no counts: None.
 
     Parameters
     ----------
@@ -135,14 +135,14 @@ class PromptSignatures:
             trace.prompt_scores(requests, kind)
 
         @lru_cache(maxsize=_REMEMBERED)
-        def summed(ranges: Ranges) -> tuple[int, NDArray[Any]]:
-            if kind == "count":
-                return next(numbers), count_experts(trace, ranges)
-            return next(numbers), sum_gate_scores(trace, ranges, kind)
+        def summed(ranges: Ranges) -> tuple[int, NDArray[Any] | None]:
+            if kind != "count":
+                return next(numbers), sum_gate_scores(trace, ranges, kind)
+            return next(numbers), count_experts(trace, ranges) if trace.has_prompts else None
 
         self._summed = summed
 
-    def __call__(self, ranges: Ranges) -> tuple[int, NDArray[Any]]:
+    def __call__(self, ranges: Ranges) -> tuple[int, NDArray[Any] | None]:
         """Return an id and the counts, ``[n_layers, n_experts]``, of ``ranges``."""
         return self._summed(ranges)
 

@@ -14,11 +14,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.traces.copies import expected_copy_share
 from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.structure import (
+    DomainDivergence,
+    NextLayer,
+    domain_divergence,
+    generated_rows,
+    nearest_neighbour_accuracy,
+    next_layer_entropy,
+)
 
 __all__ = [
     "BATCH_SIZES",
+    "Copies",
     "DistinctExperts",
     "TraceStatistics",
     "expected_distinct",
@@ -28,7 +38,7 @@ __all__ = [
 BATCH_SIZES = (8, 16, 32, 64, 128)
 """Batch sizes at which distinct experts are told."""
 
-_CHUNK_ROWS = 1 << 14
+_CHUNK_ROWS = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,26 @@ class DistinctExperts:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Expected share of a batch's requests that have a copy in it, see `copies`.
+
+    Attributes
+    ----------
+    batch
+        Requests in the batch.
+    group
+        The workload whose mix it has: ``task``, ``language``, or ``all`` serving requests.
+    mixed, one_domain
+        Where the batch mixes the domains, and where it is of one.
+    """
+
+    batch: int
+    group: str
+    mixed: float
+    one_domain: float
+
+
+@dataclass(frozen=True)
 class TraceStatistics:
     """What `trace_statistics` finds.
 
@@ -74,7 +104,8 @@ class TraceStatistics:
     unused_experts
         Per layer: experts that no token chose.
     distinct_experts
-        One entry a batch size and group, where every domain has that many requests.
+        One entry a batch size and group, where every domain has that many requests; in group
+        ``all``, of the domains that have.
     neighbour_reuse
         Share of a generated token's experts that the generated token before it chose too.
     random_reuse
@@ -83,7 +114,15 @@ class TraceStatistics:
         The same share under uniform choice, ``k / E``.
     prefill_decode_pearson
         By domain: correlation over (layer, expert) between the mean share of prompt tokens
-        and of generated tokens that chose the expert (ELDR Fig. 3).
+        and of generated tokens that chose the expert (ELDR Fig. 3). Empty for a decode-only trace.
+    next_layer
+        Entropy of a layer's experts, alone and given those of the layer before.
+    domain_divergence
+        Jensen-Shannon divergence between domains.
+    nearest_neighbour_accuracy
+        Share of requests whose nearest other request has their domain; None for one request.
+    copies
+        How often copies of one request meet in a batch, by batch size and workload.
     """
 
     requests: dict[str, dict[str, int]]
@@ -96,6 +135,10 @@ class TraceStatistics:
     random_reuse: float
     uniform_reuse: float
     prefill_decode_pearson: dict[str, float]
+    next_layer: list[NextLayer]
+    domain_divergence: DomainDivergence
+    nearest_neighbour_accuracy: float | None
+    copies: list[Copies]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -115,15 +158,16 @@ def trace_statistics(
         Batch sizes at which distinct experts are told.
     """
     every = np.arange(trace.n_requests)
-    prompt_counts = trace.prompt_counts(every)
     decode = trace.decode_activation(every).astype(np.float64)
-    prompt = prompt_counts / trace.prompt_len[:, None, None]
+    prompt = None
+    load = np.einsum("rle,r->le", decode, trace.output_len.astype(np.float64))
+    if trace.has_prompts:
+        prompt_counts = trace.prompt_counts(every)
+        prompt = prompt_counts / trace.prompt_len[:, None, None]
+        load += prompt_counts.sum(axis=0, dtype=np.float64)
     names = [name for d, name in enumerate(trace.domains) if (trace.domain == d).any()]
     members = {name: np.flatnonzero(trace.domain == trace.domains.index(name)) for name in names}
 
-    load = prompt_counts.sum(axis=0, dtype=np.float64) + np.einsum(
-        "rle,r->le", decode, trace.output_len.astype(np.float64)
-    )
     # Weighted by length: the chance that a random generated token chose the expert.
     weight = trace.output_len / trace.output_len.sum(dtype=np.int64)
     chance = np.einsum("rle,r->le", decode, weight)
@@ -143,10 +187,20 @@ def trace_statistics(
         neighbour_reuse=_neighbour_reuse(trace),
         random_reuse=float((chance**2).sum(axis=1).mean() / trace.top_k),
         uniform_reuse=trace.top_k / trace.n_experts,
-        prefill_decode_pearson={
+        prefill_decode_pearson={}
+        if prompt is None
+        else {
             name: _pearson(prompt[q].mean(axis=0), decode[q].mean(axis=0))
             for name, q in members.items()
         },
+        next_layer=next_layer_entropy(trace),
+        domain_divergence=domain_divergence(
+            decode * trace.output_len[:, None, None], trace.domain, trace.domains
+        ),
+        nearest_neighbour_accuracy=nearest_neighbour_accuracy(
+            decode if prompt is None else prompt, trace.domain
+        ),
+        copies=_copies(trace, batch_sizes),
     )
 
 
@@ -197,20 +251,22 @@ def _distinct_table(
     members: dict[str, NDArray[np.int64]],
     batch_sizes: Sequence[int],
 ) -> list[DistinctExperts]:
-    groups = {name: list(mix) for name, mix in DOMAIN_MIXES.items() if set(mix) <= set(members)}
-    groups = groups or {"all": list(members)}
     table = []
-    for group, names in groups.items():
-        smallest = min(len(members[name]) for name in names)
-        sizes = [b for b in batch_sizes if b <= smallest]
-        if not sizes:
-            continue
-        means = {name: _mean_products(1.0 - decode[members[name]], max(sizes)) for name in names}
-        for batch in sizes:
-            same = {name: float((1 - means[name][batch]).sum(axis=-1).mean()) for name in names}
+    for group, names in domain_groups(trace).items():
+        most = min(max(batch_sizes), max(len(members[name]) for name in names))
+        means = {
+            name: _mean_products(1.0 - decode[members[name]], min(most, len(members[name])))
+            for name in names
+        }
+        for batch in batch_sizes:
+            enough = [name for name in names if len(members[name]) >= batch]
+            # A named workload is all of its domains; others are two or more that have the requests.
+            if len(enough) < (min(2, len(names)) if group == "all" else len(names)):
+                continue
+            same = {name: float((1 - means[name][batch]).sum(axis=-1).mean()) for name in enough}
             absent = np.ones((trace.n_layers, trace.n_experts))
-            for i, name in enumerate(names):
-                absent *= means[name][batch // len(names) + (i < batch % len(names))]
+            for i, name in enumerate(enough):
+                absent *= means[name][batch // len(enough) + (i < batch % len(enough))]
             mixed = float((1 - absent).sum(axis=-1).mean())
             none = (1 - trace.top_k / trace.n_experts) ** batch
             table.append(
@@ -226,17 +282,36 @@ def _distinct_table(
     return table
 
 
+def domain_groups(trace: RoutingTrace) -> dict[str, list[str]]:
+    """Return the domains of each named workload that the trace has, or of ``all`` if of none."""
+    present = set(np.unique(trace.domain).tolist())
+    names = [name for d, name in enumerate(trace.domains) if d in present]
+    groups = {name: list(mix) for name, mix in DOMAIN_MIXES.items() if set(mix) <= set(names)}
+    return groups or {"all": names}
+
+
+def _copies(trace: RoutingTrace, batch_sizes: Sequence[int]) -> list[Copies]:
+    found = []
+    for group, names in domain_groups(trace).items():
+        pools = {name: len(trace.requests_of([name], calibration=False)) for name in names}
+        pools = {name: n for name, n in pools.items() if n}
+        weight = {name: DOMAIN_MIXES.get(group, pools)[name] for name in pools}
+        shares = {name: value / sum(weight.values()) for name, value in weight.items()}
+        for batch in batch_sizes:
+            mixed, one_domain = expected_copy_share(pools, shares, batch)
+            found.append(Copies(batch, group, mixed, one_domain))
+    return found
+
+
 def _neighbour_reuse(trace: RoutingTrace) -> float:
     """Compare each generated token with the generated token before it, pair by pair."""
-    second = np.ones(trace.manifest.n_tokens, dtype=bool)
-    for first, prompt in zip(trace.first_row.tolist(), trace.prompt_len.tolist(), strict=True):
-        second[first : first + prompt + 1] = False  # prompt, and the first generated token
-    rows = np.flatnonzero(second)
+    rows, follows = generated_rows(trace)
+    rows = rows[follows]
     shared = 0
     for start in range(0, len(rows), _CHUNK_ROWS):
         at = rows[start : start + _CHUNK_ROWS]
-        now, before = trace.experts[at], trace.experts[at - 1]
-        shared += sum(int((now == before[..., slot, None]).sum()) for slot in range(trace.top_k))
+        both = trace.bits[at] & trace.bits[at - 1]
+        shared += int(np.unpackbits(both.view(np.uint8)).sum())
     pairs = len(rows) * trace.n_layers * trace.top_k
     return shared / pairs if pairs else float("nan")
 

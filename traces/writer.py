@@ -1,4 +1,4 @@
-"""Writing a routing trace: a whole and valid folder of format v1, or nothing."""
+"""Writing a routing trace: a whole and valid folder of format v2, or nothing."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from pydantic import ValidationError
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces import gate_scores as gate_scores_file
+from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups, regroup, save_ids
 from eldr_sim.traces.format import (
     COLUMNS,
     SPLITS,
-    Manifest,
-    Provenance,
     RoutingTrace,
-    manifest_error,
     open_trace,
     sha256,
 )
 from eldr_sim.traces.gate_scores import GateScores
+from eldr_sim.traces.manifest import Manifest, Provenance, manifest_error
 
-__all__ = ["write_trace"]
+__all__ = ["pack_trace", "write_trace"]
 
 
 def write_trace(
@@ -52,6 +51,9 @@ def write_trace(
     notes: str = "",
     session: ArrayLike | None = None,
     gate_scores: GateScores | None = None,
+    rank_groups: Sequence[int] | None = None,
+    prompt_rows: bool = True,
+    encoding: Encoding = "npy",
     force: bool = False,
 ) -> RoutingTrace:
     """Write a routing trace: a whole and valid folder, or nothing.
@@ -61,7 +63,8 @@ def write_trace(
     out
         Folder to make.
     experts
-        Expert ids ``[tokens, layers, top_k]``, the requests' rows one after the other.
+        Expert ids ``[tokens, layers, top_k]``, the requests' rows one after the other: of each
+        its prompt tokens, unless ``prompt_rows`` is false, and its generated tokens.
     request_id, domain, prompt_len, output_len, is_calibration
         One entry a request, see `RoutingTrace`; ``domain`` by name.
     model, n_experts, domains, captured_by, source_data, tool_versions, provenance, notes
@@ -70,6 +73,13 @@ def write_trace(
         Conversation number of each request; by default each request is its own.
     gate_scores
         The gate's scores summed over the prompts of some requests.
+    rank_groups
+        How much of the gate's order the ids keep, see ``encoding``: ``[1] * top_k`` if they are
+        ranked, None if not.
+    prompt_rows
+        Whether ``experts`` has rows for prompt tokens.
+    encoding
+        How to store the ids: ``npy`` to be memory-mapped, ``xz`` compressed.
     force
         Replace ``out`` if it is there.
 
@@ -98,6 +108,7 @@ def write_trace(
             "experts", f"ids span {int(ids.min())}..{int(ids.max())}", f"0..{n_experts - 1}"
         )
     ids = np.ascontiguousarray(ids, dtype=np.uint8 if n_experts <= 256 else np.uint16)
+    groups = check_groups(rank_groups, ids.shape[2], "rank_groups")
     n = len(request_id)
     columns: dict[str, Any] = {
         "request_id": list(request_id),
@@ -110,13 +121,13 @@ def write_trace(
     wrong = [name for name, column in columns.items() if len(column) != n]
     if wrong:
         raise InputError(wrong[0], f"has {len(columns[wrong[0]])} entries for {n} requests")
-    rows = columns["prompt_len"] + columns["output_len"]
+    rows = columns["output_len"] + (columns["prompt_len"] if prompt_rows else 0)
     columns["first_row"] = np.cumsum(rows) - rows
 
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        np.save(temporary / "experts.npy", ids)
+        save_ids(temporary / FILE_NAMES[encoding], ids, encoding)
         arrays = [pa.array(columns[name], type=kind) for name, kind in COLUMNS.items()]
         pq.write_table(
             pa.table(arrays, names=list(COLUMNS)),
@@ -132,13 +143,16 @@ def write_trace(
                 n_layers=ids.shape[1],
                 n_experts=n_experts,
                 top_k=ids.shape[2],
+                rank_groups=groups,
+                prompt_rows=prompt_rows,
+                encoding=encoding,
                 domains=list(domains),
                 captured_by=captured_by,
                 source_data=source_data,
                 tool_versions=dict(tool_versions),
                 notes=notes,
                 provenance=provenance,
-                checksum=sha256(temporary / "experts.npy"),
+                checksum=sha256(temporary / FILE_NAMES[encoding]),
                 requests_checksum=sha256(temporary / "requests.parquet"),
                 gate_scores_checksum=None if gate_scores is None else sha256(scores_path),
                 n_requests=n,
@@ -149,7 +163,7 @@ def write_trace(
         fields = manifest.model_dump(exclude_none=True)
         text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
         (temporary / "manifest.json").write_text(text, encoding="utf-8")
-        open_trace(temporary)
+        open_trace(temporary).experts  # noqa: B018  reads and checks them
         temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can read
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
@@ -161,3 +175,68 @@ def write_trace(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return open_trace(target)
+
+
+def pack_trace(
+    trace: RoutingTrace,
+    out: str | os.PathLike[str],
+    *,
+    rank_groups: Sequence[int] | None = None,
+    force: bool = False,
+) -> RoutingTrace:
+    """Write a trace again, its expert ids compressed.
+
+    Parameters
+    ----------
+    trace
+        The trace; all of its ``top_k`` experts are kept.
+    out
+        Folder to make.
+    rank_groups
+        How much of the gate's order to keep, see ``encoding.regroup``: the less, the smaller. By
+        default what the trace has.
+    force
+        Replace ``out`` if it is there.
+
+    Returns
+    -------
+    RoutingTrace
+        The trace as read back from ``out``.
+
+    Raises
+    ------
+    InputError
+        If the trace does not keep such an order, or ``out`` exists and ``force`` is false.
+    """
+    manifest = trace.manifest
+    have = manifest.rank_groups
+    want = have if rank_groups is None else check_groups(rank_groups, trace.top_k, "rank_groups")
+    first, length = trace.recorded_rows(np.arange(trace.n_requests))
+    if (np.diff(first) > 0).all():
+        ids = trace.experts
+    else:
+        spans = zip(first.tolist(), length.tolist(), strict=True)
+        ids = np.concatenate([trace.experts[row : row + n] for row, n in spans])
+    return write_trace(
+        out,
+        experts=regroup(ids, have, want),
+        request_id=trace.request_id,
+        domain=[trace.domains[d] for d in trace.domain.tolist()],
+        prompt_len=trace.prompt_len,
+        output_len=trace.output_len,
+        is_calibration=trace.is_calibration,
+        model=manifest.model,
+        n_experts=manifest.n_experts,
+        domains=manifest.domains,
+        captured_by=manifest.captured_by,
+        source_data=manifest.source_data,
+        tool_versions=manifest.tool_versions,
+        provenance=manifest.provenance,
+        notes=manifest.notes,
+        session=trace.session,
+        gate_scores=trace.gate_scores,
+        rank_groups=want,
+        prompt_rows=manifest.prompt_rows,
+        encoding="xz",
+        force=force,
+    )

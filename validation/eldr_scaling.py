@@ -92,7 +92,7 @@ def _decision_ms(trace: RoutingTrace) -> float:
     )
     loads = np.arange(16, dtype=np.int64)
     taken = []
-    for i, counts in enumerate(calibration.counts):
+    for i, counts in enumerate(calibration.scores("count")):
         request = RequestInfo(i, 100, 0, signature=counts)
         start = time.perf_counter()
         policy.select(request, loads)

@@ -1,0 +1,169 @@
+"""``eldr-sim sweep``: many runs from one file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import click
+import pyarrow as pa
+
+from eldr_sim.cli.console import print_table, sweep_bar, warnings_of
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.planning.runner import Engine, expected_tokens
+from eldr_sim.simulator.planning.sweep import COMPLETED, FAILED, SweepResult
+from eldr_sim.simulator.planning.sweep import sweep as run_sweep
+from eldr_sim.simulator.planning.sweep_spec import SweepSpec, read_spec
+
+_FIGURES = {
+    "median_tpot_ms": "TPOT p50, ms",
+    "p99_tpot_ms": "TPOT p99, ms",
+    "median_ttft_ms": "TTFT p50, ms",
+    "p99_ttft_ms": "TTFT p99, ms",
+    "slo_attainment": "attainment",
+    "output_throughput": "tokens/s",
+}
+#: Rows of a table and lines of failures on the screen; the files hold them all.
+_MOST_ROWS, _MOST_FAILURES = 60, 10
+
+
+@click.command(short_help="Run a grid or any other set of runs.")
+@click.argument("file", type=click.Path(path_type=Path), metavar="SWEEP.yaml")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Keep the runs here.")
+@click.option("--resume", is_flag=True, help="Go on with the sweep in --out.")
+@click.option("--dry-run", is_flag=True, help="Print the points and run none.")
+@click.option("--jobs", type=int, metavar="N", help="Runs at a time.  [default: one a CPU]")
+@click.option(
+    "--engine",
+    type=click.Choice(get_args(Engine)),
+    default="joblib",
+    show_default=True,
+    help="Processes of this machine, or a Ray cluster.",
+)
+@click.option(
+    "--address",
+    metavar="auto|local|HOST:PORT",
+    help="The Ray cluster.  [default: auto, the one that runs here]",
+)
+def sweep(
+    file: Path,
+    out: Path | None,
+    resume: bool,
+    dry_run: bool,
+    jobs: int | None,
+    engine: str,
+    address: str | None,
+) -> None:
+    """Run all points of SWEEP.yaml, each under its seeds, into one data set.
+
+    What is done is kept: after Ctrl-C or a crash, --resume goes on. A run that fails is a row with
+    its reason.
+    """
+    spec = read_spec(file)
+    if dry_run:
+        _print_points(spec)
+        return
+    if out is None:
+        raise InputError("out", "no folder for the sweep", "--out DIR, or --dry-run")
+    try:
+        with sweep_bar(file.stem) as update:
+            result = run_sweep(
+                spec,
+                out,
+                resume=resume,
+                jobs=jobs,
+                engine=cast("Engine", engine),
+                address=address,
+                progress=update,
+            )
+    except KeyboardInterrupt:
+        if not out.exists():
+            raise
+        click.echo(f"Interrupted: {out} keeps the runs that are done; --resume goes on.", err=True)
+        sys.exit(130)
+    _print(result)
+    click.echo(f"Wrote {out}")
+    if COMPLETED not in result.points["status"].to_pylist():
+        click.echo("No run completed", err=True)
+        sys.exit(1)
+
+
+def _print_points(spec: SweepSpec) -> None:
+    paths = list(spec.points[0].parameters)
+    rows = [
+        [str(index), *(_cell(point.parameters[path]) for path in paths)]
+        for index, point in enumerate(spec.points)
+    ]
+    configs = [config for point in spec.points for config in point.configs]
+    tokens = sum(map(expected_tokens, configs)) / 1e6
+    print_table(
+        f"{_count(len(spec.points), 'point')}, {_count(len(configs), 'run')}, "
+        f"about {tokens:.1f} million output tokens to simulate",
+        ["point", *paths],
+        rows,
+    )
+
+
+def _print(result: SweepResult) -> None:
+    points = result.aggregate.to_pylist()
+    columns = [name for name in _FIGURES if name in result.aggregate.column_names]
+    rows = [
+        [
+            str(row["point"]),
+            *(_cell(row[path]) for path in result.parameters),
+            *(_cell(row[name]) for name in columns),
+            str(row["runs_failed"]),
+        ]
+        for row in points[:_MOST_ROWS]
+    ]
+    runs = result.points.num_rows // len(points)
+    title = f"{_count(len(points), 'point')}, mean over {_count(runs, 'seed')}"
+    if "weakest_provenance" in result.points.column_names:
+        labels = result.points["weakest_provenance"].unique().drop_null().to_pylist()
+        title += f", {' and '.join(sorted(labels))} tables"
+    headings = [_FIGURES[name] for name in columns]
+    print_table(title, ["point", *result.parameters, *headings, "failed"], rows)
+    if len(points) > len(rows):
+        click.echo(f"... and {len(points) - len(rows)} more")
+    _warn(result.points)
+
+
+def _warn(table: pa.Table) -> None:
+    """Say which runs failed and what readers of the others must know, on standard error."""
+    rows = table.to_pylist()
+    failed = [row for row in rows if row["status"] == FAILED]
+    for row in failed[:_MOST_FAILURES]:
+        where = f"point {row['point']} ({row['name']}), seed {row['seed']}"
+        click.echo(f"Failed: {where}: {row['reason']}", err=True)
+    if len(failed) > _MOST_FAILURES:
+        click.echo(f"... and {len(failed) - _MOST_FAILURES} more", err=True)
+    warned: Counter[int] = Counter()
+    for row in rows:
+        if row["status"] == COMPLETED:
+            warned[row["point"]] += len(warnings_of({k: _nested(v) for k, v in row.items()}))
+    numbers = [str(point) for point, count in warned.items() if count]
+    if numbers:
+        click.echo(
+            f"Warning: {_count(len(numbers), 'point')} with load beyond the cluster's or times "
+            f"beyond the tables: {', '.join(numbers[:20])}{', ...' * (len(numbers) > 20)}; "
+            "`eldr-sim run` tells which",
+            err=True,
+        )
+
+
+def _nested(value: Any) -> Any:
+    """Undo the JSON text of a nested figure."""
+    return json.loads(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"

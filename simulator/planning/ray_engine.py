@@ -1,0 +1,105 @@
+"""Points on a Ray cluster, for those who outgrow one machine.
+
+Every node needs eldr-sim installed, and whatever files the configurations name under the same
+paths. Only the driver knows what is done: a point whose worker or node dies on the way is handed
+out again, and it yields one outcome however often it was begun.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from eldr_sim.errors import InputError
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.planning.runner import Outcome, Point
+
+#: A point is begun so many times at most: nodes do die, but not always under the same point.
+_ATTEMPTS = 3
+
+
+def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Iterator[Outcome]:
+    """Run points on a cluster and yield their outcomes in the order in which they end.
+
+    Parameters
+    ----------
+    points
+        What to run, begun in this order.
+    jobs
+        Points in flight; as many as the cluster has CPUs when not given, nodes that join later
+        included.
+    address
+        ``auto``, ``local`` or ``HOST:PORT``, as `ray.init` reads it.
+
+    Raises
+    ------
+    InputError
+        If Ray is not installed or there is no cluster at the address.
+    """
+    from eldr_sim.simulator.planning.runner import Outcome, run_point
+
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        raise InputError("engine", "Ray is not installed", "pip install 'eldr-sim[ray]'") from None
+    ours = not ray.is_initialized()
+    if ours:
+        _connect(ray, address)
+    # Ray's own retries are off: it would not tell a point that kills every worker it gets.
+    remote = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(run_point)
+    queue = deque(points)
+    begun: dict[Any, tuple[Point, float]] = {}
+    attempts: Counter[str] = Counter()
+    try:
+        while queue or begun:
+            room = (jobs or int(ray.cluster_resources().get("CPU", 1))) - len(begun)
+            for _ in range(min(room, len(queue))):
+                point = queue.popleft()
+                begun[remote.remote(point)] = point, time.perf_counter()
+            done, _ = ray.wait(list(begun), timeout=1.0)
+            for reference in done:
+                point, start = begun.pop(reference)
+                try:
+                    yield ray.get(reference)
+                except ray.exceptions.RayTaskError as error:  # the worker could not even begin
+                    reason = f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
+                    yield Outcome(point.key, None, reason, time.perf_counter() - start)
+                except ray.exceptions.RayError as error:  # its worker or its node is gone
+                    attempts[point.key] += 1
+                    if attempts[point.key] < _ATTEMPTS:
+                        queue.append(point)
+                        continue
+                    seconds = time.perf_counter() - start
+                    yield Outcome(point.key, None, _gone(error), seconds, killed=True)
+    finally:
+        for reference in begun:
+            ray.cancel(reference, force=True)
+        if ours:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str) -> None:
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if colon:  # where nobody listens, Ray itself goes on asking for minutes
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level="error",
+            **({"include_dashboard": False} if address == "local" else {}),
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise InputError(
+            "address", f"no Ray cluster at {address!r}: {line}", "auto, local or HOST:PORT"
+        ) from None
+
+
+def _gone(error: Exception) -> str:
+    return f"its worker died {_ATTEMPTS} times, lastly of {type(error).__name__}: out of memory?"

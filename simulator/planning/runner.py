@@ -1,0 +1,233 @@
+"""Many runs at once: points on processes of this machine, or on a Ray cluster.
+
+A point is a configuration with a key. Points share nothing but memory that none of them writes: all
+processes of a machine map the same bit sets to replay. What a point yields depends on its
+configuration alone, never on how many processes there are or in which order they work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import joblib
+from joblib.externals.loky.process_executor import TerminatedWorkerError
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.run import prepare, simulate_summary
+from eldr_sim.simulator.shared_replay import SharedReplay, share, use
+
+Engine = Literal["joblib", "ray"]
+
+_KILLED = "its process was killed twice, the second time alone: out of memory?"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run to do; ``key`` is the caller's name for it."""
+
+    key: str
+    config: RunConfig
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a point.
+
+    Parameters
+    ----------
+    key
+        The point's.
+    summary
+        ``summary.json`` of the run; None where it failed.
+    reason
+        Why it failed, in one line; empty where it did not.
+    seconds
+        Wall time that the run took; not the same twice.
+    killed
+        Whether it failed because its processes were killed, which says little about the point.
+    """
+
+    key: str
+    summary: dict[str, Any] | None
+    reason: str
+    seconds: float
+    killed: bool = False
+
+
+def run_points(
+    points: Iterable[Point],
+    jobs: int | None = None,
+    *,
+    engine: Engine = "joblib",
+    address: str | None = None,
+) -> Generator[Outcome, None, None]:
+    """Run points and yield their outcomes in the order in which they end.
+
+    A point that fails does not stop the others. Where a process is killed, as the kernel does when
+    memory runs out, the points that were under way are run once more, each of them alone; one that
+    is killed again has failed. Closing the generator, as an exception in its consumer or Ctrl-C
+    does, stops the processes.
+
+    Parameters
+    ----------
+    points
+        What to run, begun in this order. Long points first make for a short end.
+    jobs
+        Processes; 1 runs in this one, where a kill is not survived. The CPUs that this process may
+        use when not given. On Ray: points in flight, the cluster's CPUs when not given.
+    engine
+        ``joblib`` for processes of this machine, ``ray`` for a cluster.
+    address
+        Of the Ray cluster: ``auto`` (the one that runs here; the default), ``local`` (one of this
+        machine alone, for as long as the sweep takes) or ``HOST:PORT``.
+
+    Raises
+    ------
+    InputError
+        If there are no jobs to do it with, or no such cluster.
+    """
+    check_engine(jobs, engine, address)
+    todo = list(points)
+    if engine == "ray":
+        from eldr_sim.simulator.planning.ray_engine import run_on_ray
+
+        yield from run_on_ray(todo, jobs, address or "auto")
+        return
+    jobs = worker_count(jobs, len(todo))
+    if jobs == 1:
+        yield from map(run_point, todo)
+        return
+    yield from _run_on_processes(todo, jobs, _share_replays(todo))
+
+
+def check_engine(jobs: int | None, engine: Engine, address: str | None) -> None:
+    """Raise InputError if `run_points` cannot be asked for this."""
+    if jobs is not None and jobs < 1:
+        raise InputError("jobs", str(jobs), "1 or more")
+    if engine not in get_args(Engine):
+        raise InputError("engine", repr(engine), ", ".join(get_args(Engine)))
+    if engine != "ray" and address is not None:
+        raise InputError("address", f"{address!r} without a cluster", "--engine ray beside it")
+
+
+def worker_count(jobs: int | None, n_points: int) -> int:
+    """Return how many processes so many points get; by default one a CPU."""
+    return max(1, min(jobs or joblib.cpu_count(), n_points))
+
+
+def run_point(point: Point) -> Outcome:
+    """Run one point in this process."""
+    start = time.perf_counter()
+    summary, reason = None, ""
+    try:
+        summary = simulate_summary(point.config)
+    except InputError as error:
+        reason = str(error)
+    except Exception as error:  # whatever it is, the other points go on
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return Outcome(point.key, summary, reason, time.perf_counter() - start)
+
+
+def _run_on_processes(
+    todo: Sequence[Point], jobs: int, shared: Sequence[SharedReplay]
+) -> Iterator[Outcome]:
+    queue = list(todo)
+    while queue:
+        begun: dict[str, Point] = {}
+
+        def feed(queue: list[Point] = queue, begun: dict[str, Point] = begun) -> Iterator[Any]:
+            while queue:
+                point = queue.pop(0)
+                begun[point.key] = point
+                yield _call(point, shared)
+
+        try:
+            for outcome in _parallel(jobs, jobs, feed()):
+                del begun[outcome.key]
+                yield outcome
+        except TerminatedWorkerError:
+            for point in list(begun.values()):
+                yield _run_alone(point, shared)
+
+
+def _run_alone(point: Point, shared: Sequence[SharedReplay]) -> Outcome:
+    """Run a point while no other runs: now a killed process tells which point killed it."""
+    start = time.perf_counter()
+    try:
+        # Two jobs, for joblib runs one in this process; the second has nothing to do.
+        return next(iter(_parallel(2, 1, iter([_call(point, shared)]))))
+    except TerminatedWorkerError:
+        return Outcome(point.key, None, _KILLED, time.perf_counter() - start, killed=True)
+
+
+def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Iterator[Outcome]:
+    # Each process computes with one thread: the points are what runs side by side.
+    with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
+        outcomes: Iterator[Outcome] = joblib.Parallel(
+            n_jobs=jobs,
+            return_as="generator_unordered",
+            pre_dispatch=in_flight,
+            batch_size=1,
+        )(calls)
+    return outcomes
+
+
+def _call(point: Point, shared: Sequence[SharedReplay]) -> Any:
+    return joblib.delayed(_run_in_worker)(point, shared, os.getpid())
+
+
+def _run_in_worker(point: Point, shared: Sequence[SharedReplay], parent: int) -> Outcome:
+    _follow(parent)
+    for replay in shared:
+        use(replay)
+    return run_point(point)
+
+
+_parents: set[int] = set()
+
+
+def _follow(parent: int) -> None:
+    """Leave Ctrl-C to the parent, and end with it: after a kill -9 nobody else would end us."""
+    if parent in _parents:
+        return
+    _parents.add(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _share_replays(points: Iterable[Point]) -> list[SharedReplay]:
+    """Lay out what the workers replay, once for every trace and model."""
+    configs = {(point.config.trace, point.config.model): point.config for point in points}
+    shared = []
+    for config in configs.values():
+        with contextlib.suppress(Exception):  # a point that cannot be prepared tells so itself
+            setting = prepare(config)
+            shared.append(share(setting.trace, setting.model.top_k, setting.step_time.n_moe_layers))
+    return [replay for replay in shared if replay is not None]
+
+
+def expected_tokens(config: RunConfig) -> float:
+    """Estimate the output tokens that a run simulates, which is what most of its time goes into.
+
+    Recorded loads and lengths are not looked up: for them it is a guess that is the same for every
+    point of the same file.
+    """
+    rate, length = config.effective_rate, config.effective_output_len
+    rate = 60.0 if rate is None or math.isinf(rate) else rate
+    requests = config.num_requests or rate * (config.warmup_s + config.duration)
+    return requests * (512 if length == "recorded" else length)

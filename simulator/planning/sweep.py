@@ -1,0 +1,319 @@
+"""Sweeps: every point run once, whatever interrupts it, and one data set of them all.
+
+A sweep's folder holds
+
+- ``runs.jsonl``: what is done (see :mod:`~eldr_sim.simulator.planning.journal`). The order of its
+  lines is that in which the runs ended.
+
+and, when all runs are done, written whole or not at all and the same to the byte however often the
+sweep was interrupted and on however many processes it ran:
+
+- ``points.parquet``: a row a point and seed (`points_table`).
+- ``aggregate.parquet`` and ``aggregate.csv``: a row a point (`aggregate_table`).
+- ``sweep.json``: the sweep itself, its parameters, how many runs failed, versions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import csv
+
+from eldr_sim.simulator.compare import mean_interval
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.planning.journal import Journal, open_journal
+from eldr_sim.simulator.planning.runner import (
+    Engine,
+    Outcome,
+    Point,
+    check_engine,
+    expected_tokens,
+    run_points,
+    worker_count,
+)
+from eldr_sim.simulator.planning.sweep_spec import SweepSpec, config_key, make_spec, read_spec
+from eldr_sim.simulator.results import write_json, write_table
+
+#: A folder with this file holds all of its sweep.
+MARKER = "sweep.json"
+COMPLETED, FAILED = "completed", "failed"
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """What a sweep yields.
+
+    Parameters
+    ----------
+    points
+        A row a point and seed: ``point`` (its number), ``name``, ``run``, ``seed``, a column a
+        parameter, ``status`` (``completed`` or ``failed``), ``reason``, and the figures of
+        ``summary.json``, nested ones as JSON text.
+    aggregate
+        A row a point: ``point``, ``name``, a column a parameter, ``runs_completed`` and
+        ``runs_failed``, and per numeric figure the mean over the completed runs and, under ``_low``
+        and ``_high``, the ends of its confidence interval (null for one run).
+    parameters
+        The dot paths of the parameters: names of columns of both.
+    """
+
+    points: pa.Table
+    aggregate: pa.Table
+    parameters: list[str]
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    """How far a sweep is: runs ``done`` of ``total``; None seconds left: too early to tell."""
+
+    done: int
+    total: int
+    failed: int
+    seconds_left: float | None
+
+
+def sweep(
+    spec: SweepSpec | Mapping[str, Any] | Path | str,
+    out: Path | str | None = None,
+    *,
+    resume: bool = False,
+    jobs: int | None = None,
+    engine: Engine = "joblib",
+    address: str | None = None,
+    progress: Callable[[SweepProgress], None] | None = None,
+) -> SweepResult:
+    """Run all points of a sweep.
+
+    Parameters
+    ----------
+    spec
+        The sweep: a YAML file, the mapping that it would hold, or either parsed; see
+        :mod:`~eldr_sim.simulator.planning.sweep_spec`.
+    out
+        Folder that keeps what is done; nothing is written when not given.
+    resume
+        Go on with the sweep in ``out``: no run that is done is repeated, but for those whose
+        process was killed.
+    jobs, engine, address
+        As for :func:`~eldr_sim.simulator.planning.runner.run_points`.
+    progress
+        Called at the start and whenever a run has ended.
+
+    Raises
+    ------
+    InputError
+        If the sweep, one of its points or the folder will not do. A run that fails is a row with
+        its reason.
+    """
+    if isinstance(spec, Path | str):
+        spec = read_spec(Path(spec))
+    elif not isinstance(spec, SweepSpec):
+        spec = make_spec(spec)
+    check_engine(jobs, engine, address)
+    configs = {config_key(config): config for point in spec.points for config in point.configs}
+    header = {"eldr_sim": version("eldr-sim"), "spec": spec.document}
+    folder = None if out is None else Path(out)
+    with nullcontext() if folder is None else open_journal(folder, header, resume) as journal:
+        outcomes = _run_all(configs, journal, jobs, engine, address, progress)
+        result = SweepResult(
+            points_table(spec, outcomes),
+            aggregate_table(spec, outcomes),
+            list(spec.points[0].parameters),
+        )
+        if folder is not None:
+            _write(folder, spec, result)
+    return result
+
+
+def _run_all(
+    configs: dict[str, RunConfig],
+    journal: Journal | None,
+    jobs: int | None,
+    engine: Engine,
+    address: str | None,
+    progress: Callable[[SweepProgress], None] | None,
+) -> dict[str, Outcome]:
+    """Run what is not done yet, longest first: no long run is left for the end."""
+    outcomes = {} if journal is None else journal.outcomes
+    done = {key for key in configs if key in outcomes and not outcomes[key].killed}
+    todo = [Point(key, config) for key, config in configs.items() if key not in done]
+    todo.sort(key=lambda point: -expected_tokens(point.config))
+    tokens = {key: expected_tokens(config) for key, config in configs.items()}
+    clock = TimeLeft(tokens, worker_count(jobs, len(todo)))
+    for key in done:
+        clock.done(key, outcomes[key].seconds)
+
+    def report() -> None:
+        if progress is not None:
+            failed = sum(bool(outcomes[key].reason) for key in done)
+            progress(SweepProgress(len(done), len(configs), failed, clock.seconds_left()))
+
+    report()
+    runs = run_points(todo, jobs, engine=engine, address=address)
+    try:
+        for outcome in runs:
+            if journal is None:
+                outcomes[outcome.key] = outcome
+            else:
+                journal.add(outcome)
+            done.add(outcome.key)
+            clock.done(outcome.key, outcome.seconds)
+            report()
+    finally:
+        runs.close()
+    return outcomes
+
+
+class TimeLeft:
+    """How long the runs that are left will take.
+
+    A run's time is ``a + b x expected output tokens``, a and b fitted to the runs that are done
+    (not negative; their ratio alone while there are fewer than three). What is left is the sum over
+    the runs that are left by the processes, and not less than the longest of them.
+    """
+
+    def __init__(self, tokens: Mapping[str, float], jobs: int) -> None:
+        self._left = dict(tokens)
+        self._jobs = jobs
+        self._seen: list[tuple[float, float]] = []
+
+    def done(self, key: str, seconds: float) -> None:
+        """Say that a run took so long."""
+        self._seen.append((self._left.pop(key), seconds))
+
+    def seconds_left(self) -> float | None:
+        """Return the estimate; None before a run is done."""
+        if not self._left:
+            return 0.0
+        if not self._seen:
+            return None
+        base, slope = self._fit()
+        expected = [base + slope * tokens for tokens in self._left.values()]
+        return max(math.fsum(expected) / self._jobs, max(expected))
+
+    def _fit(self) -> tuple[float, float]:
+        tokens, seconds = np.array(self._seen).T
+        ratio = float(seconds.sum() / max(tokens.sum(), 1.0))
+        if len(tokens) < 3 or np.ptp(tokens) == 0.0:
+            return 0.0, ratio
+        slope = float(np.cov(tokens, seconds)[0, 1] / np.var(tokens, ddof=1))
+        base = float(seconds.mean() - slope * tokens.mean())
+        if slope < 0.0:
+            return float(seconds.mean()), 0.0
+        return (base, slope) if base >= 0.0 else (0.0, ratio)
+
+
+def points_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
+    """Return a row a point and seed, in the order of the sweep; see `SweepResult`.
+
+    A parameter takes the place of a figure of the same name: ``topology`` is ``8P16D``.
+    """
+    rows: list[dict[str, Any]] = []
+    for index, point in enumerate(spec.points):
+        for run, config in enumerate(point.configs):
+            outcome = outcomes[config_key(config)]
+            rows.append(
+                {
+                    **(outcome.summary or {}),
+                    "point": index,
+                    "name": point.name,
+                    "run": run,
+                    "seed": config.seed,
+                    **point.parameters,
+                    "status": FAILED if outcome.summary is None else COMPLETED,
+                    "reason": outcome.reason,
+                }
+            )
+    first = ["point", "name", "run", "seed", *spec.points[0].parameters, "status", "reason"]
+    return _table(rows, first)
+
+
+def aggregate_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
+    """Return a row a point: means over its runs with confidence intervals; see `SweepResult`."""
+    rows: list[dict[str, Any]] = []
+    for index, point in enumerate(spec.points):
+        runs = [outcomes[config_key(config)].summary for config in point.configs]
+        summaries = [summary for summary in runs if summary is not None]
+        row: dict[str, Any] = {}
+        for name in dict.fromkeys(name for summary in summaries for name in summary):
+            known = _numbers([summary.get(name) for summary in summaries])
+            if name in ("seed", *point.parameters) or not known:
+                continue
+            row[name], low, high = mean_interval(known, spec.confidence)
+            row[f"{name}_low"] = None if math.isnan(low) else low
+            row[f"{name}_high"] = None if math.isnan(high) else high
+        row |= {"point": index, "name": point.name, **point.parameters}
+        row |= {"runs_completed": len(summaries), "runs_failed": len(runs) - len(summaries)}
+        rows.append(row)
+    first = ["point", "name", *spec.points[0].parameters, "runs_completed", "runs_failed"]
+    return _table(rows, first)
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    return [
+        value
+        for value in values
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    ]
+
+
+def _table(rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> pa.Table:
+    names = dict.fromkeys([*first, *(name for row in rows for name in row)])
+    return pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Numbers as they are, else text; what is neither is its JSON."""
+    known = [value for value in values if value is not None]
+    if any(isinstance(value, bool | str | list | tuple | dict) for value in known) and not all(
+        isinstance(value, bool) for value in known
+    ):
+        values = [
+            value if value is None or isinstance(value, str) else json.dumps(value)
+            for value in values
+        ]
+    elif any(isinstance(value, float) for value in known):
+        values = [None if value is None else float(value) for value in values]
+    # A column without a value would have no type, and a figure that no run has is a number.
+    return pa.array(values, None if known else pa.float64())
+
+
+def _write(folder: Path, spec: SweepSpec, result: SweepResult) -> None:
+    """Write the data set; its marker comes last."""
+    (folder / MARKER).unlink(missing_ok=True)
+    for stale in folder.glob(".sweep-*"):  # of a process that was killed here
+        shutil.rmtree(stale, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".sweep-", dir=folder))
+    try:
+        write_table(temporary / "points.parquet", result.points)
+        write_table(temporary / "aggregate.parquet", result.aggregate)
+        csv.write_csv(result.aggregate, temporary / "aggregate.csv")
+        status = result.points["status"].to_pylist()
+        write_json(
+            temporary / MARKER,
+            {
+                "sweep": spec.document,
+                "parameters": result.parameters,
+                "points": len(spec.points),
+                "runs": len(status),
+                "failed_runs": status.count(FAILED),
+                "confidence_level": spec.confidence,
+                "versions": {name: version(name) for name in ("eldr-sim", "numpy", "pyarrow")},
+            },
+        )
+        for name in ("points.parquet", "aggregate.parquet", "aggregate.csv", MARKER):
+            os.replace(temporary / name, folder / name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,349 @@
+"""A sweep's YAML, in aiperf's words, as a list of points.
+
+.. code-block:: yaml
+
+    config:                          # fields of a run, as `eldr-sim run --config` takes them
+      topology: 8P16D
+      goodput: {ttft: 500}
+    sweep:
+      type: grid                     # or zip, scenarios, latin_hypercube
+      parameters:                    # any field of a run by its dot path
+        policy: [round_robin, eldr]
+        request_rate: [20, 40, 60]
+        goodput.tpot: [20, 30]
+    multiRun: {numRuns: 5, confidenceLevel: 0.95}
+    randomSeed: 0
+
+Run ``i`` of every point has seed ``randomSeed + i``: points are paired, they see the same requests
+as far as their parameters allow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.config import RunConfig, make_config
+from eldr_sim.traces.streams import stream
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+Values = Annotated[list[Any], Field(min_length=1)]
+
+
+class Interval(BaseModel):
+    """A range that a Latin hypercube draws from; both ends included where it is of integers."""
+
+    model_config = _STRICT
+
+    lo: float
+    hi: float
+    scale: Literal["linear", "log"] = "linear"
+    kind: Literal["float", "int"] = "float"
+
+    @model_validator(mode="after")
+    def _check(self) -> Interval:
+        if not self.lo < self.hi:
+            raise ValueError(f"lo {self.lo:g} is not below hi {self.hi:g}")
+        if self.scale == "log" and self.lo <= 0.0:
+            raise ValueError(f"lo {self.lo:g} on a log scale is not above 0")
+        if self.kind == "int" and not (self.lo.is_integer() and self.hi.is_integer()):
+            raise ValueError("lo and hi of kind int are not integers")
+        return self
+
+    def value(self, share: float) -> float | int:
+        """Return what lies at a share in [0, 1) of the range."""
+        lo, hi = self.lo, self.hi + (self.kind == "int")
+        if self.scale == "log":
+            value = math.exp(math.log(lo) + share * (math.log(hi) - math.log(lo)))
+        else:
+            value = lo + share * (hi - lo)
+        # Rounding may carry the value over an end.
+        value = min(max(value, self.lo), self.hi if self.kind == "float" else self.hi + 0.5)
+        return int(value) if self.kind == "int" else value
+
+
+class Grid(BaseModel):
+    """Every combination of the values; the last parameter changes fastest."""
+
+    model_config = _STRICT
+
+    type: Literal["grid"]
+    parameters: Annotated[dict[str, Values], Field(min_length=1)]
+
+    def changes(self, _seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
+        """Yield each point's name, if it has one, and its values by dot path."""
+        for values in itertools.product(*self.parameters.values()):
+            yield None, dict(zip(self.parameters, values, strict=True))
+
+
+class Zip(BaseModel):
+    """The first value of every parameter, then the second of every, and so on."""
+
+    model_config = _STRICT
+
+    type: Literal["zip"]
+    parameters: Annotated[dict[str, Values], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Zip:
+        lengths = {name: len(values) for name, values in self.parameters.items()}
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+            raise ValueError(f"lists of different lengths: {counts}")
+        return self
+
+    def changes(self, _seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
+        """Yield each point's name, if it has one, and its values by dot path."""
+        for values in zip(*self.parameters.values(), strict=True):
+            yield None, dict(zip(self.parameters, values, strict=True))
+
+
+class Scenario(BaseModel):
+    """A named point: its fields are merged into the base configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: Annotated[str, Field(min_length=1)]
+
+
+class Scenarios(BaseModel):
+    """Points by name, each with the fields that it changes (nested, or by dot path)."""
+
+    model_config = _STRICT
+
+    type: Literal["scenarios"]
+    runs: Annotated[list[Scenario], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Scenarios:
+        names = [run.name for run in self.runs]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"two scenarios are named {twice[0]!r}")
+        return self
+
+    def changes(self, _seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
+        """Yield each point's name, if it has one, and its values by dot path."""
+        for run in self.runs:
+            yield run.name, dict(_leaves(run.model_extra or {}))
+
+
+class LatinHypercube(BaseModel):
+    """``samples`` points, such that each of as many equal slices of every range holds one.
+
+    Ranges are cut in slices of equal probability; a list of values is a range cut in as many parts.
+    """
+
+    model_config = _STRICT
+
+    type: Literal["latin_hypercube"]
+    samples: Annotated[int, Field(ge=1)]
+    parameters: Annotated[dict[str, Interval | Values], Field(min_length=1)]
+
+    def changes(self, seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
+        """Yield each point's name, if it has one, and its values by dot path."""
+        from scipy.stats import qmc  # takes long to import
+
+        rng = stream(seed, "latin hypercube")
+        for shares in qmc.LatinHypercube(len(self.parameters), seed=rng).random(self.samples):
+            yield (
+                None,
+                {
+                    path: space.value(float(share))
+                    if isinstance(space, Interval)
+                    else space[int(share * len(space))]
+                    for (path, space), share in zip(self.parameters.items(), shares, strict=True)
+                },
+            )
+
+
+class MultiRun(BaseModel):
+    """How often each point is run, under seeds of its own, and what the intervals cover."""
+
+    model_config = _STRICT
+
+    numRuns: Annotated[int, Field(ge=1)] = 1
+    confidenceLevel: Annotated[float, Field(gt=0, lt=1)] = 0.95
+
+
+class _Document(BaseModel):
+    model_config = _STRICT
+
+    config: dict[str, Any] = {}
+    sweep: Annotated[Grid | Zip | Scenarios | LatinHypercube, Field(discriminator="type")]
+    multiRun: MultiRun = MultiRun()
+    randomSeed: Annotated[int, Field(ge=0)] | None = None
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One point of a sweep.
+
+    Parameters
+    ----------
+    name
+        The scenario's, or the parameters with their values.
+    parameters
+        Value of every parameter of the sweep by dot path, as the run takes it.
+    configs
+        The runs, a seed each.
+    """
+
+    name: str
+    parameters: dict[str, Any]
+    configs: list[RunConfig]
+
+
+@dataclass(frozen=True)
+class SweepSpec:
+    """A sweep: what was asked for (``document``), and the points that it comes to."""
+
+    document: dict[str, Any]
+    points: list[SweepPoint]
+    confidence: float
+
+
+def read_spec(path: Path) -> SweepSpec:
+    """Read a sweep from YAML; raises InputError."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError("sweep", f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = " ".join(str(error).split())
+        raise InputError("sweep", f"{path} is not YAML: {line}") from None
+    return make_spec(document)
+
+
+def make_spec(document: Any) -> SweepSpec:
+    """Expand a sweep.
+
+    Parameters
+    ----------
+    document
+        The mapping that the YAML holds.
+
+    Raises
+    ------
+    InputError
+        If it is no sweep, or any of its points no configuration of a run. Whether a run can be
+        made from a configuration shows when it is run.
+    """
+    if not isinstance(document, Mapping) or "sweep" not in document:
+        raise InputError("sweep", "no sweep in it", "sweep: {type: ..., parameters: ...}")
+    try:
+        parsed = _Document.model_validate(document)
+    except ValidationError as error:
+        raise _input_error(error) from None
+    if parsed.randomSeed is not None and "seed" in parsed.config:
+        raise InputError("config.seed", "beside randomSeed", "one of the two")
+    seed = parsed.randomSeed
+    if seed is None:
+        seed = make_config(parsed.config).seed
+    changes = list(parsed.sweep.changes(seed))
+    paths = list(dict.fromkeys(path for _, values in changes for path in values))
+    if "seed" in paths:
+        raise InputError("sweep", "seed is no parameter", "multiRun: {numRuns: N} and randomSeed")
+    points: list[SweepPoint] = []
+    for name, values in changes:
+        label = name or ", ".join(f"{path}={_text(value)}" for path, value in values.items())
+        base = dict(parsed.config)
+        try:
+            for path, value in values.items():
+                base = _set(base, path, value)
+            configs = [
+                make_config(base | {"seed": seed + i}) for i in range(parsed.multiRun.numRuns)
+            ]
+        except InputError as error:
+            raise InputError(
+                error.field, f"{error.problem} in point {len(points)} ({label})", error.allowed
+            ) from None
+        fields = configs[0].model_dump()
+        points.append(SweepPoint(label, {path: _get(fields, path) for path in paths}, configs))
+    return SweepSpec(dict(document), points, parsed.multiRun.confidenceLevel)
+
+
+def config_key(config: RunConfig) -> str:
+    """Return a key that two configurations share only if they are equal."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def first_change(old: Any, new: Any, path: str = "") -> str | None:
+    """Say where two documents first differ; None if they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            inner = f"{path}.{key}" if path else str(key)
+            if key not in old:
+                return f"{inner} is new"
+            if key not in new:
+                return f"{inner} is gone"
+            change = first_change(old[key], new[key], inner)
+            if change is not None:
+                return change
+        return None
+    return None if old == new else f"{path} was {_text(old)} and is {_text(new)}"
+
+
+#: pydantic names the branch of a union in the location of an error; users know none of them.
+_UNION_BRANCHES = ("function-after[", "Interval", "list[")
+
+
+def _input_error(error: ValidationError) -> InputError:
+    first = error.errors()[0]
+    # The branch of the sweep's type, too: it is what users wrote as `type`.
+    types = {"grid", "zip", "scenarios", "latin_hypercube"}
+    where = ".".join(
+        str(part)
+        for i, part in enumerate(first["loc"])
+        if not (i == 1 and part in types) and not str(part).startswith(_UNION_BRANCHES)
+    )
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return InputError(where, "no such field")
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return InputError("sweep.type", _text(first["input"]), ", ".join(sorted(types)))
+    return InputError(where, f"{message}, got {_text(first['input'])}")
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return a copy of nested values with the one at a dot path replaced."""
+    head, dot, rest = path.partition(".")
+    if not dot:
+        return {**values, head: value}
+    inner = values.get(head)
+    if inner is not None and not isinstance(inner, dict):
+        raise InputError(path, f"{head} is {_text(inner)}, which has no fields")
+    return {**values, head: _set(inner or {}, rest, value)}
+
+
+def _get(values: Any, path: str) -> Any:
+    """Return the value at a dot path; None where there is none."""
+    for part in path.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

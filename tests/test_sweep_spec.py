@@ -1,0 +1,217 @@
+"""A sweep's YAML as points: what each type expands to, and bad input in one line."""
+
+import math
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.planning.sweep_spec import (
+    Interval,
+    config_key,
+    first_change,
+    make_spec,
+    read_spec,
+)
+
+SMALL = {"topology": "1P1D"}
+
+
+def spec_of(text):
+    return make_spec(yaml.safe_load(text))
+
+
+def test_grid_is_every_combination_with_paired_seeds():
+    spec = spec_of("""
+        config: {topology: 1P1D, goodput: {ttft: 500}}
+        sweep:
+          type: grid
+          parameters:
+            policy: [jsq, eldr]
+            request_rate: [5, .inf]
+            goodput.tpot: [20, 30, 40]
+        multiRun: {numRuns: 3, confidenceLevel: 0.9}
+        randomSeed: 7
+    """)
+    assert [tuple(p.parameters.values()) for p in spec.points] == [
+        (policy, rate, bound)
+        for policy in ("jsq", "eldr")
+        for rate in (5.0, math.inf)
+        for bound in (20.0, 30.0, 40.0)
+    ]
+    assert spec.confidence == 0.9
+    for point in spec.points:
+        assert [config.seed for config in point.configs] == [7, 8, 9]
+        for config in point.configs:
+            assert config.topology == "1P1D"
+            assert config.goodput.ttft == 500.0  # what is not swept stays
+            assert config.goodput.tpot == point.parameters["goodput.tpot"]
+            assert config.policy == point.parameters["policy"]
+    assert spec.points[0].name == "policy=jsq, request_rate=5, goodput.tpot=20"
+
+
+def test_zip_goes_through_its_lists_together():
+    spec = spec_of("""
+        sweep:
+          type: zip
+          parameters: {domain_mix.code: [0.25, 0.5], domain_mix.math: [0.75, 0.5]}
+    """)
+    assert [point.configs[0].domain_mix for point in spec.points] == [
+        {"code": 0.25, "math": 0.75},
+        {"code": 0.5, "math": 0.5},
+    ]
+
+
+def test_scenarios_merge_into_the_base():
+    spec = spec_of("""
+        config: {topology: 1P1D, goodput: {ttft: 500, tpot: 30}}
+        sweep:
+          type: scenarios
+          runs:
+            - {name: base}
+            - {name: strict, goodput: {tpot: 20}}
+            - {name: dotted, goodput.tpot: 10, layer_mask: [0, 2]}
+    """)
+    assert [point.name for point in spec.points] == ["base", "strict", "dotted"]
+    assert [point.configs[0].goodput.ttft for point in spec.points] == [500.0] * 3
+    # The parameters of all, also where a scenario keeps the base's.
+    assert [point.parameters["goodput.tpot"] for point in spec.points] == [30.0, 20.0, 10.0]
+    assert [point.parameters["layer_mask"] for point in spec.points] == [None, None, (0, 2)]
+
+
+@given(st.integers(1, 40), st.integers(0, 5))
+def test_latin_hypercube_hits_every_stratum_once(samples, seed):
+    spec = make_spec(
+        {
+            "config": SMALL,
+            "sweep": {
+                "type": "latin_hypercube",
+                "samples": samples,
+                "parameters": {
+                    "request_rate": {"lo": 2, "hi": 50},
+                    "tau": {"lo": 0.001, "hi": 1, "scale": "log"},
+                    "max_num_seqs": {"lo": 1, "hi": samples, "kind": "int"} if samples > 1 else [1],
+                    "burstiness": [float(i + 1) for i in range(samples)],
+                },
+            },
+            "randomSeed": seed,
+        }
+    )
+    rows = [point.parameters for point in spec.points]
+    every = list(range(samples))
+    assert sorted(int((r["request_rate"] - 2) / 48 * samples) for r in rows) == every
+    logs = [math.log(r["tau"] / 0.001) / math.log(1000) for r in rows]
+    assert sorted(min(int(share * samples), samples - 1) for share in logs) == every
+    # As many integers, or values of a list, as samples: each is taken once.
+    assert sorted(r["max_num_seqs"] - 1 for r in rows) == every
+    assert sorted(int(r["burstiness"]) - 1 for r in rows) == every
+
+
+def test_latin_hypercube_depends_on_its_seed_alone():
+    document = {
+        "sweep": {
+            "type": "latin_hypercube",
+            "samples": 5,
+            "parameters": {"request_rate": {"lo": 1, "hi": 9}, "policy": ["jsq", "p2c"]},
+        }
+    }
+    rates = [
+        [point.parameters["request_rate"] for point in make_spec(document | more).points]
+        for more in ({}, {"randomSeed": 0}, {"randomSeed": 1}, {"config": {"seed": 1}})
+    ]
+    assert rates[0] == rates[1] != rates[2] == rates[3]
+
+
+@given(st.floats(0, 1, exclude_max=True), st.booleans(), st.booleans())
+def test_an_interval_keeps_its_ends(share, log, whole):
+    space = Interval(
+        lo=3, hi=17, scale="log" if log else "linear", kind="int" if whole else "float"
+    )
+    value = space.value(share)
+    assert 3 <= value <= 17
+    assert isinstance(value, int) == whole
+
+
+def test_a_base_seed_is_the_first_seed():
+    spec = spec_of(
+        "{config: {seed: 5}, sweep: {type: grid, parameters: {tau: [0.1]}}, multiRun: {numRuns: 2}}"
+    )
+    assert [config.seed for config in spec.points[0].configs] == [5, 6]
+
+
+def test_key_tells_configurations_apart():
+    spec = spec_of("{sweep: {type: grid, parameters: {tau: [0.1, 0.1, 0.2]}}}")
+    keys = [config_key(point.configs[0]) for point in spec.points]
+    assert keys[0] == keys[1] != keys[2]
+
+
+GRID = "sweep: {type: grid, parameters: {tau: [0.1]}}"
+BAD = [
+    ("5", "sweep: no sweep in it"),
+    ("{sweep: 3}", "sweep: "),
+    ("{sweep: {type: gird}}", "sweep.type: "),
+    ("{sweep: {parameters: {tau: [1]}}}", "sweep.type: "),
+    ("{sweep: {type: grid}}", "sweep.parameters: "),
+    ("{sweep: {type: grid, parameters: {}}}", "sweep.parameters: "),
+    ("{sweep: {type: grid, parameters: {policy: jsq}}}", "sweep.parameters.policy: "),
+    ("{sweep: {type: grid, parameters: {policy: []}}}", "sweep.parameters.policy: "),
+    ("{sweep: {type: grid, parameters: {polcy: [jsq]}}}", "polcy: no such field in point 0"),
+    ("{sweep: {type: grid, parameters: {goodput.tft: [1]}}}", "goodput.tft: no such field"),
+    ("{sweep: {type: grid, parameters: {tau: [0.1, 2]}}}", "tau: 2: "),
+    ("{sweep: {type: grid, parameters: {topology: [8PD]}}}", "topology: '8PD' in point 0"),
+    ("{sweep: {type: grid, parameters: {tau.x: [1]}}, config: {tau: 0.1}}", "tau.x: tau is 0.1"),
+    ("{sweep: {type: grid, parameters: {seed: [1, 2]}}}", "sweep: seed is no parameter"),
+    ("{sweep: {type: zip, parameters: {tau: [0.1], policy: [a, b]}}}", "sweep: lists of different"),
+    ("{sweep: {type: scenarios, runs: [{policy: jsq}]}}", "sweep.runs.0.name: "),
+    ("{sweep: {type: scenarios, runs: [{name: a}, {name: a}]}}", "sweep: two scenarios"),
+    ("{sweep: {type: latin_hypercube, parameters: {tau: [1]}}}", "sweep.samples: "),
+    (
+        "{sweep: {type: latin_hypercube, samples: 2, parameters: {tau: {lo: 1, hi: 0}}}}",
+        "sweep.parameters.tau: lo 1 is not below hi 0",
+    ),
+    (
+        "{sweep: {type: latin_hypercube, samples: 2, parameters: {tau: {lo: 0, hi: 1, "
+        "scale: log}}}}",
+        "sweep.parameters.tau: lo 0 on a log scale",
+    ),
+    (
+        "{sweep: {type: latin_hypercube, samples: 2, parameters: {tau: {lo: 0.5, hi: 1, "
+        "kind: int}}}}",
+        "sweep.parameters.tau: lo and hi of kind int",
+    ),
+    (f"{{{GRID}, multirun: {{}}}}", "multirun: no such field"),
+    (f"{{{GRID}, multiRun: {{numRuns: 0}}}}", "multiRun.numRuns: "),
+    (f"{{{GRID}, multiRun: {{confidenceLevel: 1}}}}", "multiRun.confidenceLevel: "),
+    (f"{{{GRID}, randomSeed: -1}}", "randomSeed: "),
+    (f"{{{GRID}, randomSeed: 1, config: {{seed: 1}}}}", "config.seed: beside randomSeed"),
+    (f"{{{GRID}, config: {{topolgy: 1P1D}}}}", "topolgy: no such field"),
+    (f"{{{GRID}, config: 5}}", "config: "),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD)
+def test_bad_sweep_is_one_line(text, message):
+    with pytest.raises(InputError) as error:
+        spec_of(text)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_file_that_is_no_yaml(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    with pytest.raises(InputError, match="cannot read"):
+        read_spec(path)
+    path.write_text("sweep: [")
+    with pytest.raises(InputError, match="is not YAML"):
+        read_spec(path)
+
+
+def test_first_change_names_the_place():
+    old = {"a": {"b": [1, 2], "c": 3}}
+    assert first_change(old, {"a": {"b": [1, 2], "c": 3}}) is None
+    assert first_change(old, {"a": {"b": [1, 2], "c": 4}}) == "a.c was 3 and is 4"
+    assert first_change(old, {"a": {"b": [1], "c": 3}}) == "a.b was [1, 2] and is [1]"
+    assert first_change(old, {"a": {"b": [1, 2]}}) == "a.c is gone"
+    assert first_change(old, {"a": old["a"], "d": 1}) == "d is new"

@@ -1,0 +1,141 @@
+"""Which MoE gates of Hugging Face transformers are known, and what a hook on them sees.
+
+Since version 5 the gates of transformers are modules of their own that return three tensors:
+the scores of all experts ``[tokens, experts]``, the weights of the chosen ones ``[tokens, top_k]``
+and their ids ``[tokens, top_k]``. They differ in what the scores are, and in whether the chosen
+ones are sorted: DeepSeek's are not. Shared experts are not chosen and never appear.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from eldr_sim.errors import InputError
+
+__all__ = ["GATES", "Gate", "find_gates", "probabilities", "read_gate"]
+
+Scores = Literal["softmax", "sigmoid", "probability"]
+"""How the gate's scores become a probability: by a softmax over all experts, by a sigmoid
+each, or it is one already (then there is no raw score)."""
+
+GATES: dict[str, Scores] = {
+    "DeepseekV2TopkRouter": "softmax",
+    "DeepseekV3TopkRouter": "sigmoid",
+    "Gemma4TextRouter": "probability",
+    "Glm4MoeTopkRouter": "sigmoid",
+    "GptOssTopKRouter": "softmax",
+    "GraniteMoeTopKRouter": "softmax",
+    "MixtralTopKRouter": "softmax",
+    "OlmoeTopKRouter": "softmax",
+    "Qwen2MoeTopKRouter": "softmax",
+    "Qwen3MoeTopKRouter": "softmax",
+    "Qwen3NextTopKRouter": "softmax",
+}
+"""Class name of a gate in ``transformers.models`` -> what its scores are."""
+
+_SUPPORTED = "models with " + ", ".join(GATES)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate of a model."""
+
+    layer: int
+    """Decoder layer, counted from 0."""
+    module: Any
+    """The ``torch.nn.Module``."""
+    scores: Scores
+    """What its scores are."""
+
+
+def decoder_layer(name: str) -> int | None:
+    """Return the number of the decoder layer in a module's dotted name, None if it has none."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else None
+
+
+def find_gates(model: Any) -> list[Gate]:
+    """Return the gates of a transformers model, in the order of their layers.
+
+    Parameters
+    ----------
+    model
+        A ``torch.nn.Module`` of transformers.
+
+    Raises
+    ------
+    InputError
+        If it has no gate, or one of a class that `GATES` does not list.
+    """
+    gates = []
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        parent, _, own_name = name.rpartition(".")
+        kind = type(module).__name__
+        layer = decoder_layer(name)
+        if kind in GATES and layer is not None:
+            gates.append(Gate(layer, module, GATES[kind]))
+        elif own_name in ("gate", "router") and _has_experts(modules, parent):
+            raise InputError(
+                "model",
+                f"the gate {kind} of {type(model).__name__} (module {name}) is not known",
+                _SUPPORTED,
+            )
+    if not gates:
+        raise InputError("model", f"{type(model).__name__} has no known MoE gate", _SUPPORTED)
+    gates.sort(key=lambda gate: gate.layer)
+    return gates
+
+
+def _has_experts(modules: dict[str, Any], parent: str) -> bool:
+    return f"{parent}.experts" in modules if parent else "experts" in modules
+
+
+def read_gate(output: Any, module: Any) -> tuple[Any, Any]:
+    """Return the chosen experts of a gate's output, the highest weight first, and all scores.
+
+    Parameters
+    ----------
+    output
+        What the gate returned: scores, weights and ids. Older versions have them in another order,
+        so they are told apart by their types and shapes.
+    module
+        The gate, to name it.
+
+    Returns
+    -------
+    ids, scores
+        Integers ``[tokens, top_k]``, equal weights in the gate's order, and floats
+        ``[tokens, experts]``.
+
+    Raises
+    ------
+    InputError
+        If the gate returned something else.
+    """
+    tensors = output if isinstance(output, tuple) and len(output) == 3 else ()
+    ids = [t for t in tensors if not t.is_floating_point()]
+    floats = [t for t in tensors if t.is_floating_point()]
+    if len(ids) == 1 and floats[0].shape == ids[0].shape != floats[1].shape:
+        floats.reverse()
+    if len(ids) != 1 or floats[1].shape != ids[0].shape:
+        raise InputError(
+            "model",
+            f"{type(module).__name__} of the installed transformers does not return scores, "
+            "weights and ids",
+            "transformers 5.19 or later",
+        )
+    scores, weights = floats
+    order = weights.float().argsort(dim=-1, descending=True, stable=True)
+    return ids[0].gather(-1, order), scores
+
+
+def probabilities(scores: Any, kind: Scores) -> Any:
+    """Return float32 probabilities ``[..., experts]`` from a gate's scores."""
+    if kind == "softmax":
+        return scores.float().softmax(dim=-1)
+    if kind == "sigmoid":
+        return scores.float().sigmoid()
+    return scores.float()

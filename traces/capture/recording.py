@@ -1,0 +1,216 @@
+"""What a capture yields, and the routing trace that is made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim import __version__
+from eldr_sim.errors import InputError
+from eldr_sim.traces.capture.prompts import Prompt
+from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.gate_scores import GateScores
+from eldr_sim.traces.writer import write_trace
+
+__all__ = [
+    "RANKED",
+    "Recording",
+    "calibration_split",
+    "check_options",
+    "describe_generation",
+    "describe_prompts",
+    "write_recording",
+]
+
+RANKED = "experts of a token ranked by gate weight"
+"""Note of a recording whose ids are in that order, the highest weight first."""
+
+
+@dataclass
+class Recording:
+    """The experts that a model chose for a list of requests.
+
+    Attributes
+    ----------
+    experts
+        One array a request, integers ``[prompt_len + output_len, n_layers, top_k]``: the rows of
+        the prompt, then those of the generated tokens. Within a row the ids are ranked, the
+        highest gate weight first, where ``notes`` say so.
+    prompt_len
+        Prompt tokens of each request.
+    layers
+        The decoder layers that have a gate, ascending.
+    n_decoder_layers
+        Decoder layers of the model.
+    n_experts
+        Routed experts per layer.
+    captured_by
+        How, for the manifest.
+    tool_versions
+        Versions of the engine and its libraries.
+    prob, logit
+        float32 ``[requests, n_layers, n_experts]``: gate scores summed over prompts, or None.
+    notes
+        What a reader of the trace should know.
+    """
+
+    experts: list[NDArray[Any]]
+    prompt_len: list[int]
+    layers: list[int]
+    n_decoder_layers: int
+    n_experts: int
+    captured_by: str
+    tool_versions: dict[str, str]
+    prob: NDArray[np.float32] | None = None
+    logit: NDArray[np.float32] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def layer_note(self) -> str:
+        """Say which decoder layers the trace's layers are."""
+        return f"MoE layers: decoder layers {_ranges(self.layers)} of 0-{self.n_decoder_layers - 1}"
+
+
+def write_recording(
+    out: str | os.PathLike[str],
+    recording: Recording,
+    prompts: Sequence[Prompt],
+    *,
+    model: str,
+    source_data: str,
+    calibration_fraction: float = 0.5,
+    notes: str = "",
+    force: bool = False,
+) -> RoutingTrace:
+    """Write a recording as a routing trace.
+
+    Parameters
+    ----------
+    out
+        Trace folder to make.
+    recording
+        One entry a prompt.
+    prompts
+        The requests, in the order of the recording.
+    model, source_data, notes
+        See `Manifest`.
+    calibration_fraction
+        Within (0, 1); see `calibration_split`.
+    force
+        Replace ``out`` if it is there.
+
+    Raises
+    ------
+    InputError
+        If ``out`` exists and ``force`` is false, the fraction is not within (0, 1), or the trace
+        would not be valid.
+    """
+    check_options(out, force, calibration_fraction)
+    rows = np.array([len(request) for request in recording.experts])
+    prompt_len = np.array(recording.prompt_len)
+    scores = None
+    if recording.prob is not None or recording.logit is not None:
+        scores = GateScores(np.arange(len(prompts)), recording.prob, recording.logit)
+    return write_trace(
+        out,
+        experts=np.concatenate(recording.experts),
+        request_id=[prompt.request_id for prompt in prompts],
+        domain=[prompt.domain for prompt in prompts],
+        prompt_len=prompt_len,
+        output_len=rows - prompt_len,
+        is_calibration=calibration_split(prompts, calibration_fraction),
+        model=model,
+        n_experts=recording.n_experts,
+        domains=list(dict.fromkeys(prompt.domain for prompt in prompts)),
+        captured_by=recording.captured_by,
+        source_data=source_data,
+        tool_versions={
+            **recording.tool_versions,
+            "eldr-sim": __version__,
+            "numpy": np.__version__,
+        },
+        provenance="recorded",
+        notes="; ".join(filter(None, [recording.layer_note(), *recording.notes, notes])),
+        gate_scores=scores,
+        force=force,
+    )
+
+
+def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.bool_]:
+    """Say which requests are for calibration.
+
+    A prompt's own ``split`` holds. Of the others, the first ``fraction`` of each domain become
+    the calibration split, so that neighbours, which may be cut from one document, mostly fall on
+    one side; each split keeps at least one of a domain that has two.
+    """
+    calibration = np.array([prompt.split == "calibration" for prompt in prompts])
+    open_: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        if prompt.split is None:
+            open_.setdefault(prompt.domain, []).append(index)
+    for mine in open_.values():
+        take = int(len(mine) * fraction + 0.5)
+        if len(mine) > 1:
+            take = min(max(take, 1), len(mine) - 1)
+        calibration[mine[:take]] = True
+    return calibration
+
+
+def check_options(out: str | os.PathLike[str], force: bool, calibration_fraction: float) -> None:
+    """Refuse what `write_recording` would refuse, before hours of work go by.
+
+    Raises
+    ------
+    InputError
+        If ``out`` exists and ``force`` is false, or the fraction is not within (0, 1).
+    """
+    if Path(out).exists() and not force:
+        raise InputError("out", f"{out} exists", "a new folder, or --force")
+    if not 0 < calibration_fraction < 1:
+        raise InputError(
+            "calibration_fraction", f"got {calibration_fraction}", "a number between 0 and 1"
+        )
+
+
+def describe_prompts(path: str | os.PathLike[str]) -> str:
+    """Name a file of prompts by its name and SHA-256, for a manifest's ``source_data``."""
+    file = Path(path)
+    return f"{file.name} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:16]})"
+
+
+def describe_generation(
+    max_new_tokens: int, temperature: float, seed: int, ignore_eos: bool
+) -> str:
+    """Say how the tokens were generated, for a trace's notes.
+
+    Raises
+    ------
+    InputError
+        If ``max_new_tokens`` is below 1 or the temperature negative.
+    """
+    if max_new_tokens < 1:
+        raise InputError("max_new_tokens", f"got {max_new_tokens}", "at least 1")
+    if temperature < 0:
+        raise InputError("temperature", f"got {temperature}", "0 or above")
+    return (
+        f"up to {max_new_tokens} generated tokens, "
+        + (f"sampled at temperature {temperature:g}, seed {seed}" if temperature else "greedy")
+        + (", end of sequence ignored" if ignore_eos else "")
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write ascending numbers as ranges: 1-3, 5."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(str(end) for end in part) for part in parts)

@@ -1,0 +1,271 @@
+"""The log of a serving engine: which experts each step chose for which tokens of which request.
+
+A capturing worker process writes two files into the log folder and flushes them every step:
+
+``<name>.jsonl``
+    First a header (`Header`), then one line a step: ``rows``, a list of
+    ``[request, position of the first token, tokens]`` in the order of the rows, and ``prompts``,
+    the prompt's token ids of requests that are new to the worker.
+``<name>.ids``
+    The chosen experts, little-endian uint8 or uint16 ``[tokens, layers, top_k]``, step after step.
+
+The rows of a step are on disk before the line that names them, so a log cut off by a crash is
+whole up to its last line. A request's rows may come in chunks (chunked prefill), more than once
+(after a preemption) and from several workers (prefill and decode apart): `read_log` puts them
+together by their positions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+
+__all__ = ["Header", "LoggedRequest", "StepLog", "external_ids", "logged_rows", "read_log"]
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """What all steps of a log have in common."""
+
+    model: str
+    """Folder or hub name that the engine serves."""
+    layers: list[int]
+    """Decoder layers with a gate."""
+    n_decoder_layers: int
+    """Decoder layers of the model."""
+    n_experts: int
+    """Routed experts per layer."""
+    top_k: int
+    """Experts chosen per token and layer."""
+    engine: str
+    """Engine, version, dtype and platform."""
+    tool_versions: dict[str, str]
+    """Versions for a trace's manifest."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of an expert id in the log."""
+        return np.dtype("u1" if self.n_experts <= 256 else "<u2")
+
+
+class StepLog:
+    """Writes the log of one worker process.
+
+    Parameters
+    ----------
+    folder
+        Log folder; made if it is not there.
+    header
+        What all steps have in common.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], header: Header) -> None:
+        self.header = header
+        base = Path(folder)
+        base.mkdir(parents=True, exist_ok=True)
+        stem = base / f"steps-{uuid.uuid4().hex[:12]}"
+        self._ids: IO[bytes] = stem.with_suffix(".ids").open("wb", buffering=0)
+        self._lines: IO[str] = stem.with_suffix(".jsonl").open("w", encoding="utf-8")
+        self._write({"version": _VERSION, **asdict(header)})
+
+    def step(
+        self,
+        rows: Sequence[tuple[str, int, int]],
+        experts: NDArray[Any],
+        prompts: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Append a step.
+
+        Parameters
+        ----------
+        rows
+            Request, position of its first token, tokens; in the order of the rows.
+        experts
+            Integers ``[tokens, layers, top_k]``.
+        prompts
+            Prompt's token ids of the requests that are new.
+        """
+        self._ids.write(np.ascontiguousarray(experts, dtype=self.header.dtype).tobytes())
+        self._write({"rows": rows, "prompts": prompts})
+
+    def close(self) -> None:
+        """Close the files."""
+        self._ids.close()
+        self._lines.close()
+
+    def _write(self, line: Any) -> None:
+        self._lines.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._lines.flush()
+
+
+def logged_rows(folder: str | os.PathLike[str]) -> int:
+    """Count the tokens that are logged so far, recomputed ones twice."""
+    total = 0
+    for file in Path(folder).glob("steps-*.jsonl"):
+        with file.open(encoding="utf-8") as lines:
+            header = _header(lines.readline())
+        if header is not None:
+            bytes_per_row = len(header.layers) * header.top_k * header.dtype.itemsize
+            total += file.with_suffix(".ids").stat().st_size // bytes_per_row
+    return total
+
+
+@dataclass
+class LoggedRequest:
+    """One request of a log.
+
+    Attributes
+    ----------
+    request_id
+        The engine's name of it.
+    prompt
+        Its prompt's token ids.
+    experts
+        Integers ``[tokens, layers, top_k]`` from its first token on.
+    missing
+        Tokens before the last one that no step computed.
+    """
+
+    request_id: str
+    prompt: list[int]
+    experts: NDArray[Any]
+    missing: int
+
+
+def external_ids(request_id: str) -> list[str]:
+    """Return the names by which a client may know a request of vLLM, the likeliest first.
+
+    vLLM adds eight random hexadecimal digits to every id, ``cmpl-`` or ``chatcmpl-`` before what
+    the client sent (``X-Request-Id``), and the prompt's number after it (completions).
+    """
+    names = []
+    for name in (re.sub(r"-[0-9a-f]{8}$", "", request_id), request_id):
+        bare = re.sub(r"^(chatcmpl|cmpl)-", "", name)
+        names += [name, bare]
+        if name.startswith("cmpl-"):
+            names.append(re.sub(r"-0$", "", bare))
+    return list(dict.fromkeys(names))
+
+
+def read_log(folder: str | os.PathLike[str]) -> tuple[Header, list[LoggedRequest]]:
+    """Read the logs of all workers in a folder and put each request together.
+
+    Parameters
+    ----------
+    folder
+        The log folder.
+
+    Returns
+    -------
+    header, requests
+        What the logs have in common, and the requests in the order of their first step.
+
+    Raises
+    ------
+    InputError
+        If there is no log, one is broken, or they are of different models.
+    """
+    base = Path(folder)
+    files = sorted(base.glob("steps-*.jsonl"), key=lambda file: (file.stat().st_mtime_ns, file))
+    if not files:
+        raise InputError("log", f"{base} holds no steps-*.jsonl", "a folder that a capture wrote")
+    header: Header | None = None
+    prompts: dict[str, list[int]] = {}
+    parts: dict[str, list[tuple[int, NDArray[Any]]]] = {}
+    for file in files:
+        one, steps = _read_file(file)
+        if header is None:
+            header = one
+        shape = ("layers", "n_decoder_layers", "n_experts", "top_k")
+        if any(getattr(header, key) != getattr(one, key) for key in shape):
+            raise InputError(str(file), f"is of {one.model}, others of {header.model}", "one model")
+        for rows, new, experts in steps:
+            for name, ids in new.items():
+                prompts.setdefault(_joint_name(name), ids)
+            first = 0
+            for name, position, count in rows:
+                part = experts[first : first + count]
+                parts.setdefault(_joint_name(name), []).append((position, part))
+                first += count
+    assert header is not None
+    return header, [
+        _put_together(name, prompts.get(name, []), pieces, header) for name, pieces in parts.items()
+    ]
+
+
+def _joint_name(request_id: str) -> str:
+    """Return the name that workers which share a request have in common."""
+    return external_ids(request_id)[0]
+
+
+def _put_together(
+    name: str, prompt: list[int], pieces: list[tuple[int, NDArray[Any]]], header: Header
+) -> LoggedRequest:
+    length = max(position + len(part) for position, part in pieces)
+    experts = np.zeros((length, len(header.layers), header.top_k), dtype=header.dtype)
+    seen = np.zeros(length, dtype=bool)
+    for position, part in pieces:  # computed again: the later rows replace the earlier ones
+        experts[position : position + len(part)] = part
+        seen[position : position + len(part)] = True
+    return LoggedRequest(name, prompt, experts, int(length - seen.sum()))
+
+
+_Step = tuple[list[tuple[str, int, int]], dict[str, list[int]], NDArray[Any]]
+
+
+def _header(line: str) -> Header | None:
+    """Return the header of a log, None if the line is none of this version."""
+    try:
+        about = json.loads(line)
+        return Header(**about) if about.pop("version") == _VERSION else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _read_file(file: Path) -> tuple[Header, list[_Step]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        raw = np.fromfile(file.with_suffix(".ids"), dtype=np.uint8)
+    except OSError as error:
+        where = error.filename or str(file)
+        raise InputError(str(where), error.strerror or "cannot be read") from None
+    header = _header(lines[0] if lines else "")
+    if header is None:
+        raise InputError(str(file), "has no header", f"a log of version {_VERSION}")
+    token = len(header.layers) * header.top_k
+    ids = raw[: len(raw) // header.dtype.itemsize * header.dtype.itemsize].view(header.dtype)
+    ids = ids[: len(ids) // token * token].reshape(-1, len(header.layers), header.top_k)
+    steps: list[_Step] = []
+    first = 0
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            step = json.loads(line)
+            rows = [(str(name), int(start), int(count)) for name, start, count in step["rows"]]
+            new = step["prompts"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break  # the engine died while it wrote its last line
+            raise InputError(f"{file}:{number}", f"is no step: {error}") from None
+        count = sum(count for _, _, count in rows)
+        if first + count > len(ids):
+            raise InputError(
+                f"{file}:{number}",
+                f"names {first + count} rows, {file.with_suffix('.ids').name} has {len(ids)}",
+                "the file as it was written",
+            )
+        steps.append((rows, new, ids[first : first + count]))
+        first += count
+    return header, steps

@@ -1,0 +1,108 @@
+"""The manifest of a routing trace: what it is, how it is stored and where it came from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups
+
+__all__ = ["Manifest", "Provenance", "manifest_error", "read_manifest"]
+
+Provenance = Literal["recorded", "synthetic", "imported"]
+
+
+class Manifest(BaseModel):
+    """What a routing trace is and where it came from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    format_version: Literal[1, 2] = 2
+    """Version of this format. Version 1 knows no ``encoding``, ``rank_groups`` or ``prompt_rows``
+    and has their defaults."""
+    model: str = Field(min_length=1)
+    """The model whose gates chose the experts."""
+    n_layers: int = Field(ge=1)
+    """MoE layers recorded."""
+    n_experts: int = Field(ge=1, le=65536)
+    """Routed experts per layer."""
+    top_k: int = Field(ge=1)
+    """Experts chosen per token and layer."""
+    rank_groups: list[int] | None = None
+    """How much of the gate's order the ids of a token keep, see ``encoding``; None: nothing."""
+    prompt_rows: bool = True
+    """Whether prompt tokens have rows; false for a decode-only trace."""
+    encoding: Encoding = "npy"
+    """How the expert ids are stored, see ``encoding``."""
+    domains: list[str] = Field(min_length=1)
+    """Domain names; a request's ``domain`` is an index into this list."""
+    captured_by: str
+    """How the expert ids were captured."""
+    source_data: str
+    """The prompts: data set, version, licence."""
+    tool_versions: dict[str, str]
+    """Versions of the tools that recorded or converted the trace."""
+    checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of the file of expert ids."""
+    requests_checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of ``requests.parquet``."""
+    gate_scores_checksum: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of ``gate_scores.npz``; None where the trace has none."""
+    n_requests: int = Field(ge=1)
+    """Rows of ``requests.parquet``."""
+    n_tokens: int = Field(ge=1)
+    """Rows of expert ids: recorded tokens of all requests."""
+    provenance: Provenance
+    """``recorded`` from a model that ran, ``synthetic`` (drawn from a distribution), or
+    ``imported`` from another project's recording."""
+    notes: str = ""
+    """Whatever a reader of results should know."""
+
+    @property
+    def experts_file(self) -> str:
+        """Name of the file of expert ids."""
+        return FILE_NAMES[self.encoding]
+
+
+def manifest_error(field: str, error: ValidationError) -> InputError:
+    """Return the first problem of a manifest as one line."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return InputError(field, f"{where}: {first['msg']}, got {first['input']!r:.60}")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check ``manifest.json``.
+
+    Raises
+    ------
+    InputError
+        If it cannot be read or says something that cannot be.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(str(path), error.strerror or "cannot be read") from None
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise InputError(str(path), f"not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise InputError(str(path), f"holds a JSON {type(raw).__name__}", "a JSON object")
+    version = raw.get("format_version")
+    if version not in (1, 2):
+        raise InputError(str(path), f"format_version {version!r}", "1, 2")
+    try:
+        manifest = Manifest.model_validate(raw)
+    except ValidationError as error:
+        raise manifest_error(str(path), error) from None
+    if manifest.top_k > manifest.n_experts:
+        raise InputError(
+            str(path), f"top_k {manifest.top_k} exceeds n_experts {manifest.n_experts}"
+        )
+    check_groups(manifest.rank_groups, manifest.top_k, str(path))
+    if len(set(manifest.domains)) != len(manifest.domains):
+        raise InputError(str(path), "domains are not unique")
+    return manifest

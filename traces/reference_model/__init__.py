@@ -1,0 +1,21 @@
+"""The reference model: a recipe that trains a small mixture-of-experts model and records it.
+
+``python -m eldr_sim.traces.reference_model train`` makes a checkpoint out of folders of text,
+``... record`` a routing trace out of a checkpoint and text that its training did not see.
+Needs ``pip install 'eldr-sim[reference-model]'``.
+
+Modules
+-------
+data
+    Text by domain, split by document; the tokenizer.
+model
+    `Qwen3Moe`: the architecture of Qwen3-MoE.
+train
+    `train`: from text to a checkpoint.
+evaluate
+    Held-out loss, dead experts, how far domains prefer experts of their own.
+export
+    Checkpoints that load in transformers and vLLM.
+record
+    Prompts, sampled continuations, and the experts and gate scores of every token.
+"""

@@ -1,0 +1,304 @@
+"""Training of the reference model from text, on a CPU or a GPU.
+
+Every batch holds all domains equally and the load-balance loss is taken over the whole batch:
+taken per sequence it would forbid what the model is for, experts that domains prefer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.reference_model.data import Documents, encode, train_tokenizer
+from eldr_sim.traces.reference_model.evaluate import evaluate, evaluation_text
+from eldr_sim.traces.reference_model.export import (
+    DESCRIPTION_FILE,
+    load_checkpoint,
+    save_checkpoint,
+)
+from eldr_sim.traces.reference_model.model import ModelConfig, Qwen3Moe, Routing
+
+__all__ = ["PRESETS", "TrainConfig", "balance_loss", "train"]
+
+STATE_FILE = "training_state.pt"
+LOG_FILE = "train_log.jsonl"
+_LOG_STEPS = 20
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train."""
+
+    sequences: int = 8
+    """Sequences of ``context`` tokens in a batch, a multiple of the number of domains."""
+    steps: int | None = None
+    """Batches to train; give this or ``minutes``."""
+    minutes: float | None = None
+    """Time to train for: the schedule follows the clock, weights are not reproducible."""
+    learning_rate: float = 2e-3
+    gate_rate: float = 0.3
+    """Learning rate of the gates, relative to that of the rest."""
+    warmup_steps: int = 100
+    decay_from: float = 0.65
+    """Progress from which on the learning rate falls linearly to nought."""
+    weight_decay: float = 0.1
+    balance: float = 0.02
+    """Weight of the load-balance loss of each layer."""
+    balance_end: float = 0.003
+    """The same in the last third of the training."""
+    save_minutes: float = 5.0
+    """Time between checkpoints, each with an evaluation on held-out text."""
+    seed: int = 0
+    device: str = "cpu"
+
+
+PRESETS = {
+    "cpu": (ModelConfig(), TrainConfig()),
+    "gpu": (
+        ModelConfig(
+            hidden_size=512,
+            n_layers=16,
+            n_heads=8,
+            n_kv_heads=2,
+            head_dim=64,
+            expert_size=192,
+            context=512,
+        ),
+        TrainConfig(sequences=128, device="cuda", learning_rate=1e-3),
+    ),
+}
+"""Sizes: ``cpu`` for an hour or two of one core; ``gpu`` is meant for one data-centre GPU and has
+not been run on any. It has 620M parameters: 56 MB of text would not last it for long."""
+
+
+def balance_loss(routing: list[Routing]) -> Tensor:
+    """Return the load-balance loss summed over layers; each layer's is 1 at perfect balance.
+
+    ``n_experts * sum_e f_e * P_e`` with ``f`` the share of choices and ``P`` the mean
+    probability of each expert over the batch (Switch Transformer, arXiv 2101.03961, Eq. 4).
+    """
+    total = torch.zeros((), device=routing[0].logits.device)
+    for layer in routing:
+        share = torch.bincount(layer.experts.reshape(-1), minlength=layer.logits.shape[1])
+        share = share.float() / layer.experts.numel()
+        total = total + layer.logits.shape[1] * (share * layer.probabilities.mean(0)).sum()
+    return total
+
+
+def train(
+    documents: Documents,
+    out: Path,
+    model_config: ModelConfig,
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    log: Callable[[dict[str, Any]], None] = lambda entry: None,
+) -> Qwen3Moe:
+    """Train a model and leave its checkpoint, its state and a log in a folder.
+
+    Interrupted, it leaves what it saved last, and ``resume`` goes on from there.
+
+    Parameters
+    ----------
+    documents
+        Training text, and held-out text to evaluate on.
+    out
+        Checkpoint folder; see `export` for what lies in it.
+    model_config, config
+        Dimensions, and how to train.
+    resume
+        Go on from the state in ``out``; its dimensions count, not ``model_config``.
+    log
+        Called with each entry of the log.
+
+    Raises
+    ------
+    InputError
+        If a setting or the text does not allow training.
+    """
+    _check(documents, out, model_config, config, resume)
+    torch.manual_seed(config.seed)
+    state: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0}
+    if resume:
+        model, tokenizer = load_checkpoint(out)
+        state = torch.load(out / STATE_FILE)
+    else:
+        tokenizer = train_tokenizer(documents.train, model_config.vocab_size)
+        model = Qwen3Moe(model_config)
+    model.to(config.device)
+    optimizer = _optimizer(model, config)
+    if resume:
+        optimizer.load_state_dict(state["optimizer"])
+    length = model.config.context + 1
+    streams = _streams(documents.train, tokenizer, length)
+    held_out = evaluation_text(documents, tokenizer, model.config.context)
+    out.mkdir(parents=True, exist_ok=True)
+
+    with (out / LOG_FILE).open("a" if resume else "w") as file:
+
+        def record(entry: dict[str, Any]) -> None:
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+            log(entry)
+
+        def save() -> None:
+            figures = {"step": step, "tokens": tokens, "seconds": round(seconds, 1)}
+            figures |= evaluate(model, held_out, config.device)
+            record(figures)
+            save_checkpoint(model, tokenizer, out)
+            described = {"documents": documents.description(), "figures": figures}
+            described |= {"config": asdict(config)}
+            (out / DESCRIPTION_FILE).write_text(json.dumps(described, indent=2) + "\n")
+            # Last, so that a state never is newer than its weights.
+            state = {"step": step, "tokens": tokens, "seconds": seconds}
+            state |= {"optimizer": optimizer.state_dict()}
+            torch.save(state, out / f"{STATE_FILE}.tmp")
+            (out / f"{STATE_FILE}.tmp").replace(out / STATE_FILE)
+
+        step, tokens, seconds = state["step"], state["tokens"], state["seconds"]
+        record(
+            {
+                "model": asdict(model.config),
+                "train": asdict(config),
+                "from_step": step,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "train_tokens": {domain: len(ids) for domain, ids in streams.items()},
+            }
+        )
+        started = time.monotonic() - seconds
+        saved = since = seconds
+        while (progress := _progress(config, step, seconds)) < 1:
+            rate = _learning_rate(config, step, progress)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["scale"]
+            batch = _batch(streams, config, step, length).to(config.device)
+            weight = config.balance if progress < 2 / 3 else config.balance_end
+            figures = _step(model, optimizer, batch, weight)
+            step += 1
+            tokens += batch.shape[0] * (batch.shape[1] - 1)
+            seconds = time.monotonic() - started
+            if step % _LOG_STEPS == 0:
+                speed = _LOG_STEPS * batch.shape[0] * (batch.shape[1] - 1) / (seconds - since)
+                position = {"step": step, "tokens": tokens, "seconds": round(seconds, 1)}
+                record(position | figures | {"lr": round(rate, 6), "tokens_per_s": round(speed)})
+                since = seconds
+            if seconds - saved >= 60 * config.save_minutes:
+                save()
+                since = saved = seconds = time.monotonic() - started
+        save()
+    return model
+
+
+def _check(
+    documents: Documents, out: Path, model_config: ModelConfig, config: TrainConfig, resume: bool
+) -> None:
+    if (config.steps is None) == (config.minutes is None):
+        raise InputError("steps", "give either steps or minutes")
+    for name in ("steps", "minutes"):
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise InputError(name, f"got {value}", "more than 0")
+    if config.sequences < 1 or config.sequences % len(documents.domains):
+        raise InputError(
+            "sequences",
+            f"got {config.sequences}",
+            f"a multiple of the {len(documents.domains)} domains",
+        )
+    if not 257 <= model_config.vocab_size <= 65536:
+        raise InputError("vocab_size", f"got {model_config.vocab_size}", "257 to 65536")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device", "torch sees no CUDA device", "cpu")
+    if resume and not (out / STATE_FILE).is_file():
+        raise InputError("resume", f"{out} has no {STATE_FILE}", "a folder that train left")
+    if not resume and (out / "config.json").exists():
+        raise InputError("out", f"{out} holds a checkpoint", "a new folder, or resume")
+
+
+def _progress(config: TrainConfig, step: int, seconds: float) -> float:
+    """Return the share of the training that is done."""
+    if config.steps is not None:
+        return step / config.steps
+    assert config.minutes is not None  # _check saw to it
+    return seconds / (60 * config.minutes)
+
+
+def _step(
+    model: Qwen3Moe, optimizer: torch.optim.Optimizer, batch: Tensor, balance_weight: float
+) -> dict[str, float]:
+    """Train on one batch, int64 ``[sequences, context + 1]``, and return its figures."""
+    with torch.autocast(batch.device.type, torch.bfloat16):
+        hidden, routing = model(batch[:, :-1])
+        loss = model.loss(hidden, batch[:, 1:])
+    balance = balance_loss(routing)
+    (loss + balance_weight * balance).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {
+        "loss": round(loss.item(), 4),
+        "balance": round(balance.item() / len(routing), 4),
+        "grad_norm": round(norm.item(), 3),
+    }
+
+
+def _optimizer(model: Qwen3Moe, config: TrainConfig) -> torch.optim.Optimizer:
+    gates: list[Tensor] = []
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for name, p in model.named_parameters():
+        (gates if name.endswith("gate.weight") else matrices if p.dim() > 1 else vectors).append(p)
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": config.weight_decay, "scale": 1.0},
+            {"params": vectors, "weight_decay": 0.0, "scale": 1.0},
+            {"params": gates, "weight_decay": 0.0, "scale": config.gate_rate},
+        ],
+        lr=config.learning_rate,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+
+
+def _learning_rate(config: TrainConfig, step: int, progress: float) -> float:
+    warm = min(1.0, (step + 1) / config.warmup_steps)
+    decay = min(1.0, (1 - progress) / (1 - config.decay_from))
+    return config.learning_rate * warm * decay
+
+
+def _streams(
+    texts: dict[str, list[str]], tokenizer: Tokenizer, least: int
+) -> dict[str, NDArray[np.uint16]]:
+    out = {}
+    end = np.zeros(1, dtype=np.uint16)
+    for domain, docs in texts.items():
+        parts = [part for ids in encode(tokenizer, docs) for part in (ids, end)]
+        out[domain] = np.concatenate(parts) if parts else end
+        if len(out[domain]) <= least:
+            raise InputError(
+                f"{domain}.txt", f"{len(out[domain])} tokens to train on", f"more than {least}"
+            )
+    return out
+
+
+def _batch(
+    streams: dict[str, NDArray[np.uint16]], config: TrainConfig, step: int, length: int
+) -> Tensor:
+    """Return int64 ``[sequences, length]``: windows at random, the domains in turn."""
+    rng = np.random.default_rng([config.seed, step])
+    rows, domains = [], list(streams.values())
+    for i in range(config.sequences):
+        stream = domains[i % len(domains)]
+        start = rng.integers(len(stream) - length)
+        rows.append(stream[start : start + length].astype(np.int64))
+    return torch.from_numpy(np.stack(rows))

@@ -1,0 +1,161 @@
+"""Writing a synthetic trace: requests of a `RoutingModel` as a folder of the trace format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim import __version__
+from eldr_sim.errors import InputError
+from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.streams import stream
+from eldr_sim.traces.synthetic.model import RoutingModel
+from eldr_sim.traces.synthetic.sampler import sample_experts
+from eldr_sim.traces.writer import write_trace
+
+__all__ = ["synthesize", "synthesize_like"]
+
+Lengths = tuple[int, int]
+Progress = Callable[[float], None]
+
+
+def synthesize(
+    model: RoutingModel,
+    out: str | os.PathLike[str],
+    *,
+    requests: int,
+    calibration: int,
+    prompt_len: Lengths,
+    output_len: Lengths,
+    seed: int,
+    force: bool = False,
+    progress: Progress = lambda share: None,
+) -> RoutingTrace:
+    """Write a trace of requests that take turns between the model's domains.
+
+    Parameters
+    ----------
+    model
+        What to draw from.
+    out
+        Folder to make.
+    requests, calibration
+        Requests of the serving and the calibration split.
+    prompt_len, output_len
+        Least and greatest number of tokens, drawn uniformly.
+    seed
+        Non-negative integer. The same model, lengths and seed give the same trace.
+    force
+        Replace ``out`` if it is a trace.
+    progress
+        Called with the share done.
+
+    Raises
+    ------
+    InputError
+        If a number is out of range, or ``out`` exists and may not be replaced.
+    """
+    if requests < 0 or calibration < 0 or requests + calibration < 1:
+        raise InputError("requests", f"got {requests} and {calibration}", "at least 1 in all")
+    n = requests + calibration
+    lengths = []
+    for name, (low, high) in (("prompt_len", prompt_len), ("output_len", output_len)):
+        if not 1 <= low <= high:
+            raise InputError(name, f"got {low}:{high}", "1 or more, the lesser first")
+        lengths.append(stream(seed, f"synthetic-{name}").integers(low, high, n, endpoint=True))
+    return _write(
+        model,
+        out,
+        domain=np.arange(n) % len(model.domains),
+        prompt_len=lengths[0],
+        output_len=lengths[1],
+        is_calibration=np.arange(n) < calibration,
+        seed=seed,
+        force=force,
+        progress=progress,
+    )
+
+
+def synthesize_like(
+    model: RoutingModel,
+    trace: RoutingTrace,
+    out: str | os.PathLike[str],
+    *,
+    seed: int,
+    force: bool = False,
+    progress: Progress = lambda share: None,
+) -> RoutingTrace:
+    """Write a trace of requests with the domains, lengths and split of another trace's.
+
+    Parameters
+    ----------
+    model
+        What to draw from; it must know the trace's domains.
+    trace
+        Whose requests to follow.
+    out, seed, force, progress
+        As for `synthesize`.
+
+    Raises
+    ------
+    InputError
+        If the model lacks a domain, or ``out`` exists and may not be replaced.
+    """
+    missing = [name for name in trace.domains if name not in model.domains]
+    if missing:
+        raise InputError(
+            "like", f"the model has no domain {missing[0]!r}", ", ".join(model.domains)
+        )
+    order = np.argsort(trace.first_row, kind="stable")
+    index = np.array([model.domains.index(name) for name in trace.domains])
+    return _write(
+        model,
+        out,
+        domain=index[trace.domain[order]],
+        prompt_len=trace.prompt_len[order],
+        output_len=trace.output_len[order],
+        is_calibration=trace.is_calibration[order],
+        seed=seed,
+        force=force,
+        progress=progress,
+    )
+
+
+def _write(
+    model: RoutingModel,
+    out: str | os.PathLike[str],
+    *,
+    domain: NDArray[Any],
+    prompt_len: NDArray[Any],
+    output_len: NDArray[Any],
+    is_calibration: NDArray[np.bool_],
+    seed: int,
+    force: bool,
+    progress: Progress,
+) -> RoutingTrace:
+    if os.path.lexists(out) and not force:
+        raise InputError("out", f"{os.fspath(out)} exists", "a new folder, or --force")
+    experts = sample_experts(model, domain, prompt_len, output_len, seed, progress)
+    return write_trace(
+        out,
+        experts=experts,
+        request_id=[f"{model.domains[d]}-{i:05d}" for i, d in enumerate(domain.tolist())],
+        domain=[model.domains[d] for d in domain.tolist()],
+        prompt_len=prompt_len,
+        output_len=output_len,
+        is_calibration=is_calibration,
+        model=str(model.facts["model"]),
+        n_experts=model.n_experts,
+        domains=model.domains,
+        captured_by=f"drawn by eldr-sim trace synthesize, seed {seed}",
+        source_data="none: no text, no model",
+        tool_versions={"eldr-sim": __version__, "numpy": np.__version__},
+        provenance="synthetic",
+        notes=f"Synthetic routing, {model.facts['source']}. Expert ids are in the order in which "
+        "they were drawn, the likeliest first.",
+        force=force,
+    )

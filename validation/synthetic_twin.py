@@ -1,0 +1,333 @@
+"""A trace beside its synthetic twin: what the model was fitted to, and what it was not.
+
+The twin has the same requests (domains, lengths, splits), drawn anew from the fitted model with a
+seed of its own. Statistics that entered the fit only show that it converged; the others tell what
+the model is worth.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.policies.signature import (
+    decode_overlap,
+    idf_weights,
+    select_layers,
+    transformed,
+    unit_rows,
+)
+from eldr_sim.simulator.results import whole_folder, write_json
+from eldr_sim.traces.domains import DOMAIN_MIXES
+from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.statistics import BATCH_SIZES, TraceStatistics, trace_statistics
+from eldr_sim.traces.synthetic.fit import requests_of
+from eldr_sim.traces.synthetic.model import BLOCK
+from eldr_sim.traces.synthetic.moments import LAGS, Moments, information, measure
+
+__all__ = ["Row", "compare_with_twin", "twin_report"]
+
+REUSE_LAGS = (1, 2, 4, 8, 16, 32, 64)
+_PAIR_TOKENS = 40_000
+_STEPS, _STEP_BATCH = 400, 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One statistic of both traces; ``fitted`` if the model was fitted to it."""
+
+    fitted: bool
+    name: str
+    real: float
+    synthetic: float
+
+
+def compare_with_twin(trace: RoutingTrace, twin: RoutingTrace) -> list[Row]:
+    """Measure a trace and its twin.
+
+    Parameters
+    ----------
+    trace
+        The real trace.
+    twin
+        A trace of the same requests, see `synthesize_like`.
+
+    Returns
+    -------
+    rows
+        The fitted statistics first. A statistic that the traces are too short or too small for is
+        left out, as are those that need ranks where expert ids are sorted.
+    """
+    real, drawn = _facts(trace, twin), _facts(twin, trace)
+    return [
+        Row(fitted, name, value, drawn[fitted, name])
+        for (fitted, name), value in sorted(real.items(), key=lambda item: not item[0][0])
+        if np.isfinite(value) and np.isfinite(drawn.get((fitted, name), np.nan))
+    ]
+
+
+def _facts(trace: RoutingTrace, other: RoutingTrace) -> dict[tuple[bool, str], float]:
+    facts: dict[tuple[bool, str], float] = {}
+    moments = measure(trace.experts, requests_of(trace), len(trace.domains), trace.n_experts)
+    statistics = trace_statistics(trace)
+    facts[True, "unigrams: distance to half of the real trace"] = _distance(trace, other)
+    facts[True, "load of the busiest expert / mean"] = float(moments.load_max_over_mean.mean())
+    reuse = _reuse_by_lag(trace)
+    facts[True, "reuse at lag 1"] = reuse[1]
+    for i, bits in enumerate(moments.coupling_bits):
+        if np.isfinite(bits).any():
+            facts[True, f"coupling to layer + {i + 1}, bits"] = float(np.nanmean(bits))
+    for lag, overlap in zip(LAGS, moments.self_overlap, strict=True):
+        if np.isfinite(overlap).any():
+            name = f"overlap of a request with itself {BLOCK * lag} tokens on"
+            facts[True, name] = float(np.nanmean(overlap))
+    facts |= {(False, f"reuse at lag {lag}"): reuse[lag] for lag in REUSE_LAGS[1:]}
+    if trace.n_layers > 4:
+        facts[False, "coupling to layer + 4, bits"] = _coupling_at(trace, 4)
+    if trace.n_layers > 1 and not (_sorted(trace) or _sorted(other)):
+        plain, given = _top_entropy(trace)
+        facts[False, "entropy of the next layer's first expert, bits"] = plain
+        facts[False, "the same, given this layer's first"] = given
+    for group, batch, name, value in _distinct(statistics):
+        facts[False, f"distinct experts, {group}, batch {batch}, {name}"] = value
+    facts[False, "distinct experts of one request in 16 tokens"] = _own_distinct(trace, 16)
+    facts[False, "distinct experts of one request in 64 tokens"] = _own_distinct(trace, 64)
+    mean, spread = _step_spread(trace)
+    facts[False, f"distinct experts in steps of batch {_STEP_BATCH}"] = mean
+    facts[False, "standard deviation of the same over steps"] = spread
+    pearson = list(statistics.prefill_decode_pearson.values())
+    facts[False, "prefill-decode Pearson, mean of domains"] = float(np.nanmean(pearson))
+    for group, domains in _groups(trace).items():
+        facts[False, f"rho, {group}"] = _rho(trace, domains)
+    facts[False, "nearest neighbour of the same domain, share"] = _neighbours(trace, moments)
+    return facts
+
+
+def _groups(trace: RoutingTrace) -> dict[str, list[str]]:
+    named = {
+        name: list(mix) for name, mix in DOMAIN_MIXES.items() if set(mix) <= set(trace.domains)
+    }
+    return named or {"all": list(trace.domains)}
+
+
+def _distance(trace: RoutingTrace, other: RoutingTrace) -> float:
+    """Return the total variation between this trace's odd requests and the real one's even ones.
+
+    The real trace's own halves give the noise. Mean over phases, domains and layers.
+    """
+    real = trace if trace.manifest.provenance != "synthetic" else other
+    apart = []
+    for d in range(len(trace.domains)):
+        mine, theirs = (
+            np.flatnonzero(trace.domain == d)[1::2],
+            np.flatnonzero(real.domain == d)[::2],
+        )
+        if not len(mine) or not len(theirs):
+            continue
+        for phase in (_prompt_share, RoutingTrace.decode_activation):
+            gap = np.abs(phase(trace, mine).mean(axis=0) - phase(real, theirs).mean(axis=0))
+            apart.append(gap.sum(axis=-1).mean() / 2 / trace.top_k)
+    return float(np.mean(apart))
+
+
+def _prompt_share(trace: RoutingTrace, q: NDArray[np.int64]) -> NDArray[np.float64]:
+    return np.asarray(trace.prompt_counts(q) / trace.prompt_len[q][:, None, None])
+
+
+def _decode_rows(trace: RoutingTrace, lag: int) -> NDArray[np.int64]:
+    """Return the rows of generated tokens that have ``lag`` generated tokens before them."""
+    first = trace.first_row + trace.prompt_len
+    spans = [
+        np.arange(a + lag, a + n)
+        for a, n in zip(first.tolist(), trace.output_len.tolist(), strict=True)
+    ]
+    rows = np.concatenate(spans)
+    return rows[:: max(1, len(rows) // _PAIR_TOKENS)]
+
+
+def _reuse_by_lag(trace: RoutingTrace) -> dict[int, float]:
+    reuse = {}
+    for lag in REUSE_LAGS:
+        rows = _decode_rows(trace, lag)
+        now, before = trace.experts[rows], trace.experts[rows - lag]
+        shared = sum(int((now == before[..., slot, None]).sum()) for slot in range(trace.top_k))
+        reuse[lag] = shared / now.size if now.size else float("nan")
+    return reuse
+
+
+def _coupling_at(trace: RoutingTrace, apart: int) -> float:
+    """Return the bits that `Moments.coupling_bits` defines, for layers further apart."""
+    layers = np.arange(0, trace.n_layers - apart, max(1, (trace.n_layers - apart) // 4))
+    every = np.arange(trace.n_requests)
+    total = trace.prompt_len + trace.output_len
+    counts = (
+        trace.prompt_counts(every)
+        + trace.decode_activation(every) * trace.output_len[:, None, None]
+    )
+    bits = []
+    for layer in layers.tolist():
+        pairs = _pair_counts(trace, layer, layer + apart, trace.top_k)
+        independent = np.einsum(
+            "re,rf->ef", counts[:, layer] / total[:, None], counts[:, layer + apart]
+        )
+        bits.append(float(information(pairs) - information(independent)))
+    return float(np.mean(bits))
+
+
+def _pair_counts(trace: RoutingTrace, layer: int, later: int, slots: int) -> NDArray[np.float64]:
+    experts = trace.n_experts
+    pairs = np.zeros(experts * experts, dtype=np.int64)
+    for start in range(0, trace.manifest.n_tokens, 1 << 15):
+        chunk = trace.experts[start : start + (1 << 15)]
+        cells = (
+            chunk[:, layer, :slots, None].astype(np.int64) * experts + chunk[:, later, None, :slots]
+        )
+        pairs += np.bincount(cells.ravel(), minlength=len(pairs))
+    return pairs.reshape(experts, experts).astype(np.float64)
+
+
+def _sorted(trace: RoutingTrace) -> bool:
+    first = trace.experts[: 1 << 12]
+    return trace.top_k > 1 and bool((first[..., 1:] > first[..., :-1]).all())
+
+
+def _top_entropy(trace: RoutingTrace) -> tuple[float, float]:
+    plain, given = [], []
+    for layer in range(0, trace.n_layers - 1, max(1, (trace.n_layers - 1) // 8)):
+        pairs = _pair_counts(trace, layer, layer + 1, 1)
+        share = pairs.sum(axis=0) / pairs.sum()
+        share = share[share > 0]
+        entropy = float(-(share * np.log2(share)).sum())
+        plain.append(entropy)
+        given.append(entropy - float(information(pairs)))
+    return float(np.mean(plain)), float(np.mean(given))
+
+
+def _distinct(statistics: TraceStatistics) -> Iterator[tuple[str, int, str, float]]:
+    for entry in statistics.distinct_experts:
+        yield entry.group, entry.batch, "mixed", entry.mixed
+        same = float(np.mean(list(entry.same_domain.values())))
+        yield entry.group, entry.batch, "one domain", same
+        yield entry.group, entry.batch, "saved, percent", 100 * entry.reduction
+
+
+def _own_distinct(trace: RoutingTrace, tokens: int) -> float:
+    """Return the mean distinct experts of a request's first generated tokens, per layer."""
+    counts = []
+    for q in np.flatnonzero(trace.output_len >= tokens)[:400].tolist():
+        row = int(trace.first_row[q] + trace.prompt_len[q])
+        chosen = trace.experts[row : row + tokens]
+        counts += [len(np.unique(chosen[:, layer])) for layer in range(trace.n_layers)]
+    return float(np.mean(counts)) if counts else float("nan")
+
+
+def _step_spread(trace: RoutingTrace) -> tuple[float, float]:
+    """Return mean and deviation, over random steps, of the distinct experts, mean over layers."""
+    rng = np.random.default_rng(0)
+    batch = min(_STEP_BATCH, trace.n_requests)
+    layers = np.arange(trace.n_layers)[None, :, None]
+    distinct = np.empty(_STEPS)
+    for step in range(_STEPS):
+        q = rng.choice(trace.n_requests, batch, replace=False)
+        at = (rng.random(batch) * trace.output_len[q]).astype(np.int64)
+        hit = np.zeros((trace.n_layers, trace.n_experts), bool)
+        hit[layers, trace.experts[trace.first_row[q] + trace.prompt_len[q] + at]] = True
+        distinct[step] = hit.sum() / trace.n_layers
+    return float(distinct.mean()), float(distinct.std(ddof=1))
+
+
+def _rho(trace: RoutingTrace, domains: Sequence[str]) -> float:
+    """Return Eq. 1 of ELDR for count-idf signatures on all layers, of calibration requests."""
+    q = trace.requests_of(domains, calibration=True)
+    if len(q) < 3:
+        return float("nan")
+    counts = trace.prompt_counts(q)
+    pairs = decode_overlap(trace.decode_activation(q), np.random.default_rng(0))
+    return float(
+        select_layers(transformed(counts, "count-idf", idf_weights(counts)), pairs, "all").rho[-1]
+    )
+
+
+def _neighbours(trace: RoutingTrace, moments: Moments) -> float:
+    """Return the share of requests whose nearest other prompt, by cosine, is of their domain."""
+    points = unit_rows(moments.prompt_share.reshape(trace.n_requests, -1).astype(np.float64))
+    near = points @ points.T
+    np.fill_diagonal(near, -1)
+    return float((trace.domain[near.argmax(axis=1)] == trace.domain).mean())
+
+
+@contextmanager
+def twin_report(
+    out: Path, rows: Sequence[Row], about: dict[str, Any], *, force: bool = False
+) -> Iterator[None]:
+    """Write the comparison; the folder appears when the ``with`` block ends well.
+
+    ``summary.json`` holds what was compared, ``statistics.csv`` the rows, and
+    ``distinct_experts.png`` the curves of ELDR's Fig. 4 for both traces.
+
+    Parameters
+    ----------
+    out
+        Folder to make.
+    rows
+        Of `compare_with_twin`.
+    about
+        What the traces and the model are.
+    force
+        Replace an earlier report.
+
+    Raises
+    ------
+    InputError
+        If ``out`` exists and may not be replaced, or cannot be written.
+    """
+    with whole_folder(out, force) as folder:
+        write_json(folder / "summary.json", about)
+        with (folder / "statistics.csv").open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["kind", "statistic", "real", "synthetic"])
+            for row in rows:
+                kind = "fitted" if row.fitted else "checked"
+                writer.writerow([kind, row.name, f"{row.real:.6g}", f"{row.synthetic:.6g}"])
+        _draw(folder / "distinct_experts.png", rows)
+        yield
+
+
+def _draw(path: Path, rows: Sequence[Row]) -> None:
+    from matplotlib.figure import Figure
+
+    values = {row.name: row for row in rows}
+    groups = [
+        group
+        for group in (*DOMAIN_MIXES, "all")
+        if any(name.startswith(f"distinct experts, {group},") for name in values)
+    ]
+    if not groups:
+        return
+    figure = Figure(figsize=(5 * len(groups), 4), layout="constrained")
+    for axes, group in zip(
+        np.atleast_1d(figure.subplots(1, len(groups), sharey=True)), groups, strict=True
+    ):
+        for name, colour in (("mixed", "C1"), ("one domain", "C0")):
+            own = [
+                (batch, values[key])
+                for batch in BATCH_SIZES
+                if (key := f"distinct experts, {group}, batch {batch}, {name}") in values
+            ]
+            batches = [batch for batch, _ in own]
+            axes.plot(batches, [r.real for _, r in own], f"{colour}o-", label=f"{name}, real")
+            axes.plot(
+                batches, [r.synthetic for _, r in own], f"{colour}x--", label=f"{name}, synthetic"
+            )
+        axes.set(xlabel="batch", ylabel="distinct experts a layer", title=group, xscale="log")
+        axes.set_xticks(BATCH_SIZES, [str(batch) for batch in BATCH_SIZES])
+        axes.legend()
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, metadata={"Software": None})

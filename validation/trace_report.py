@@ -1,0 +1,387 @@
+"""What is in a routing trace, as numbers and pictures: figures 1, 3 and 4 of ELDR, and more.
+
+A folder written whole or not at all: ``statistics.json`` (manifest, all of
+`traces.statistics.trace_statistics`, rho) and a CSV of each picture:
+
+``expert_heatmap``
+    Share of generated tokens that choose each expert, by domain, over the mean of the group's
+    domains (Fig. 1); the picture shows the layer that tells domains apart best.
+``load_skew``
+    Busiest expert of each layer over the mean, and experts that no token chose.
+``distinct_experts``
+    Distinct experts of a decode step against its batch: one domain, mixed, uniform (Fig. 4).
+``copies``
+    Expected share of a batch's requests that have a copy of themselves in it.
+``prefill_decode``
+    Share of prompt tokens and of generated tokens that choose each expert, by domain (Fig. 3);
+    absent for a decode-only trace.
+``next_layer``
+    Entropy of a layer's expert, alone and given that of the layer before.
+``domain_divergence``
+    Jensen-Shannon divergence of each pair of domains; on the diagonal that of a domain's halves.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.policies.artifact import calibration_pairs
+from eldr_sim.policies.signature import idf_weights, select_layers, transformed
+from eldr_sim.simulator.results import whole_folder, write_json
+from eldr_sim.traces.calibration import calibration_set
+from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.statistics import TraceStatistics, domain_groups, trace_statistics
+
+__all__ = ["MARKER", "TraceReport", "inspect_trace", "write_trace_report"]
+
+MARKER = "statistics.json"
+"""File that tells a folder of this report from others."""
+
+Row = dict[str, str | int | float]
+
+
+@dataclass(frozen=True, eq=False)
+class TraceReport:
+    """What was measured in a trace.
+
+    Attributes
+    ----------
+    trace
+        The trace.
+    statistics
+        Its statistics.
+    rho
+        Spearman's rho of ``count-idf`` signatures on all layers (ELDR Eq. 1) over the calibration
+        requests of each group of domains; none where a group has fewer than 3, or no prompts.
+    """
+
+    trace: RoutingTrace
+    statistics: TraceStatistics
+    rho: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return {
+            "manifest": self.trace.manifest.model_dump(),
+            **self.statistics.as_dict(),
+            "rho": self.rho,
+        }
+
+
+def inspect_trace(trace: RoutingTrace) -> TraceReport:
+    """Measure a trace."""
+    return TraceReport(trace, trace_statistics(trace), _rho(trace))
+
+
+def _rho(trace: RoutingTrace) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if not trace.has_prompts:
+        return found
+    for group, names in domain_groups(trace).items():
+        shares = None if group != "all" else dict.fromkeys(names, 1.0)
+        if any(not len(trace.requests_of([name], calibration=True)) for name in names):
+            continue
+        calibration = calibration_set(trace, workload=group, domain_mix=shares)
+        if len(calibration.requests) < 3:
+            continue
+        counts = calibration.scores("count")
+        features = transformed(counts, "count-idf", idf_weights(counts))
+        rho = select_layers(features, calibration_pairs(calibration, seed=0), "all").rho
+        found[group] = float(rho[-1])
+    return found
+
+
+def write_trace_report(
+    report: TraceReport, out: Path, *, plot: bool = True, force: bool = False
+) -> None:
+    """Write the report of a trace.
+
+    Parameters
+    ----------
+    report
+        What was measured.
+    out
+        Folder to make.
+    plot
+        Draw the pictures too.
+    force
+        Replace an earlier report.
+
+    Raises
+    ------
+    InputError
+        If ``out`` exists and may not be replaced, or cannot be written.
+    """
+    trace, statistics = report.trace, report.statistics
+    groups = domain_groups(trace)
+    use = _Use.of(trace)
+    parts: dict[str, tuple[list[Row], Callable[[Any], None]]] = {
+        "expert_heatmap": (use.heat_rows(groups), lambda f: _draw_heat(f, use, groups)),
+        "load_skew": (_load_rows(statistics), lambda f: _draw_load(f, statistics)),
+        "distinct_experts": (_distinct_rows(statistics), lambda f: _draw_distinct(f, statistics)),
+        "copies": (_copy_rows(statistics), lambda f: _draw_copies(f, statistics)),
+        "next_layer": (_layer_rows(statistics), lambda f: _draw_layers(f, statistics)),
+        "domain_divergence": (_js_rows(statistics), lambda f: _draw_js(f, statistics)),
+    }
+    if use.prompt is not None:
+        parts["prefill_decode"] = (
+            use.phase_rows(),
+            lambda f: _draw_phases(f, use, statistics.prefill_decode_pearson),
+        )
+    with whole_folder(out, force, MARKER) as folder:
+        for name, (rows, draw) in parts.items():
+            if not rows:
+                continue
+            with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+            if plot:
+                _draw(folder / f"{name}.png", draw)
+        write_json(folder / MARKER, report.as_dict())
+
+
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """Mean share of tokens that choose each expert, by domain, ``[domains, layers, experts]``."""
+
+    names: list[str]
+    decode: NDArray[np.float64]
+    prompt: NDArray[np.float64] | None
+
+    @classmethod
+    def of(cls, trace: RoutingTrace) -> _Use:
+        present = np.unique(trace.domain)
+        members = [np.flatnonzero(trace.domain == d) for d in present]
+        decode = [trace.decode_activation(q).mean(axis=0, dtype=float) for q in members]
+        prompt = None
+        if trace.has_prompts:
+            prompt = np.stack(
+                [
+                    (trace.prompt_counts(q) / trace.prompt_len[q][:, None, None]).mean(axis=0)
+                    for q in members
+                ]
+            )
+        return cls([trace.domains[d] for d in present], np.stack(decode), prompt)
+
+    def over_mean(self, names: list[str]) -> NDArray[np.float64]:
+        """Decode share over the mean of some domains; 0 where none of them uses the expert."""
+        mine = self.decode[[self.names.index(name) for name in names]]
+        mean = mine.mean(axis=0)
+        ratio: NDArray[np.float64] = mine / np.where(mean > 0, mean, np.inf)
+        return ratio
+
+    def heat_rows(self, groups: dict[str, list[str]]) -> list[Row]:
+        rows: list[Row] = []
+        for group, names in groups.items():
+            ratio = self.over_mean(names)
+            for (d, layer, expert), value in np.ndenumerate(ratio):
+                share = self.decode[self.names.index(names[d]), layer, expert]
+                rows.append(
+                    {
+                        "group": group,
+                        "domain": names[d],
+                        "layer": layer,
+                        "expert": expert,
+                        "share": round(float(share), 6),
+                        "over_mean": round(float(value), 4),
+                    }
+                )
+        return rows
+
+    def phase_rows(self) -> list[Row]:
+        assert self.prompt is not None
+        return [
+            {
+                "domain": self.names[d],
+                "layer": layer,
+                "expert": expert,
+                "prompt": round(float(value), 6),
+                "decode": round(float(self.decode[d, layer, expert]), 6),
+            }
+            for (d, layer, expert), value in np.ndenumerate(self.prompt)
+        ]
+
+
+def _load_rows(statistics: TraceStatistics) -> list[Row]:
+    pairs = zip(statistics.load_max_over_mean, statistics.unused_experts, strict=True)
+    return [
+        {"layer": layer, "busiest_over_mean": round(load, 4), "unused_experts": unused}
+        for layer, (load, unused) in enumerate(pairs)
+    ]
+
+
+def _distinct_rows(statistics: TraceStatistics) -> list[Row]:
+    return [
+        {
+            "group": entry.group,
+            "batch": entry.batch,
+            "batches_of": kind,
+            "distinct_experts": round(value, 4),
+        }
+        for entry in statistics.distinct_experts
+        for kind, value in {
+            "uniform": entry.uniform,
+            "mixed": entry.mixed,
+            **entry.same_domain,
+        }.items()
+    ]
+
+
+def _copy_rows(statistics: TraceStatistics) -> list[Row]:
+    return [
+        {
+            "group": entry.group,
+            "batch": entry.batch,
+            "mixed": round(entry.mixed, 6),
+            "one_domain": round(entry.one_domain, 6),
+        }
+        for entry in statistics.copies
+    ]
+
+
+def _layer_rows(statistics: TraceStatistics) -> list[Row]:
+    return [
+        {
+            "of": found.of,
+            "layer": layer,
+            "entropy_bits": round(entropy, 4),
+            "given_layer_before_bits": round(conditional, 4),
+        }
+        for found in statistics.next_layer
+        for layer, (entropy, conditional) in enumerate(
+            zip(found.entropy, found.conditional, strict=True), start=1
+        )
+    ]
+
+
+def _js_rows(statistics: TraceStatistics) -> list[Row]:
+    return [
+        {"domain": a, "other": b, "js_bits": round(value, 6)}
+        for (a, b), value in _js(statistics).items()
+    ]
+
+
+def _js(statistics: TraceStatistics) -> dict[tuple[str, str], float]:
+    found = statistics.domain_divergence
+    return {
+        (a, b): found.split_half.get(a, float("nan")) if a == b else value
+        for a, row in found.between.items()
+        for b, value in row.items()
+    }
+
+
+def _draw(path: Path, draw: Callable[[Any], None]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _draw_heat(figure: Any, use: _Use, groups: dict[str, list[str]]) -> None:
+    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+    for axes, (group, names) in zip(panels, groups.items(), strict=True):
+        ratio = use.over_mean(names)
+        layer = int(ratio.var(axis=0).mean(axis=-1).argmax())
+        at = ratio[:, layer]
+        # Experts in blocks of the domain that uses them most, the strongest first.
+        order = np.lexsort((-at.max(axis=0), at.argmax(axis=0)))
+        image = axes.imshow(at[:, order], aspect="auto", cmap="Blues", vmin=1, vmax=3)
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlabel=f"experts of layer {layer}, reordered", title=f"{group}: use over the mean")
+        figure.colorbar(image, ax=axes, extend="max")
+
+
+def _draw_load(figure: Any, statistics: TraceStatistics) -> None:
+    axes = figure.subplots()
+    load = statistics.load_max_over_mean
+    axes.bar(range(len(load)), load)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="MoE layer", ylabel="busiest expert over the mean", title="Load skew")
+
+
+def _draw_distinct(figure: Any, statistics: TraceStatistics) -> None:
+    groups = list(dict.fromkeys(entry.group for entry in statistics.distinct_experts))
+    panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
+    for axes, group in zip(panels, groups, strict=True):
+        mine = [entry for entry in statistics.distinct_experts if entry.group == group]
+        batch = [entry.batch for entry in mine]
+        axes.plot(batch, [e.uniform for e in mine], "k:", label="uniform")
+        axes.plot(batch, [e.mixed for e in mine], "C1o-", label="mixed")
+        same = [np.mean(list(e.same_domain.values())) for e in mine]
+        axes.plot(batch, same, "C0o-", label="one domain, mean")
+        for name in mine[0].same_domain:
+            own = [e.same_domain.get(name, np.nan) for e in mine]
+            axes.plot(batch, own, "C0-", alpha=0.25)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batch, [str(b) for b in batch])
+        axes.set(xlabel="batch", title=group)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("distinct experts of a layer")
+    panels[0].legend()
+
+
+def _draw_copies(figure: Any, statistics: TraceStatistics) -> None:
+    axes = figure.subplots()
+    groups = list(dict.fromkeys(entry.group for entry in statistics.copies))
+    for i, group in enumerate(groups):
+        mine = [entry for entry in statistics.copies if entry.group == group]
+        batch = [entry.batch for entry in mine]
+        axes.plot(batch, [e.mixed for e in mine], f"C{i}o-", label=f"{group}, mixed")
+        axes.plot(batch, [e.one_domain for e in mine], f"C{i}s--", label=f"{group}, one domain")
+    axes.set(
+        xlabel="batch", ylabel="requests beside a copy", title="Copies of a request in a batch"
+    )
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _draw_layers(figure: Any, statistics: TraceStatistics) -> None:
+    axes = figure.subplots()
+    for i, found in enumerate(statistics.next_layer):
+        layers = range(1, len(found.entropy) + 1)
+        axes.plot(layers, found.entropy, f"C{i}o:", label=f"{found.of} expert")
+        label = f"{found.of} expert, given the layer before's"
+        axes.plot(layers, found.conditional, f"C{i}o-", label=label)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="MoE layer", ylabel="entropy, bits", ylim=(0, None), title="Next layer")
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _draw_js(figure: Any, statistics: TraceStatistics) -> None:
+    axes = figure.subplots()
+    names = list(statistics.domain_divergence.between)
+    values = np.array(list(_js(statistics).values())).reshape(len(names), len(names))
+    image = axes.imshow(values, cmap="viridis", vmin=0)
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axes.set_yticks(range(len(names)), names)
+    for (i, j), value in np.ndenumerate(values):
+        axes.text(j, i, f"{value:.3f}", ha="center", va="center", color="white", fontsize=7)
+    axes.set_title("Jensen-Shannon divergence, bits (diagonal: halves of a domain)")
+    figure.colorbar(image, ax=axes)
+
+
+def _draw_phases(figure: Any, use: _Use, pearson: dict[str, float]) -> None:
+    assert use.prompt is not None
+    axes = figure.subplots()
+    for i, name in enumerate(use.names):
+        label = f"{name}, r = {pearson[name]:.2f}"
+        points = use.prompt[i].ravel(), use.decode[i].ravel()
+        axes.plot(*points, ".", markersize=3, alpha=0.5, label=label)
+    axes.axline((0, 0), slope=1, color="black", linewidth=0.8)
+    axes.set(xlabel="share of prompt tokens", ylabel="share of generated tokens")
+    axes.set_title("Prefill against decode (an untrained model is high here too)")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
