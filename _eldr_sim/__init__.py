@@ -1,5 +1,54 @@
-"""eldr-sim: a discrete-event simulator of MoE serving that replays real expert routing."""
+"""eldr-sim: a discrete-event simulator of MoE serving that replays real expert routing.
 
+What the commands do is here under the same names (docs/python_api.py walks through it)::
+
+    from eldr_sim import RunConfig, simulate
+
+    result = simulate(RunConfig(policy="eldr", topology="8P16D", request_rate=80))
+
+A name is imported when it is first used, so that ``import eldr_sim`` stays light.
+"""
+
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.compare import compare
+    from eldr_sim.simulator.config import RunConfig
+    from eldr_sim.simulator.planning.sweep import sweep
+    from eldr_sim.simulator.report.page import write_report
+    from eldr_sim.simulator.results import write_result
+    from eldr_sim.simulator.run import simulate
 
 __version__ = version("eldr-sim")
+__all__ = [
+    "RunConfig",
+    "__version__",
+    "compare",
+    "simulate",
+    "sweep",
+    "write_report",
+    "write_result",
+]
+
+_HOME = {
+    "RunConfig": "eldr_sim.simulator.config",
+    "compare": "eldr_sim.simulator.compare",
+    "simulate": "eldr_sim.simulator.run",
+    "sweep": "eldr_sim.simulator.planning.sweep",
+    "write_report": "eldr_sim.simulator.report.page",
+    "write_result": "eldr_sim.simulator.results",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the API (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'eldr_sim' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from eldr_sim.cli.console import print_table, progress_bar, warnings_of
+from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.compare import METRICS, Comparison, Difference
 from eldr_sim.simulator.compare import compare as compare_policies
+from eldr_sim.simulator.metrics import warnings_of
 from eldr_sim.simulator.results import check_output, whole_folder, write_json, write_table
 
 _HEADINGS = {
@@ -63,6 +64,7 @@ def compare(policies: str, seeds: int, out: Path | None, force: bool, **options:
                         for d in comparison.differences
                     ],
                     "provenance": next(iter(comparison.summaries.values()))["provenance"],
+                    "summaries": comparison.summaries,
                 },
             )
         click.echo(f"Wrote {out}")

@@ -27,6 +27,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from eldr_sim.simulator.planning.sweep import SweepProgress
 
+from eldr_sim.simulator.metrics import warnings_of
+
 _WIDTH = 64
 
 
@@ -163,31 +165,6 @@ def print_summary(summary: dict[str, Any]) -> None:
     click.echo("=" * _WIDTH)
     for warning in warnings_of(summary):
         click.echo(f"Warning: {warning}", err=True)
-
-
-def warnings_of(summary: dict[str, Any]) -> list[str]:
-    """Return what a reader of the figures must know, a line each."""
-    warnings = [
-        f"{count} of {summary['decode_steps']} decode steps lie outside the latency table "
-        f"({what.replace('_', ' ')}): extrapolated"
-        for what, count in summary["lookups_outside_tables"].items()
-        if count
-    ]
-    warnings += summary["latency_warnings"]
-    warnings += summary.get("trace_warnings", [])  # older results have none
-    before, after = summary["in_flight_at_window_start"], summary["in_flight_at_window_end"]
-    if after - before > 0.25 * summary["num_prompts"] and summary["max_concurrency"] is None:
-        warnings.append(
-            f"the load is more than the cluster serves: {before} requests were in flight when the "
-            f"window began and {after} when it ended, so latencies grow with its length"
-        )
-    unserved = summary["failed_reasons"].get("unserved_at_time_limit", 0)
-    if unserved:
-        warnings.append(
-            f"the cluster cannot serve this load: {unserved} of {summary['num_prompts']} requests "
-            "had not ended at the time limit"
-        )
-    return warnings
 
 
 def _line(label: str, value: Any) -> None:

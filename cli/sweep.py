@@ -11,8 +11,9 @@ from typing import Any, cast, get_args
 import click
 import pyarrow as pa
 
-from eldr_sim.cli.console import print_table, sweep_bar, warnings_of
+from eldr_sim.cli.console import print_table, sweep_bar
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.metrics import warnings_of
 from eldr_sim.simulator.planning.runner import Engine, expected_tokens
 from eldr_sim.simulator.planning.sweep import COMPLETED, FAILED, SweepResult
 from eldr_sim.simulator.planning.sweep import sweep as run_sweep

@@ -18,4 +18,6 @@ compare
     Policies side by side on the same requests.
 planning
     Many runs at once, and what they add up to: a package of its own.
+report
+    One HTML page of runs, comparisons, sweeps and plans.
 """

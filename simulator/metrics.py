@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,6 +174,35 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
             None if price is None or per_million is None else price * per_million
         ),
     }
+
+
+def table_warnings(summary: Mapping[str, Any]) -> list[str]:
+    """Return where a run's step times lie beyond what was measured, a line each."""
+    return [
+        f"{count} of {summary['decode_steps']} decode steps lie outside the latency table "
+        f"({what.replace('_', ' ')}): extrapolated"
+        for what, count in summary["lookups_outside_tables"].items()
+        if count
+    ] + list(summary["latency_warnings"])
+
+
+def warnings_of(summary: Mapping[str, Any]) -> list[str]:
+    """Return what a reader of a summary's figures must know, a line each."""
+    warnings = table_warnings(summary)
+    warnings += summary.get("trace_warnings", [])  # older results have none
+    before, after = summary["in_flight_at_window_start"], summary["in_flight_at_window_end"]
+    if after - before > 0.25 * summary["num_prompts"] and summary["max_concurrency"] is None:
+        warnings.append(
+            f"the load is more than the cluster serves: {before} requests were in flight when the "
+            f"window began and {after} when it ended, so latencies grow with its length"
+        )
+    unserved = summary["failed_reasons"].get("unserved_at_time_limit", 0)
+    if unserved:
+        warnings.append(
+            f"the cluster cannot serve this load: {unserved} of {summary['num_prompts']} requests "
+            "had not ended at the time limit"
+        )
+    return warnings
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:

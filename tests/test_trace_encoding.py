@@ -4,15 +4,19 @@ import hashlib
 import json
 import lzma
 import subprocess
+from io import BytesIO
 from itertools import accumulate, pairwise
 from shutil import which
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.simulator.replay import fit_trace, make_replay
 from eldr_sim.traces.bitsets import bit_sets, pack_bits
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.encoding import FILE_NAMES, load_ids, regroup, save_ids
@@ -141,8 +145,6 @@ def test_pack_with_less_rank(plain, tmp_path):
 
 def test_pack_puts_the_rows_in_the_order_of_the_requests(plain, tmp_path):
     """Only the rows of a request are contiguous; the requests may lie in any order."""
-    import pyarrow.parquet as pq
-
     file = plain.path / "requests.parquet"
     pq.write_table(pq.read_table(file).take([2, 0, 1]), file)
     manifest = json.loads((plain.path / "manifest.json").read_text())
@@ -180,8 +182,6 @@ def write_packed(folder, data, **changes):
 
 
 def npy(ids):
-    from io import BytesIO
-
     file = BytesIO()
     np.save(file, ids)
     return file.getvalue()
@@ -252,6 +252,23 @@ def test_smaller_top_k_takes_the_experts_ranked_first(plain, tmp_path):
     none = pack_trace(plain, tmp_path / "none", rank_groups=[4])
     with pytest.raises(InputError, match=r"does not say which 2 came first .allowed: top-4.$"):
         none.with_top_k(2)
+
+
+def test_model_of_smaller_top_k_replays_the_first_experts(tmp_path):
+    """Mixtral-8x7B takes two of eight experts; its replay unites just those two of each token."""
+    model = load_model("Mixtral-8x7B")
+    ids = draw_ids(np.random.default_rng(1), 16, 2, 8, 4)
+    trace = make_trace(tmp_path / "t", experts=ids, n_experts=8)
+    fitted = fit_trace(trace, model)
+    replay = make_replay(fitted, 2, np.array([0]))
+    # Two trace layers on two model layers: no tile, no rotation. Row 0 is the last prompt token.
+    for step, row in enumerate(range(2, 5)):
+        for layer in range(2):
+            want = sum(1 << int(e) for e in ids[row, layer, :2])
+            assert int(replay.bits[replay.first_row[0] + step, layer]) == want
+    unranked = make_trace(tmp_path / "u", experts=ids, n_experts=8, rank_groups=None)
+    with pytest.raises(InputError, match="does not say which 2 came first"):
+        fit_trace(unranked, model)
 
 
 # --- traces without prompts -------------------------------------------------------------------

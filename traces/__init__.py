@@ -33,6 +33,12 @@ structure
     Structure in the routing: between layers, between domains, between requests.
 copies
     How often a decode batch holds two copies of one trace request.
+capture
+    Recording a trace from Hugging Face transformers or vLLM while they run a model.
+synthetic
+    A generative model of routing, fitted to a trace or from presets.
+reference_model
+    The recipe of the model whose routing is embedded.
 streams
     Random streams split by purpose, so that policies under one seed see the same requests.
 """

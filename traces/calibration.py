@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from eldr_sim.traces.domains import resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import GateScores, PromptScore, select
 
-__all__ = ["CalibrationSet", "calibration_set"]
+__all__ = ["CalibrationSet", "calibration_set", "split_calibration"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,3 +113,31 @@ def calibration_set(
         trace_checksum=trace.manifest.checksum,
         gate_scores=trace.gate_scores,
     )
+
+
+def split_calibration(domain: Sequence[str], fraction: float) -> NDArray[np.bool_]:
+    """Say which requests of a new trace become its calibration split.
+
+    The first ones of each domain, so that neighbours, which may be cut from one document, mostly
+    fall on one side. Each split keeps at least one request of a domain that has two.
+
+    Parameters
+    ----------
+    domain
+        Domain of each request.
+    fraction
+        Share of each domain's requests, between 0 and 1.
+
+    Returns
+    -------
+    bool ``[requests]``
+    """
+    labels = np.array(domain)
+    calibration = np.zeros(len(labels), dtype=bool)
+    for name in np.unique(labels):
+        mine = np.flatnonzero(labels == name)
+        take = int(len(mine) * fraction + 0.5)
+        if len(mine) > 1:
+            take = min(max(take, 1), len(mine) - 1)
+        calibration[mine[:take]] = True
+    return calibration

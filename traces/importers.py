@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
+from eldr_sim.traces.calibration import split_calibration
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.manifest import Provenance
-from eldr_sim.traces.recordings import READERS, Recording, detect_format
+from eldr_sim.traces.recordings import READERS, detect_format
 from eldr_sim.traces.writer import write_trace
 
-__all__ = ["DECODE_ONLY", "import_npz", "import_trace", "split_calibration"]
+__all__ = ["DECODE_ONLY", "import_npz", "import_trace"]
 
 DECODE_ONLY = (
     "Decode-only: the experts of prompt tokens are missing. Policies without signatures replay its "
@@ -91,7 +91,7 @@ def import_trace(
         domain=recording.domain,
         prompt_len=recording.prompt_len,
         output_len=recording.output_len,
-        is_calibration=split_calibration(recording, calibration_fraction),
+        is_calibration=split_calibration(recording.domain, calibration_fraction),
         model=model,
         n_experts=experts,
         domains=recording.domains,
@@ -134,32 +134,3 @@ def import_npz(
         calibration_fraction=calibration_fraction,
         force=force,
     )
-
-
-def split_calibration(recording: Recording, fraction: float) -> NDArray[np.bool_]:
-    """Say which requests become the calibration split.
-
-    Its first ones of each domain in file order, so that neighbours, which may be cut from one
-    document, mostly fall on one side. Each split keeps at least one request of a domain that has
-    two.
-
-    Parameters
-    ----------
-    recording
-        The requests.
-    fraction
-        Share of each domain's requests, between 0 and 1.
-
-    Returns
-    -------
-    bool ``[requests]``
-    """
-    calibration = np.zeros(len(recording.domain), dtype=bool)
-    domain = np.array(recording.domain)
-    for name in recording.domains:
-        mine = np.flatnonzero(domain == name)
-        take = int(len(mine) * fraction + 0.5)
-        if len(mine) > 1:
-            take = min(max(take, 1), len(mine) - 1)
-        calibration[mine[:take]] = True
-    return calibration

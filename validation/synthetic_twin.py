@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,15 @@ from eldr_sim.policies.signature import (
     idf_weights,
     select_layers,
     transformed,
-    unit_rows,
 )
 from eldr_sim.simulator.results import whole_folder, write_json
 from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.statistics import BATCH_SIZES, TraceStatistics, trace_statistics
+from eldr_sim.traces.structure import nearest_neighbour_accuracy, next_layer_entropy
 from eldr_sim.traces.synthetic.fit import requests_of
 from eldr_sim.traces.synthetic.model import BLOCK
-from eldr_sim.traces.synthetic.moments import LAGS, Moments, information, measure
+from eldr_sim.traces.synthetic.moments import LAGS, information, measure
 
 __all__ = ["Row", "compare_with_twin", "twin_report"]
 
@@ -63,8 +64,9 @@ def compare_with_twin(trace: RoutingTrace, twin: RoutingTrace) -> list[Row]:
     -------
     rows
         The fitted statistics first. A statistic that the traces are too short or too small for is
-        left out, as are those that need ranks where expert ids are sorted.
+        left out, as are those that need ranks where a trace does not know them.
     """
+    trace.require_prompts("synthetic twins")
     real, drawn = _facts(trace, twin), _facts(twin, trace)
     return [
         Row(fitted, name, value, drawn[fitted, name])
@@ -91,10 +93,10 @@ def _facts(trace: RoutingTrace, other: RoutingTrace) -> dict[tuple[bool, str], f
     facts |= {(False, f"reuse at lag {lag}"): reuse[lag] for lag in REUSE_LAGS[1:]}
     if trace.n_layers > 4:
         facts[False, "coupling to layer + 4, bits"] = _coupling_at(trace, 4)
-    if trace.n_layers > 1 and not (_sorted(trace) or _sorted(other)):
-        plain, given = _top_entropy(trace)
-        facts[False, "entropy of the next layer's first expert, bits"] = plain
-        facts[False, "the same, given this layer's first"] = given
+    for layer in next_layer_entropy(trace):
+        if layer.of == "top-1":
+            facts[False, "entropy of the next layer's first expert, bits"] = fmean(layer.entropy)
+            facts[False, "the same, given this layer's first"] = fmean(layer.conditional)
     for group, batch, name, value in _distinct(statistics):
         facts[False, f"distinct experts, {group}, batch {batch}, {name}"] = value
     facts[False, "distinct experts of one request in 16 tokens"] = _own_distinct(trace, 16)
@@ -106,7 +108,8 @@ def _facts(trace: RoutingTrace, other: RoutingTrace) -> dict[tuple[bool, str], f
     facts[False, "prefill-decode Pearson, mean of domains"] = float(np.nanmean(pearson))
     for group, domains in _groups(trace).items():
         facts[False, f"rho, {group}"] = _rho(trace, domains)
-    facts[False, "nearest neighbour of the same domain, share"] = _neighbours(trace, moments)
+    near = nearest_neighbour_accuracy(moments.prompt_share.astype(np.float64), trace.domain)
+    facts[False, "nearest neighbour of the same domain, share"] = near or float("nan")
     return facts
 
 
@@ -173,7 +176,7 @@ def _coupling_at(trace: RoutingTrace, apart: int) -> float:
     )
     bits = []
     for layer in layers.tolist():
-        pairs = _pair_counts(trace, layer, layer + apart, trace.top_k)
+        pairs = _pair_counts(trace, layer, layer + apart)
         independent = np.einsum(
             "re,rf->ef", counts[:, layer] / total[:, None], counts[:, layer + apart]
         )
@@ -181,33 +184,14 @@ def _coupling_at(trace: RoutingTrace, apart: int) -> float:
     return float(np.mean(bits))
 
 
-def _pair_counts(trace: RoutingTrace, layer: int, later: int, slots: int) -> NDArray[np.float64]:
+def _pair_counts(trace: RoutingTrace, layer: int, later: int) -> NDArray[np.float64]:
     experts = trace.n_experts
     pairs = np.zeros(experts * experts, dtype=np.int64)
     for start in range(0, trace.manifest.n_tokens, 1 << 15):
         chunk = trace.experts[start : start + (1 << 15)]
-        cells = (
-            chunk[:, layer, :slots, None].astype(np.int64) * experts + chunk[:, later, None, :slots]
-        )
+        cells = chunk[:, layer, :, None].astype(np.int64) * experts + chunk[:, later, None]
         pairs += np.bincount(cells.ravel(), minlength=len(pairs))
     return pairs.reshape(experts, experts).astype(np.float64)
-
-
-def _sorted(trace: RoutingTrace) -> bool:
-    first = trace.experts[: 1 << 12]
-    return trace.top_k > 1 and bool((first[..., 1:] > first[..., :-1]).all())
-
-
-def _top_entropy(trace: RoutingTrace) -> tuple[float, float]:
-    plain, given = [], []
-    for layer in range(0, trace.n_layers - 1, max(1, (trace.n_layers - 1) // 8)):
-        pairs = _pair_counts(trace, layer, layer + 1, 1)
-        share = pairs.sum(axis=0) / pairs.sum()
-        share = share[share > 0]
-        entropy = float(-(share * np.log2(share)).sum())
-        plain.append(entropy)
-        given.append(entropy - float(information(pairs)))
-    return float(np.mean(plain)), float(np.mean(given))
 
 
 def _distinct(statistics: TraceStatistics) -> Iterator[tuple[str, int, str, float]]:
@@ -253,14 +237,6 @@ def _rho(trace: RoutingTrace, domains: Sequence[str]) -> float:
     return float(
         select_layers(transformed(counts, "count-idf", idf_weights(counts)), pairs, "all").rho[-1]
     )
-
-
-def _neighbours(trace: RoutingTrace, moments: Moments) -> float:
-    """Return the share of requests whose nearest other prompt, by cosine, is of their domain."""
-    points = unit_rows(moments.prompt_share.reshape(trace.n_requests, -1).astype(np.float64))
-    near = points @ points.T
-    np.fill_diagonal(near, -1)
-    return float((trace.domain[near.argmax(axis=1)] == trace.domain).mean())
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.capture.prompts import Prompt
-from eldr_sim.traces.capture.recording import RANKED, Recording
+from eldr_sim.traces.capture.recording import Recording
 from eldr_sim.traces.capture.step_log import Header, LoggedRequest, external_ids, read_log
 
 __all__ = ["Collected", "collect"]
@@ -119,5 +119,4 @@ def _recording(header: Header, entries: Sequence[LoggedRequest]) -> Recording:
         n_experts=header.n_experts,
         captured_by=header.engine,
         tool_versions=header.tool_versions,
-        notes=[RANKED],
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.capture.gates import Gate, find_gates, probabilities, read_gate
 from eldr_sim.traces.capture.prompts import first_line
-from eldr_sim.traces.capture.recording import RANKED, Recording, describe_generation
+from eldr_sim.traces.capture.recording import Recording, describe_generation
 
 __all__ = ["capture_transformers", "load_model"]
 
@@ -164,7 +164,7 @@ def capture_transformers(
         },
         prob=np.stack(sums["prob"]) if has["prob"] else None,
         logit=np.stack(sums["logit"]) if has["logit"] else None,
-        notes=[generation, RANKED],
+        notes=[generation],
     )
 
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
+from eldr_sim.traces.calibration import split_calibration
 from eldr_sim.traces.capture.prompts import Prompt
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import GateScores
 from eldr_sim.traces.writer import write_trace
 
 __all__ = [
-    "RANKED",
     "Recording",
     "calibration_split",
     "check_options",
@@ -28,9 +28,6 @@ __all__ = [
     "describe_prompts",
     "write_recording",
 ]
-
-RANKED = "experts of a token ranked by gate weight"
-"""Note of a recording whose ids are in that order, the highest weight first."""
 
 
 @dataclass
@@ -41,8 +38,7 @@ class Recording:
     ----------
     experts
         One array a request, integers ``[prompt_len + output_len, n_layers, top_k]``: the rows of
-        the prompt, then those of the generated tokens. Within a row the ids are ranked, the
-        highest gate weight first, where ``notes`` say so.
+        the prompt, then those of the generated tokens.
     prompt_len
         Prompt tokens of each request.
     layers
@@ -55,6 +51,8 @@ class Recording:
         How, for the manifest.
     tool_versions
         Versions of the engine and its libraries.
+    ranked
+        Whether the ids of a row are ranked, the highest gate weight first.
     prob, logit
         float32 ``[requests, n_layers, n_experts]``: gate scores summed over prompts, or None.
     notes
@@ -68,6 +66,7 @@ class Recording:
     n_experts: int
     captured_by: str
     tool_versions: dict[str, str]
+    ranked: bool = True
     prob: NDArray[np.float32] | None = None
     logit: NDArray[np.float32] | None = None
     notes: list[str] = field(default_factory=list)
@@ -138,6 +137,7 @@ def write_recording(
         provenance="recorded",
         notes="; ".join(filter(None, [recording.layer_note(), *recording.notes, notes])),
         gate_scores=scores,
+        rank_groups=[1] * recording.experts[0].shape[-1] if recording.ranked else None,
         force=force,
     )
 
@@ -145,20 +145,11 @@ def write_recording(
 def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.bool_]:
     """Say which requests are for calibration.
 
-    A prompt's own ``split`` holds. Of the others, the first ``fraction`` of each domain become
-    the calibration split, so that neighbours, which may be cut from one document, mostly fall on
-    one side; each split keeps at least one of a domain that has two.
+    A prompt's own ``split`` holds; the others are split as imported ones are.
     """
     calibration = np.array([prompt.split == "calibration" for prompt in prompts])
-    open_: dict[str, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        if prompt.split is None:
-            open_.setdefault(prompt.domain, []).append(index)
-    for mine in open_.values():
-        take = int(len(mine) * fraction + 0.5)
-        if len(mine) > 1:
-            take = min(max(take, 1), len(mine) - 1)
-        calibration[mine[:take]] = True
+    free = np.flatnonzero([prompt.split is None for prompt in prompts])
+    calibration[free] = split_calibration([prompts[i].domain for i in free], fraction)
     return calibration
 
 

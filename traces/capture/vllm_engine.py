@@ -246,5 +246,5 @@ def from_routed_experts(
         n_experts=0,
         captured_by="",
         tool_versions={},
-        notes=["experts of a token in the order of the engine's kernel"],
+        ranked=False,  # they come in the order of the engine's kernel
     )

@@ -84,8 +84,9 @@ def fit_routing_model(
     Raises
     ------
     InputError
-        If a domain has fewer than two requests.
+        If a domain has fewer than two requests, or the trace no prompt rows.
     """
+    trace.require_prompts("synthetic models")
     requests = _thinned(requests_of(trace))
     members = np.bincount(requests.domain, minlength=len(trace.domains))
     if members.min() < 2:

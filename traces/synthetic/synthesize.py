@@ -155,7 +155,7 @@ def _write(
         source_data="none: no text, no model",
         tool_versions={"eldr-sim": __version__, "numpy": np.__version__},
         provenance="synthetic",
-        notes=f"Synthetic routing, {model.facts['source']}. Expert ids are in the order in which "
-        "they were drawn, the likeliest first.",
+        notes=f"Synthetic routing, {model.facts['source']}.",
+        rank_groups=[1] * experts.shape[-1],  # in the order in which they were drawn
         force=force,
     )

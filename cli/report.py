@@ -1,0 +1,31 @@
+"""``eldr-sim report``: results as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from eldr_sim.simulator.report.page import write_report
+
+
+@click.command(short_help="Make one HTML page of results.")
+@click.argument(
+    "folders", nargs=-1, required=True, metavar="DIR...", type=click.Path(path_type=Path)
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("report.html"),
+    show_default=True,
+    metavar="FILE",
+    help="Page to write.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE.")
+def report(folders: tuple[Path, ...], out: Path, force: bool) -> None:
+    """Make one HTML page, complete without a network, of what the commands wrote with --out.
+
+    DIR is the folder of a run, a comparison, a sweep or a plan; several runs stand side by side.
+    """
+    write_report(folders, out, force=force)
+    click.echo(f"Wrote {out} ({out.stat().st_size / 1e3:,.0f} kB)")

@@ -1,0 +1,63 @@
+"""The Python API, walked through.
+
+The functions have the names of the commands: `simulate`, `compare`, `sweep`. All are typed;
+`help(eldr_sim.simulate)` tells what they take and return. Run this file as a script
+(`python docs/python_api.py`), or cell by cell in an editor that knows percent cells. It takes
+seconds: the clusters are small and the runs short, so the figures are examples, not findings.
+"""
+
+# %% One run
+from pathlib import Path
+from tempfile import mkdtemp
+
+from eldr_sim import RunConfig, compare, simulate, sweep, write_report, write_result
+
+# What every run here has in common; a field has the name of its option, with underscores.
+base = RunConfig(topology="2P4D", request_rate=20, duration=15, warmup=5, output_len=128)
+result = simulate(base.model_copy(update={"policy": "eldr"}))
+summary = result.summary  # the fields of `vllm bench serve`, see docs/metrics.md
+print(summary["label"])
+print(f"  median TPOT      {summary['median_tpot_ms']:7.2f} ms")
+print(f"  p99 TTFT         {summary['p99_ttft_ms']:7.2f} ms")
+print(f"  output           {summary['output_throughput']:7.0f} tokens/s")
+print(f"  active experts   {summary['mean_active_experts_per_step']:7.2f} a layer and step")
+print(f"  rests on         {summary['weakest_provenance']} step times")
+
+# %% Its requests and steps are Arrow tables
+requests = result.requests.to_pandas()
+print(requests[requests["measured"]].groupby("domain")["tpot_ms"].median().round(2))
+steps = result.steps.to_pandas()
+print(steps[steps["role"] == "decode"].groupby("worker")["active_experts"].mean().round(1))
+
+# %% Policies on the same requests: paired over seeds, with 95% intervals
+comparison = compare(base, ["jsq", "domain", "eldr"], n_seeds=3)
+for difference in comparison.differences:
+    if difference.metric == "median_tpot_ms" and difference.reference == "round_robin":
+        print(
+            f"{difference.policy:>8}: median TPOT {difference.percent:+.1f}% "
+            f"[{difference.low:+.1f}, {difference.high:+.1f}] against round_robin"
+        )
+
+# %% Many runs: a sweep, as the mapping that its YAML file would hold (docs/sweeps.md)
+folder = Path(mkdtemp(prefix="eldr-sim-"))
+swept = sweep(
+    {
+        "config": {"topology": "2P4D", "duration": 8, "warmup": 4, "output_len": 64},
+        "sweep": {
+            "type": "grid",
+            "parameters": {"policy": ["jsq", "eldr"], "request_rate": [20, 60]},
+        },
+        "multiRun": {"numRuns": 2},
+    },
+    folder / "sweep",
+    jobs=1,
+)
+columns = ["policy", "request_rate", "median_tpot_ms", "mean_active_experts_per_step"]
+print(swept.aggregate.select(columns).to_pandas().round(2).to_string(index=False))
+
+# %% Results on disk, and one HTML page of them
+write_result(result, folder / "eldr")
+write_result(simulate(base), folder / "round_robin")
+page = folder / "report.html"
+write_report([folder / "eldr", folder / "round_robin", folder / "sweep"], page)
+print(f"Wrote {page}")

@@ -1,0 +1,129 @@
+"""What figures rest on, and what their reader must be warned of: at the head of every section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from eldr_sim.kernel_profiles.tables import PROVENANCES, weakest
+from eldr_sim.simulator.metrics import warnings_of
+from eldr_sim.simulator.report.markup import add, bullets, el, folded, number, table
+
+#: A line names at most so many runs, and a box shows at most so many warnings at once.
+_MOST_NAMES, _MOST_WARNINGS = 4, 6
+_PARTS = {"moe": "MoE layer", "gemm": "dense GEMMs", "host_gap": "host gap"}
+
+
+def basis(
+    summaries: Mapping[str, Mapping[str, Any]],
+    warn: Callable[[Mapping[str, Any]], Sequence[str]] = warnings_of,
+    also: Sequence[str] = (),
+) -> list[ET.Element]:
+    """Return warnings, the weakest provenance and the sources of some summaries.
+
+    Parameters
+    ----------
+    summaries
+        Summaries of runs by the name to use where they differ.
+    warn
+        Says what a summary must warn of.
+    also
+        More warnings, which come first.
+    """
+    warned = {name: warn(summary) for name, summary in summaries.items()}
+    told = warning_box([*also, *_told(warned)])
+    label = weakest([s["weakest_provenance"] for s in summaries.values()])
+    facts = el(
+        "p", "Weakest provenance of a step time: ", el("b", label, class_=f"badge p-{label}")
+    )
+    lines = trace_facts([summary["trace"] for summary in summaries.values()])
+    box = el("section", el("h3", "What the figures rest on"), facts, bullets(lines), class_="basis")
+    rows = {
+        (_PARTS.get(part, part.replace("_", " ")), source["label"], source["origin"])
+        for summary in summaries.values()
+        for part, source in summary["provenance"].items()
+    }
+    rows |= {("KV transfer", *_split(str(s["kv_transfer"]))) for s in summaries.values()}
+    sources = table("Sources of the step times", ["part", "provenance", "origin"], sorted(rows))
+    add(box, folded("Sources, part by part", sources))
+    return [*([told] if told is not None else []), box]
+
+
+def warning_box(lines: Sequence[str]) -> ET.Element | None:
+    """Return a box of warnings; None where there is none."""
+    if not lines:
+        return None
+    heading = "Warning" if len(lines) == 1 else f"{len(lines)} warnings"
+    shown = lines if len(lines) <= _MOST_WARNINGS else lines[: _MOST_WARNINGS - 1]
+    box = el("section", el("h3", heading), bullets(shown), class_="warnings", role="note")
+    if len(shown) < len(lines):
+        box.append(folded("The others", bullets(lines[len(shown) :])))
+    return box
+
+
+def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what a reader must know of the routing traces: origin, tiling, reuse.
+
+    Parameters
+    ----------
+    traces
+        ``trace`` of each run's summary.
+    """
+    lines = []
+    by_trace: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for trace in traces:
+        key = tuple(trace.get(name) for name in ("name", "provenance", "model", "layers"))
+        by_trace.setdefault(key, []).append(trace)
+    for (name, provenance, model, layers), own in by_trace.items():
+        lines.append(f"Routing trace {name} ({provenance}), of {model}.")
+        if layers:
+            lines.append(f"Layers: {layers}.")
+        replayed = [trace for trace in own if trace.get("trace_requests_replayed")]
+        if replayed:
+            lines.append(
+                f"Reuse: {_span(replayed, 'trace_requests_replayed')} recorded requests serve "
+                f"{_span(replayed, 'n_requests')}; each is replayed "
+                f"{_span(replayed, 'trace_request_uses_mean')} times in the mean, "
+                f"{_span(replayed, 'trace_request_uses_max')} times at most."
+            )
+        beyond = [t for t in own if t.get("output_tokens_beyond_recorded_share")]
+        if beyond:
+            lines.append(
+                f"{_span(beyond, 'output_tokens_beyond_recorded_share', 100.0)}% of the output "
+                "tokens lie beyond what was recorded of their request and replay it again."
+            )
+    return lines
+
+
+def _span(traces: Sequence[Mapping[str, Any]], key: str, factor: float | None = None) -> str:
+    """Return a value, or the least and the greatest."""
+    values = [trace[key] for trace in traces]
+    ends = [v if factor is None else factor * v for v in dict.fromkeys((min(values), max(values)))]
+    return " to ".join(number(end) if isinstance(end, int) else f"{end:.1f}" for end in ends)
+
+
+def _told(lines_of: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return each line once; one that not all say with the names of those that do."""
+    who: dict[str, list[str]] = {}
+    for name, lines in lines_of.items():
+        for line in lines:
+            who.setdefault(line, []).append(name)
+    told = []
+    for line, names in who.items():
+        if len(names) == len(lines_of):
+            told.append(line)
+        elif len(names) <= _MOST_NAMES:
+            told.append(f"{', '.join(names)}: {line}")
+        else:
+            told.append(f"{len(names)} of {len(lines_of)}: {line}")
+    return told
+
+
+def _split(kv_transfer: str) -> tuple[str, str]:
+    """Split ``observed: derived: words`` into label and origin."""
+    preset, _, rest = kv_transfer.partition(": ")
+    label, colon, origin = rest.partition(": ")
+    if not colon or label not in PROVENANCES:
+        return preset, rest
+    return label, f"{preset}: {origin}"

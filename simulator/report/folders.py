@@ -1,0 +1,100 @@
+"""Folders of results: which command wrote them, and what is in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eldr_sim.errors import InputError
+
+Kind = Literal["run", "comparison", "sweep", "plan"]
+#: Files that tell a folder's kind, the most telling first.
+_FILES: dict[Kind, tuple[str, ...]] = {
+    "plan": ("plan.json", "points.parquet"),
+    "sweep": ("sweep.json", "points.parquet", "aggregate.parquet"),
+    "comparison": ("summary.json", "runs.parquet"),
+    "run": ("summary.json", "config.json", "requests.parquet", "steps.parquet"),
+}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of results.
+
+    Attributes
+    ----------
+    name
+        The folder's name, or its path where two folders have one name.
+    kind
+        What command wrote it.
+    documents, tables
+        Its JSON and Parquet files by name without the ending.
+    """
+
+    name: str
+    kind: Kind
+    documents: dict[str, dict[str, Any]]
+    tables: dict[str, pa.Table]
+
+
+def open_folders(paths: Sequence[Path]) -> list[Folder]:
+    """Read folders of results.
+
+    Raises
+    ------
+    InputError
+        If a folder is no result, is given twice or cannot be read.
+    """
+    if not paths:
+        raise InputError("DIR", "no folder given", "folders that run, compare, sweep or plan wrote")
+    resolved = [path.resolve() for path in paths]
+    for path, place in zip(paths, resolved, strict=True):
+        if resolved.count(place) > 1:
+            raise InputError("DIR", f"{path} is given twice")
+    names = [place.name for place in resolved]
+    return [
+        _open(path, name if names.count(name) == 1 else str(path))
+        for path, name in zip(paths, names, strict=True)
+    ]
+
+
+def _open(path: Path, name: str) -> Folder:
+    kind = next(
+        (k for k, files in _FILES.items() if all((path / file).is_file() for file in files)), None
+    )
+    if kind is None:
+        raise InputError(
+            "DIR",
+            f"{path} is no result" if path.is_dir() else f"{path} is no folder",
+            "a folder that eldr-sim run, compare, sweep or plan wrote with --out",
+        )
+    files = [path / file for file in _FILES[kind]]
+    return Folder(
+        name,
+        kind,
+        {file.stem: _read_json(file) for file in files if file.suffix == ".json"},
+        {file.stem: _read_table(file) for file in files if file.suffix == ".parquet"},
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("DIR", f"cannot read {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise InputError("DIR", f"{path} holds no JSON object")
+    return value
+
+
+def _read_table(path: Path) -> pa.Table:
+    try:
+        return pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError("DIR", f"cannot read {path}: {' '.join(str(error).split())}") from None
