@@ -12,6 +12,7 @@ from eldr_sim.cli.compare import compare
 from eldr_sim.cli.fit import fit
 from eldr_sim.cli.listing import gpus, models, tables
 from eldr_sim.cli.plan import plan
+from eldr_sim.cli.profile import profile
 from eldr_sim.cli.report import report
 from eldr_sim.cli.reproduce import reproduce
 from eldr_sim.cli.run import run
@@ -30,8 +31,8 @@ def cli() -> None:
 
 
 for command in (
-    run, compare, sweep, plan, what_if, report, reproduce, validate, fit, trace, gpus, models,
-    tables,
+    run, compare, sweep, plan, what_if, report, reproduce, validate, fit, profile, trace, gpus,
+    models, tables,
 ):  # fmt: skip
     cli.add_command(command)
 trace.add_command(capture)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
 
@@ -99,19 +100,33 @@ def list_gpus() -> list[str]:
     return list(_registry())
 
 
-def load_gpu(name: str) -> GPU:
+def load_gpu(name: str | Path) -> GPU:
     """Find a GPU by name or alias (case, spaces, hyphens and underscores do not matter).
+
+    A device that is not listed is the path of a ``gpu.json``, or of the folder that holds one, as
+    ``eldr-sim profile`` writes it.
 
     Raises
     ------
     InputError
-        No such GPU.
+        No such GPU, or no readable description of one.
     """
 
     def key(text: str) -> str:
         return "".join(character for character in text.lower() if character.isalnum())
 
     for gpu in _registry().values():
-        if key(name) in {key(known) for known in (gpu.name, *gpu.aliases)}:
+        if key(str(name)) in {key(known) for known in (gpu.name, *gpu.aliases)}:
             return gpu
-    raise InputError("gpu", f"unknown GPU {name!r}", ", ".join(list_gpus()))
+    path = Path(name)
+    path = path / "gpu.json" if path.is_dir() else path
+    if not path.is_file():
+        raise InputError("gpu", f"unknown GPU {str(name)!r}", ", ".join(list_gpus()))
+    try:
+        return GPU.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InputError("gpu", f"cannot read {path}: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "gpu"
+        raise InputError("gpu", f"{path}: {where}: {first['msg']}") from None

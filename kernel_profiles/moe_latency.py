@@ -19,6 +19,10 @@ kernels, which sort them and choose their tiles by them, but only its own expert
 and only about 1 / R of the token-expert pairs are computed. Tables measured so (their shape has an
 ``expert_parallel_size``) are fitted over the rank's own experts. Where there is none,
 :meth:`MoELatency.on_rank` reads the whole layer's function at the rank's count.
+
+A profile's table holds a full grid of forced routing (``routing`` is ``forced``) and needs no form:
+:class:`MoEGrid` interpolates it. Its rows with skewed loads (``forced_zipf_*``) measure how much
+the form leaves out, and are not fitted.
 """
 
 from __future__ import annotations
@@ -167,11 +171,96 @@ class MoELatency:
         return np.maximum(balanced, interpolate(counts, self.unbalanced_knots, self.unbalanced_s))
 
 
-def fit_moe_latency(table: LatencyTable) -> MoELatency:
-    """Fit the form of this module to a table.
+@dataclass(frozen=True, eq=False)
+class MoEGrid(MoELatency):
+    """One MoE layer through the points of a full grid, linear in between.
 
-    Tables with rows whose distinct experts are exact (``balanced`` routing, or a profile's forced
-    routing) are followed point by point. Tables with expectations only get the straight line
+    Attributes
+    ----------
+    knots
+        Batches of the grid, ascending.
+    grid_knots_s
+        float64 [knots, n_experts + 1]: seconds by distinct experts, non-decreasing. Where a batch
+        cannot reach a count, its row goes on with its last slope.
+    """
+
+    knots: FloatArray = field(default_factory=lambda: np.empty(0))
+    grid_knots_s: FloatArray = field(default_factory=lambda: np.empty((0, 0)))
+
+    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
+        """Seconds at (batch, distinct experts); past the last batch its last slope goes on."""
+        tokens, experts = np.broadcast_arrays(
+            np.asarray(batch, dtype=np.float64), np.asarray(distinct, dtype=np.float64)
+        )
+        column = np.clip(experts.astype(np.intp), 0, self.n_experts - 1)
+        part = np.clip(experts - column, 0.0, 1.0)
+        row = np.clip(np.searchsorted(self.knots, tokens, side="right") - 1, 0, None)
+        row = np.minimum(row, max(len(self.knots) - 2, 0))
+        above = np.minimum(row + 1, len(self.knots) - 1)
+        low, high = (
+            (1 - part) * self.grid_knots_s[i, column] + part * self.grid_knots_s[i, column + 1]
+            for i in (row, above)
+        )
+        width = np.maximum(self.knots[above] - self.knots[row], 1.0)
+        share = np.maximum((tokens - self.knots[row]) / width, 0.0)
+        inside = (1 - share) * low + share * high
+        beyond = high + np.maximum(high - low, 0.0) * (share - 1)
+        return np.asarray(np.where(share > 1, beyond, inside), dtype=np.float64)
+
+    def on_rank(self, n_ranks: int) -> MoELatency:
+        """Return one of ``n_ranks`` GPUs' layer: as many pairs on as many experts take as long.
+
+        A rank gets 1 / n_ranks of the token-expert pairs, so a batch costs what one that many
+        times smaller costs on a GPU with all experts.
+        """
+        if n_ranks == 1:
+            return self
+        form = super().on_rank(n_ranks)
+        assert isinstance(form, MoEGrid)
+        return replace(
+            form,
+            batch_knots=self.batch_knots * n_ranks,
+            knots=self.knots * n_ranks,
+            grid_knots_s=self.grid_knots_s[:, : self.n_experts // n_ranks + 1],
+        )
+
+
+def fit_grid(
+    batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
+) -> MoEGrid:
+    """Arrange exact rows as a grid, beside the form fitted to them."""
+    knots = np.unique(batch)
+    counts = np.arange(n_experts + 1.0)
+    rows, slopes = [], []
+    for tokens in knots:
+        at = np.flatnonzero(batch == tokens)
+        at = at[np.argsort(distinct[at])]
+        levels, values = distinct[at], monotone_envelope(latency[at])
+        slopes.append(np.diff(values) / np.diff(levels))
+        rows.append((levels, values))
+    known = [i for i, slope in enumerate(slopes) if len(slope)]
+    grid = np.empty((len(knots), n_experts + 1))
+    for i, (levels, values) in enumerate(rows):
+        # A batch that was measured at one count takes the slopes of the nearest batch with more.
+        near = min(known, key=lambda j: abs(j - i)) if known else None
+        first, last = (0.0, 0.0) if near is None else (slopes[near][0], slopes[near][-1])
+        grid[i] = np.interp(counts, levels, values)
+        grid[i] -= first * np.maximum(levels[0] - counts, 0.0)
+        grid[i] += last * np.maximum(counts - levels[-1], 0.0)
+    form = fit_max_form(batch, distinct, latency, n_experts, top_k)
+    fields = {name: getattr(form, name) for name in MoELatency.__dataclass_fields__}
+    fields["batch_knots"] = np.unique(np.concatenate([[0.0], knots]))
+    fields["batch_s"] = interpolate(fields["batch_knots"], form.batch_knots, form.batch_s)
+    floor = latency.min() * 1e-3
+    return MoEGrid(**fields, knots=knots, grid_knots_s=np.maximum(grid, floor))
+
+
+def fit_moe_latency(table: LatencyTable) -> MoELatency:
+    """Fit the form of this module to a table, or follow a profile's grid.
+
+    Tables with rows whose distinct experts are exact (``balanced`` routing) are followed point by
+    point; so is a profile's grid of forced routing, by :class:`MoEGrid`, whose errors are those
+    that the profile found on rows that it held out. Tables with expectations only get the line
     ``a + b * distinct + c * batch`` up to 128 tokens, and their own excess over it beyond.
 
     Raises
@@ -187,10 +276,17 @@ def fit_moe_latency(table: LatencyTable) -> MoELatency:
     batch = table.columns["batch"].astype(np.float64)
     distinct = table.columns["distinct_experts"].astype(np.float64)
     latency = table.columns["latency_s"].astype(np.float64)
-    skewed = np.array([str(r).startswith("power_law") for r in table.columns["routing"]])
+    routing = table.columns["routing"]
+    skewed = np.array([str(r).startswith("power_law") for r in routing])
     if len(batch) < 4:
         raise InputError("table", f"{len(batch)} rows", "at least 4 to fit a MoE layer")
-    exact = ~skewed
+    forced = np.array([str(r) == "forced" for r in routing])
+    inexact = ("power_law", "forced_zipf")
+    exact = np.array([not str(r).startswith(inexact) for r in routing])
+    fitted: MoELatency
+    if forced.any():
+        grid = fit_grid(batch[exact], distinct[exact], latency[exact], n_experts, top_k)
+        return replace(grid, fit_error=dict(table.metadata.fit_error))
     if exact.any():
         fitted = _follow(batch[exact], distinct[exact], latency[exact], n_experts, top_k)
     else:
@@ -223,14 +319,14 @@ def _follow(
     batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
 ) -> MoELatency:
     """The form through exact rows, with leave-one-out errors over the distinct counts."""
-    model = _separate(batch, distinct, latency, n_experts, top_k)
+    model = fit_max_form(batch, distinct, latency, n_experts, top_k)
     residual = np.abs(model.time_s(batch, distinct) / latency - 1)
     errors = {"rows_mean": float(residual.mean()), "rows_max": float(residual.max())}
     levels = np.unique(distinct)
     left_out = []
     for level in levels[1:-1]:
         keep = distinct != level
-        without = _separate(batch[keep], distinct[keep], latency[keep], n_experts, top_k)
+        without = fit_max_form(batch[keep], distinct[keep], latency[keep], n_experts, top_k)
         gone = ~keep
         left_out += list(np.abs(without.time_s(batch[gone], distinct[gone]) / latency[gone] - 1))
     if left_out:
@@ -241,7 +337,7 @@ def _follow(
     return replace(model, fit_error=errors)
 
 
-def _separate(
+def fit_max_form(
     batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
 ) -> MoELatency:
     """Split exact rows into G and C.

@@ -34,13 +34,19 @@ from eldr_sim.kernel_profiles.kernel_latency import (
     PrefillAttention,
 )
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.kernel_profiles.moe_latency import MoELatency, fit_moe_latency
+from eldr_sim.kernel_profiles.moe_latency import (
+    MoELatency,
+    fit_moe_latency,
+    interpolate,
+    monotone_envelope,
+)
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.tables import (
     MOE_DTYPES,
     LatencyTable,
     Provenance,
     attention_shape,
+    elementwise_shape,
     find_table,
     moe_shape,
     weakest,
@@ -281,11 +287,11 @@ def build_step_time_model(
     ):
         if value < 1:
             raise InputError(name, f"{value}", "1 or more")
-    gap = HOST_GAP_S if host_gap_s is None else float(host_gap_s)
-    if not (np.isfinite(gap) and gap >= 0):
+    if host_gap_s is not None and not (np.isfinite(host_gap_s) and host_gap_s >= 0):
         raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
 
     parts = _Parts(dims, device, parallelism, tables, max_model_len, kernel_source)
+    gap = parts.host_gap_s(host_gap_s)
     rows = np.arange(max_num_seqs + 1.0)
     fixed = parts.dense_s(rows) + parts.sums_s(rows) + parts.head_s(rows) + gap
     fixed[0] = 0.0
@@ -302,11 +308,6 @@ def build_step_time_model(
     base = dims.n_moe_layers * parts.moe.prefill_s(chunk) + mixed
     windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     measured = [decode for _, decode, _ in parts.attention]
-    parts.provenance["host_gap"] = {
-        "label": "published" if host_gap_s is None else "measured",
-        "origin": "GPT-OSS-120B on H200 (TPOT less kernels)" if host_gap_s is None else "given",
-        "kernel_source": "",
-    }
     return StepTimeModel(
         model=dims,
         gpu=device,
@@ -358,14 +359,7 @@ class _Parts:
         self.gemm = self._gemm()
         self.attention = self._attention(max_model_len)
         self.collectives = self._collectives()
-        norms = gpu.name in ("H100", "H200")
-        self.provenance["norms"] = {
-            "label": "published" if norms else "derived",
-            "origin": "8 us a layer on H100 and H200 under CUDA graphs"
-            + ("" if norms else ", taken over")
-            + "; large batches from bytes over bandwidth",
-            "kernel_source": "",
-        }
+        self.elementwise = self._elementwise()
         weights = parallelism.weight_bytes(whole)
         if weights > 0.9 * gpu.memory_bytes:
             share = "" if parallelism == SINGLE_GPU else " on each GPU"
@@ -454,6 +448,45 @@ class _Parts:
         if self.model.linear_dtype != "bfloat16":
             self._record_roofline("gemm")
         return GemmLatency.from_table(table)
+
+    def _elementwise(self) -> LatencyTable | None:
+        table = find_table(
+            "elementwise",
+            self.gpu.name,
+            shape=elementwise_shape(
+                self.model.hidden_size,
+                self.model.n_heads,
+                self.model.n_kv_heads,
+                self.model.head_dim,
+            ),
+            extra=self.tables,
+        )
+        if table is not None:
+            self._record("norms", table)
+            return table
+        norms = self.gpu.name in ("H100", "H200")
+        self.provenance["norms"] = {
+            "label": "published" if norms else "derived",
+            "origin": "8 us a layer on H100 and H200 under CUDA graphs"
+            + ("" if norms else ", taken over")
+            + "; large batches from bytes over bandwidth",
+            "kernel_source": "",
+        }
+        return None
+
+    def host_gap_s(self, given: float | None) -> float:
+        """Engine time per step: given, else the median of a profile's table, else the default."""
+        shape = {"n_layers": self.whole.n_layers, "hidden_size": self.whole.hidden_size}
+        table = find_table("host_gap", self.gpu.name, shape=shape, extra=self.tables)
+        if given is None and table is not None:
+            self._record("host_gap", table)
+            return float(np.median(table.columns["latency_s"]))
+        self.provenance["host_gap"] = {
+            "label": "published" if given is None else "measured",
+            "origin": "GPT-OSS-120B on H200 (TPOT less kernels)" if given is None else "given",
+            "kernel_source": "",
+        }
+        return HOST_GAP_S if given is None else float(given)
 
     def _collectives(self) -> dict[str, CollectiveLatency]:
         """Tables of collectives between this many GPUs: ``custom`` (all-reduce only), ``nccl``."""
@@ -571,13 +604,21 @@ class _Parts:
 
         Small batches take :data:`NORMS_S` a layer. Large ones move 2-byte elements: two fused
         residual norms read and write hidden state and residual (8 hidden), rotary embedding with
-        its norms reads and writes queries and keys, the cache takes keys and values.
+        its norms reads and writes queries and keys, the cache takes keys and values. A profile's
+        table replaces both.
         """
         model = self.model
         bandwidth = roofline.efficiency_of(self.gpu).bandwidth * self.gpu.memory_bandwidth
-        heads = 2 * (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
-        moved = 2 * (8 * model.hidden_size + heads) * rows
-        layers = model.n_layers * np.maximum(NORMS_S, moved / bandwidth)
+        if self.elementwise is not None:
+            columns = self.elementwise.columns
+            order = np.argsort(columns["tokens"])
+            seconds = monotone_envelope(columns["latency_s"][order])
+            knots = columns["tokens"][order].astype(np.float64)
+            layers = model.n_layers * np.where(rows > 0, interpolate(rows, knots, seconds), 0.0)
+        else:
+            heads = 2 * (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
+            moved = 2 * (8 * model.hidden_size + heads) * rows
+            layers = model.n_layers * np.maximum(NORMS_S, moved / bandwidth)
         return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
 
     def head_s(self, rows: FloatArray) -> FloatArray:

@@ -11,6 +11,10 @@ attention_decode    batch, context (tokens attended to, the new one included)
 attention_prefill   batch, new_tokens (all of the sequence: nothing cached)
 gemm                m (rows), n (out features), k (in features)
 collective          operation, n_gpus, message_bytes
+attention_chunk     new_tokens, context (cached and new tokens)
+elementwise         tokens: norms, rotary embedding and KV writes of one layer
+host_gap            batch: a decode step's time less the sum of its kernels, of the whole model
+kv_transfer         message_bytes, descriptors
 ==================  =====================================================================
 
 Optional columns: ``latency_q1_s``, ``latency_q3_s`` (quartiles) and ``repeats``. Imported tables
@@ -45,13 +49,27 @@ Provenance = Literal["measured", "imported", "published", "derived", "roofline"]
 PROVENANCES: tuple[Provenance, ...] = get_args(Provenance)
 """From strongest to weakest."""
 
-Kind = Literal["moe", "attention_decode", "attention_prefill", "gemm", "collective"]
+Kind = Literal[
+    "moe",
+    "attention_decode",
+    "attention_prefill",
+    "gemm",
+    "collective",
+    "attention_chunk",
+    "elementwise",
+    "host_gap",
+    "kv_transfer",
+]
 _COLUMNS: dict[Kind, dict[str, str]] = {
     "moe": {"batch": "i", "distinct_experts": "f", "routing": "s"},
     "attention_decode": {"batch": "i", "context": "i"},
     "attention_prefill": {"batch": "i", "new_tokens": "i"},
     "gemm": {"m": "i", "n": "i", "k": "i"},
     "collective": {"operation": "s", "n_gpus": "i", "message_bytes": "i"},
+    "attention_chunk": {"new_tokens": "i", "context": "i"},
+    "elementwise": {"tokens": "i"},
+    "host_gap": {"batch": "i"},
+    "kv_transfer": {"message_bytes": "i", "descriptors": "i"},
 }
 _OPTIONAL = {"latency_q1_s": "f", "latency_q3_s": "f", "repeats": "i"}
 
@@ -91,7 +109,7 @@ class TableMetadata(BaseModel):
     """Name of the GPU, as in :mod:`eldr_sim.kernel_profiles.gpus`."""
     shape: dict[str, int]
     """What identifies the kernel besides the rows: see :func:`moe_shape`, :func:`attention_shape`;
-    empty for GEMMs and collectives."""
+    empty for GEMMs, collectives and transfers."""
     dtype: str
     """Data type of weights (MoE, GEMM), KV cache (attention) or message (collective)."""
     kernel_source: str
@@ -256,6 +274,16 @@ def attention_shape(n_heads: int, n_kv_heads: int, head_dim: int, window: int) -
     return {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "window": window}
 
 
+def elementwise_shape(hidden: int, n_heads: int, n_kv_heads: int, head_dim: int) -> dict[str, int]:
+    """Shape of one layer's norms, rotary embedding and KV writes as it identifies a table."""
+    return {
+        "hidden_size": hidden,
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
 def table_name(metadata: TableMetadata) -> str:
     """File name of a table: GPU, kind, shape, dtype and framework."""
     letters = {
@@ -268,6 +296,7 @@ def table_name(metadata: TableMetadata) -> str:
         "n_kv_heads": "kv",
         "head_dim": "d",
         "window": "w",
+        "n_layers": "l",
     }
     parts = [metadata.gpu, metadata.kind]
     parts += [f"{letters[name]}{value}" for name, value in metadata.shape.items()]

@@ -155,10 +155,11 @@ def test_prefill_attention_meets_single_prompts(path):
     assert (np.diff(attention.alone_s) >= 0).all()
     assert (np.diff(attention.share_s) >= 0).all()
     assert attention.share_s[0] == 0
-    # Past the last row: quadratic for full attention, linear for windows.
+    # Past the last row: quadratic for full attention, linear for windows, and still somewhat less
+    # where few heads leave the fixed cost in sight.
     growth = attention.alone_s[32768] / attention.alone_s[16384]
     window = table.metadata.shape["window"]
-    assert 1.6 < growth < (2.6 if window else 5.5)
+    assert 1.5 < growth < (2.6 if window else 5.5)
 
 
 @pytest.mark.parametrize("path", _of_kind("collective"))

@@ -149,7 +149,7 @@ def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.
     """
     calibration = np.array([prompt.split == "calibration" for prompt in prompts])
     free = np.flatnonzero([prompt.split is None for prompt in prompts])
-    calibration[free] = split_calibration([prompts[i].domain for i in free], fraction)
+    calibration[free] = split_calibration([prompts[i].domain for i in free.tolist()], fraction)
     return calibration
 
 

@@ -1,0 +1,178 @@
+"""``eldr-sim profile``: measure the kernels of a GPU, or of this machine's CPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from eldr_sim.cli.console import print_table, progress_bar
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
+
+if TYPE_CHECKING:
+    from eldr_sim.kernel_profiles.profile.session import Profile
+
+
+def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> float:
+    """Read a time such as 90s, 5m or 1.5h."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise InputError("budget", repr(text), "a time such as 90s, 5m or 1h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+@click.command(short_help="Measure the kernels of a GPU, or of the CPU.")
+@click.option(
+    "--model",
+    "models",
+    default="Qwen3-30B-A3B",
+    show_default=True,
+    metavar="NAME|PATH,...",
+    help="Models whose kernels to measure.",
+)
+@click.option("--device", default="cuda", show_default=True, metavar="cuda|cpu")
+@click.option("--budget", callback=_seconds, default="5m", show_default=True, metavar="TIME")
+@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
+@click.option("--resume", is_flag=True, help="Go on with the profile in --out.")
+@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
+@click.option(
+    "--only",
+    metavar="PART,...",
+    help="Some of moe, moe-vllm, attention, gemm, elementwise, collectives, nixl, host-gap.",
+)
+@click.option(
+    "--tensor-parallel-size",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="GPUs of a worker: kernels of one GPU's part of the model.",
+)
+@click.option(
+    "--enable-expert-parallel/--no-enable-expert-parallel",
+    default=False,
+    help="Whole experts spread over those GPUs.",
+)
+@click.option(
+    "--threads", type=int, default=1, show_default=True, metavar="N", help="Threads, on the CPU."
+)
+def profile(
+    models: str,
+    device: str,
+    budget: float,
+    out: Path,
+    resume: bool,
+    plot: bool,
+    only: str | None,
+    tensor_parallel_size: int,
+    enable_expert_parallel: bool,
+    threads: int,
+) -> None:
+    """Measure kernels and write latency tables for `eldr-sim run --tables DIR`.
+
+    Coarse over all kernels first, then finer, until the budget ends; --resume goes on. Needs
+    `pip install eldr-sim[profile]`; KV transfers also `pip install nixl`.
+    """
+    from eldr_sim.kernel_profiles.profile import session
+    from eldr_sim.kernel_profiles.profile.device import open_device
+    from eldr_sim.kernel_profiles.profile.plan import PARTS, Target
+    from eldr_sim.kernel_profiles.profile.plots import plot_profile
+
+    start = time.monotonic()
+    parallelism = Parallelism(tensor_parallel_size, enable_expert_parallel)
+    targets = [Target(load_model(name.strip()), parallelism) for name in models.split(",")]
+    for target in targets:
+        parallelism.check(target.model)
+    parts = PARTS if only is None else tuple(part.strip() for part in only.split(","))
+    opened = open_device(device, threads)
+    try:
+        with progress_bar(f"Profiling {opened.facts['device']}") as update:
+            found = session.profile(
+                targets,
+                opened,
+                out,
+                budget_s=budget,
+                parts=parts,
+                resume=resume,
+                progress=lambda share, _task: update(share),
+            )
+    except KeyboardInterrupt:
+        if not (out / session.JOURNAL).exists():
+            raise
+        click.echo(
+            f"Interrupted: {out / session.JOURNAL} keeps what was measured; go on with --resume.",
+            err=True,
+        )
+        sys.exit(130)
+    pictures = plot_profile(out, found.tables, found.summary) if plot else []
+    _report(found, time.monotonic() - start)
+    gpu = out / "gpu.json" if (out / "gpu.json").exists() else opened.name
+    click.echo(f"Wrote {len(found.tables)} tables and {len(pictures)} pictures to {out}")
+    click.echo(f"Use them: eldr-sim run --gpu {gpu} --tables {out} --model {models.split(',')[0]}")
+
+
+def _report(found: Profile, took: float) -> None:
+    summary = found.summary
+    click.echo(
+        f"{summary['facts']['device']}: {took:.0f} s; copy {summary['copy_bandwidth'] / 1e9:.1f} "
+        f"GB/s, large bf16 GEMM {summary['gemm_flops'] / 1e12:.3f} TFLOP/s"
+    )
+    rows = [
+        [name, f"{entry['done']}", f"{entry['planned']}", summary["skipped"].get(name, "")]
+        for name, entry in summary["coverage"].items()
+    ]
+    print_table("Coverage", ["kernel", "done", "planned", "skipped because"], rows)
+    for name, fit in summary["moe_fits"].items():
+        linear = fit["linear"]
+        click.echo(
+            f"{name}: {linear['a_us']:.1f} + {linear['b_us']:.3f} d + {linear['c_us']:.3f} tokens "
+            f"us up to 128 tokens; held-out error "
+            + ", ".join(
+                f"{form} {fit[form]['held_out_mean']:.1%} (max {fit[form]['held_out_max']:.1%})"
+                for form in ("linear", "max_form", "grid")
+                if "held_out_mean" in fit[form]
+            )
+        )
+    for name, entry in summary["moe_bandwidth"].items():
+        shares = entry["share_of_copy_bandwidth"]
+        click.echo(
+            f"{name}: reads at {shares['min']:.0%} to {shares['max']:.0%} of the copy bandwidth at "
+            "batch 16 to 64 with half of the experts or more"
+            + (f"; {entry['held_back_by']}" if "held_back_by" in entry else "")
+        )
+    if summary["kv_transfer"]:
+        fit = summary["kv_transfer"]
+        click.echo(
+            f"KV transfer: {fit['setup_us']:.1f} us + {fit['descriptor_us']:.2f} us a descriptor + "
+            f"bytes at {fit['bandwidth_gb_s']:.1f} GB/s; error {fit['mean_error']:.0%} "
+            f"(max {fit['max_error']:.0%})"
+        )
+    for name, reason in summary["incomplete_tables"].items():
+        click.echo(f"Not written, too few points yet: {name}: {reason}", err=True)
+    if summary["points_compared"]:
+        large = summary["differences_over_10_percent"]
+        rows = [
+            [
+                d["kind"],
+                d["point"],
+                f"{d['measured_us']:.1f}",
+                f"{d['other_us']:.1f}",
+                f"{d['measured_us'] / d['other_us'] - 1:+.0%}",
+                d["other"],
+                d["likely"] or "not known",
+            ]
+            for d in large
+        ]
+        columns = ["kernel", "point", "here, us", "there, us", "differs", "there", "likely"]
+        print_table(
+            f"{len(large)} of {summary['points_compared']} points differ from the shipped tables "
+            "by over 10%; those state no driver, clocks or power cap",
+            columns,
+            rows,
+        )

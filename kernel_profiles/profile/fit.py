@@ -1,0 +1,249 @@
+"""Forms fitted to a profile, with errors on the fifth of the grid that was held out; effects.
+
+Three forms of a MoE layer's time are fitted to four fifths of the evenly loaded points:
+
+- ``linear``: ``a + b * distinct + c * tokens``, up to 128 tokens.
+- ``max_form``: the form of :mod:`eldr_sim.kernel_profiles.moe_latency` for imported tables.
+- ``grid``: linear interpolation, which is what a run uses (then through all points).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from eldr_sim.kernel_profiles.kernel_latency import PrefillAttention
+from eldr_sim.kernel_profiles.moe_latency import fit_grid, fit_max_form
+from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
+from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
+from eldr_sim.kernel_profiles.tables import LatencyTable
+
+FloatArray = NDArray[np.float64]
+DECODE_TOKENS = 128
+"""Batches that the linear form is fitted and scored on."""
+_BYTES_PER_WEIGHT = {"bfloat16": 2.0, "fp8_block": 1.0, "w4a16_mxfp4": 17 / 32}
+
+
+def even_rows(table: LatencyTable) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Batch, distinct experts and seconds of the evenly loaded rows."""
+    rows = np.asarray(table.columns["routing"]) == FORCED
+    batch, distinct, latency = (
+        np.asarray(table.columns[name])[rows].astype(np.float64)
+        for name in ("batch", "distinct_experts", "latency_s")
+    )
+    return batch, distinct, latency
+
+
+def _linear(
+    batch: FloatArray, distinct: FloatArray, latency: FloatArray
+) -> tuple[float, float, float]:
+    """Least squares of relative errors, no coefficient negative."""
+    design = np.stack([np.ones(len(batch)), distinct, batch], axis=1)
+    (a, b, c), _ = nnls(design / latency[:, None], np.ones(len(batch)))
+    return float(a), float(b), float(c)
+
+
+def moe_report(table: LatencyTable) -> dict[str, Any]:
+    """Fit the three forms to a MoE table and score them on the held-out points.
+
+    Returns
+    -------
+    dict
+        ``linear`` (with a, b, c in microseconds), ``max_form``, ``grid``: mean and largest
+        relative error on held-out points up to 128 tokens, and for the latter two on all; the
+        number of points.
+    """
+    shape = table.metadata.shape
+    ranks = shape.get("expert_parallel_size", 1)
+    n_experts, top_k = shape["n_experts"] // ranks, shape["top_k"] / ranks
+    batch, distinct, latency = even_rows(table)
+    points = [MoEPoint(int(b), int(d)) for b, d in zip(batch, distinct, strict=True)]
+    hidden = held_out(points)
+    out = np.array([point in hidden for point in points])
+    decode = batch <= DECODE_TOKENS
+    kept = ~out
+    coefficients = _linear(*(values[kept & decode] for values in (batch, distinct, latency)))
+    a, b, c = coefficients
+
+    def score(
+        predict: Callable[[FloatArray, FloatArray], FloatArray], rows: NDArray[np.bool_], name: str
+    ) -> dict[str, float]:
+        if not rows.any():
+            return {}
+        errors = np.abs(predict(batch[rows], distinct[rows]) / latency[rows] - 1)
+        return {f"{name}_mean": float(errors.mean()), f"{name}_max": float(errors.max())}
+
+    report: dict[str, Any] = {
+        "points": len(points),
+        "held_out": int(out.sum()),
+        "linear": {
+            "a_us": a * 1e6,
+            "b_us": b * 1e6,
+            "c_us": c * 1e6,
+            **score(lambda x, d: a + b * d + c * x, out & decode, "held_out"),
+            **score(lambda x, d: a + b * d + c * x, kept & decode, "fitted"),
+        },
+    }
+    train = batch[kept], distinct[kept], latency[kept]
+    for name, model in (
+        ("max_form", fit_max_form(*train, n_experts, top_k)),
+        ("grid", fit_grid(*train, n_experts, top_k)),
+    ):
+        report[name] = {
+            **score(model.time_s, out & decode, "held_out"),
+            **score(model.time_s, out, "held_out_all_batches"),
+        }
+    return report
+
+
+def _by_point(table: LatencyTable) -> dict[tuple[int, int, str], float]:
+    columns = table.columns
+    names = ("batch", "distinct_experts", "routing", "latency_s")
+    rows = zip(*(columns[name].tolist() for name in names), strict=True)
+    return {(int(b), int(d), str(r)): float(t) for b, d, r, t in rows}
+
+
+def effects(tables: Mapping[str, Sequence[LatencyTable]]) -> dict[str, Any]:
+    """Ratios of times that differ in one thing only, by MoE table.
+
+    ``skew`` is the time of a skewed load over that of the even load at the same batch and count;
+    ``warm_cache`` and ``eager`` are over the table that a run uses.
+    """
+    found: dict[str, Any] = {}
+    for table in tables.get("", []):
+        if table.metadata.kind != "moe":
+            continue
+        base = _by_point(table)
+        name = (
+            " ".join([table.metadata.kernel_source, table.metadata.dtype])
+            + " "
+            + ",".join(f"{key}={value}" for key, value in table.metadata.shape.items())
+        )
+        skew: dict[str, list[float]] = {}
+        for (batch, count, routing), seconds in base.items():
+            even = base.get((batch, count, FORCED))
+            if routing != FORCED and even:
+                skew.setdefault(routing, []).append(seconds / even)
+        entry: dict[str, Any] = {
+            "skew": {routing: _spread(ratios) for routing, ratios in sorted(skew.items())}
+        }
+        for folder in ("warm_cache", "eager"):
+            for other in tables.get(folder, []):
+                same = (other.metadata.kind, other.metadata.shape, other.metadata.dtype) == (
+                    table.metadata.kind,
+                    table.metadata.shape,
+                    table.metadata.dtype,
+                )
+                if same and other.metadata.kernel_source == table.metadata.kernel_source:
+                    ratios = {
+                        f"{point[0]}x{point[1]}": seconds / base[point]
+                        for point, seconds in _by_point(other).items()
+                        if point in base and point[2] == FORCED
+                    }
+                    entry[folder] = {**_spread(list(ratios.values())), "points": ratios}
+        found[name] = entry
+    return found
+
+
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
+    if not ratios:
+        return {}
+    low, middle, high = np.quantile(ratios, (0.0, 0.5, 1.0))
+    return {"min": float(low), "median": float(middle), "max": float(high), "n": len(ratios)}
+
+
+def expert_bytes(table: LatencyTable) -> float:
+    """Bytes of one expert's weights as stored (FP8's few scales left out)."""
+    shape = table.metadata.shape
+    weights = 3 * shape["hidden_size"] * shape["expert_intermediate_size"]
+    return weights * _BYTES_PER_WEIGHT[table.metadata.dtype]
+
+
+def bandwidth_report(tables: Sequence[LatencyTable], copy_bandwidth: float) -> dict[str, Any]:
+    """Weight bytes read per second at batches 16 to 64 with half to all of the experts.
+
+    The share is of the copy bandwidth measured on the same device. Below 85% a note names what
+    the linear form says takes the rest: the fixed part of the layer, or the reading itself.
+    """
+    found: dict[str, Any] = {}
+    for table in tables:
+        if table.metadata.kind != "moe" or table.metadata.dtype not in _BYTES_PER_WEIGHT:
+            continue
+        batch, distinct, latency = even_rows(table)
+        owned = table.metadata.shape["n_experts"] // table.metadata.shape.get(
+            "expert_parallel_size", 1
+        )
+        rows = (batch >= 16) & (batch <= 64) & (distinct >= owned / 2)
+        if rows.sum() == 0:
+            continue
+        shares = distinct[rows] * expert_bytes(table) / latency[rows] / copy_bandwidth
+        entry: dict[str, Any] = {"share_of_copy_bandwidth": _spread(shares.tolist())}
+        decode = batch <= DECODE_TOKENS
+        if shares.min() < 0.85 and decode.sum() > 3:
+            a, b, c = _linear(batch[decode], distinct[decode], latency[decode])
+            total = float(np.median(latency[rows]))
+            reading = b * float(np.median(distinct[rows]))
+            streaming = expert_bytes(table) / b / copy_bandwidth if b else 0.0
+            entry["held_back_by"] = (
+                f"of {total * 1e6:.0f} us in the median {a * 1e6:.0f} us are fixed and "
+                f"{c * float(np.median(batch[rows])) * 1e6:.0f} us grow with tokens; the "
+                f"{reading * 1e6:.0f} us that grow with experts read at {streaming:.0%} of the "
+                "copy bandwidth"
+            )
+        found[f"{table.metadata.kernel_source} {table.metadata.dtype} {table.metadata.shape}"] = (
+            entry
+        )
+    return found
+
+
+def chunk_report(tables: Sequence[LatencyTable]) -> list[dict[str, float]]:
+    """How well a whole prompt's time less that of its cached part tells a chunk's.
+
+    That is the rule of a prefill step in :mod:`eldr_sim.kernel_profiles.step_time`.
+    """
+    rows = []
+    for chunk in tables:
+        if chunk.metadata.kind != "attention_chunk":
+            continue
+        for whole in tables:
+            meta = whole.metadata
+            if meta.kind != "attention_prefill" or meta.shape != chunk.metadata.shape:
+                continue
+            last = int(chunk.columns["context"].max())
+            curve = PrefillAttention.from_table(whole, last, 0.0)
+            for new, context, seconds in zip(
+                *(chunk.columns[name].tolist() for name in ("new_tokens", "context", "latency_s")),
+                strict=True,
+            ):
+                told = curve.floor_s + curve.alone_s[context] - curve.alone_s[context - new]
+                rows.append(
+                    {
+                        "new_tokens": new,
+                        "context": context,
+                        "measured_us": seconds * 1e6,
+                        "by_difference_us": float(told) * 1e6,
+                    }
+                )
+    return rows
+
+
+def transfer_report(tables: Sequence[LatencyTable]) -> dict[str, float]:
+    """Set-up, descriptor and bandwidth terms of KV transfers, with the fit's errors."""
+    for table in tables:
+        if table.metadata.kind == "kv_transfer":
+            columns = table.columns
+            names = ("message_bytes", "descriptors", "latency_s")
+            rows = zip(*(columns[name].tolist() for name in names), strict=True)
+            fitted = fit_transfer({(size, count): seconds for size, count, seconds in rows})
+            return {
+                "setup_us": fitted.setup_s * 1e6,
+                "descriptor_us": fitted.descriptor_s * 1e6,
+                "bandwidth_gb_s": fitted.bandwidth / 1e9,
+                "mean_error": fitted.mean_error,
+                "max_error": fitted.max_error,
+            }
+    return {}

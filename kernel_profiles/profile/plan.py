@@ -1,0 +1,572 @@
+"""What to measure, in which order: coarse over all kernels first, then finer.
+
+A plan is a list of tasks by level. Wherever the budget ends, every kernel has been measured as
+far as the level before, so that its tables are usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.profile import attention, dense
+from eldr_sim.kernel_profiles.profile.device import Device
+from eldr_sim.kernel_profiles.profile.grid import MoEPoint, moe_levels
+from eldr_sim.kernel_profiles.profile.host_gap import measure_host_gap
+from eldr_sim.kernel_profiles.profile.moe import (
+    MoEBench,
+    MoEKernel,
+    TorchMoE,
+    TritonKernel,
+    VllmMoE,
+)
+from eldr_sim.kernel_profiles.profile.records import EAGER, HOT, MAIN, OTHER, WIDE, Record
+from eldr_sim.kernel_profiles.profile.timing import Call, Mode, require_torch
+from eldr_sim.kernel_profiles.profile.weights import MoEShape
+from eldr_sim.kernel_profiles.tables import (
+    MOE_DTYPES,
+    Kind,
+    attention_shape,
+    elementwise_shape,
+    moe_shape,
+)
+
+PARTS = (
+    "moe",
+    "moe-vllm",
+    "attention",
+    "gemm",
+    "elementwise",
+    "collectives",
+    "nixl",
+    "host-gap",
+)
+"""What ``--only`` chooses from."""
+
+_ROTATION_POINTS = ((0.0, 1), (0.125, 16), (0.25, 8), (0.5, 16), (1.0, 16), (1.0, 128))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model, and how a worker spreads it."""
+
+    model: ModelDims
+    parallelism: Parallelism = SINGLE_GPU
+
+    @property
+    def shard(self) -> ModelDims:
+        """What one GPU computes with."""
+        return self.parallelism.shard(self.model)
+
+    @property
+    def moe(self) -> MoEShape:
+        """One GPU's part of a MoE layer."""
+        shard = self.shard
+        return MoEShape(
+            shard.hidden_size,
+            shard.expert_intermediate_size,
+            shard.n_experts,
+            shard.top_k,
+            self.parallelism.n_expert_ranks,
+            shard.expert_dtype,
+        )
+
+    @property
+    def moe_identity(self) -> dict[str, int]:
+        """Shape of that part as it identifies a table."""
+        shape = self.moe
+        return moe_shape(
+            shape.hidden, shape.intermediate, shape.n_experts, shape.top_k, shape.n_ranks
+        )
+
+    @property
+    def attention_shapes(self) -> list[dict[str, int]]:
+        """Shapes of the kinds of layers, of grouped-query attention."""
+        model = self.shard
+        if model.attention != "gqa":
+            return []
+        shapes = []
+        if model.n_full_layers:
+            heads = model.global_n_kv_heads or model.n_kv_heads
+            width = model.global_head_dim or model.head_dim
+            shapes.append(attention_shape(model.n_heads, heads, width, 0))
+        if model.n_sliding_layers:
+            window = model.sliding_window
+            shapes.append(attention_shape(model.n_heads, model.n_kv_heads, model.head_dim, window))
+        return shapes
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """Matrices (n, k) that a step multiplies by, but the experts."""
+        model = self.shard
+        found = [(model.n_experts, model.hidden_size), (model.vocab_size, model.hidden_size)]
+        for sliding, layers in ((True, model.n_sliding_layers), (False, model.n_full_layers)):
+            if layers:
+                found += model.attention_linears(sliding)
+        for width in (model.shared_intermediate_size, model.dense_intermediate_size):
+            if width:
+                found += [(2 * width, model.hidden_size), (model.hidden_size, width)]
+        return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a task found: rows, and facts beside them."""
+
+    records: Sequence[Record] = ()
+    note: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement.
+
+    Attributes
+    ----------
+    key
+        Names it in the journal.
+    part, group
+        One of :data:`PARTS`; tasks of a group are given up together.
+    level
+        Coarser levels come first.
+    run
+        Measures.
+    """
+
+    key: str
+    part: str
+    group: str
+    level: int
+    run: Callable[[Workbench], Outcome]
+
+
+class Workbench:
+    """The device, and the weights of the MoE layer that is being measured.
+
+    Parameters
+    ----------
+    device
+        What is measured.
+    tuned
+        Block sizes found earlier, by group.
+    """
+
+    def __init__(self, device: Device, tuned: dict[str, Any] | None = None) -> None:
+        self.device = device
+        self.tuned = dict(tuned or {})
+        self._bench: tuple[str, MoEBench] | None = None
+
+    def bench(self, group: str, shape: MoEShape, kernel: type[Any]) -> MoEBench:
+        """Weights of a layer; those of the layer before are freed."""
+        if self._bench is None or self._bench[0] != group:
+            self.clear()
+            made: MoEKernel = kernel(shape, self.device)
+            if group in self.tuned:
+                made.restore(self.tuned[group])
+            self._bench = group, MoEBench(shape, self.device, made)
+        return self._bench[1]
+
+    def clear(self) -> None:
+        """Free the weights."""
+        self._bench = None
+        if not self.device.is_cpu:
+            require_torch().cuda.empty_cache()
+
+
+def make_plan(
+    targets: Sequence[Target],
+    device: Device,
+    parts: Iterable[str] = PARTS,
+    known_linears: Iterable[tuple[int, int]] = (),
+) -> list[Task]:
+    """List the tasks for some models on a device, in the order to run them.
+
+    Parameters
+    ----------
+    targets
+        Models and how they are spread.
+    device
+        What to measure.
+    parts
+        Some of :data:`PARTS`.
+    known_linears
+        Matrices of an earlier profile that its GEMM table goes on with: the grid of a table is
+        whole, so new matrices are measured against the old ones' sizes, too.
+
+    Raises
+    ------
+    InputError
+        Unknown parts.
+    """
+    chosen = list(parts)
+    for part in chosen:
+        if part not in PARTS:
+            raise InputError("only", repr(part), ", ".join(PARTS))
+    if not targets:
+        raise InputError("model", "no model given")
+    tasks: dict[str, Task] = {}
+    makers: dict[str, Callable[[], Iterator[Task]]] = {
+        "moe": lambda: _moe_tasks(targets, device, TorchMoE if device.is_cpu else TritonKernel),
+        "moe-vllm": lambda: _moe_tasks(targets, device, VllmMoE),
+        "attention": lambda: _attention_tasks(targets, device),
+        "gemm": lambda: _gemm_tasks(targets, device, known_linears),
+        "elementwise": lambda: _elementwise_tasks(targets, device),
+        "collectives": lambda: _collective_tasks(device),
+        "nixl": lambda: _nixl_tasks(device),
+        "host-gap": lambda: _host_gap_tasks(targets),
+    }
+    for part in PARTS:
+        if part in chosen:
+            for task in makers[part]():
+                tasks.setdefault(task.key, task)
+    return sorted(tasks.values(), key=lambda task: task.level)
+
+
+def _modes(device: Device, main: str = MAIN) -> list[tuple[Mode, str]]:
+    """Modes to time in, and the folder of each: the first is what a run uses."""
+    first, *others = device.timer.modes
+    return [(first, main)] + [(mode, EAGER) for mode in others if main == MAIN]
+
+
+def _name(shape: dict[str, int]) -> str:
+    return ",".join(f"{name}={value}" for name, value in shape.items())
+
+
+def _moe_group(part: str, target: Target) -> str:
+    return f"{part} {_name(target.moe_identity)} {target.moe.dtype}"
+
+
+# -- MoE --------------------------------------------------------------------------------------
+
+
+def _moe_tasks(targets: Sequence[Target], device: Device, kernel: type[Any]) -> Iterator[Task]:
+    part = "moe-vllm" if kernel is VllmMoE else "moe"
+    folder = OTHER if kernel is VllmMoE else MAIN
+    large = (1024, 2048) if device.is_cpu else (1024, 2048, 4096, 8192, 16384)
+    for target in targets:
+        shape = target.moe
+        identity = target.moe_identity
+        group = _moe_group(part, target)
+        if kernel is TritonKernel:
+            yield Task(f"{group} tune", part, group, -1, _tune(group, shape, kernel))
+        yield Task(f"{group} check", part, group, -1, _check(group, shape, kernel))
+
+        def measure(
+            point: MoEPoint,
+            folders: list[tuple[Mode, str]],
+            rotate: bool = True,
+            shape: MoEShape = shape,
+            group: str = group,
+            identity: dict[str, int] = identity,
+        ) -> Callable[[Workbench], Outcome]:
+            def run(workbench: Workbench) -> Outcome:
+                bench = workbench.bench(group, shape, kernel)
+                records = []
+                for mode, where in folders:
+                    records.append(
+                        Record(
+                            where,
+                            "moe",
+                            identity,
+                            MOE_DTYPES[shape.dtype],
+                            bench.kernel.kernel_source,
+                            bench.kernel.framework,
+                            {
+                                "batch": point.batch,
+                                "distinct_experts": point.distinct,
+                                "routing": point.routing,
+                            },
+                            bench.time(point, mode, rotate=rotate),
+                        )
+                    )
+                return Outcome(records)
+
+            return run
+
+        levels = moe_levels(shape.n_experts, shape.top_k, shape.n_ranks, large)
+        for level, points in enumerate(levels):
+            for point in points:
+                key = f"{group} {point.batch}x{point.distinct} {point.routing}"
+                yield Task(key, part, group, level, measure(point, _modes(device, folder)))
+        if folder == MAIN:
+            even = {p for points in levels for p in points if p.skew == 0}
+            for share, batch in _ROTATION_POINTS:
+                point = MoEPoint(batch, max(round(shape.owned * share), shape.top_k))
+                if point in even:
+                    key = f"{group} {point.batch}x{point.distinct} warm"
+                    warm = measure(point, [(device.timer.modes[0], HOT)], rotate=False)
+                    yield Task(key, part, group, 2, warm)
+
+
+def _tune(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbench], Outcome]:
+    def run(workbench: Workbench) -> Outcome:
+        bench = workbench.bench(group, shape, kernel)
+        workbench.tuned[group] = bench.kernel.tune(bench)
+        return Outcome(note={"tuned": workbench.tuned[group]})
+
+    return run
+
+
+def _check(group: str, shape: MoEShape, kernel: type[Any]) -> Callable[[Workbench], Outcome]:
+    """Compare with float64: one token, all experts, and enough tokens for large blocks."""
+
+    def run(workbench: Workbench) -> Outcome:
+        bench = workbench.bench(group, shape, kernel)
+        enough = -(-shape.n_experts // shape.top_k)
+        points = [
+            MoEPoint(1, min(shape.top_k, shape.owned)),
+            MoEPoint(enough, min(shape.owned, enough)),
+            MoEPoint(32 * enough, shape.owned),
+        ]
+        return Outcome(note={"error": max(bench.error(point) for point in points)})
+
+    return run
+
+
+# -- the other kernels ------------------------------------------------------------------------
+
+
+def _timed(
+    kind: Kind,
+    shape: dict[str, int],
+    row: dict[str, Any],
+    rounds: Callable[[], Sequence[Sequence[Call]]],
+    source: str,
+    dtype: str = "bfloat16",
+) -> Callable[[Workbench], Outcome]:
+    def run(workbench: Workbench) -> Outcome:
+        device = workbench.device
+        made = rounds()
+        framework = f"torch {require_torch().__version__.split('+')[0]}"
+        return Outcome(
+            [
+                Record(
+                    folder,
+                    kind,
+                    shape,
+                    dtype,
+                    source,
+                    framework,
+                    row,
+                    device.timer.time(made, mode),
+                )
+                for mode, folder in _modes(device)
+            ]
+        )
+
+    return run
+
+
+def _attention_tasks(targets: Sequence[Target], device: Device) -> Iterator[Task]:
+    room = 1 << 27 if device.is_cpu else 1 << 33  # bytes of KV of one call
+    longest = 4096 if device.is_cpu else 65536
+    prompt = 2048 if device.is_cpu else 16384
+    contexts = [c for c in (64, 256, 1024, 4096, 16384, 65536) if c <= longest]
+    batches = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    for target in targets:
+        for shape in target.attention_shapes:
+            group = f"attention {_name(shape)}"
+            for batch in batches:
+                for context in contexts:
+                    size = attention.kv_bytes(shape, batch, context)
+                    if size > room or context > target.model.max_position_embeddings:
+                        continue
+                    coarse = batch in (1, 16, 128) and context in (64, 1024, 16384)
+                    yield Task(
+                        f"{group} decode {batch}x{context}",
+                        "attention",
+                        group,
+                        0 if coarse else 1,
+                        _timed(
+                            "attention_decode",
+                            shape,
+                            {"batch": batch, "context": context},
+                            _later(attention.decode_rounds, shape, batch, context, device),
+                            attention.KERNEL_SOURCE,
+                        ),
+                    )
+            for batch in (1, 4, 16):
+                for tokens in (16, 64, 256, 1024, 2048, 4096, 8192, 16384):
+                    if batch * tokens > prompt or tokens > target.model.max_position_embeddings:
+                        continue
+                    coarse = batch == 1 and tokens in (16, 256, 2048, 16384)
+                    yield Task(
+                        f"{group} prefill {batch}x{tokens}",
+                        "attention",
+                        group,
+                        0 if coarse else 1,
+                        _timed(
+                            "attention_prefill",
+                            shape,
+                            {"batch": batch, "new_tokens": tokens},
+                            _later(attention.prefill_rounds, shape, batch, tokens, device),
+                            attention.KERNEL_SOURCE,
+                        ),
+                    )
+            if shape["window"]:
+                continue
+            for tokens in (64, 512):
+                for context in (1024, 2048, 8192, 32768):
+                    if context <= longest and context <= target.model.max_position_embeddings:
+                        yield Task(
+                            f"{group} chunk {tokens}of{context}",
+                            "attention",
+                            group,
+                            2,
+                            _timed(
+                                "attention_chunk",
+                                shape,
+                                {"new_tokens": tokens, "context": context},
+                                _later(attention.chunk_rounds, shape, tokens, context, device),
+                                attention.KERNEL_SOURCE,
+                            ),
+                        )
+
+
+def _gemm_tasks(
+    targets: Sequence[Target], device: Device, known: Iterable[tuple[int, int]]
+) -> Iterator[Task]:
+    linears = set(known) | {pair for target in targets for pair in target.linears}
+    columns = sorted({k for _, k in linears})
+    if len(columns) == 1:  # a grid needs two sizes to interpolate between
+        columns.append(2 * columns[0])
+    narrow = sorted({n for n, _ in linears if n <= WIDE})
+    pairs = [(n, k) for n in narrow for k in columns]
+    pairs += sorted(pair for pair in linears if pair[0] > WIDE)
+    tokens = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+    tokens += [] if device.is_cpu else [4096, 8192, 16384]
+    for n, k in pairs:
+        for m in tokens:
+            if n > WIDE and m > 1024:
+                continue
+            yield Task(
+                f"gemm {m}x{n}x{k}",
+                "gemm",
+                "gemm",
+                0 if m in (1, 16, 64, 256, 2048) else 1,
+                _timed(
+                    "gemm",
+                    {},
+                    {"m": m, "n": n, "k": k},
+                    _later(dense.gemm_rounds, m, n, k, device),
+                    "torch_linear",
+                ),
+            )
+
+
+def _elementwise_tasks(targets: Sequence[Target], device: Device) -> Iterator[Task]:
+    tokens = [1, 4, 16, 64, 256, 1024] + ([] if device.is_cpu else [4096, 16384])
+    for target in targets:
+        model = target.shard
+        shape = elementwise_shape(
+            model.hidden_size, model.n_heads, model.n_kv_heads, model.head_dim
+        )
+        group = f"elementwise {_name(shape)}"
+        for count in tokens:
+            yield Task(
+                f"{group} {count}",
+                "elementwise",
+                group,
+                0 if count in (1, 64, 1024) else 1,
+                _timed(
+                    "elementwise",
+                    shape,
+                    {"tokens": count},
+                    _later(dense.elementwise_rounds, model, count, device),
+                    "torch_elementwise" if device.is_cpu else "eldr_sim_triton_elementwise",
+                ),
+            )
+
+
+def _later(
+    make: Callable[..., Sequence[Sequence[Call]]], *arguments: Any
+) -> Callable[[], Sequence[Sequence[Call]]]:
+    return lambda: make(*arguments)
+
+
+def _collective_tasks(device: Device) -> Iterator[Task]:
+    def run(workbench: Workbench) -> Outcome:
+        torch = require_torch()
+        count = 0 if device.is_cpu else torch.cuda.device_count()
+        if count < 2:
+            here = "the CPU" if device.is_cpu else "one GPU is here"
+            raise InputError("collectives", f"need several GPUs, and this is {here}")
+        from eldr_sim.kernel_profiles.profile.collectives import measure_collectives
+
+        workbench.clear()
+        records = []
+        for ranks in [n for n in (2, 4, 8) if n <= count]:
+            for (operation, size), timing in measure_collectives("nccl", ranks).items():
+                row = {"operation": operation, "n_gpus": ranks, "message_bytes": size}
+                version = ".".join(map(str, torch.cuda.nccl.version()))
+                framework = f"nccl {version}"
+                records.append(
+                    Record(MAIN, "collective", {}, "float16", "NCCL", framework, row, timing)
+                )
+        return Outcome(records)
+
+    yield Task("collectives", "collectives", "collectives", 1, run)
+
+
+def _nixl_tasks(device: Device) -> Iterator[Task]:
+    def run(workbench: Workbench) -> Outcome:
+        from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, nixl_version
+
+        times, first_contact = measure_transfers(device.torch_device)
+        memory = "dram" if device.is_cpu else "vram"
+        records = [
+            Record(
+                MAIN,
+                "kv_transfer",
+                {},
+                "uint8",
+                f"nixl_ucx_{memory}_two_local_agents",
+                f"nixl {nixl_version()}",
+                {"message_bytes": size, "descriptors": count},
+                timing,
+            )
+            for (size, count), timing in times.items()
+        ]
+        return Outcome(records, {"first_contact_s": first_contact})
+
+    yield Task("nixl", "nixl", "nixl", 0, run)
+
+
+def _host_gap_tasks(targets: Sequence[Target]) -> Iterator[Task]:
+    for target in targets:
+        model = target.model
+        group = f"host-gap {model.name} tp{target.parallelism.tensor_parallel_size}"
+
+        def run(workbench: Workbench, target: Target = target, model: ModelDims = model) -> Outcome:
+            if target.parallelism != SINGLE_GPU:
+                raise InputError("host-gap", "measured on one GPU with the whole layer")
+            shape = target.moe
+            kernel = (TorchMoE if workbench.device.is_cpu else TritonKernel)(
+                shape, workbench.device
+            )
+            name = _moe_group("moe", target)
+            if name in workbench.tuned:
+                kernel.restore(workbench.tuned[name])
+            workbench.clear()
+            gaps = measure_host_gap(model, shape, workbench.device, kernel)
+            framework = f"torch {require_torch().__version__.split('+')[0]}"
+            records = [
+                Record(
+                    MAIN,
+                    "host_gap",
+                    {"n_layers": model.n_layers, "hidden_size": model.hidden_size},
+                    "bfloat16",
+                    "eldr_sim_layer_stack",
+                    framework,
+                    {"batch": batch},
+                    gap.timing,
+                )
+                for batch, gap in gaps.items()
+            ]
+            return Outcome(records, {str(batch): gap.to_json() for batch, gap in gaps.items()})
+
+        yield Task(group, "host-gap", group, 1, run)

@@ -1,0 +1,366 @@
+"""A profile from start to end: measure within a budget, journal, resume, write tables.
+
+Folder of a profile:
+
+==================  =========================================================================
+file                content
+==================  =========================================================================
+``journal.jsonl``   facts of the device, then one line a task done: what ``--resume`` goes on with
+``*.parquet``       latency tables, format v1, for ``eldr-sim run --tables``
+``eager/``          the same kernels launched without a graph
+``warm_cache/``     the same kernels on the same data again and again
+``other_kernels/``  other kernels on the same grid, such as vLLM's
+``gpu.json``        the device as a GPU, for ``eldr-sim run --gpu``, where it is not a known one
+``profile.json``    facts, coverage, fits with held-out errors, effects, what was skipped and why
+==================  =========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import list_gpus
+from eldr_sim.kernel_profiles.kernel_latency import (
+    CollectiveLatency,
+    DecodeAttention,
+    GemmLatency,
+    PrefillAttention,
+)
+from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
+from eldr_sim.kernel_profiles.profile import fit
+from eldr_sim.kernel_profiles.profile.compare import Difference, differences
+from eldr_sim.kernel_profiles.profile.device import (
+    Device,
+    copy_bandwidth,
+    differing_facts,
+    gemm_flops,
+    gpu_entry,
+)
+from eldr_sim.kernel_profiles.profile.plan import PARTS, Outcome, Target, Task, Workbench, make_plan
+from eldr_sim.kernel_profiles.profile.records import HOT, MAIN, Record, tables_of
+from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
+
+JOURNAL = "journal.jsonl"
+_FORMAT = 1
+Clock = Callable[[], float]
+
+
+@dataclass
+class Journal:
+    """What has been measured, on disk line by line.
+
+    Attributes
+    ----------
+    path
+        Of the file.
+    header
+        Device, facts, copy bandwidth, GEMM throughput.
+    outcomes
+        By task.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, path: Path, header: dict[str, Any]) -> Journal:
+        """Begin a journal."""
+        journal = cls(path, {"format": _FORMAT, **header})
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(journal.header) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InputError("out", f"cannot write {path}: {error.strerror}") from None
+        return journal
+
+    @classmethod
+    def read(cls, path: Path) -> Journal:
+        """Read a journal; a last line that was cut off is dropped.
+
+        Raises
+        ------
+        InputError
+            The file is missing or is no journal.
+        """
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except OSError as error:
+            raise InputError("resume", f"cannot read {path}: {error.strerror}") from None
+        cut = lines.pop()  # empty after a whole line
+        try:
+            header = json.loads(lines[0]) if lines else {}
+            if header.get("format") != _FORMAT:
+                raise InputError("resume", f"{path} is no journal of this version")
+            journal = cls(path, header)
+            for line in lines[1:]:
+                entry = json.loads(line)
+                records = [Record.from_json(values) for values in entry["records"]]
+                journal.outcomes[entry["task"]] = Outcome(records, entry["note"])
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise InputError("resume", f"{path} is damaged: {error}") from None
+        if cut:
+            with path.open("r+b") as file:
+                file.truncate(path.stat().st_size - len(cut.encode()))
+        return journal
+
+    def add(self, task: str, outcome: Outcome) -> None:
+        """Note a task as done."""
+        records = [record.to_json() for record in outcome.records]
+        line = json.dumps({"task": task, "records": records, "note": outcome.note})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        self.outcomes[task] = outcome
+
+    @property
+    def records(self) -> list[Record]:
+        """Rows of all tasks."""
+        return [record for outcome in self.outcomes.values() for record in outcome.records]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a session leaves behind.
+
+    Attributes
+    ----------
+    out
+        Folder.
+    tables
+        Paths of the tables that a run uses.
+    summary
+        As in ``profile.json``.
+    differences
+        Points that a shipped table has, too.
+    """
+
+    out: Path
+    tables: Sequence[Path]
+    summary: dict[str, Any]
+    differences: Sequence[Difference]
+
+
+def open_journal(out: Path, device: Device, resume: bool) -> Journal:
+    """Begin a profile, or go on with one of the very same device.
+
+    Raises
+    ------
+    InputError
+        The folder is in use, or the earlier profile's device differs in any recorded fact: a
+        card's name alone does not make two measurements comparable.
+    """
+    path = out / JOURNAL
+    if out.exists() and not out.is_dir():
+        raise InputError("out", f"{out} is a file", "a folder")
+    if path.exists():
+        if not resume:
+            raise InputError("out", f"{out} holds a profile", "--resume, or another folder")
+        journal = Journal.read(path)
+        differing = differing_facts(journal.header["facts"], device.facts)
+        if differing:
+            raise InputError(
+                "resume", f"{out} was measured on another set-up: {'; '.join(differing)}"
+            )
+        return journal
+    if out.exists() and any(out.iterdir()):
+        raise InputError("out", f"{out} exists and is no profile", "a new folder")
+    header = {
+        "device": device.name,
+        "facts": dict(device.facts),
+        "copy_bandwidth": copy_bandwidth(device),
+        "gemm_flops": gemm_flops(device),
+    }
+    return Journal.create(path, header)
+
+
+def profile(
+    targets: Sequence[Target],
+    device: Device,
+    out: Path,
+    *,
+    budget_s: float,
+    parts: Sequence[str] = PARTS,
+    resume: bool = False,
+    progress: Callable[[float, str], None] = lambda share, task: None,
+    clock: Clock = time.monotonic,
+) -> Profile:
+    """Measure models' kernels on a device and write what was found.
+
+    Parameters
+    ----------
+    targets
+        Models, and how a worker spreads them.
+    device
+        What to measure.
+    out
+        Folder to write.
+    budget_s
+        Time to measure; a task that has begun is ended. What is left out is told.
+    parts
+        Kernels to measure.
+    resume
+        Go on with the profile in ``out``.
+    progress
+        Told the share of tasks or of the budget that is done, whichever is more, and the task.
+    clock
+        Seconds; tests replace it.
+
+    Raises
+    ------
+    InputError
+        See :func:`open_journal` and :func:`~eldr_sim.kernel_profiles.profile.plan.make_plan`.
+    KeyboardInterrupt
+        Ctrl-C: the journal keeps what was measured.
+    """
+    if not budget_s > 0:
+        raise InputError("budget", f"{budget_s} s", "more than 0")
+    start = clock()
+    make_plan(targets, device, parts)  # bad input is told before anything is written
+    journal = open_journal(out, device, resume)
+    known = {
+        (record.row["n"], record.row["k"]) for record in journal.records if record.kind == "gemm"
+    }
+    tasks = make_plan(targets, device, parts, known)
+    skipped = measure(tasks, device, journal, start + budget_s, progress, clock)
+    return write(journal, device, tasks, skipped, clock() - start)
+
+
+def measure(
+    tasks: Sequence[Task],
+    device: Device,
+    journal: Journal,
+    deadline: float,
+    progress: Callable[[float, str], None],
+    clock: Clock,
+) -> dict[str, str]:
+    """Run tasks that the journal lacks until the deadline; returns why groups were given up."""
+    tuned = {
+        task.removesuffix(" tune"): outcome.note["tuned"]
+        for task, outcome in journal.outcomes.items()
+        if "tuned" in outcome.note
+    }
+    workbench = Workbench(device, tuned)
+    skipped: dict[str, str] = {}
+    begin = clock()
+    for index, task in enumerate(tasks):
+        if task.key in journal.outcomes or task.group in skipped:
+            continue
+        now = clock()
+        if now >= deadline:
+            break
+        share = max(index / len(tasks), (now - begin) / (deadline - begin))
+        progress(min(share, 1.0), task.key)
+        try:
+            outcome = task.run(workbench)
+        except InputError as error:
+            skipped[task.group] = str(error)
+            continue
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            workbench.clear()
+            skipped[task.group] = "out of memory"
+            continue
+        journal.add(task.key, outcome)
+    workbench.clear()
+    progress(1.0, "")
+    return skipped
+
+
+def unusable(table: LatencyTable) -> str:
+    """Why a table holds too little for a run to use it; empty when it does not."""
+    try:
+        match table.metadata.kind:
+            case "moe":
+                fit_moe_latency(table)
+            case "attention_decode":
+                DecodeAttention.from_table(table)
+            case "attention_prefill":
+                PrefillAttention.from_table(table, 1024, 0.0)
+            case "gemm":
+                GemmLatency.from_table(table)
+            case "collective":
+                CollectiveLatency.from_table(table)
+    except (InputError, ValueError, IndexError) as error:
+        return str(error)
+    return ""
+
+
+def write(
+    journal: Journal, device: Device, tasks: Sequence[Task], skipped: Mapping[str, str], took: float
+) -> Profile:
+    """Write tables, ``gpu.json`` and ``profile.json``; each file appears whole or not at all."""
+    out = journal.path.parent
+    bandwidth, flops = journal.header["copy_bandwidth"], journal.header["gemm_flops"]
+    made = tables_of(journal.records, device.name, device.facts)
+    fits: dict[str, Any] = {}
+    paths, incomplete, found = [], {}, []
+    for folder, table in made:
+        name = table_name(table.metadata)
+        reason = "" if folder == HOT else unusable(table)  # a few points, compared one by one
+        if reason:
+            incomplete[str(Path(folder) / name)] = reason
+            continue
+        if table.metadata.kind == "moe" and folder != HOT:
+            fits[str(Path(folder) / name)] = report = fit.moe_report(table)
+            table_errors = {**report["grid"], **_linear_errors(report)}
+            table = LatencyTable(
+                table.metadata.model_copy(update={"fit_error": table_errors}), table.columns
+            )
+        table.save(out / folder / name)
+        if folder == MAIN:
+            paths.append(out / name)
+            found += differences(table, device.cache_bytes)
+    by_folder: dict[str, list[LatencyTable]] = {}
+    for folder, table in made:
+        by_folder.setdefault(folder, []).append(table)
+    coverage: dict[str, dict[str, int]] = {}
+    for task in tasks:
+        entry = coverage.setdefault(task.group, {"done": 0, "planned": 0})
+        entry["planned"] += 1
+        entry["done"] += task.key in journal.outcomes
+    summary = {
+        **journal.header,
+        "took_s": round(took, 1),
+        "coverage": coverage,
+        "skipped": dict(skipped),
+        "incomplete_tables": incomplete,
+        "moe_fits": fits,
+        "effects": fit.effects(by_folder),
+        "moe_bandwidth": fit.bandwidth_report(by_folder.get(MAIN, []), bandwidth),
+        "attention_chunks": fit.chunk_report(by_folder.get(MAIN, [])),
+        "kv_transfer": fit.transfer_report(by_folder.get(MAIN, [])),
+        "notes": {task: o.note for task, o in journal.outcomes.items() if o.note},
+        "differences_over_10_percent": [asdict(d) for d in found if abs(d.ratio - 1) > 0.1],
+        "points_compared": len(found),
+    }
+    if device.name not in list_gpus():
+        entry_json = gpu_entry(device, bandwidth, flops).model_dump_json(indent=1)
+        _write_text(out / "gpu.json", entry_json + "\n")
+    _write_text(out / "profile.json", json.dumps(summary, indent=1) + "\n")
+    return Profile(out, paths, summary, found)
+
+
+def _linear_errors(report: Mapping[str, Any]) -> dict[str, float]:
+    """Held-out errors of the linear form, beside those of the grid in a table's metadata."""
+    return {f"linear_{k}": v for k, v in report["linear"].items() if k.startswith("held_out")}
+
+
+def _write_text(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
