@@ -1,0 +1,90 @@
+"""Write the tables of evaluation.md from the folder of `eldr-sim sweep docs/evaluation.yaml`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+PAGE = Path(__file__).with_name("evaluation.md")
+BALANCERS = ["random", "round_robin", "jsq", "p2c"]
+POLICIES = [*BALANCERS, "domain", "eldr"]
+#: Row of the page, workload, metric, policy, reference (None: the best load balancer by median
+#: TPOT at each rate), and what ELDR's sections 6.1 to 6.3 say.
+CLAIMS = [
+    ("task, median TPOT, `eldr`", "task", "median_tpot_ms", "eldr", None, "-7.0 to -13.9%"),
+    ("task, p99 TPOT, `eldr`", "task", "p99_tpot_ms", "eldr", None, "-3.4 to -6.0%"),
+    ("task, median TPOT, `domain`", "task", "median_tpot_ms", "domain", None, "-6.8 to -9.7%"),
+    ("task, median TPOT, `eldr` against `domain`", "task", "median_tpot_ms", "eldr", "domain", "-1.4 to -6.9%"),
+    ("task, p99 TPOT, `eldr` against `domain`", "task", "p99_tpot_ms", "eldr", "domain", "-1.6 to -4.5%"),
+    ("task, active experts, `eldr` against `round_robin` (Fig. 13)", "task", "mean_active_experts_per_step", "eldr", "round_robin", "-22.0%"),
+    ("language, median TPOT, `eldr`", "language", "median_tpot_ms", "eldr", None, "-5.9 to -10.0%"),
+    ("language, p99 TPOT, `eldr`", "language", "p99_tpot_ms", "eldr", None, "-6.2% (Qwen3)"),
+    ("language, median TPOT, `domain`", "language", "median_tpot_ms", "domain", None, "within 3% of `round_robin`"),
+    ("language, median TPOT, `eldr` against `domain`", "language", "median_tpot_ms", "eldr", "domain", "-5.7 to -9.1%"),
+    ("language, p99 TPOT, `eldr` against `domain`", "language", "p99_tpot_ms", "eldr", "domain", "-7.0 to -9.5%"),
+]  # fmt: skip
+
+
+def difference(runs: pd.DataFrame, metric: str, policy: str, reference: str | None) -> float:
+    """Mean over the rates of a policy's difference from the reference, %."""
+    mean = runs.groupby(["request_rate", "policy"])[["median_tpot_ms", metric]].mean()
+    changes = []
+    for rate in sorted(set(runs.request_rate)):
+        of = mean.loc[rate]
+        best = reference or of.loc[BALANCERS, "median_tpot_ms"].idxmin()
+        values = of[metric]
+        values = values.iloc[:, 0] if isinstance(values, pd.DataFrame) else values
+        changes.append(100 * (values[policy] / values[best] - 1))
+    return sum(changes) / len(changes)
+
+
+def beside_the_paper(runs: pd.DataFrame) -> str:
+    """Return the table of differences."""
+    gpus = list(dict.fromkeys(runs.gpu))
+    lines = [f"| | paper | {' | '.join(gpus)} |", "|---" * (2 + len(gpus)) + "|"]
+    for name, workload, metric, policy, reference, paper in CLAIMS:
+        cells = [
+            f"{difference(runs[(runs.gpu == gpu) & (runs.workload == workload)], metric, policy, reference):+.1f}%"
+            for gpu in gpus
+        ]
+        lines.append(f"| {name} | {paper} | {' | '.join(cells)} |")
+    at_60 = runs[(runs.workload == "task") & (runs.request_rate == 60) & (runs.policy == "eldr")]
+    cells = [f"{at_60[at_60.gpu == gpu].median_ttft_ms.mean():.1f} ms" for gpu in gpus]
+    lines.append(f"| task, median TTFT at 60/s, `eldr` | 69 ms | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def tables(runs: pd.DataFrame) -> str:
+    """Return a table of all figures for each workload and GPU."""
+    parts = []
+    for (gpu, workload), of in runs.groupby(["gpu", "workload"], sort=False):
+        parts.append(f"### {workload.capitalize()} workload, {gpu}\n")
+        parts.append("| requests/s | " + " | ".join(f"`{p}`" for p in POLICIES) + " |")
+        parts.append("|---" * (len(POLICIES) + 1) + "|")
+        for rate, at in of.groupby("request_rate"):
+            mean = at.groupby("policy").mean(numeric_only=True)
+            cells = [
+                f"{mean.median_tpot_ms[p]:.2f} / {mean.p99_tpot_ms[p]:.2f} / "
+                f"{mean.median_ttft_ms[p]:.0f} / {mean.mean_active_experts_per_step[p]:.1f}"
+                for p in POLICIES
+            ]
+            parts.append(f"| {rate:g} | " + " | ".join(cells) + " |")
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def main() -> None:
+    """Replace what stands between the markers of the page."""
+    runs = pd.read_parquet(Path(sys.argv[1]) / "points.parquet")
+    page = PAGE.read_text(encoding="utf-8")
+    for name, text in (("paper", beside_the_paper(runs)), ("tables", tables(runs))):
+        start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        before, rest = page.split(start)
+        page = before + start + text + end + rest.split(end)[1]
+    PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
