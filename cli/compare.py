@@ -15,7 +15,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.simulator.compare import METRICS, Comparison, Difference
 from eldr_sim.simulator.compare import compare as compare_policies
 from eldr_sim.simulator.metrics import warnings_of
-from eldr_sim.simulator.results import check_output, whole_folder, write_json, write_table
+from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
 _HEADINGS = {
     "median_tpot_ms": "TPOT p50, ms",
@@ -51,7 +51,7 @@ def compare(policies: str, seeds: int, out: Path | None, force: bool, **options:
         comparison = compare_policies(config, names, seeds, update)
     _print(comparison)
     if out is not None:
-        with whole_folder(out, force) as folder:
+        with result_folder(out, force) as folder:
             write_table(folder / "runs.parquet", comparison.runs)
             write_json(
                 folder / "summary.json",

@@ -19,7 +19,7 @@ from eldr_sim.simulator.planning.rates import RatePlan, plan_rate
 from eldr_sim.simulator.planning.slo import Interval, Objective, looks_up_to, parse_slo
 from eldr_sim.simulator.planning.tasks import Summary, on_processes
 from eldr_sim.simulator.planning.trial import Trial
-from eldr_sim.simulator.results import check_output, whole_folder, write_json, write_table
+from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
 
 @click.command(short_help="Find the cheapest cluster that meets an SLO.")
@@ -112,7 +112,7 @@ def plan(
             found = plan_rate(config, objective, progress=count, **chosen)
             record = rate_record(found, config)
     if out is not None:
-        with whole_folder(out, force) as folder:
+        with result_folder(out, force) as folder:
             write_json(folder / "plan.json", record)
             write_table(folder / "points.parquet", points_table(found.runs))
     is_found = _print_plan(found) if isinstance(found, Plan) else _print_rates(found)

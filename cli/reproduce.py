@@ -9,7 +9,7 @@ import click
 from pyarrow import csv
 
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.simulator.results import check_output, whole_folder, write_json
+from eldr_sim.simulator.results import check_output, result_folder, write_json
 from eldr_sim.validation.eldr import (
     choose,
     claims_table,
@@ -55,7 +55,7 @@ def eldr(figure: tuple[str, ...], out: Path | None, force: bool, quick: bool) ->
             print_table(title, list(rows[0]), [[_cell(v) for v in row.values()] for row in rows])
         click.echo()
     if out is not None:
-        with whole_folder(out, force) as folder:
+        with result_folder(out, force) as folder:
             for reproduction in made:
                 write_reproduction(folder, reproduction)
             csv.write_csv(claims_table(made), folder / "claims.csv")

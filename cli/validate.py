@@ -8,7 +8,7 @@ import click
 from pyarrow import csv
 
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.simulator.results import check_output, whole_folder, write_json
+from eldr_sim.simulator.results import check_output, result_folder, write_json
 from eldr_sim.validation.silicon import (
     AICONFIGURATOR,
     REPEATABILITY,
@@ -66,7 +66,7 @@ def silicon(gpu: tuple[str, ...], moe_kernel: str, out: Path | None, force: bool
     worst = worst_rows(table).to_pylist()
     print_table("Worst TPOT", list(worst[0]), [[_cell(v) for v in row.values()] for row in worst])
     if out is not None:
-        with whole_folder(out, force) as folder:
+        with result_folder(out, force) as folder:
             csv.write_csv(table, folder / "rows.csv")
             write_json(
                 folder / "summary.json",

@@ -14,7 +14,7 @@ from eldr_sim.simulator.metrics import warnings_of
 from eldr_sim.simulator.planning.tasks import on_processes
 from eldr_sim.simulator.planning.what_if import Change, Effect, read_base, runs_table, to_record
 from eldr_sim.simulator.planning.what_if import what_if as make_what_if
-from eldr_sim.simulator.results import check_output, whole_folder, write_json, write_table
+from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
 _HEADINGS = {
     "median_tpot_ms": "TPOT p50, ms",
@@ -67,7 +67,7 @@ def what_if(
             evaluate=on_processes(jobs), progress=update,
         )  # fmt: skip
     if out is not None:
-        with whole_folder(out, force) as folder:
+        with result_folder(out, force) as folder:
             write_json(folder / "what_if.json", to_record(found))
             write_table(folder / "runs.parquet", runs_table(found))
     first = found.base[0]

@@ -25,8 +25,6 @@ its expectation is known.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,6 +39,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_file
 
 FORMAT_VERSION = 1
 _METADATA_KEY = b"eldr_sim.latency_table"
@@ -161,16 +160,8 @@ class LatencyTable:
         table = pa.table(arrays).replace_schema_metadata(
             {_METADATA_KEY: self.metadata.model_dump_json().encode()}
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        os.close(handle)
-        try:
+        with whole_file(path) as temporary:
             pq.write_table(table, temporary, compression="zstd", compression_level=19)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
 
 
 def load_table(path: Path) -> LatencyTable:

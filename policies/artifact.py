@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_file
 from eldr_sim.policies.clustering import METHODS, Method, kmeans
 from eldr_sim.policies.signature import (
     TRANSFORMS,
@@ -200,27 +200,17 @@ class RoutingArtifact:
             "mask_rule": self.mask_rule,
             "clustering": self.clustering,
         }
-        try:
-            handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        except OSError as error:
-            raise InputError("artifact", f"cannot write {target}: {error.strerror}") from error
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(
-                    file,
-                    facts=np.array(json.dumps(facts)),
-                    idf=self.idf,
-                    layer_order=self.layer_order,
-                    rho=self.rho,
-                    centroids=self.centroids.astype(np.float32),
-                    cluster_domains=self.cluster_domains,
-                    cluster_activation=self.cluster_activation,
-                )
-            os.chmod(name, 0o644)
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with whole_file(target, "artifact") as temporary, temporary.open("wb") as file:
+            np.savez(
+                file,
+                facts=np.array(json.dumps(facts)),
+                idf=self.idf,
+                layer_order=self.layer_order,
+                rho=self.rho,
+                centroids=self.centroids.astype(np.float32),
+                cluster_domains=self.cluster_domains,
+                cluster_activation=self.cluster_activation,
+            )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingArtifact:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_folder
 from eldr_sim.simulator.run import Result
 
 #: A folder with one of these files is a result, and ``force`` may replace it.
@@ -33,27 +31,11 @@ def check_output(out: Path, force: bool) -> None:
 
 
 @contextmanager
-def whole_folder(out: Path, force: bool) -> Iterator[Path]:
-    """Yield a temporary folder that takes the place of ``out`` when the block ends well."""
+def result_folder(out: Path, force: bool) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``out`` when the block ends well; `check_output`."""
     check_output(out, force)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    except OSError as error:
-        raise InputError("out", f"cannot write {out}: {error.strerror}") from None
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        if out.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
-            os.replace(out, old)
-            os.replace(temporary, out)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with whole_folder(out) as folder:
+        yield folder
 
 
 def write_result(
@@ -81,7 +63,7 @@ def write_result(
     InputError
         If ``out`` exists and may not be replaced, or cannot be written.
     """
-    with whole_folder(out, force) as folder:
+    with result_folder(out, force) as folder:
         write_json(folder / "summary.json", result.summary)
         write_json(folder / "config.json", result.config)
         write_table(folder / "requests.parquet", result.requests)

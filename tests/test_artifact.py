@@ -298,9 +298,11 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(fitted, tmp_path, mo
     assert [entry.name for entry in tmp_path.iterdir()] == ["fit.npz"]
 
 
-def test_save_into_a_missing_folder(fitted, tmp_path):
-    with pytest.raises(InputError, match="cannot write"):
-        fitted.save(tmp_path / "nowhere" / "fit.npz")
+def test_save_makes_the_folder_or_says_why_not(fitted, tmp_path):
+    fitted.save(tmp_path / "new" / "fit.npz")
+    assert RoutingArtifact.load(tmp_path / "new" / "fit.npz").n_kept == fitted.n_kept
+    with pytest.raises(InputError, match="artifact: cannot write"):
+        fitted.save(tmp_path / "new" / "fit.npz" / "fit.npz")
 
 
 def rewritten(source, target, **changes):

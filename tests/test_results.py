@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.results import check_output, whole_folder, write_json
+from eldr_sim.simulator.results import check_output, result_folder, write_json
 
 FILES = ("summary.json", "config.json", "requests.parquet", "steps.parquet")
 
@@ -18,7 +18,7 @@ def test_nothing_is_left_when_writing_fails(tmp_path):
     out = tmp_path / "result"
 
     def write_half():
-        with whole_folder(out, force=False) as folder:
+        with result_folder(out, force=False) as folder:
             (folder / "summary.json").write_text("half")
             raise RuntimeError("disk full")
 
@@ -29,11 +29,11 @@ def test_nothing_is_left_when_writing_fails(tmp_path):
 
 def test_a_failed_replacement_keeps_the_old_result(tmp_path):
     out = tmp_path / "result"
-    with whole_folder(out, force=False) as folder:
+    with result_folder(out, force=False) as folder:
         (folder / "summary.json").write_text("old")
 
     def replace():
-        with whole_folder(out, force=True) as folder:
+        with result_folder(out, force=True) as folder:
             (folder / "summary.json").write_text("new")
             raise KeyboardInterrupt
 
@@ -46,10 +46,10 @@ def test_a_failed_replacement_keeps_the_old_result(tmp_path):
 def test_force_replaces_all_of_the_old_result(tmp_path):
     out = tmp_path / "result"
     for name in ("summary.json", "old.png"):
-        with whole_folder(out, force=out.exists()) as folder:
+        with result_folder(out, force=out.exists()) as folder:
             (folder / "summary.json").write_text(name)
             (folder / name).write_text(name)
-    with whole_folder(out, force=True) as folder:
+    with result_folder(out, force=True) as folder:
         (folder / "summary.json").write_text("new")
     assert [path.name for path in out.iterdir()] == ["summary.json"]
     assert list(tmp_path.iterdir()) == [out]
@@ -66,7 +66,10 @@ def test_a_file_is_no_result(tmp_path):
 def test_unwritable_place_is_told(tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    with pytest.raises(InputError, match="out: cannot write"), whole_folder(blocker / "out", False):
+    with (
+        pytest.raises(InputError, match="out: cannot write"),
+        result_folder(blocker / "out", False),
+    ):
         pass
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import ValidationError
 
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_folder
 from eldr_sim.traces import gate_scores as gate_scores_file
 from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups, regroup, save_ids
 from eldr_sim.traces.format import (
@@ -124,9 +123,7 @@ def write_trace(
     rows = columns["output_len"] + (columns["prompt_len"] if prompt_rows else 0)
     columns["first_row"] = np.cumsum(rows) - rows
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with whole_folder(target) as temporary:
         save_ids(temporary / FILE_NAMES[encoding], ids, encoding)
         arrays = [pa.array(columns[name], type=kind) for name, kind in COLUMNS.items()]
         pq.write_table(
@@ -164,16 +161,6 @@ def write_trace(
         text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
         (temporary / "manifest.json").write_text(text, encoding="utf-8")
         open_trace(temporary).experts  # noqa: B018  reads and checks them
-        temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can read
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-            os.replace(target, old / target.name)
-            os.replace(temporary, target)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return open_trace(target)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from eldr_sim.policies.artifact import RoutingArtifact, fit_like
 from eldr_sim.policies.signature import TRANSFORMS
 from eldr_sim.policies.signature_quality import SignatureQuality, signature_quality
-from eldr_sim.simulator.results import whole_folder, write_json
+from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.format import RoutingTrace
@@ -79,7 +79,7 @@ def signature_report(
     InputError
         If ``out`` exists and may not be replaced, or cannot be written.
     """
-    with whole_folder(out, force) as folder:
+    with result_folder(out, force) as folder:
         parts: dict[str, tuple[list[Row], tuple[int, int], Callable[[Any], None]]] = {
             "rho_by_transform": (transform_rows(fits), (1, 1), lambda f: draw_transforms(f, fits)),
             "rho_by_layers": (layer_rows(fits), (1, 1), lambda f: draw_layers(f, fits)),

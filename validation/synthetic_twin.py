@@ -24,7 +24,7 @@ from eldr_sim.policies.signature import (
     select_layers,
     transformed,
 )
-from eldr_sim.simulator.results import whole_folder, write_json
+from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.statistics import BATCH_SIZES, TraceStatistics, trace_statistics
@@ -264,7 +264,7 @@ def twin_report(
     InputError
         If ``out`` exists and may not be replaced, or cannot be written.
     """
-    with whole_folder(out, force) as folder:
+    with result_folder(out, force) as folder:
         write_json(folder / "summary.json", about)
         with (folder / "statistics.csv").open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)

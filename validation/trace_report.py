@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.policies.artifact import calibration_pairs
 from eldr_sim.policies.signature import idf_weights, select_layers, transformed
-from eldr_sim.simulator.results import whole_folder, write_json
+from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.statistics import TraceStatistics, domain_groups, trace_statistics
@@ -132,7 +132,7 @@ def write_trace_report(
             use.phase_rows(),
             lambda f: _draw_phases(f, use, statistics.prefill_decode_pearson),
         )
-    with whole_folder(out, force) as folder:
+    with result_folder(out, force) as folder:
         for name, (rows, draw) in parts.items():
             if not rows:
                 continue

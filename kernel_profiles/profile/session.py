@@ -18,8 +18,6 @@ file                content
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,6 +45,7 @@ from eldr_sim.kernel_profiles.profile.device import (
 from eldr_sim.kernel_profiles.profile.plan import PARTS, Outcome, Target, Task, Workbench, make_plan
 from eldr_sim.kernel_profiles.profile.records import HOT, MAIN, Record, tables_of
 from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
+from eldr_sim.outputs import whole_file
 
 JOURNAL = "journal.jsonl"
 _FORMAT = 1
@@ -355,12 +354,5 @@ def _linear_errors(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +11,7 @@ from xml.etree import ElementTree as ET
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_file
 from eldr_sim.simulator.report.comparisons import comparison_section
 from eldr_sim.simulator.report.folders import Folder, open_folders
 from eldr_sim.simulator.report.markup import add, el, to_html
@@ -63,19 +62,8 @@ def write_report(folders: Sequence[Path], out: Path, *, force: bool = False) -> 
     if out.exists() and not force:
         raise InputError("out", f"{out} exists", "a new file, or --force to replace it")
     data = report(folders).encode("utf-8", "replace")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.parent)
-    except OSError as error:
-        raise InputError("out", f"cannot write {out}: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, out)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with whole_file(out) as temporary:
+        temporary.write_bytes(data)
 
 
 def _sections(folders: Sequence[Folder]) -> list[tuple[str, list[ET.Element]]]:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 import zipfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_file
 from eldr_sim.traces.streams import stream
 
 __all__ = ["BLOCK", "CLASSES", "RoutingModel"]
@@ -184,20 +184,8 @@ class RoutingModel:
             f.name: getattr(self, f.name) for f in fields(self) if f.name != "facts"
         }
         arrays["facts"] = json.dumps({"format": _FORMAT, **self.facts}, ensure_ascii=False)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(
-                prefix=f".{target.name}-", suffix=".npz", dir=target.parent
-            )
-        except OSError as error:
-            raise InputError("out", f"cannot write {target}: {error.strerror}") from None
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                np.savez_compressed(file, **arrays)
-            Path(temporary).chmod(0o644)
-            os.replace(temporary, target)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        with whole_file(target) as temporary, temporary.open("wb") as file:
+            np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingModel:

@@ -1,0 +1,70 @@
+"""Outputs that appear whole or not at all, whatever interrupts their making."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eldr_sim.errors import InputError
+
+__all__ = ["whole_file", "whole_folder"]
+
+
+@contextmanager
+def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
+    """Yield a temporary file that takes the place of ``out`` when the block ends well.
+
+    Folders above it are made. It is readable by all, unlike temporary files.
+
+    Raises
+    ------
+    InputError
+        Names ``field`` if the folder cannot be written.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.parent)
+    except OSError as error:
+        raise InputError(field, f"cannot write {out}: {error.strerror}") from None
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(out: Path, field: str = "out") -> Iterator[Path]:
+    """Yield a temporary folder that takes the place of ``out`` when the block ends well.
+
+    What was there before is removed then. Folders above it are made.
+
+    Raises
+    ------
+    InputError
+        Names ``field`` if the folder above cannot be written.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise InputError(field, f"cannot write {out}: {error.strerror}") from None
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if out.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
+            os.replace(out, old)
+            os.replace(temporary, out)
+            shutil.rmtree(old)
+        else:
+            os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
