@@ -1,4 +1,7 @@
-"""Write the tables of evaluation.md from the folder of `eldr-sim sweep docs/evaluation.yaml`."""
+"""Write the tables of evaluation.md.
+
+Takes the folders of `eldr-sim sweep docs/evaluation.yaml` and of `eldr-sim reproduce eldr`.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,12 @@ CLAIMS = [
 
 def difference(runs: pd.DataFrame, metric: str, policy: str, reference: str | None) -> float:
     """Mean over the rates of a policy's difference from the reference, %."""
-    mean = runs.groupby(["request_rate", "policy"])[["median_tpot_ms", metric]].mean()
+    mean = runs.groupby(["request_rate", "policy"]).mean(numeric_only=True)
     changes = []
     for rate in sorted(set(runs.request_rate)):
         of = mean.loc[rate]
-        best = reference or of.loc[BALANCERS, "median_tpot_ms"].idxmin()
-        values = of[metric]
-        values = values.iloc[:, 0] if isinstance(values, pd.DataFrame) else values
-        changes.append(100 * (values[policy] / values[best] - 1))
+        best = reference or of.loc[BALANCERS, P50].idxmin()
+        changes.append(100 * (of.loc[policy, metric] / of.loc[best, metric] - 1))
     return sum(changes) / len(changes)
 
 
@@ -78,14 +79,41 @@ def tables(runs: pd.DataFrame) -> str:
     return "\n".join(parts).rstrip()
 
 
+def claims(folder: Path) -> str:
+    """Return the table of every claim."""
+    lines = ["| figure | claim | paper | ours | direction | size | why it differs |"]
+    lines.append("|---" * 7 + "|")
+    for row in pd.read_csv(folder / "claims.csv").itertuples():
+        low, high, unit = row.paper_low, row.paper_high, "" if pd.isna(row.unit) else row.unit
+        span = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        paper = "no figure" if pd.isna(low) else f"{span} {unit}".strip()
+        ours = "-" if pd.isna(row.ours) else f"{row.ours:.2f}"
+        agrees = [
+            "-" if pd.isna(value) else "agrees" if str(value).lower() == "true" else "differs"
+            for value in (row.direction_agrees, row.size_agrees)
+        ]
+        reason = "" if pd.isna(row.reason) else row.reason
+        name = row.figure.replace("_", " ").capitalize()
+        lines.append(
+            f"| {name} | {row.claim} | {paper} | {ours} | {' | '.join(agrees)} | {reason} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Replace what stands between the markers of the page."""
     runs = pd.read_parquet(Path(sys.argv[1]) / "points.parquet")
+    parts = {
+        "paper": beside_the_paper(runs),
+        "tables": tables(runs),
+        "claims": claims(Path(sys.argv[2])),
+    }
     page = PAGE.read_text(encoding="utf-8")
-    for name, text in (("paper", beside_the_paper(runs)), ("tables", tables(runs))):
+    for name, text in parts.items():
         start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
         before, rest = page.split(start)
-        page = before + start + text + end + rest.split(end)[1]
+        after = rest[rest.index(end.lstrip("\n")) + len(end) - 1 :]
+        page = before + start + text + end + after
     PAGE.write_text(page, encoding="utf-8")
 
 

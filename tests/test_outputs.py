@@ -40,5 +40,5 @@ def test_an_interrupted_output_leaves_what_was_there(tmp_path, kind):
 def test_where_nothing_can_be_written_is_one_line(tmp_path, kind):
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "out"
-    with pytest.raises(InputError, match="^table: cannot write"), kind(out, "table"):
+    with pytest.raises(InputError, match=r"^table: cannot write"), kind(out, "table"):
         pass

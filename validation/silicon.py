@@ -386,17 +386,15 @@ def silicon_errors(
 
 
 def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
-    """Return the n rows with the largest TPOT error, and what is known about them.
+    """Return the n rows, of those not marked, with the largest TPOT error.
 
-    ``why`` is the reason for which the row is marked; else that an older vLLM ran it where that is
-    the case (the tables are of 0.24); else empty: unexplained.
+    ``why`` says that an older vLLM ran it where that is the case (the tables are of 0.24); where it
+    is empty the error is unexplained.
     """
     frame = table.to_pandas()
+    frame = frame[frame.excluded == ""]
     frame = frame.reindex(frame.tpot_error.abs().sort_values(ascending=False).index)[:n].copy()
-    old = frame.date < "2026"
-    frame["why"] = frame.excluded.where(
-        frame.excluded != "", old.map({True: "run of 2025", False: ""})
-    )
+    frame["why"] = (frame.date < "2026").map({True: "run of 2025, vLLM 0.11", False: ""})
     columns = ["gpu", "tensor_parallel_size", "input_len", "output_len", "concurrency"]
     columns += ["date", "tpot_ms", "predicted_tpot_ms", "tpot_error", "why"]
     return pa.Table.from_pandas(frame[columns], preserve_index=False)
