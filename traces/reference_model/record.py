@@ -440,5 +440,6 @@ def write_recording(
         provenance="recorded",
         notes=notes,
         gate_scores=scores if len(covered) else None,
+        rank_groups=[1] * recording.experts.shape[-1],
         force=force,
     )
