@@ -12,7 +12,7 @@ import click
 from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import fit as fit_artifact
 from eldr_sim.policies.clustering import METHODS
-from eldr_sim.policies.signature import TRANSFORMS, parse_layer_mask
+from eldr_sim.policies.signature import TRANSFORMS, parse_layer_mask, score_of
 from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
@@ -35,7 +35,7 @@ from eldr_sim.validation.signature_report import measured_fits, signature_report
     show_default=True,
     metavar="NAME",
     help=f"What a signature holds of a prompt's experts: {', '.join(TRANSFORMS)}. The last two "
-    "need a trace with gate scores.",
+    "are fitted on the calibration requests that have gate scores.",
 )
 @click.option(
     "--layer-mask",
@@ -86,7 +86,8 @@ def fit(
         "clustering": options["clustering"],
     }
     opened = open_trace(trace)
-    calibration = calibration_set(opened, workload=workload)
+    score = score_of(choices["transform"])
+    calibration = calibration_set(opened, workload=workload, score=score)
     start = time.perf_counter()
     artifact = fit_artifact(calibration, decoders, seed, **choices)
     seconds = time.perf_counter() - start
@@ -98,7 +99,8 @@ def fit(
     facts = artifact.summary()
     click.echo(
         f"Fitted {facts['n_decoders']} centroids on {facts['n_calibration']} calibration requests "
-        f"in {seconds:.2f} s: {artifact.transform} signatures, {artifact.clustering} K-means"
+        f"{'' if score == 'count' else 'with gate scores '}in {seconds:.2f} s: "
+        f"{artifact.transform} signatures, {artifact.clustering} K-means"
     )
     click.echo(
         f"Layers kept: {facts['n_layers_kept']} of {facts['n_layers']} {facts['layers_kept']}, "

@@ -296,10 +296,8 @@ def fit(
         raise InputError("calibration", problem, f"{n_decoders} requests or more")
     if seed < 0:
         raise InputError("seed", f"{seed}", "0 or more")
-    if transform not in TRANSFORMS:
-        raise InputError("signature", f"unknown transform {transform!r}", ", ".join(TRANSFORMS))
-    layer_mask = parse_layer_mask(layer_mask)
     scores = calibration.scores(score_of(transform))
+    layer_mask = parse_layer_mask(layer_mask)
     idf = idf_weights(counts)
     selection = select_layers(
         transformed(scores, transform, idf), calibration_pairs(calibration, seed), layer_mask

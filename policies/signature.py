@@ -87,7 +87,15 @@ def idf_weights(counts: NDArray[Any]) -> Floats:
 
 
 def score_of(transform: Transform) -> PromptScore:
-    """Return which prompt score a transform starts from: ``count``, ``prob`` or ``logit``."""
+    """Return which prompt score a transform starts from: ``count``, ``prob`` or ``logit``.
+
+    Raises
+    ------
+    InputError
+        For an unknown transform.
+    """
+    if transform not in TRANSFORMS:
+        raise InputError("signature", f"unknown transform {transform!r}", ", ".join(TRANSFORMS))
     return cast("PromptScore", transform[5:] if transform.startswith("gate-") else "count")
 
 

@@ -4,7 +4,9 @@
 - rho against the number of layers kept by the greedy selection (Fig. 8);
 - signatures and centroids on the first two principal components (Fig. 9).
 
-All of them use the calibration requests, and rho the pairs of them, that the fit itself used.
+All of them use the calibration requests, and rho the pairs of them, that the fit itself used. Only
+where the trace has the gate scores of a part of them, the transforms are compared on that part, so
+that all bars of Fig. 7 are of the same requests.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from eldr_sim.policies.signature import (
     Floats,
     LayerSelection,
     Transform,
+    idf_weights,
     score_of,
     select_layers,
     transformed,
@@ -56,7 +59,10 @@ class SignatureQuality:
     calibration, artifact
         The fit and what it was made from.
     rho_by_transform
-        Rho on all layers, for each transform that the trace has the scores of.
+        Rho on all layers of the requests ``compared``, for each transform that the trace has the
+        scores of.
+    compared, compared_pairs
+        The requests of ``rho_by_transform`` and the number of their pairs.
     greedy
         Greedy selection of layers under the artifact's transform, whatever its mask rule.
     projection
@@ -66,11 +72,17 @@ class SignatureQuality:
     calibration: CalibrationSet
     artifact: RoutingArtifact
     rho_by_transform: dict[Transform, float]
+    compared: CalibrationSet
+    compared_pairs: int
     greedy: LayerSelection
     projection: Projection
 
 
-def signature_quality(calibration: CalibrationSet, artifact: RoutingArtifact) -> SignatureQuality:
+def signature_quality(
+    calibration: CalibrationSet,
+    artifact: RoutingArtifact,
+    compared: CalibrationSet | None = None,
+) -> SignatureQuality:
     """Measure the signatures of a fit.
 
     Parameters
@@ -79,37 +91,41 @@ def signature_quality(calibration: CalibrationSet, artifact: RoutingArtifact) ->
         The calibration requests that the fit used.
     artifact
         The fit.
+    compared
+        Requests to compare the transforms on, with an IDF table of their own; those of the fit
+        where None.
     """
+    compared = calibration if compared is None else compared
     pairs = calibration_pairs(calibration, artifact.seed)
+    compared_pairs = calibration_pairs(compared, artifact.seed)
     if artifact.mask_rule == "greedy":
         greedy = LayerSelection(
             artifact.layer_order, artifact.rho, artifact.n_kept, artifact.n_pairs
         )
     else:
-        greedy = select_layers(_features(calibration, artifact, artifact.transform), pairs)
+        greedy = select_layers(_features(calibration, artifact.idf, artifact.transform), pairs)
     scores = calibration.scores(score_of(artifact.transform))
     return SignatureQuality(
         calibration=calibration,
         artifact=artifact,
-        rho_by_transform=_rho_by_transform(calibration, artifact, pairs),
+        rho_by_transform=_rho_by_transform(compared, compared_pairs),
+        compared=compared,
+        compared_pairs=len(compared_pairs.i),
         greedy=greedy,
         projection=project(artifact.signatures(scores), artifact.centroids),
     )
 
 
-def _features(
-    calibration: CalibrationSet, artifact: RoutingArtifact, transform: Transform
-) -> Floats:
-    return transformed(calibration.scores(score_of(transform)), transform, artifact.idf)
+def _features(calibration: CalibrationSet, idf: Floats, transform: Transform) -> Floats:
+    return transformed(calibration.scores(score_of(transform)), transform, idf)
 
 
-def _rho_by_transform(
-    calibration: CalibrationSet, artifact: RoutingArtifact, pairs: DecodeOverlap
-) -> dict[Transform, float]:
+def _rho_by_transform(calibration: CalibrationSet, pairs: DecodeOverlap) -> dict[Transform, float]:
+    idf = idf_weights(calibration.scores("count"))
     rho: dict[Transform, float] = {}
     for transform in TRANSFORMS:
         try:
-            features = _features(calibration, artifact, transform)
+            features = _features(calibration, idf, transform)
         except InputError:  # the trace carries no such gate score
             continue
         rho[transform] = float(select_layers(features, pairs, "all").rho[-1])

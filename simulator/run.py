@@ -25,6 +25,7 @@ from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.base import DecodePolicy, DecodeStepTimes, PolicyContext
 from eldr_sim.policies.placement import greedy_placement, linear_placement
 from eldr_sim.policies.registry import decode_policy, prefill_policy
+from eldr_sim.policies.signature import score_of
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
 from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.memory import kv_blocks
@@ -250,9 +251,9 @@ def build_cluster(
     trace = setting.trace
 
     @cache
-    def calibration() -> CalibrationSet:
+    def calibration(score: PromptScore = "count") -> CalibrationSet:
         mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
-        return _calibration(trace, config.workload, mix)
+        return _calibration(trace, config.workload, mix, score)
 
     @cache
     def artifact() -> RoutingArtifact:
@@ -260,11 +261,12 @@ def build_cluster(
             loaded = RoutingArtifact.load(Path(config.artifact))
             loaded.check_made_with(config.signature, config.layer_mask, config.clustering)
             return loaded
+        transform = config.signature or "count-idf"
         return _fit(
-            calibration(),
+            calibration(score_of(transform)),
             config.n_decode,
             config.seed,
-            transform=config.signature or "count-idf",
+            transform=transform,
             layer_mask=config.layer_mask or "greedy",
             clustering=config.clustering or "balanced",
         )
@@ -346,11 +348,14 @@ def build_cluster(
 
 @lru_cache(maxsize=8)
 def _calibration(
-    trace: RoutingTrace, workload: str, domain_mix: tuple[tuple[str, float], ...] | None
+    trace: RoutingTrace,
+    workload: str,
+    domain_mix: tuple[tuple[str, float], ...] | None,
+    score: PromptScore,
 ) -> CalibrationSet:
     """Pick calibration requests; those picked before are not read again by this process."""
     mix = None if domain_mix is None else dict(domain_mix)
-    return calibration_set(trace, workload=workload, domain_mix=mix)
+    return calibration_set(trace, workload=workload, domain_mix=mix, score=score)
 
 
 #: A sweep's points differ in what no fit depends on, such as the request rate.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.results import write_json, write_result, write_table
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.traces.importers import import_npz
 from eldr_sim.traces.workload import Workload
 
 # The same examples on every run and every machine, however slow; look for new ones with
@@ -215,6 +217,24 @@ def run_to_rest():
         return record
 
     return run
+
+
+@pytest.fixture(scope="session")
+def earlier_recording(tmp_path_factory):
+    """An earlier recording of a reference model, 6 layers, as imported; with it its archive."""
+    shared = Path(__file__).parents[1].parent / "shared"
+    source = shared / "data" / "routing" / "reference_moe" / "sampled.npz"
+    if not source.is_file():
+        pytest.skip("the archive of the earlier recording is not here")
+    trace = import_npz(
+        source,
+        tmp_path_factory.mktemp("earlier") / "trace",
+        model="reference model of 6 layers",
+        captured_by="forward passes of the model",
+        source_data="held-out chunks of eight domains",
+        tool_versions={},
+    )
+    return trace, source
 
 
 @pytest.fixture

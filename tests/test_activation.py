@@ -7,6 +7,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.activation import RIDGES, fit_activation
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.workload import make_workload
 
 
 def make_calibration(counts, activation):
@@ -99,8 +100,9 @@ def test_it_predicts_serving_requests_of_the_embedded_trace(workload):
     trace = open_trace("reference-moe")
     calibration = calibration_set(trace, workload=workload)
     model = fit_activation(calibration)
-    domains = [calibration.domains[i] for i in np.unique(calibration.domain)]
-    serving = trace.requests_of(domains, calibration=False)[::4]
+    # In the mix of the workload, as the calibration requests are.
+    served = make_workload(trace, workload=workload, request_rate=1, num_requests=150)
+    serving = np.unique(served.trace_request)
     truth = trace.decode_activation(serving)
     predicted = np.stack([model.predict(counts) for counts in trace.prompt_counts(serving)])
     assert ((predicted >= 0) & (predicted <= 1)).all()

@@ -232,7 +232,7 @@ def test_unknown_variants_are_refused(calibration, options, message):
 
 @pytest.mark.parametrize("kind", ["prob", "logit"])
 def test_gate_transforms_need_gate_scores(calibration, kind):
-    counts_only = calibration_set(open_trace("reference-moe"), workload="task")
+    counts_only = dataclasses.replace(calibration, gate_scores=None)
     with pytest.raises(InputError, match=f"signature: gate-{kind} needs .* carries no {kind}") as e:
         fit(counts_only, 4, 0, transform=f"gate-{kind}")
     assert "\n" not in str(e.value)

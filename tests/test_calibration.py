@@ -1,5 +1,7 @@
 """Calibration sets: in proportion to the mix, as large as it allows, and never served."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,27 +21,75 @@ def trace():
 
 def test_task_and_language(trace):
     task = calibration_set(trace, workload="task")
-    # legal runs out first: 64 / (3600 / 11668) = 207.4
-    assert np.bincount(task.domain, minlength=8).tolist() == [49, 49, 45, 64, 0, 0, 0, 0]
+    # legal runs out first: 131 / (3600 / 11668) = 424.6
+    assert np.bincount(task.domain, minlength=8).tolist() == [101, 100, 92, 131, 0, 0, 0, 0]
     language = calibration_set(trace, workload="language")
-    # English runs out first: 64 / (60.2 / 87.6) = 93.1
-    assert np.bincount(language.domain, minlength=8).tolist() == [0, 0, 0, 0, 64, 16, 10, 3]
+    # English runs out first: 131 / (60.2 / 87.6) = 190.6
+    assert np.bincount(language.domain, minlength=8).tolist() == [0, 0, 0, 0, 131, 32, 20, 7]
     log = calibration_set(trace, workload="any/log.csv")
-    assert np.bincount(log.domain).tolist() == [64] * 8
+    # In proportion to the serving split, which has one more of code and math, too.
+    assert np.bincount(log.domain).tolist() == [132] * 2 + [131] * 6
+
+
+def test_requests_that_have_gate_scores(trace):
+    """Those of 32 calibration requests a domain: the same mix, of smaller pools."""
+    task = calibration_set(trace, workload="task", score="prob")
+    # legal runs out first: 32 / (3600 / 11668) = 103.7
+    assert np.bincount(task.domain, minlength=8).tolist() == [25, 24, 22, 32, 0, 0, 0, 0]
+    assert set(task.requests) <= set(trace.gate_scores.requests)
+    assert task.scores("prob").shape == task.counts.shape
+    # Softmax probabilities of a token sum to 1.
+    np.testing.assert_allclose(
+        task.scores("prob").sum(axis=2), trace.prompt_len[task.requests][:, None].repeat(10, 1),
+        rtol=1e-4,
+    )  # fmt: skip
+    assert (task.requests == calibration_set(trace, workload="task", score="logit").requests).all()
+    some = trace.gate_scores.requests[trace.domain[trace.gate_scores.requests] != 1]
+    partial = replace(trace, gate_scores=replace(trace.gate_scores, requests=some))
+    with pytest.raises(InputError, match=r"with gate scores \(prob\) of domain 'math'"):
+        calibration_set(partial, workload="task", score="prob")
+    with pytest.raises(InputError, match="carries no logit in gate_scores"):
+        calibration_set(replace(trace, gate_scores=None), workload="task", score="logit")
 
 
 def test_contents(trace):
     picked = calibration_set(trace, workload="task")
     n = len(picked.requests)
-    assert picked.counts.shape == picked.decode_activation.shape == (n, 6, 128)
+    assert picked.counts.shape == picked.decode_activation.shape == (n, 10, 128)
     assert picked.domains == trace.domains
     assert picked.trace_checksum == trace.manifest.checksum
     np.testing.assert_array_equal(picked.counts, trace.prompt_counts(picked.requests))
     np.testing.assert_array_equal(picked.domain, trace.domain[picked.requests])
     np.testing.assert_array_equal(
-        picked.counts.sum(axis=2), 8 * trace.prompt_len[picked.requests][:, None].repeat(6, 1)
+        picked.counts.sum(axis=2), 8 * trace.prompt_len[picked.requests][:, None].repeat(10, 1)
     )
     np.testing.assert_allclose(picked.decode_activation.sum(axis=2), 8, rtol=1e-5)
+
+
+POOLS = np.arange(57, 65)  # calibration requests by domain
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """Eight domains whose pools of calibration requests differ; a token of prompt and output."""
+    n = int(POOLS.sum())
+    names = [f"d{i}" for i in range(8)]
+    return write_trace(
+        tmp_path_factory.mktemp("traces") / "uneven",
+        experts=np.zeros((2 * n, 1, 1), int),
+        request_id=[str(i) for i in range(n)],
+        domain=np.random.default_rng(0).permutation(np.repeat(names, POOLS)).tolist(),
+        prompt_len=[1] * n,
+        output_len=[1] * n,
+        is_calibration=[True] * n,
+        model="m",
+        n_experts=1,
+        domains=names,
+        captured_by="test",
+        source_data="drawn",
+        tool_versions={},
+        provenance="synthetic",
+    )
 
 
 @given(
@@ -47,8 +97,8 @@ def test_contents(trace):
     zero=st.sets(st.integers(0, 7), max_size=6),
 )
 @settings(max_examples=30, deadline=None)
-def test_proportions(weights, zero):
-    trace = open_trace(verify_checksum=False)
+def test_proportions(uneven, weights, zero):
+    trace = uneven
     mix = {
         name: 0.0 if d in zero else w
         for d, (name, w) in enumerate(zip(trace.domains, weights, strict=True))
@@ -58,8 +108,8 @@ def test_proportions(weights, zero):
     counts = np.bincount(picked.domain, minlength=8)
     assert (counts[share == 0] == 0).all()
     assert (counts[share > 0] >= 1).all()
-    assert counts.max() >= 63  # the largest share uses its pool up
-    total = min(64 / s for s in share if s > 0)
+    assert (counts >= POOLS - 1).any()  # one domain uses its pool up
+    total = (POOLS[share > 0] / share[share > 0]).min()
     assert (np.abs(counts - np.where(share > 0, np.maximum(1, total * share), 0)) <= 1.5).all()
     assert len(set(picked.requests.tolist())) == len(picked.requests)
     assert trace.is_calibration[picked.requests].all()

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -180,7 +179,7 @@ def test_options_override_the_config_file(run_cli, tmp_path):
         (["--request-rate", "nan"], "request_rate: 'nan'"),
         (["--request-rate", "inf"], "horizon_s: "),
         (["--model", "Qwen3-235B-A22B"], "gpu: H100 holds "),
-        (["--model", "GPT-OSS-120B"], "trace: "),
+        (["--model", "Mixtral-8x7B"], "trace: "),
         (["--trace", "no/such/trace"], "trace: "),
         (["--tables", "no/such/folder"], "tables: "),
         (["--workload", "no/such/file"], "workload: "),
@@ -204,33 +203,44 @@ def test_bad_input_is_one_line_and_writes_nothing(run_cli, tmp_path, arguments, 
     assert list(tmp_path.iterdir()) == []
 
 
+FILES = ("manifest.json", "requests.parquet", "experts.npy.xz", "gate_scores.npz")
+
+
 def _damaged(tmp_path, damage):
     """Copy the embedded trace and damage the copy."""
     folder = tmp_path / "trace"
     folder.mkdir()
     for path in open_trace("reference-moe").path.iterdir():
-        if path.name in ("manifest.json", "requests.parquet", "experts.npy"):
+        if path.name in FILES:
             (folder / path.name).write_bytes(path.read_bytes())
     damage(folder)
     return folder
 
 
 def _cut(folder):
-    path = folder / "experts.npy"
+    path = folder / "experts.npy.xz"
     path.write_bytes(path.read_bytes()[:-1000])
 
 
 def _flip(folder):
-    experts = np.load(folder / "experts.npy")
-    experts[0, 0] = experts[0, 0][::-1] - 1
-    np.save(folder / "experts.npy", experts)
+    path = folder / "experts.npy.xz"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _flip_scores(folder):
+    path = folder / "gate_scores.npz"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def _forget(folder):
     (folder / "requests.parquet").unlink()
 
 
-@pytest.mark.parametrize("damage", [_cut, _flip, _forget])
+@pytest.mark.parametrize("damage", [_cut, _flip, _flip_scores, _forget])
 def test_damaged_trace_is_refused(run_cli, tmp_path, damage):
     folder = _damaged(tmp_path, damage)
     code, text, err = run_cli("run", *SHORT, "--trace", folder, "--out", tmp_path / "out")
@@ -241,10 +251,10 @@ def test_damaged_trace_is_refused(run_cli, tmp_path, damage):
 
 
 def test_more_decoders_than_calibration_requests(run_cli):
-    code, _, err = run_cli("run", "--policy", "eldr", "--topology", "1P300D", "--duration", "1")
+    code, _, err = run_cli("run", "--policy", "eldr", "--topology", "1P500D", "--duration", "1")
     assert code == 2
     assert err.startswith("Error: ")
-    assert "300" in err
+    assert "424 requests cannot make 500 clusters" in err
     assert err.count("\n") == 1
 
 
@@ -261,7 +271,7 @@ def test_fit_and_run_with_the_artifact(run_cli, tmp_path):
     artifact = tmp_path / "artifact.npz"
     code, out, _ = run_cli("fit", "--decoders", 2, "--out", artifact)
     assert code == 0
-    assert "2 centroids on 207 calibration requests" in out
+    assert "2 centroids on 424 calibration requests" in out
     code, out, err = run_cli("fit", "--decoders", 2, "--out", artifact)
     assert (code, err.startswith("Error: out: ")) == (2, True)
     fitted, loaded = tmp_path / "fitted", tmp_path / "loaded"

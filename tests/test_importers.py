@@ -1,9 +1,8 @@
-"""Importers keep every row, split evenly and refuse what is broken; one made the embedded trace."""
+"""Importers keep every row, split evenly and refuse what is broken."""
 
 import base64
 import io
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -118,22 +117,14 @@ def test_bad_fraction(tmp_path, fraction):
         import_npz(tmp_path / "a.npz", tmp_path / "t", calibration_fraction=fraction, **ABOUT)
 
 
-def test_embedded_trace_is_this_import_of_the_reference_model():
-    source = (
-        Path(__file__).parents[1].parent
-        / "shared"
-        / "data"
-        / "routing"
-        / "reference_moe"
-        / "sampled.npz"
-    )
-    if not source.is_file():
-        pytest.skip("the reference model's archive is not here")
-    trace = open_trace("reference-moe")
+def test_a_recorded_archive_is_imported_whole(earlier_recording):
+    written, source = earlier_recording
+    trace = open_trace(written.path)
     with np.load(source) as data:
         np.testing.assert_array_equal(trace.experts, data["topk"])
         np.testing.assert_array_equal(trace.prompt_len, data["prompt_len"])
         np.testing.assert_array_equal(trace.domain, data["domain"])
+    assert np.bincount(trace.domain[trace.is_calibration]).tolist() == [64] * 8
 
 
 # --- other formats: each written in every way that its tools write it, read back as one -------

@@ -522,7 +522,7 @@ def test_warnings_and_provenance_come_before_any_figure(report_folders, tmp_path
     assert f"run: 7 of {summary['decode_steps']} decode steps lie outside" in box.text
     basis = next(page.root.all("section", "basis"))
     assert next(basis.all("b")).text == "roofline"
-    for fact in ("6 recorded layers tiled over 48", "Reuse: ", "50.0% of the output tokens"):
+    for fact in ("10 recorded layers tiled over 48", "Reuse: ", "50.0% of the output tokens"):
         assert fact in basis.text
     assert html.index('class="warnings"') < html.index('class="basis"') < html.index("<table")
 

@@ -45,7 +45,7 @@ def test_forty_gpus_serve_and_are_paid_for():
     tokens = summary["output_throughput"] * summary["duration"]
     assert summary["gpu_hours_per_million_output_tokens"] == pytest.approx(hours / tokens * 1e6)
     assert summary["cost_per_million_output_tokens"] == pytest.approx(2 * hours / tokens * 1e6)
-    assert summary["trace"]["layers"].startswith("6 recorded layers tiled over 94")
+    assert summary["trace"]["layers"].startswith("10 recorded layers tiled over 94")
 
 
 def test_the_busiest_gpu_reads_between_its_share_and_all():

@@ -136,13 +136,19 @@ def test_fit_writes_its_report(run_cli, tmp_path):
 
     bars = rows_of(report / "rho_by_transform.csv")
     assert [(row["workload"], row["transform"]) for row in bars] == [
-        (workload, transform) for workload in fits for transform in TRANSFORMS[:4]
+        (workload, transform) for workload in fits for transform in TRANSFORMS
     ]
     layers = rows_of(report / "rho_by_layers.csv")
     points = rows_of(report / "signature_pca.csv")
     for workload, made in fits.items():
         bar = [row for row in bars if row["workload"] == workload]
-        assert float(bar[0]["rho"]) == pytest.approx(made.rho[-1], abs=1e-6)
+        # All transforms on the same requests: those of which the trace has the gate's scores.
+        scored = calibration_set(open_trace(), workload=workload, score="prob")
+        assert {row["requests"] for row in bar} == {str(len(scored.requests))}
+        for row in bar:
+            alone = fit(scored, 8, 0, transform=row["transform"], layer_mask="all")
+            assert float(row["rho"]) == pytest.approx(alone.rho[-1], abs=1e-6)
+            assert row["pairs"] == str(alone.n_pairs)
         curve = [row for row in layers if row["workload"] == workload]
         assert [int(row["layer_added"]) for row in curve] == made.layer_order.tolist()
         assert [float(row["rho"]) for row in curve] == pytest.approx(made.rho, abs=1e-6)
@@ -166,9 +172,9 @@ def test_fit_writes_its_report(run_cli, tmp_path):
 
 
 def test_report_covers_the_workloads_that_the_trace_can_serve(run_cli, tmp_path, gated):
-    # 94 decoders: language has 93 calibration requests.
+    # 191 decoders: language has 190 calibration requests.
     arguments = ("--out", tmp_path / "a.npz", "--report", tmp_path / "a", "--layer-mask", "2")
-    code, text, _ = run_cli("fit", "--decoders", 94, *arguments)
+    code, text, _ = run_cli("fit", "--decoders", 191, *arguments)
     assert (code, "report of task\n" in text) == (0, True)
     arguments = ("--out", tmp_path / "b.npz", "--report", tmp_path / "b", "--trace", gated["all"])
     code, text, _ = run_cli("fit", "--decoders", 4, *arguments, "--signature", "gate-logit")
@@ -178,6 +184,31 @@ def test_report_covers_the_workloads_that_the_trace_can_serve(run_cli, tmp_path,
     by_name = {row["transform"]: row["rho"] for row in bars}
     assert by_name["gate-prob"] == by_name["count"]  # this trace's probabilities are counts / 8
     assert by_name["gate-logit"] != by_name["count"]
+
+
+def test_gate_signatures_are_fitted_on_the_requests_that_have_scores(run_cli, tmp_path):
+    out = tmp_path / "a.npz"
+    code, text, _ = run_cli("fit", "--decoders", 4, "--out", out, "--signature", "gate-prob")
+    assert code == 0
+    assert text.startswith("Fitted 4 centroids on 103 calibration requests with gate scores in ")
+    calibration = calibration_set(open_trace(), workload="task", score="prob")
+    made, own = RoutingArtifact.load(out), fit(calibration, 4, 0, transform="gate-prob")
+    assert (made.centroids == own.centroids).all()
+    assert made.n_calibration == len(calibration.requests) == 103
+
+
+def test_transforms_are_compared_on_the_fit_where_a_domain_has_no_gate_scores():
+    trace = open_trace()
+    calibration = calibration_set(trace, workload="task")
+    known = trace.gate_scores.requests
+    # Domain 1 is math: none of the task workload has scores in its mix.
+    gate = GateScores(known[trace.domain[known] != 1], trace.gate_scores.prob[:224])
+    lacking = replace(trace, gate_scores=gate)
+    own = fit(calibration, 4, 0)
+    task = report_module.measured_fits(lacking, "task", calibration, own)["task"]
+    assert task.compared is calibration
+    assert list(task.rho_by_transform) == list(TRANSFORMS[:4])
+    assert task.rho_by_transform["count-idf"] == own.rho[-1]
 
 
 @pytest.mark.parametrize("broken", ["draw_pca", "save"])
@@ -198,11 +229,14 @@ def test_a_failure_leaves_neither_report_nor_artifact(
     ("arguments", "message"),
     [
         (["--signature", "tfidf"], "signature: unknown transform 'tfidf' (allowed: count-idf, "),
-        (["--signature", "gate-prob"], "signature: gate-prob needs the gate's scores, and the "),
-        (["--layer-mask", "0,9"], "layer_mask: no layer 9 (allowed: greedy, all, or numbers from"),
+        (["--signature", "gate-foo"], "signature: unknown transform 'gate-foo' (allowed: count-"),
+        (
+            ["--layer-mask", "0,10"],
+            "layer_mask: no layer 10 (allowed: greedy, all, or numbers from",
+        ),
         (["--layer-mask", "none"], "layer_mask: 'none' (allowed: greedy, all, or layer numbers"),
         (["--clustering", "random"], "clustering: unknown method 'random' (allowed: balanced, "),
-        (["--decoders", "300"], "calibration: 207 requests cannot make 300 clusters"),
+        (["--decoders", "500"], "calibration: 424 requests cannot make 500 clusters"),
     ],
 )
 def test_bad_options_are_one_line_and_write_nothing(run_cli, tmp_path, arguments, message):
@@ -286,9 +320,12 @@ def test_gate_scores_are_served_where_the_trace_has_them(run_cli, tmp_path, gate
     assert code == 2
     assert err.startswith("Error: signature: gate-prob needs the gate's scores of 16 requests")
     assert err.count("\n") == 1
+    # The embedded trace has scores of calibration requests only.
     code, _, err = run_cli("run", *SHORT, "--signature", "gate-logit")
     assert code == 2
-    assert "the routing trace carries no logit in gate_scores.npz" in err
+    assert err.startswith("Error: signature: gate-logit needs the gate's scores of ")
+    assert "the routing trace lacks those of " in err
+    assert err.count("\n") == 1
 
 
 def test_inspect_tells_of_gate_scores(run_cli, gated):

@@ -356,13 +356,18 @@ def test_sessions_are_kept(tmp_path):
 def test_embedded_trace():
     assert builtin_traces() == ["reference-moe"]
     trace = open_trace()
-    assert (trace.n_requests, trace.n_layers, trace.n_experts, trace.top_k) == (1024, 6, 128, 8)
+    assert (trace.n_requests, trace.n_layers, trace.n_experts, trace.top_k) == (2300, 10, 128, 8)
     for name in trace.domains:
-        assert len(trace.requests_of([name], calibration=True)) == 64
-        assert len(trace.requests_of([name], calibration=False)) == 64
+        assert len(trace.requests_of([name], calibration=True)) in (131, 132)
+        assert len(trace.requests_of([name], calibration=False)) in (156, 157)
+    scored = trace.gate_scores.requests
+    assert scored.tolist() == list(range(256))
+    assert trace.is_calibration[scored].all()
+    assert np.bincount(trace.domain[scored]).tolist() == [32] * 8
+    # What a wheel carries: 20.2 MB of experts, 2.6 MB of gate scores.
     assert (
         sum(p.stat().st_size for p in trace.path.iterdir() if not p.name.startswith("bitsets-"))
-        < 15e6
+        < 25e6
     )
 
 
@@ -370,7 +375,7 @@ def test_embedded_trace_is_packaged():
     """The build configuration names every file that the trace needs."""
     root = Path(__file__).parents[1]
     text = (root / "pyproject.toml").read_text()
-    for pattern in ("manifest.json", "requests.parquet", "experts.npy*"):
+    for pattern in ("manifest.json", "requests.parquet", "experts.npy*", "gate_scores.npz"):
         assert f'"data/*/{pattern}"' in text
         assert len(list((root / "traces" / "data" / "reference_moe").glob(pattern))) == 1
 

@@ -95,8 +95,8 @@ def test_frozen_values(trace):
     """The first requests of seed 0, frozen: a change of any stream changes published runs."""
     w = make_workload(trace, request_rate=10, num_requests=3, output_len=300, seed=0)
     assert w.arrival_s.tolist() == [0.197640312, 0.286759037, 0.319775342]
-    assert w.trace_request.tolist() == [328, 327, 118]
-    assert w.replay_offset.tolist() == [118, 61, 17]
+    assert w.trace_request.tolist() == [2100, 1420, 1858]
+    assert w.replay_offset.tolist() == [176, 92, 26]
 
 
 def test_longer_runs_start_with_the_shorter_ones_requests(trace):
@@ -190,12 +190,13 @@ def test_decks_use_every_request_before_any_twice(trace):
     w = make_workload(trace, request_rate=100, num_requests=2000, seed=2)
     for d in range(4):
         mine = w.trace_request[w.domain == d]
-        for start in range(0, len(mine) - 63, 64):
-            assert len(set(mine[start : start + 64].tolist())) == 64
+        pool = len(trace.requests_of([trace.domains[d]], calibration=False))
+        for start in range(0, len(mine) - pool + 1, pool):
+            assert len(set(mine[start : start + pool].tolist())) == pool
     uses = np.bincount(w.trace_request)
     assert w.description["trace_request_uses_max"] == uses.max()
-    assert w.description["trace_request_uses_mean"] == pytest.approx(2000 / 256, abs=1e-3)
-    assert w.description["trace_requests_replayed"] == (uses > 0).sum() == 256
+    assert w.description["trace_request_uses_mean"] == pytest.approx(2000 / 626, abs=1e-3)
+    assert w.description["trace_requests_replayed"] == (uses > 0).sum() == 626
 
 
 def test_given_mix(trace):
@@ -255,17 +256,17 @@ def log_path(tmp_path_factory):
 
 def test_offsets_are_spread_over_the_window(trace):
     w = make_workload(trace, request_rate=9, num_requests=4000, output_len=512)
-    counts = np.bincount(w.replay_offset, minlength=129)
-    assert len(counts) == 129
+    counts = np.bincount(w.replay_offset, minlength=193)
+    assert len(counts) == 193
     assert stats.chisquare(counts).pvalue > 0.01
 
 
 def test_recorded_window_is_replayed_from_its_start(trace):
-    for length in (128, 129):
+    for length in (192, 193):
         assert not make_workload(
             trace, request_rate=9, num_requests=50, output_len=length
         ).replay_offset.any()
-    assert make_workload(trace, request_rate=9, num_requests=50, output_len=130).replay_offset.any()
+    assert make_workload(trace, request_rate=9, num_requests=50, output_len=194).replay_offset.any()
 
 
 # --- request logs -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.domains import resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.gate_scores import GateScores, PromptScore, select
+from eldr_sim.traces.gate_scores import GateScores, PromptScore, of_kind, select
 
 __all__ = ["CalibrationSet", "calibration_set", "split_calibration"]
 
@@ -69,7 +69,11 @@ class CalibrationSet:
 
 
 def calibration_set(
-    trace: RoutingTrace, *, workload: str, domain_mix: Mapping[str, float] | None = None
+    trace: RoutingTrace,
+    *,
+    workload: str,
+    domain_mix: Mapping[str, float] | None = None,
+    score: PromptScore = "count",
 ) -> CalibrationSet:
     """Pick calibration requests in proportion to a workload's domain mix.
 
@@ -83,18 +87,27 @@ def calibration_set(
         The routing trace.
     workload, domain_mix
         As for `make_workload`: ``task``, ``language`` or the path of a request log.
+    score
+        With ``prob`` or ``logit``, only requests that have this gate score are picked: a trace
+        may carry it for a part of its calibration split.
 
     Raises
     ------
     InputError
-        If the mix is not valid, or a domain in it has no calibration request.
+        If the mix is not valid, a domain in it has no calibration request (with the score), or
+        the trace carries no such score at all.
     """
     shares, _ = resolve_domain_mix(trace, workload, domain_mix)
     pools = {name: trace.requests_of([name], calibration=True) for name in shares}
+    if score != "count":
+        covered, _ = of_kind(trace.gate_scores, score)
+        pools = {name: np.intersect1d(pool, covered) for name, pool in pools.items()}
     empty = [name for name, pool in pools.items() if not len(pool)]
     if empty:
+        which = "" if score == "count" else f" with gate scores ({score})"
         raise InputError(
-            "trace", f"{trace.path.name} has no calibration request of domain {empty[0]!r}"
+            "trace",
+            f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}",
         )
     # 1e-9 keeps a quotient that should be whole from falling one short.
     total = min(int(len(pool) / shares[name] + 1e-9) for name, pool in pools.items())

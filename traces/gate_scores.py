@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
 
-__all__ = ["FILE_NAME", "GateScores", "PromptScore", "check", "read", "select", "write"]
+__all__ = ["FILE_NAME", "GateScores", "PromptScore", "check", "of_kind", "read", "select", "write"]
 
 FILE_NAME = "gate_scores.npz"
 
@@ -34,7 +34,8 @@ PromptScore = Literal["count", "prob", "logit"]
 """What a prompt can be summed up by at each layer and expert: the tokens that chose the expert,
 or a gate score of all tokens."""
 
-_KINDS = ("prob", "logit")
+_Kind = Literal["prob", "logit"]
+_KINDS: tuple[_Kind, ...] = ("prob", "logit")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,20 +55,20 @@ class GateScores:
     logit: NDArray[np.float32] | None = None
 
     @property
-    def kinds(self) -> list[str]:
+    def kinds(self) -> list[_Kind]:
         """The scores that are there: ``prob``, ``logit`` or both."""
         return [kind for kind in _KINDS if getattr(self, kind) is not None]
 
 
-def select(
-    scores: GateScores | None, requests: ArrayLike, kind: Literal["prob", "logit"]
-) -> NDArray[np.float32]:
-    """Return the gate scores of requests, float32 ``[n, n_layers, n_experts]``.
+def of_kind(
+    scores: GateScores | None, kind: _Kind
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the requests that have a score, ``[m]``, and their scores.
 
     Raises
     ------
     InputError
-        If the trace carries no such score, or not for all of the requests.
+        If the trace carries no such score.
     """
     found: NDArray[np.float32] | None = None if scores is None else getattr(scores, kind)
     if scores is None or found is None:
@@ -77,9 +78,21 @@ def select(
             f"in {FILE_NAME}",
             "a transform of the counts, or a trace captured with gate scores",
         )
+    return scores.requests, found
+
+
+def select(scores: GateScores | None, requests: ArrayLike, kind: _Kind) -> NDArray[np.float32]:
+    """Return the gate scores of requests, float32 ``[n, n_layers, n_experts]``.
+
+    Raises
+    ------
+    InputError
+        If the trace carries no such score, or not for all of the requests.
+    """
+    covered, found = of_kind(scores, kind)
     wanted = np.asarray(requests, dtype=np.int64)
-    place = np.minimum(np.searchsorted(scores.requests, wanted), len(scores.requests) - 1)
-    missing = int(np.count_nonzero(scores.requests[place] != wanted))
+    place = np.minimum(np.searchsorted(covered, wanted), len(covered) - 1)
+    missing = int(np.count_nonzero(covered[place] != wanted))
     if missing:
         raise InputError(
             "signature",

@@ -218,8 +218,8 @@ def figure_14(runner: Runner, rates: Sequence[float]) -> Reproduction:
             -3.0,
             None,
             "points",
-            reason="the embedded trace carries no gate scores; against plain count: task "
-            f"{gains[0]:+.1f}, language {gains[1]:+.1f} points",
+            reason="the embedded trace carries no gate scores of served requests; against plain "
+            f"count: task {gains[0]:+.1f}, language {gains[1]:+.1f} points",
         )
     ]
     return Reproduction(

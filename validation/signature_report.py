@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import RoutingArtifact, fit_like
-from eldr_sim.policies.signature import TRANSFORMS
+from eldr_sim.policies.signature import TRANSFORMS, score_of
 from eldr_sim.policies.signature_quality import SignatureQuality, signature_quality
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
@@ -34,6 +35,9 @@ def measured_fits(
 ) -> dict[str, SignatureQuality]:
     """Measure a fit, and fits of the same options for the other workloads, as the paper has both.
 
+    The transforms are compared on calibration requests that have gate scores, where the trace has
+    those of 3 or more in the workload's mix, and otherwise on the requests of the fit.
+
     Parameters
     ----------
     trace
@@ -49,14 +53,29 @@ def measured_fits(
         By workload, the given one first, then the named ones whose domains the trace has, with
         calibration requests enough for as many decode workers.
     """
-    fits = {workload: signature_quality(calibration, artifact)}
+    compared = _with_gate_scores(trace, workload, calibration)
+    fits = {workload: signature_quality(calibration, artifact, compared)}
     for name, mix in DOMAIN_MIXES.items():
         if name == workload or not mix.keys() <= set(trace.domains):
             continue
-        other = calibration_set(trace, workload=name)
+        other = calibration_set(trace, workload=name, score=score_of(artifact.transform))
         if len(other.requests) >= max(3, artifact.n_decoders):
-            fits[name] = signature_quality(other, fit_like(artifact, other))
+            compared = _with_gate_scores(trace, name, other)
+            fits[name] = signature_quality(other, fit_like(artifact, other), compared)
     return fits
+
+
+def _with_gate_scores(
+    trace: RoutingTrace, workload: str, calibration: CalibrationSet
+) -> CalibrationSet:
+    """Pick calibration requests that have gate scores; ``calibration`` itself where too few do."""
+    if trace.gate_scores is None:
+        return calibration
+    try:
+        found = calibration_set(trace, workload=workload, score=trace.gate_scores.kinds[0])
+    except InputError:  # a domain of the workload has none
+        return calibration
+    return found if len(found.requests) >= 3 else calibration
 
 
 @contextmanager
@@ -101,8 +120,8 @@ def transform_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
             "transform": transform,
             "rho": round(rho, 6),
             "layers": len(fit.greedy.order),
-            "requests": fit.artifact.n_calibration,
-            "pairs": fit.greedy.n_pairs,
+            "requests": len(fit.compared.requests),
+            "pairs": fit.compared_pairs,
         }
         for workload, fit in fits.items()
         for transform, rho in fit.rho_by_transform.items()
@@ -185,7 +204,8 @@ def draw_transforms(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
         rho = [fit.rho_by_transform.get(t, np.nan) for t in shown]
         lowest = min(lowest, np.nanmin(rho))
         at = np.arange(len(shown)) + (i - (len(fits) - 1) / 2) * width
-        bars = axes.bar(at, rho, width, label=workload, color=_COLOURS[i % len(_COLOURS)])
+        label = f"{workload} ({len(fit.compared.requests)} requests)"
+        bars = axes.bar(at, rho, width, label=label, color=_COLOURS[i % len(_COLOURS)])
         axes.bar_label(bars, fmt="%.3f", fontsize=7)
     axes.set_xticks(np.arange(len(shown)), shown)
     axes.set(ylabel="rho", ylim=(min(0.0, lowest * 1.1), 1))
