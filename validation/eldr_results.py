@@ -289,7 +289,7 @@ def figure_16(runner: Runner, rates: Sequence[float]) -> Reproduction:
                 ours["tau 0.0", workload, P99] - ours["tau 0.1", workload, P99],
                 "points",
                 reason=f"p99 against round_robin: tau 0 {ours['tau 0.0', workload, P99]:+.1f}%, "
-                f"tau 0.1 {ours['tau 0.1', workload, P99]:+.1f}%; at tau 0 each of the trace's 256 "
+                f"tau 0.1 {ours['tau 0.1', workload, P99]:+.1f}%; at tau 0 each of the trace's "
                 "prompts has one worker",
                 stated=False,
             ),
@@ -336,7 +336,7 @@ def table_2(runner: Runner, rates: Sequence[float]) -> Reproduction:
             -2.2,
             medians[-1] - medians[0],
             "points",
-            reason="93 calibration requests leave 4 a cluster at 24 decoders, 12 at 8 (the paper "
+            reason="190 calibration requests leave 8 a cluster at 24 decoders, 24 at 8 (the paper "
             "has 1,000)",
         )
     )
