@@ -28,7 +28,7 @@ CONFIG = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 10,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -183,9 +183,11 @@ def test_the_host_gap_is_told_for_the_models_depth(hasty, model_path):
     shape = Target(model).moe
     gaps = measure_host_gap(model, shape, hasty, TorchMoE(shape, hasty))
     for gap in gaps.values():
-        assert gap.n_layers == 6
-        assert sorted(gap.steps_s) == [2, 6]
-        assert gap.gap_s == pytest.approx(gap.steps_s[6] - gap.parts_s[6])
+        assert gap.n_layers == 10
+        assert sorted(gap.steps_s) == [2, 8]
+        measured = {depth: gap.steps_s[depth] - gap.parts_s[depth] for depth in (2, 8)}
+        at_ten = measured[8] + (measured[8] - measured[2]) / 6 * 2  # on the line through both
+        assert gap.gap_s == pytest.approx(at_ten)
         assert gap.timing.median_s > 0
 
 
