@@ -24,7 +24,7 @@ from eldr_sim import (
 from eldr_sim.simulator.config import ServiceLevel
 
 # What every run here has in common; a field has the name of its option, with underscores.
-base = RunConfig(topology="2P4D", request_rate=20, duration=15, warmup=5, output_len=128)
+base = RunConfig(topology="2P4D", request_rate=20, duration=10, warmup=4, output_len=128)
 result = simulate(base.model_copy(update={"policy": "eldr"}))
 summary = result.summary  # the fields of `vllm bench serve`, see docs/metrics.md
 print(summary["label"])
@@ -76,7 +76,7 @@ for change in what_if(base, ["policy=eldr", "topology=2P6D"], n_seeds=2).changes
 # %% The cheapest cluster that meets an objective (docs/planning.md)
 load = RunConfig(request_rate=30, duration=4, warmup=3, output_len=64)
 objective = Objective(ServiceLevel(ttft=500, tpot=14), attainment=0.9, looks=(2,))
-planned = plan(load, objective, policies=["jsq"], max_gpus=5, tensor_parallel_sizes=[1])
+planned = plan(load, objective, policies=["jsq"], max_gpus=4, tensor_parallel_sizes=[1])
 answer = planned.best
 if answer is not None and answer.trial is not None and planned.margin is not None:
     cluster, margin = answer.trial, planned.margin

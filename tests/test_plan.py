@@ -466,8 +466,8 @@ def test_bad_arguments(analytic_cli, arguments, message):
 
 def test_a_simulated_plan_is_the_same_however_many_processes(run_cli, tmp_path):
     arguments = [
-        "plan", "--slo", "ttft:200,tpot:10", "--attainment", "0.9", "--request-rate", "60",
-        "--policy", "eldr", "--max-gpus", "4", "--tensor-parallel-size", "1", "--duration", "4",
+        "plan", "--slo", "ttft:200,tpot:12", "--attainment", "0.9", "--request-rate", "60",
+        "--policy", "p2c", "--max-gpus", "3", "--tensor-parallel-size", "1", "--duration", "2",
         "--warmup", "1", "--output-len", "16", "--seeds", "2",
     ]  # fmt: skip
     texts = []
@@ -485,7 +485,7 @@ def test_a_simulated_plan_is_the_same_however_many_processes(run_cli, tmp_path):
     mine = points[
         (points.topology == answer["topology"])
         & (points.policy == answer["policy"])
-        & (points.duration == 4.0)
+        & (points.duration == 2.0)
         & (points.request_rate == 60)
         & (points.seed < answer["seeds"])
     ]

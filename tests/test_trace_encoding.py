@@ -11,7 +11,7 @@ from shutil import which
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
@@ -64,6 +64,7 @@ def make_trace(out, *, seed=0, lengths=((3, 2), (1, 4), (5, 1)), prompt_rows=Tru
     top_k=st.integers(1, 9),
     seed=st.integers(0, 2**31),
 )
+@settings(max_examples=30)
 def test_ids_survive_each_encoding(tmp_path_factory, tokens, layers, n_experts, top_k, seed):
     folder = tmp_path_factory.mktemp("ids")
     ids = draw_ids(np.random.default_rng(seed), tokens, layers, n_experts, min(top_k, n_experts))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.statistics import expected_distinct, trace_statistics
+from eldr_sim.traces.statistics import distinct_experts, expected_distinct, trace_statistics
 from eldr_sim.traces.structure import (
     domain_divergence,
     nearest_neighbour_accuracy,
@@ -215,6 +215,13 @@ def test_same_domain_reduction_of_the_embedded_trace(reference):
             "task": pytest.approx(task, abs=0.11),
             "language": pytest.approx(language, abs=0.11),
         }
+
+
+def test_distinct_experts_alone_are_those_of_the_statistics(tmp_path):
+    trace = make_trace(tmp_path / "t", seed=8, n=9, domains=("x", "y"))
+    found = distinct_experts(trace, (1, 2, 3))
+    assert found
+    assert found == trace_statistics(trace, (1, 2, 3)).distinct_experts
 
 
 def test_same_domain_reduction_against_the_mix_of_all_eight(reference):

@@ -31,6 +31,7 @@ __all__ = [
     "Copies",
     "DistinctExperts",
     "TraceStatistics",
+    "distinct_experts",
     "expected_distinct",
     "trace_statistics",
 ]
@@ -165,8 +166,7 @@ def trace_statistics(
         prompt_counts = trace.prompt_counts(every)
         prompt = prompt_counts / trace.prompt_len[:, None, None]
         load += prompt_counts.sum(axis=0, dtype=np.float64)
-    names = [name for d, name in enumerate(trace.domains) if (trace.domain == d).any()]
-    members = {name: np.flatnonzero(trace.domain == trace.domains.index(name)) for name in names}
+    members = _members(trace)
 
     # Weighted by length: the chance that a random generated token chose the expert.
     weight = trace.output_len / trace.output_len.sum(dtype=np.int64)
@@ -202,6 +202,20 @@ def trace_statistics(
         ),
         copies=_copies(trace, batch_sizes),
     )
+
+
+def distinct_experts(trace: RoutingTrace, batch_sizes: Sequence[int]) -> list[DistinctExperts]:
+    """Return only the ``distinct_experts`` of `trace_statistics`, which takes less time."""
+    decode = trace.decode_activation(np.arange(trace.n_requests)).astype(np.float64)
+    return _distinct_table(trace, decode, _members(trace), batch_sizes)
+
+
+def _members(trace: RoutingTrace) -> dict[str, NDArray[np.int64]]:
+    """Return the requests of each domain that has any."""
+    found = {
+        name: np.flatnonzero(trace.domain == domain) for domain, name in enumerate(trace.domains)
+    }
+    return {name: requests for name, requests in found.items() if len(requests)}
 
 
 def expected_distinct(

@@ -11,7 +11,7 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.statistics import trace_statistics
+from eldr_sim.traces.statistics import distinct_experts
 from eldr_sim.validation.reproduction import Claim, Reproduction
 
 _BATCHES = (16, 32, 64, 128)
@@ -116,7 +116,7 @@ def figure_3(trace: RoutingTrace) -> Reproduction:
 
 def figure_4(trace: RoutingTrace) -> Reproduction:
     """Distinct experts in same-domain and mixed batches (section 3.4)."""
-    entries = trace_statistics(trace, (8, 16, 32, 64, 128)).distinct_experts
+    entries = distinct_experts(trace, (8, 16, 32, 64, 128))
     rows: list[dict[str, Any]] = [
         {
             "group": e.group,

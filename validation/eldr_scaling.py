@@ -62,7 +62,7 @@ def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
             with_costs[TTFT],
             "ms",
             7.0,
-            "prompts of under 100 tokens, shorter than the benchmarks' of the paper",
+            "prompts of 64 to 96 tokens, shorter than the benchmarks' of the paper",
         ),
         Claim(
             "routing decision (tau-JSQ at the proxy)",
@@ -124,7 +124,7 @@ def figure_17(runner: Runner) -> Reproduction:
     ]
     rr_off, eldr_off, rr_on, eldr_on = summaries
     reason = (
-        f"hit rate {100 * rr_on['prefix_cache_hit_rate']:.0f}% of prompts of under 100 tokens; a "
+        f"hit rate {100 * rr_on['prefix_cache_hit_rate']:.0f}% of prompts of 64 to 96 tokens; a "
         "step for the uncached tokens still reads all experts, so TTFT does not collapse"
     )
     claims = [
@@ -181,7 +181,7 @@ def figure_17(runner: Runner) -> Reproduction:
 
     return Reproduction(
         "figure_17",
-        "Prefix cache (Qwen3-30B-A3B in place of GPT-OSS-120B, whose top-4 no trace here has)",
+        "Prefix cache (Qwen3-30B-A3B in place of GPT-OSS-120B)",
         pa.Table.from_pylist(rows),
         claims,
         draw,
