@@ -9,22 +9,13 @@ from typing import Any
 
 import click
 
-from eldr_sim.cli.console import print_table, progress_bar
+from eldr_sim.cli.console import HEADINGS, print_table, progress_bar
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.compare import METRICS, Comparison, Difference
 from eldr_sim.simulator.compare import compare as compare_policies
 from eldr_sim.simulator.metrics import warnings_of
 from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
-
-_HEADINGS = {
-    "median_tpot_ms": "TPOT p50, ms",
-    "p99_tpot_ms": "TPOT p99, ms",
-    "median_ttft_ms": "TTFT p50, ms",
-    "p99_ttft_ms": "TTFT p99, ms",
-    "mean_active_experts_per_step": "active experts",
-    "output_throughput": "tokens/s",
-}
 
 
 @click.command(short_help="Compare policies on the same requests.")
@@ -86,7 +77,7 @@ def _print(comparison: Comparison) -> None:
     print_table(
         f"Mean over {n_seeds} seed{'s' if n_seeds > 1 else ''}: {first['model_id']} on "
         f"{first['gpu']}, {first['topology']}, {first['weakest_provenance']} tables",
-        ["policy", *(_HEADINGS[metric] for metric in METRICS), "failed"],
+        ["policy", *(HEADINGS[metric] for metric in METRICS), "failed"],
         rows,
     )
     references = list(dict.fromkeys(d.reference for d in comparison.differences))
@@ -102,7 +93,7 @@ def _print(comparison: Comparison) -> None:
         click.echo()
         print_table(
             f"Difference from {reference}{best}, % [95% confidence interval]",
-            ["policy", *(_HEADINGS[metric] for metric in METRICS)],
+            ["policy", *(HEADINGS[metric] for metric in METRICS)],
             rows,
         )
 

@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 from eldr_sim.simulator.metrics import warnings_of
 
 _WIDTH = 64
+#: Headings of the figures that tables of several runs show.
+HEADINGS = {
+    "median_tpot_ms": "TPOT p50, ms",
+    "p99_tpot_ms": "TPOT p99, ms",
+    "median_ttft_ms": "TTFT p50, ms",
+    "p99_ttft_ms": "TTFT p99, ms",
+    "mean_active_experts_per_step": "active experts",
+    "output_throughput": "tokens/s",
+}
 
 
 @contextmanager

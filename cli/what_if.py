@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from eldr_sim.cli.console import print_table, progress_bar
+from eldr_sim.cli.console import HEADINGS, print_table, progress_bar
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.metrics import warnings_of
@@ -17,12 +17,7 @@ from eldr_sim.simulator.planning.what_if import what_if as make_what_if
 from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
 _HEADINGS = {
-    "median_tpot_ms": "TPOT p50, ms",
-    "p99_tpot_ms": "TPOT p99, ms",
-    "median_ttft_ms": "TTFT p50, ms",
-    "p99_ttft_ms": "TTFT p99, ms",
-    "mean_active_experts_per_step": "active experts",
-    "output_throughput": "tokens/s",
+    **HEADINGS,
     "slo_attainment": "SLO attainment",
     "gpu_hours_per_million_output_tokens": "GPU-hours per M tokens",
     "cost_per_million_output_tokens": "cost per M tokens",
