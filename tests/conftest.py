@@ -29,7 +29,7 @@ from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.results import write_json, write_result, write_table
 from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.transfer import TransferModel
-from eldr_sim.traces.importers import import_npz
+from eldr_sim.traces.importers import import_trace
 from eldr_sim.traces.workload import Workload
 
 # The same examples on every run and every machine, however slow; look for new ones with
@@ -226,7 +226,7 @@ def earlier_recording(tmp_path_factory):
     source = shared / "data" / "routing" / "reference_moe" / "sampled.npz"
     if not source.is_file():
         pytest.skip("the archive of the earlier recording is not here")
-    trace = import_npz(
+    trace = import_trace(
         source,
         tmp_path_factory.mktemp("earlier") / "trace",
         model="reference model of 6 layers",

@@ -9,7 +9,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.gate_scores import FILE_NAME, GateScores
-from eldr_sim.traces.importers import import_npz
+from eldr_sim.traces.importers import import_trace
 from eldr_sim.traces.writer import write_trace
 
 N, LAYERS, EXPERTS = 12, 2, 10
@@ -181,7 +181,7 @@ def test_importer_takes_gate_scores_where_present(tmp_path, covered):
         arrays["gate_requests"] = np.array(covered, np.uint16)
     np.savez(tmp_path / "a.npz", **arrays)
     about = {"model": "m", "captured_by": "t", "source_data": "d", "tool_versions": {}}
-    trace = import_npz(tmp_path / "a.npz", tmp_path / "t", **about)
+    trace = import_trace(tmp_path / "a.npz", tmp_path / "t", **about)
     assert trace.gate_scores.requests.tolist() == (covered or list(range(N)))
     np.testing.assert_array_equal(trace.gate_scores.prob, arrays["gate_prob"].astype(np.float32))
     assert trace.gate_scores.logit is None
@@ -189,8 +189,8 @@ def test_importer_takes_gate_scores_where_present(tmp_path, covered):
     arrays["gate_prob"] = arrays["gate_prob"][:, :1]
     np.savez(tmp_path / "b.npz", **arrays)
     with pytest.raises(InputError, match=r"prob is float32"):
-        import_npz(tmp_path / "b.npz", tmp_path / "u", **about)
+        import_trace(tmp_path / "b.npz", tmp_path / "u", **about)
     assert not (tmp_path / "u").exists()
     np.savez(tmp_path / "c.npz", **(arrays | {"gate_prob": np.array(["x"])}))
     with pytest.raises(InputError, match="gate_prob"):
-        import_npz(tmp_path / "c.npz", tmp_path / "u", **about)
+        import_trace(tmp_path / "c.npz", tmp_path / "u", **about)

@@ -11,7 +11,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.importers import DECODE_ONLY, import_npz, import_trace
+from eldr_sim.traces.importers import DECODE_ONLY, import_trace
 
 ABOUT = {"model": "m", "captured_by": "test", "source_data": "drawn", "tool_versions": {"t": "1"}}
 
@@ -39,7 +39,7 @@ def archive(file, *, n=10, changes=None):
 
 def test_import_keeps_every_row(tmp_path):
     data = archive(tmp_path / "a.npz")
-    trace = import_npz(tmp_path / "a.npz", tmp_path / "t", notes="hello", **ABOUT)
+    trace = import_trace(tmp_path / "a.npz", tmp_path / "t", notes="hello", **ABOUT)
     np.testing.assert_array_equal(trace.experts, data["topk"])
     np.testing.assert_array_equal(trace.prompt_len, data["prompt_len"])
     np.testing.assert_array_equal(trace.output_len, data["output_len"])
@@ -66,16 +66,16 @@ def test_import_keeps_every_row(tmp_path):
 )
 def test_split_is_stratified(tmp_path, fraction, calibration):
     archive(tmp_path / "a.npz")
-    trace = import_npz(tmp_path / "a.npz", tmp_path / "t", calibration_fraction=fraction, **ABOUT)
+    trace = import_trace(tmp_path / "a.npz", tmp_path / "t", calibration_fraction=fraction, **ABOUT)
     assert np.flatnonzero(trace.is_calibration).tolist() == calibration
 
 
 def test_import_replaces_only_when_forced(tmp_path):
     archive(tmp_path / "a.npz")
-    import_npz(tmp_path / "a.npz", tmp_path / "t", **ABOUT)
+    import_trace(tmp_path / "a.npz", tmp_path / "t", **ABOUT)
     with pytest.raises(InputError, match="exists"):
-        import_npz(tmp_path / "a.npz", tmp_path / "t", **ABOUT)
-    import_npz(tmp_path / "a.npz", tmp_path / "t", force=True, **ABOUT)
+        import_trace(tmp_path / "a.npz", tmp_path / "t", **ABOUT)
+    import_trace(tmp_path / "a.npz", tmp_path / "t", force=True, **ABOUT)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_import_replaces_only_when_forced(tmp_path):
 def test_bad_archive_leaves_nothing(tmp_path, changes, message):
     archive(tmp_path / "a.npz", changes=changes)
     with pytest.raises(InputError, match=message) as caught:
-        import_npz(tmp_path / "a.npz", tmp_path / "t", **ABOUT)
+        import_trace(tmp_path / "a.npz", tmp_path / "t", **ABOUT)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "t").exists()
 
@@ -103,18 +103,18 @@ def test_bad_archive_leaves_nothing(tmp_path, changes, message):
 def test_not_an_archive(tmp_path):
     (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 broken")
     with pytest.raises(InputError, match=r"not a \.npz archive"):
-        import_npz(tmp_path / "a.npz", tmp_path / "t", **ABOUT)
+        import_trace(tmp_path / "a.npz", tmp_path / "t", **ABOUT)
     np.save(tmp_path / "b.npy", np.zeros(3))
     with pytest.raises(InputError, match=r"not a \.npz archive"):
-        import_npz(tmp_path / "b.npy", tmp_path / "t", **ABOUT)
+        import_trace(tmp_path / "b.npy", tmp_path / "t", **ABOUT)
     with pytest.raises(InputError, match="No such file"):
-        import_npz(tmp_path / "absent.npz", tmp_path / "t", **ABOUT)
+        import_trace(tmp_path / "absent.npz", tmp_path / "t", **ABOUT)
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, float("nan")])
 def test_bad_fraction(tmp_path, fraction):
     with pytest.raises(InputError, match="calibration_fraction"):
-        import_npz(tmp_path / "a.npz", tmp_path / "t", calibration_fraction=fraction, **ABOUT)
+        import_trace(tmp_path / "a.npz", tmp_path / "t", calibration_fraction=fraction, **ABOUT)
 
 
 def test_a_recorded_archive_is_imported_whole(earlier_recording):

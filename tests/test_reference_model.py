@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: E402
 
 from eldr_sim.errors import InputError  # noqa: E402
 from eldr_sim.traces.format import open_trace  # noqa: E402
-from eldr_sim.traces.importers import import_npz  # noqa: E402
+from eldr_sim.traces.importers import import_trace  # noqa: E402
 from eldr_sim.traces.reference_model import data, export, record, train  # noqa: E402
 from eldr_sim.traces.reference_model.__main__ import main  # noqa: E402
 from eldr_sim.traces.reference_model.evaluate import evaluate, evaluation_text  # noqa: E402
@@ -396,7 +396,7 @@ def test_record_command_writes_a_trace_and_an_archive(text_folder, checkpoint, t
     assert trace.manifest.provenance == "recorded"
     assert trace.gate_scores.requests.tolist() == [0, 1, 2, 4, 5, 6]
 
-    imported = import_npz(
+    imported = import_trace(
         archive, tmp_path / "two", model="m", captured_by="c", source_data="s", tool_versions={},
         calibration_fraction=0.4,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from eldr_sim.traces.manifest import Provenance
 from eldr_sim.traces.recordings import READERS, detect_format
 from eldr_sim.traces.writer import write_trace
 
-__all__ = ["DECODE_ONLY", "import_npz", "import_trace"]
+__all__ = ["DECODE_ONLY", "import_trace"]
 
 DECODE_ONLY = (
     "Decode-only: the experts of prompt tokens are missing. Policies without signatures replay its "
@@ -103,34 +103,5 @@ def import_trace(
         gate_scores=recording.gate_scores,
         rank_groups=[1] * top_k if ranked or recording.ranked else None,
         prompt_rows=recording.prompt_rows,
-        force=force,
-    )
-
-
-def import_npz(
-    path: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    model: str,
-    captured_by: str,
-    source_data: str,
-    tool_versions: Mapping[str, str],
-    provenance: Provenance = "imported",
-    notes: str = "",
-    calibration_fraction: float = 0.5,
-    force: bool = False,
-) -> RoutingTrace:
-    """Import a NumPy archive: `import_trace` of format ``npz``."""
-    return import_trace(
-        path,
-        out,
-        model=model,
-        captured_by=captured_by,
-        source_data=source_data,
-        tool_versions=tool_versions,
-        format="npz",
-        provenance=provenance,
-        notes=notes,
-        calibration_fraction=calibration_fraction,
         force=force,
     )

@@ -354,7 +354,7 @@ def record_batch(
 
 
 def write_npz(recording: Recording, path: Path, domains: list[str]) -> None:
-    """Write a recording as the archive that `traces.importers.import_npz` reads.
+    """Write a recording as the archive that `traces.importers.import_trace` reads.
 
     It holds two arrays more: ``split`` (one entry a request: 0 calibration, 1 serving) and
     ``token_ids`` (uint16, one a token). Gate scores are those of all requests.
