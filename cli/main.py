@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from eldr_sim import __version__
@@ -21,7 +19,7 @@ from eldr_sim.cli.synthetic import fit_synthetic, synthesize
 from eldr_sim.cli.trace import trace
 from eldr_sim.cli.validate import validate
 from eldr_sim.cli.what_if import what_if
-from eldr_sim.errors import InputError
+from eldr_sim.command import run_command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -41,20 +39,8 @@ trace.add_command(synthesize)
 
 
 def main() -> None:
-    """Run the command line: bad input is one line and exit code 2, Ctrl-C is 130."""
-    try:
-        cli.main(standalone_mode=False)
-    except InputError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(2)
-    except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted: nothing was written.", err=True)
-        sys.exit(130)
+    """Run the command line."""
+    run_command(cli)
 
 
 if __name__ == "__main__":

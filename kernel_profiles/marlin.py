@@ -19,6 +19,8 @@ own table of the later kernel. Nothing here has seen an end-to-end run.
 
 from __future__ import annotations
 
+import datetime
+
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -121,7 +123,7 @@ def derive_marlin_table(
             provenance="derived",
             origin=f"aiconfigurator-core: {SYSTEMS[gpu]}/{path}, rows of {row.kernel_source}",
             device=str(row.device),
-            date="2026-11-21",
+            date=datetime.date.today().isoformat(),
             notes="equal rows per expert; fixed cost of the later kernel's own table",
         ),
         {

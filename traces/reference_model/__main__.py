@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eldr_sim import __version__
+from eldr_sim.command import run_command
 from eldr_sim.errors import InputError
 
 # Experts see another number of tokens at every step. oneDNN compiles a kernel for each and keeps
@@ -195,26 +196,15 @@ def record(
 
 
 def main() -> None:
-    """Run the command line: bad input is one line and exit code 2, Ctrl-C is 130."""
+    """Run the command line; a package that is missing is one line too."""
     try:
-        cli.main(standalone_mode=False)
-    except InputError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(2)
+        run_command(cli)
     except ModuleNotFoundError as error:
         hint = InputError(
             "reference model", f"needs {error.name}", "pip install 'eldr-sim[reference-model]'"
         )
         click.echo(f"Error: {hint}", err=True)
         sys.exit(2)
-    except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted: nothing was written.", err=True)
-        sys.exit(130)
 
 
 if __name__ == "__main__":
