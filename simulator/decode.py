@@ -198,6 +198,8 @@ class DecodeWorker:
         state["next_start"] = pool.env.now
         if why == kernel.FINISHED:
             self._finish()
+        if state["extra_tokens"] == 0:
+            self._chunks.clear()  # the step that held them has run
         if state["batch"] == 0 and not self._recompute:
             self._queue_late()  # no step has been scheduled yet
         if not self._fits(0):
@@ -209,7 +211,6 @@ class DecodeWorker:
             self._admit()
         if self._chunks:
             self._price_chunks()
-            self._chunks.clear()
         if self._has_work():
             pool.next_start = min(pool.next_start, pool.env.now)
         if self._late:

@@ -29,8 +29,9 @@ def make_requests(arrival_s, prompt_len, output_len):
 def run_pool(
     step_time, requests, *, latency_s=0.0, max_num_seqs=8, budget=64, block_size=4, n_blocks=1000,
     watch=lambda pool: None, colocated=False, async_scheduling=False,
+    hops=0,
 ):  # fmt: skip
-    """Run requests through one worker.
+    """Run requests through one worker; each comes ``hops`` events later than the one before it.
 
     A decode worker's transfers take ``latency_s`` each. All tokens choose the same experts, 0 and
     64; prompts that a co-located worker computes choose two more.
@@ -61,8 +62,15 @@ def run_pool(
         prompt_experts=prompt_experts if colocated else None,
     )
     pool.requests = requests
-    for request in requests:
-        env.at(request.arrival_s, lambda _, r=request: pool.workers[0].enqueue(r))
+
+    def arrive(request, events):
+        if events > 0:
+            env.at(env.now, lambda _: arrive(request, events - 1))
+        else:
+            pool.workers[0].enqueue(request)
+
+    for i, request in enumerate(requests):
+        env.at(request.arrival_s, lambda _, r=request, events=hops * i: arrive(r, events))
     bound = 50 * sum(r.output_len + r.prompt_len for r in requests) + 1000
     for _ in range(bound):
         if env.peek() > pool.next_start:
@@ -275,6 +283,33 @@ def test_worker_equals_the_engine_written_out(
     assert (steps["batch"] + steps["chunked"] <= budget).all()
     tokens = sum(r.output_len for r in requests)
     assert steps["batch"].sum() == tokens  # preemption loses time, never a token
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    n=st.integers(2, 6),
+    hops=st.integers(0, 3),
+    budget=st.sampled_from([5, 40, 1000]),
+    colocated=st.booleans(),
+)
+def test_requests_of_one_time_share_a_step_whatever_the_order_of_events(
+    make_step_time, seed, n, hops, budget, colocated
+):
+    """The engine may wake several times before a step begins: what it has scheduled stays."""
+    rng = np.random.default_rng(seed)
+    step_time = make_step_time(8, seed=seed)
+    step_time.moe_s[0] = step_time.fixed_s[0] = step_time.attention_s[:] = 0.0
+    step_time.mixed_moe_s = np.cumsum(rng.random((1001, 71)), 1) * 1e-5
+    requests = make_requests(np.zeros(n), rng.integers(2, 30, n), rng.integers(1, 9, n))
+    latency_s = float(rng.uniform(1e-4, 3e-3))
+    pool, _ = run_pool(
+        step_time, requests, latency_s=latency_s, budget=budget, colocated=colocated, hops=hops
+    )
+    _, expected = engine(step_time, requests, latency_s, 8, budget, 4, 1000, colocated)
+    steps = pool.steps()
+    got = [steps[name].tolist() for name in ("batch", "joined", "chunked")]
+    assert list(zip(*got, strict=True)) == [step[2:] for step in expected]
+    np.testing.assert_allclose(steps["end"], [s[1] for s in expected], rtol=1e-12)
 
 
 # -- by hand -----------------------------------------------------------------------------------
