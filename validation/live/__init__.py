@@ -1,0 +1,1 @@
+"""Is it true of a live engine? vLLM is started, loaded, recorded, and simulated again."""

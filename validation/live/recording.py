@@ -1,0 +1,178 @@
+"""What one live run of vLLM leaves behind: its requests, its steps and its routing.
+
+A folder:
+
+``run.json``
+    :class:`RunInfo`: set-up, engines, load, versions, machine.
+``requests.parquet``
+    One row a request in the order in which they were sent, as the client and the proxy saw them
+    (:data:`REQUESTS`). Times are seconds since the start of the run; null where there is no such
+    moment (prefill apart from decode only).
+``steps.parquet``
+    One row a step of an engine that computed tokens (:data:`STEPS`), in the order of their start.
+``trace/``
+    The routing of every token, a routing trace (``docs/formats.md``); request ``i`` of the trace is
+    row ``i`` of ``requests.parquet``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.format import RoutingTrace, open_trace
+
+__all__ = ["REQUESTS", "STEPS", "EngineInfo", "LiveRun", "LoadInfo", "RunInfo", "read_live_run"]
+
+REQUESTS = pa.schema(
+    [
+        ("request_id", pa.string()),
+        ("domain", pa.string()),
+        ("prompt_len", pa.int32()),
+        ("output_len", pa.int32()),
+        ("sent_s", pa.float64()),  # the client posts it
+        ("prefilled_s", pa.float64()),  # the proxy has the prefill engine's answer
+        ("routed_s", pa.float64()),  # the proxy posts it to a decode engine
+        ("engine", pa.int16()),  # index among the decode or co-located engines
+        ("token_s", pa.list_(pa.float64())),  # the client has each output token
+    ]
+)
+STEPS = pa.schema(
+    [
+        ("engine", pa.string()),  # name of the engine
+        ("start_s", pa.float64()),  # scheduling begins
+        ("end_s", pa.float64()),  # outputs are handed to the front end
+        ("forward_start_s", pa.float64()),  # the worker gets the step
+        ("forward_end_s", pa.float64()),  # its model has run
+        ("moe_s", pa.float64()),  # all MoE layers, gates included, s
+        ("attention_s", pa.float64()),  # attention of all layers, s
+        ("request", pa.list_(pa.int32())),  # row in requests.parquet
+        ("position", pa.list_(pa.int32())),  # first token of each request in this step
+        ("tokens", pa.list_(pa.int32())),  # tokens of each request in this step
+        ("distinct", pa.list_(pa.int16())),  # distinct experts of each MoE layer
+    ]
+)
+
+
+class EngineInfo(BaseModel):
+    """One engine of a set-up."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Such as ``prefill0``."""
+    role: Literal["prefill", "decode", "colocated"]
+    """What it computes."""
+    max_num_seqs: int
+    """Seats."""
+    max_num_batched_tokens: int
+    """Token budget of a step."""
+    block_size: int
+    """Tokens of a KV block."""
+    n_blocks: int
+    """KV blocks."""
+
+
+class LoadInfo(BaseModel):
+    """The load that was offered."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Names the load in the report."""
+    request_rate: float
+    """Mean requests per second."""
+    burstiness: float
+    """Shape of the gamma distribution of the gaps; 1 is Poisson."""
+    lengths: Literal["fixed", "recorded"]
+    """Whether all requests are of one length, or of recorded lengths."""
+    num_requests: int
+    """Requests sent."""
+    seed: int
+    """Of arrivals, lengths and prompts."""
+
+
+class RunInfo(BaseModel):
+    """Set-up and load of a live run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    setup: str
+    """``colocated``, ``1P1D`` or ``1P2D``."""
+    policy: str
+    """Decode policy of the proxy; ``round_robin`` where there is one engine."""
+    repeat: int
+    """Which repetition of the same load this is."""
+    load: LoadInfo
+    """What was offered."""
+    engines: list[EngineInfo]
+    """Prefill engines first."""
+    model: dict[str, Any]
+    """The model's ``config.json``."""
+    max_model_len: int
+    """Most tokens of a request."""
+    versions: dict[str, str]
+    """Of vLLM, torch, NIXL and eldr-sim."""
+    machine: dict[str, str]
+    """Processor or GPU, cores, memory, kernel."""
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A recorded run."""
+
+    info: RunInfo
+    requests: pa.Table
+    steps: pa.Table
+    trace: RoutingTrace
+
+    @property
+    def label(self) -> str:
+        """Names the run."""
+        info = self.info
+        return f"{info.setup} {info.policy} {info.load.name} #{info.repeat}"
+
+
+def write_live_run(
+    folder: str | os.PathLike[str], info: RunInfo, requests: pa.Table, steps: pa.Table
+) -> None:
+    """Write all but the trace into an existing folder."""
+    base = Path(folder)
+    pq.write_table(requests.cast(REQUESTS), base / "requests.parquet", compression="zstd")
+    pq.write_table(steps.cast(STEPS), base / "steps.parquet", compression="zstd")
+    (base / "run.json").write_text(info.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def read_live_run(folder: str | os.PathLike[str]) -> LiveRun:
+    """Read a recorded run.
+
+    Raises
+    ------
+    InputError
+        If a file is missing or not what it should be.
+    """
+    base = Path(folder)
+    try:
+        info = RunInfo.model_validate_json((base / "run.json").read_text(encoding="utf-8"))
+        requests = pq.read_table(base / "requests.parquet").cast(REQUESTS)
+        steps = pq.read_table(base / "steps.parquet").cast(STEPS)
+    except OSError as error:
+        raise InputError("run", f"{base}: cannot read {error.filename or error}") from None
+    except (ValidationError, pa.ArrowInvalid, ValueError) as error:
+        line = " ".join(str(error).split())
+        raise InputError("run", f"{base} is not a recorded run: {line}") from None
+    trace = open_trace(base / "trace")
+    if len(trace.prompt_len) != requests.num_rows:
+        raise InputError(
+            "run",
+            f"{base}: the trace has {len(trace.prompt_len)} requests",
+            f"{requests.num_rows}, those of requests.parquet",
+        )
+    return LiveRun(info, requests, steps, trace)
