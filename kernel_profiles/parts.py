@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles import roofline
+from eldr_sim.kernel_profiles.engine_step import EngineStepLatency
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernel_latency import (
     CollectiveLatency,
@@ -30,6 +31,7 @@ from eldr_sim.kernel_profiles.tables import (
     LatencyTable,
     attention_shape,
     elementwise_shape,
+    engine_step_shape,
     find_table,
     moe_shape,
     weakest,
@@ -72,10 +74,12 @@ class Parts:
         self.warnings: list[str] = []
         self.sliding: DecodeAttention | None = None
         self.moe = self._moe(kernel_source)
-        self.gemm = self._gemm()
+        self.engine_step = self._engine_step()
         self.attention = self._attention(max_model_len)
-        self.collectives = self._collectives()
-        self.elementwise = self._elementwise()
+        if self.engine_step is None:
+            self.gemm = self._gemm()
+            self.collectives = self._collectives()
+            self.elementwise = self._elementwise()
         weights = parallelism.weight_bytes(whole)
         if weights > 0.9 * gpu.memory_bytes:
             share = "" if parallelism == SINGLE_GPU else " on each GPU"
@@ -155,6 +159,17 @@ class Parts:
             )
         return fitted.on_rank(ranks // measured_ranks)
 
+    def _engine_step(self) -> EngineStepLatency | None:
+        """All but MoE layers and attention, where an engine was measured as a whole."""
+        model = self.whole
+        shape = engine_step_shape(model.n_layers, model.hidden_size, model.vocab_size)
+        table = find_table("engine_step", self.gpu.name, shape=shape, extra=self.tables)
+        if table is None:
+            return None
+        fitted = EngineStepLatency.from_table(table)
+        self._record("engine_step", table, fit_error=fitted.fit_error)
+        return fitted
+
     def _gemm(self) -> GemmLatency | None:
         table = find_table("gemm", self.gpu.name, dtype="bfloat16", extra=self.tables)
         if table is None:
@@ -191,7 +206,16 @@ class Parts:
         return None
 
     def host_gap_s(self, given: float | None) -> float:
-        """Engine time per step: given, else the median of a profile's table, else the default."""
+        """Engine time per step: given, else the median of a profile's table, else the default.
+
+        Whole engine steps contain it.
+        """
+        if self.engine_step is not None:
+            if given is not None:
+                raise InputError(
+                    "host_gap_s", "an engine_step table contains the host gap", "none given"
+                )
+            return 0.0
         shape = {"n_layers": self.whole.n_layers, "hidden_size": self.whole.hidden_size}
         table = find_table("host_gap", self.gpu.name, shape=shape, extra=self.tables)
         if given is None and table is not None:
@@ -233,7 +257,7 @@ class Parts:
         custom = self.collectives["custom"].time_s("all_reduce", n_gpus, n_bytes)
         return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
 
-    def sums_s(self, rows: FloatArray) -> FloatArray:
+    def _sums_s(self, rows: FloatArray) -> FloatArray:
         """All-reduces of ``rows`` hidden states: one after the embedding and two in every layer."""
         if self.parallelism.tensor_parallel_size == 1:
             return np.zeros_like(rows)
@@ -296,7 +320,19 @@ class Parts:
             return roofline.gemm_s(self.gpu, n, k, rows)
         return self.gemm.time_s(n, k, rows)
 
-    def dense_s(self, rows: FloatArray) -> FloatArray:
+    def token_part_s(self, rows: FloatArray, gap_s: float) -> FloatArray:
+        """What a step of ``rows`` tokens costs but for MoE layers, attention and lm_head."""
+        if self.engine_step is not None:
+            return self.engine_step.token_part_s(rows)
+        return self._dense_s(rows) + self._sums_s(rows) + gap_s
+
+    def sequence_part_s(self, rows: FloatArray) -> FloatArray:
+        """What ``rows`` sequences add to a step that samples their next tokens."""
+        if self.engine_step is not None:
+            return self.engine_step.sequence_part_s(rows)
+        return self._head_s(rows)
+
+    def _dense_s(self, rows: FloatArray) -> FloatArray:
         """All layers but routed experts and attention, and the embedding, for ``rows`` tokens."""
         model = self.model
         total = np.zeros_like(rows)
@@ -337,7 +373,7 @@ class Parts:
             layers = model.n_layers * np.maximum(NORMS_S, moved / bandwidth)
         return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
 
-    def head_s(self, rows: FloatArray) -> FloatArray:
+    def _head_s(self, rows: FloatArray) -> FloatArray:
         """lm_head for ``rows`` tokens; several GPUs gather its bfloat16 logits."""
         seconds = self._plain_s(self.model.vocab_size, self.model.hidden_size, rows)
         if self.parallelism.tensor_parallel_size > 1:

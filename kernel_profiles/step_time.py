@@ -71,7 +71,8 @@ class StepTimeModel:
         Engine time per step, contained in ``fixed_s``.
     provenance
         By component (moe, attention, gemm, norms, host_gap, and collectives between several
-        GPUs): label, origin, kernel_source, and the fit errors of the MoE layer.
+        GPUs; engine_step in the place of the last four): label, origin, kernel_source, and the
+        fit errors of the MoE layer and of engine steps.
     warnings
         What a reader of results must know, one line each.
     """
@@ -129,7 +130,9 @@ class StepTimeModel:
         moe = np.interp(distinct, np.arange(self.moe_s.shape[1]), self.moe_s[batch]).sum()
         return float(self.fixed_s[batch] + attention + moe)
 
-    def prefill_s(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
+    def prefill_s(
+        self, tokens: Sequence[int], contexts: Sequence[int], moe_s: float | None = None
+    ) -> float:
         """Seconds of one prefill step.
 
         Request i computes ``tokens[i]`` new tokens after ``contexts[i]`` tokens that are cached.
@@ -144,15 +147,21 @@ class StepTimeModel:
             New tokens of each request, at least 1 each.
         contexts
             Cached tokens of each request; ``tokens[i] + contexts[i] <= max_model_len``.
+        moe_s
+            Seconds of the step's MoE layers, where their experts are known; None expects uniform
+            routing.
         """
         if not tokens:
             return 0.0
         rows = len(tokens)
-        base = _prolonged(self._prefill_base_s, sum(tokens))
+        if moe_s is None:
+            base = _prolonged(self._prefill_base_s, sum(tokens))
+        else:
+            base = _prolonged(self._mixed_base_s, sum(tokens)) + moe_s
         head_s = self._prefill_head_s
         last = len(head_s) - 1
         head = head_s[rows] if rows <= last else head_s[last] * (rows / last)
-        return base + head + self._prompt_attention_s(tokens, contexts)
+        return base + head + self.prompt_attention_s(tokens, contexts)
 
     def mixed_extra_s(self, batch: int, tokens: Sequence[int], contexts: Sequence[int]) -> float:
         """Seconds that chunks of prompts add to a decode step, but for its MoE layers.
@@ -171,10 +180,11 @@ class StepTimeModel:
         """
         base = _prolonged(self._mixed_base_s, batch + sum(tokens))
         head = self._prefill_head_s[min(batch + 1, self.max_num_seqs)]
-        chunks = self._prompt_attention_s(tokens, contexts)
+        chunks = self.prompt_attention_s(tokens, contexts)
         return max(0.0, base + head + chunks - float(self.fixed_s[batch]))
 
-    def _prompt_attention_s(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
+    def prompt_attention_s(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
+        """Seconds of all layers' attention over chunks of prompts, see :meth:`prefill_s`."""
         alone_s, share_s = self._attention_alone_s, self._attention_share_s
         floor_s, token_s = self._attention_floor_s, self._attention_token_s
         longest = together = floor_s
@@ -227,11 +237,13 @@ def build_step_time_model(
     parallelism
         GPUs of the worker, and how the model is spread over them.
     host_gap_s
-        Engine time per step in seconds; None takes :data:`~eldr_sim.kernel_profiles.parts.HOST_GAP_S`.
+        Engine time per step in seconds; None takes
+        :data:`~eldr_sim.kernel_profiles.parts.HOST_GAP_S`.
     kernel_source
         Use only MoE tables of this kernel; None takes the newest.
     tables
-        Tables of the user's own; they take precedence over the shipped ones.
+        Tables of the user's own; they take precedence over the shipped ones. One of kind
+        ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host gap together.
     mixed_steps
         Whether steps are to hold prompts and decodes (``mixed_moe_s``).
 
@@ -256,7 +268,8 @@ def build_step_time_model(
     parts = Parts(dims, device, parallelism, tables, max_model_len, kernel_source)
     gap = parts.host_gap_s(host_gap_s)
     rows = np.arange(max_num_seqs + 1.0)
-    fixed = parts.dense_s(rows) + parts.sums_s(rows) + parts.head_s(rows) + gap
+    head = parts.sequence_part_s(rows)
+    fixed = parts.token_part_s(rows, gap) + head
     fixed[0] = 0.0
     stride = 16
     while stride * 512 < max_model_len:
@@ -267,7 +280,7 @@ def build_step_time_model(
     alone = np.stack([part.alone_s for _, _, part in parts.attention])
     share = np.stack([part.share_s for _, _, part in parts.attention])
     chunk = np.arange(max_num_batched_tokens + 1.0)
-    mixed = parts.dense_s(chunk) + parts.sums_s(chunk) + gap
+    mixed = parts.token_part_s(chunk, gap)
     base = dims.n_moe_layers * parts.moe.prefill_s(chunk) + mixed
     windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     measured = [decode for _, decode, _ in parts.attention]
@@ -292,7 +305,7 @@ def build_step_time_model(
         provenance=parts.provenance,
         warnings=tuple(parts.warnings),
         _prefill_base_s=array("d", base),
-        _prefill_head_s=array("d", parts.head_s(rows)),
+        _prefill_head_s=array("d", head),
         _mixed_base_s=array("d", mixed),
         _attention_alone_s=array("d", layers @ alone),
         _attention_share_s=array("d", layers @ share),
