@@ -10,15 +10,22 @@ table is the median over the steps that agree in its columns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from scipy.optimize import nnls
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.profile.nixl_transfer import (
+    fit_transfer,
+    measure_transfers,
+    nixl_version,
+)
 from eldr_sim.kernel_profiles.tables import (
     Kind,
     LatencyTable,
@@ -26,10 +33,13 @@ from eldr_sim.kernel_profiles.tables import (
     attention_shape,
     moe_shape,
 )
-from eldr_sim.validation.live.engine_log import EngineLog, EngineStep
+from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.traces.capture.step_log import external_ids
+from eldr_sim.validation.live.calibrated import CalibrationInfo, Delay
+from eldr_sim.validation.live.engine_log import EngineLog
 from eldr_sim.validation.live.plugin import FORCED_LEVELS, FORCED_PREFIX
 
-__all__ = ["Burst", "calibration_bursts", "engine_tables"]
+__all__ = ["Burst", "calibration_bursts", "engine_tables", "outside_times"]
 
 _ROUNDS = 3  # times that each count of experts comes round
 _CONTEXTS = (16, 160, 640)
@@ -182,3 +192,121 @@ def _table(
     }
     dtype = "none" if kind == "engine_step" else "bfloat16"
     return LatencyTable(TableMetadata(kind=kind, shape=shape, dtype=dtype, **head), columns)
+
+
+_KV_GRID = tuple(
+    (descriptors * size, descriptors)
+    for descriptors in (1, 16, 128, 512)
+    for size in (4 << 10, 16 << 10, 64 << 10)
+)
+
+
+def outside_times(
+    requests: pa.Table,
+    logs: Mapping[str, EngineLog],
+    prefill: Sequence[str],
+    block_bytes: int,
+    dims: ModelDims,
+    device: str,
+) -> CalibrationInfo:
+    """Find what a request costs outside the engines' steps, from requests that were alone.
+
+    Parameters
+    ----------
+    requests
+        ``recording.REQUESTS`` with times of ``CLOCK_MONOTONIC``.
+    logs, prefill
+        What each engine logged, and the names of prefill engines.
+    block_bytes
+        Bytes of a KV block of all layers.
+    dims
+        The model.
+    device
+        ``cpu`` or ``cuda``: where the KV cache is.
+
+    Returns
+    -------
+    CalibrationInfo
+        ``seconds`` is the caller's to fill in. NIXL itself is timed by its number of descriptors and
+        bytes; the set-up of a transfer is what a lone request waits beyond these, from the decode
+        engine's queue to its first step there.
+
+    Raises
+    ------
+    InputError
+        A request is not in the logs.
+    """
+    rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
+    lengths = requests["prompt_len"].to_numpy().astype(float)
+    sent, tokens = requests["sent_s"].to_numpy(), requests["token_s"].to_pylist()
+    received: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
+    prompt_end: dict[int, float] = {}
+    ends: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for engine, log in logs.items():
+        role = "prefill" if engine in prefill else "decode"
+        names = {n: r for n in log.received_s if (r := _row(n, rows)) is not None}
+        received[role] |= {row: log.received_s[name] for name, row in names.items()}
+        for step in log.steps:
+            for name, start, count in step.rows:
+                row = names.get(name, -1)
+                if row < 0 or start + count < lengths[row]:
+                    continue
+                if role == "prefill":
+                    prompt_end[row] = step.end_s
+                else:
+                    ends[row].append((step.start_s, step.end_s))
+    first = received["prefill" if prefill else "decode"]
+    for row in rows.values():
+        if row not in first or len(ends[row]) < len(tokens[row]):
+            raise InputError("calibration", f"the engines did not log request {row}")
+    order = sorted(rows.values())
+    egress = [
+        times[k] - ends[row][k][1] for row in order for times in [tokens[row]] for k in range(len(times))
+    ]
+    handoff, transfer = Delay(base_s=0, per_token_s=0), TransferModel(0, 0, 1e15, "none")
+    notes: dict[str, Any] = {}
+    if prefill:
+        gaps = [received["decode"][row] - prompt_end[row] for row in order]
+        handoff = _delay(lengths, gaps)
+        times, _ = measure_transfers(device, _KV_GRID)
+        link = fit_transfer({point: timing.median_s for point, timing in times.items()})
+        per_block = link.descriptor_s * _descriptors(dims) + block_bytes / link.bandwidth
+        block = block_bytes / dims.kv_bytes_per_token
+        waits = [
+            ends[row][0][0] - received["decode"][row] - per_block * -(-lengths[row] // block)
+            for row in order
+        ]
+        source = f"measured: NIXL {nixl_version()} between two agents, mean error {link.mean_error:.0%}"
+        transfer = TransferModel(
+            max(0.0, float(np.median(waits))), link.descriptor_s, link.bandwidth, source
+        )
+        notes["nixl_fit"] = vars(link)
+    notes["unloaded"] = {
+        "requests": len(order),
+        "egress_ms": [1e3 * float(np.quantile(egress, q)) for q in (0.25, 0.5, 0.75)],
+    }
+    return CalibrationInfo(
+        ingress_s=_delay(lengths, [first[row] - sent[row] for row in order]),
+        egress_s=max(0.0, float(np.median(egress))),
+        handoff_s=handoff,
+        transfer=transfer,
+        seconds=0.0,
+        notes=notes,
+    )
+
+
+def _descriptors(dims: ModelDims) -> int:
+    """Regions of memory that hold a KV block: K and V of every layer."""
+    return dims.n_layers * (1 if dims.attention == "mla" else 2)
+
+
+def _row(name: str, rows: Mapping[str, int]) -> int | None:
+    return next((rows[known] for known in external_ids(name) if known in rows), None)
+
+
+def _delay(lengths: np.ndarray[Any, Any], seconds: Sequence[float]) -> Delay:
+    """Fit a line to the medians by prompt length, no term negative."""
+    known = np.unique(lengths)
+    medians = np.array([np.median(np.array(seconds)[lengths == n]) for n in known])
+    (base, slope), _ = nnls(np.stack([np.ones(len(known)), known], axis=1), medians)
+    return Delay(base_s=float(base), per_token_s=float(slope))

@@ -59,6 +59,8 @@ class Engine:
         CPU core of the model's compute thread; None on a GPU.
     host_core
         CPU core of everything else, so that it does not slow the compute thread down.
+    devices
+        GPUs of the engine.
 
     Raises
     ------
@@ -72,6 +74,7 @@ class Engine:
     log: Path
     core: int | None = None
     host_core: int | None = None
+    devices: tuple[int, ...] = ()
     url: str = ""
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
@@ -193,6 +196,8 @@ class Engine:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_USE_V2_MODEL_RUNNER": "0",
         }
+        if self.devices:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
         if self.core is not None:
             variables |= {
                 "OMP_NUM_THREADS": "1",
