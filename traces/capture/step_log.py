@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 
-__all__ = ["Header", "LoggedRequest", "StepLog", "external_ids", "logged_rows", "read_log", "read_steps"]
+__all__ = ["Header", "LoggedRequest", "StepLog", "external_ids", "logged_rows", "read_log"]
 
 _VERSION = 1
 
@@ -186,7 +186,7 @@ def read_log(folder: str | os.PathLike[str]) -> tuple[Header, list[LoggedRequest
     prompts: dict[str, list[int]] = {}
     parts: dict[str, list[tuple[int, NDArray[Any]]]] = {}
     for file in files:
-        one, steps = read_steps(file)
+        one, steps = _read_file(file)
         if header is None:
             header = one
         shape = ("layers", "n_decoder_layers", "n_experts", "top_k")
@@ -235,20 +235,7 @@ def _header(line: str) -> Header | None:
         return None
 
 
-def read_steps(file: Path) -> tuple[Header, list[_Step]]:
-    """Read the log of one worker.
-
-    Returns
-    -------
-    header, steps
-        Of each step its rows (request, position of the first token, tokens), the prompts of new
-        requests, and integers ``[tokens, layers, top_k]``.
-
-    Raises
-    ------
-    InputError
-        If the log is broken.
-    """
+def _read_file(file: Path) -> tuple[Header, list[_Step]]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         raw = np.fromfile(file.with_suffix(".ids"), dtype=np.uint8)

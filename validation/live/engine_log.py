@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.capture.step_log import read_steps
+from eldr_sim.traces.capture.step_log import LogReader
 
 __all__ = ["EngineLog", "EngineStep", "read_engine_log"]
 
@@ -101,7 +101,7 @@ def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
     captured = sorted(base.glob("steps-*.jsonl"))
     if len(captured) != 1:
         raise InputError("log", f"{base} holds {len(captured)} steps-*.jsonl", "one")
-    _, routed = read_steps(captured[0])
+    routed = list(LogReader(captured[0]).steps())
     outer = [line for line in engine if "tokens" in line]
     inner = [line for line in worker if "moe" in line]
     n = min(len(outer), len(inner), len(routed))  # the last step may have been cut off
