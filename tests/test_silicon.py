@@ -157,18 +157,23 @@ class TestOtherModels:
     def test_tables_are_of_the_cards_and_sizes_asked_for(self, tmp_path):
         from eldr_sim.kernel_profiles.tables import load_table
 
-        cases = [Case("H200", 4, 1024, 1024, 4), Case("H100", 4, 1024, 1024, 4, True)]
-        target = TARGETS["minimax-m2.5"]
-        for kernel, version in (("oldest", "0.19.0"), ("newest", "0.24.0")):
+        cut, spread = Case("H200", 4, 1024, 1024, 4), Case("H100", 4, 1024, 1024, 4, True)
+
+        def tables(cases, kernel):
+            target = TARGETS["minimax-m2.5"]
             folder = silicon.case_tables(tmp_path / kernel, cases, kernel, target)
-            found = [load_table(path).metadata for path in folder.iterdir()]
-            moe = {m.gpu: m for m in found if m.kind == "moe"}
-            assert moe["H200"].shape == moe_shape(3072, 384, 256, 8)
-            assert moe["H200"].framework == f"vllm {version}"
-            assert moe["H100"].shape == moe_shape(3072, 1536, 256, 8, 4)
-            assert {m.dtype for m in found if m.kind in ("moe", "gemm")} == {"fp8_block"}
-            attention = [m.shape for m in found if m.kind == "attention_decode"]
-            assert attention == 2 * [{"n_heads": 12, "n_kv_heads": 2, "head_dim": 128, "window": 0}]
+            return [load_table(path).metadata for path in folder.iterdir()]
+
+        found = tables([cut, spread], "oldest")
+        moe = {m.gpu: m for m in found if m.kind == "moe"}
+        assert moe["H200"].shape == moe_shape(3072, 384, 256, 8)
+        assert moe["H200"].framework == "vllm 0.19.0"
+        assert moe["H100"].shape == moe_shape(3072, 1536, 256, 8, 4)
+        assert {m.dtype for m in found if m.kind in ("moe", "gemm")} == {"fp8_block"}
+        attention = [m.shape for m in found if m.kind == "attention_decode"]
+        assert attention == 2 * [{"n_heads": 12, "n_kv_heads": 2, "head_dim": 128, "window": 0}]
+        (newest,) = [m for m in tables([cut], "newest") if m.kind == "moe"]
+        assert newest.framework == "vllm 0.24.0"
 
     def test_a_missing_moe_table_is_refused_not_guessed(self, tmp_path):
         case = Case("A100", 2, 1024, 1024, 4)  # the card has no FP8
