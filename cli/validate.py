@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from eldr_sim.validation.silicon import (
     Errors,
     growth_error,
     predict_rows,
-    read_rows,
     silicon_errors,
     worst_rows,
 )
+from eldr_sim.validation.silicon_rows import TARGETS, read_rows, uncovered_rows
 
 
 @click.group(short_help="Compare the simulator with measured runs.")
@@ -33,6 +34,13 @@ def validate() -> None:
 
 
 @validate.command()
+@click.option(
+    "--model",
+    type=click.Choice(list(TARGETS)),
+    default="gpt-oss-120b",
+    show_default=True,
+    help="Model whose runs are predicted.",
+)
 @click.option(
     "--gpu",
     multiple=True,
@@ -43,46 +51,60 @@ def validate() -> None:
 )
 @click.option(
     "--moe-kernel",
-    type=click.Choice(["marlin", "newest"]),
-    default="marlin",
-    show_default=True,
-    help="MoE kernel on H100 and H200: what those runs used (derived), or the newest table.",
+    type=click.Choice(["marlin", "oldest", "newest"]),
+    help="MoE kernel: the one closest to what the runs used (default; GPT-OSS on H100 and H200: "
+    "marlin, derived; other models: oldest table), or the newest table.",
 )
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write tables here.")
 @click.option("--force", is_flag=True, help="Replace the report in --out.")
-def silicon(gpu: tuple[str, ...], moe_kernel: str, out: Path | None, force: bool) -> None:
-    """Predict TTFT and TPOT of published runs of GPT-OSS-120B on vLLM.
+def silicon(
+    model: str, gpu: tuple[str, ...], moe_kernel: str | None, out: Path | None, force: bool
+) -> None:
+    """Predict TTFT and TPOT of published runs on vLLM.
 
     The runs come with `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on them.
     """
     if out is not None:
         check_output(out, force)
-    rows = [row for row in read_rows() if row.case.gpu in gpu]
+    target = TARGETS[model]
+    moe_kernel = moe_kernel or target.moe_kernels[0]
+    rows = [row for row in read_rows(target=target) if row.case.gpu in gpu]
     with progress_bar("silicon") as update:
-        table = predict_rows(rows, moe_kernel=moe_kernel, progress=update)
+        table = predict_rows(rows, target=target, moe_kernel=moe_kernel, progress=update)
     found = silicon_errors(table)
     columns = ["rows", "metric", "n", "ours", "bias", "all n", "all rows", "AIConfigurator"]
-    print_table("Absolute error, %: median | 90th percentile", columns, [_error(e) for e in found])
+    others = AICONFIGURATOR.get(model, {})
+    cells = [_error(error, others) for error in found]
+    print_table("Absolute error, %: median | 90th percentile", columns, cells)
     noise = ", ".join(f"{name.upper()} {a} | {b}" for name, (a, b) in REPEATABILITY.items())
     click.echo(f"Runs repeated on another date differ by (%): {noise}")
     for metric in ("tpot", "ttft"):
         grown = growth_error(table, metric)
-        click.echo(f"Growth of {metric.upper()} with concurrency: mean error {grown:.1f}%")
+        if not math.isnan(grown):
+            click.echo(f"Growth of {metric.upper()} with concurrency: mean error {grown:.1f}%")
     click.echo()
     worst = worst_rows(table).to_pylist()
     print_table("Worst TPOT", list(worst[0]), [[_cell(v) for v in row.values()] for row in worst])
+    uncovered = sorted(uncovered_rows(target).items())
+    if uncovered:
+        missing = [[card, str(n), reason] for (card, reason), n in uncovered]
+        print_table("Rows that cannot be predicted", ["card", "rows", "why"], missing)
     if out is not None:
         with result_folder(out, force) as folder:
             csv.write_csv(table, folder / "rows.csv")
             write_json(
                 folder / "summary.json",
-                {"moe_kernel": moe_kernel, "errors": [vars(error) for error in found]},
+                {
+                    "model": model,
+                    "moe_kernel": moe_kernel,
+                    "errors": [vars(error) for error in found],
+                },
             )
         click.echo(f"Wrote {out}")
 
 
-def _error(error: Errors) -> list[str]:
-    other = AICONFIGURATOR.get(error.group.removeprefix("gpu "), {}).get(error.metric)
+def _error(error: Errors, others: dict[str, dict[str, tuple[float, float]]]) -> list[str]:
+    other = others.get(error.group.removeprefix("gpu "), {}).get(error.metric)
     return [
         error.group,
         error.metric.upper(),

@@ -292,25 +292,36 @@ def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
                 )
 
 
-def gemm_table(gpu: str) -> LatencyTable:
-    """Dense bfloat16 GEMMs of one GPU: every (n, k) of the package, a subset of m."""
-    folder = data_folder(gpu) / "gemm" / "vllm"
-    version = _versions(folder)[0]
-    frame = _read(folder, version, "gemm_perf.parquet")
-    rows = frame[(frame.gemm_dtype == "bfloat16") & frame.m.isin(_GEMM_ROWS)]
-    points = _median(rows, ["n", "k", "m"])
-    return _table(
-        "gemm",
-        gpu,
-        rows,
-        {name: points[name].to_numpy(np.int32) for name in ("m", "n", "k")}
-        | {"latency_s": points.latency.to_numpy(np.float64) / 1e3},
-        shape={},
-        dtype="bfloat16",
-        framework=f"vllm {version}",
-        path=f"{SYSTEMS[gpu]}/gemm/vllm/{version}/gemm_perf.parquet",
-        latency_dtype=np.float32,
-    )
+def gemm_tables(gpu: str, dtype: str = "bfloat16") -> Iterator[LatencyTable]:
+    """Dense GEMMs of one GPU, bfloat16 or fp8_block: every (n, k) of the package, a subset of m.
+
+    The newest version that has rows. FP8 blocks are DeepGEMM's under SGLang. vLLM, which runs
+    DeepGEMM as well, has rows, too, but they time the launch: 60 us on an H100 or H200, 150 and
+    more on a B200, for a matrix of 128 x 128 as for one of 8192 x 8192.
+    """
+    backend = "vllm" if dtype == "bfloat16" else "sglang"
+    folder = data_folder(gpu) / "gemm" / backend
+    for version in _versions(folder):
+        frame = _read(folder, version, "gemm_perf.parquet")
+        if frame.empty:
+            continue
+        rows = frame[(frame.gemm_dtype == dtype) & frame.m.isin(_GEMM_ROWS)]
+        if rows.empty:
+            continue
+        points = _median(rows, ["n", "k", "m"])
+        yield _table(
+            "gemm",
+            gpu,
+            rows,
+            {name: points[name].to_numpy(np.int32) for name in ("m", "n", "k")}
+            | {"latency_s": points.latency.to_numpy(np.float64) / 1e3},
+            shape={},
+            dtype=dtype,
+            framework=f"{backend} {version}",
+            path=f"{SYSTEMS[gpu]}/gemm/{backend}/{version}/gemm_perf.parquet",
+            latency_dtype=np.float32,
+        )
+        return
 
 
 def collective_tables(gpu: str) -> Iterator[LatencyTable]:
@@ -358,7 +369,8 @@ def import_tables(
     gpu
         One of :data:`SYSTEMS`.
     model
-        Whose MoE and attention tables to write; None writes the GPU's GEMM and collective tables.
+        Whose MoE and attention tables to write, and the GPU's FP8 GEMMs if its linear layers are of
+        FP8 blocks; None writes the GPU's bfloat16 GEMM and collective tables.
     out_dir
         Folder to write to, made if missing. Existing tables of the same name are replaced.
     parallelism
@@ -375,10 +387,12 @@ def import_tables(
         The package is missing, knows no such GPU, or the model cannot be spread so.
     """
     if model is None:
-        tables = [gemm_table(gpu), *collective_tables(gpu)]
+        tables = [*gemm_tables(gpu), *collective_tables(gpu)]
     else:
         shard = parallelism.shard(model)
         tables = [*moe_tables(gpu, model, parallelism), *attention_tables(gpu, shard)]
+        if model.linear_dtype != "bfloat16":
+            tables += gemm_tables(gpu, model.linear_dtype)
     paths = []
     for table in tables:
         path = out_dir / table_name(table.metadata)

@@ -77,7 +77,9 @@ class Parts:
         self.engine_step = self._engine_step()
         self.attention = self._attention(max_model_len)
         if self.engine_step is None:
-            self.gemm = self._gemm()
+            self.gemm = self._gemm("bfloat16")
+            own = self.model.linear_dtype
+            self.linear = self.gemm if own == "bfloat16" else self._gemm(own)
             self.collectives = self._collectives()
             self.elementwise = self._elementwise()
         weights = parallelism.weight_bytes(whole)
@@ -170,14 +172,12 @@ class Parts:
         self._record("engine_step", table, fit_error=fitted.fit_error)
         return fitted
 
-    def _gemm(self) -> GemmLatency | None:
-        table = find_table("gemm", self.gpu.name, dtype="bfloat16", extra=self.tables)
+    def _gemm(self, dtype: str) -> GemmLatency | None:
+        table = find_table("gemm", self.gpu.name, dtype=dtype, extra=self.tables)
         if table is None:
             self._record_roofline("gemm")
             return None
         self._record("gemm", table)
-        if self.model.linear_dtype != "bfloat16":
-            self._record_roofline("gemm")
         return GemmLatency.from_table(table)
 
     def _elementwise(self) -> LatencyTable | None:
@@ -309,10 +309,10 @@ class Parts:
 
     def _linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
         """One matrix stored like the model's linear layers."""
-        if self.gemm is None or self.model.linear_dtype != "bfloat16":
+        if self.linear is None:
             width = 1.0 if self.model.linear_dtype == "fp8_block" else 2.0
             return roofline.gemm_s(self.gpu, n, k, rows, width)
-        return self.gemm.time_s(n, k, rows)
+        return self.linear.time_s(n, k, rows)
 
     def _plain_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
         """One bfloat16 matrix."""

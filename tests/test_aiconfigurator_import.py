@@ -190,6 +190,21 @@ def test_gemms_and_collectives(package, tmp_path):
     assert tables["collective"].columns["latency_s"].tolist() == [2e-5, 2e-5]
 
 
+def test_fp8_models_bring_fp8_gemms(package, tmp_path):
+    """Of SGLang: what the package has of vLLM times the launch."""
+    model = load_model("Qwen3-30B-A3B").model_copy(update={"linear_dtype": "fp8_block"})
+    kinds = [load_table(p).metadata.kind for p in import_tables("H100", model, tmp_path)]
+    assert "gemm" not in kinds
+    row = {"device": "NVIDIA Test", "kernel_source": "deepgemm", "gemm_dtype": "fp8_block"}
+    file = package / "systems/data/h100_sxm/gemm/sglang/0.5.1/gemm_perf.parquet"
+    file.parent.mkdir(parents=True)
+    pd.DataFrame([row | {"m": 1, "n": 32, "k": 64, "latency": 0.004}]).to_parquet(file)
+    tables = [load_table(path) for path in import_tables("H100", model, tmp_path)]
+    (gemm,) = [table for table in tables if table.metadata.kind == "gemm"]
+    assert (gemm.metadata.dtype, gemm.metadata.framework) == ("fp8_block", "sglang 0.5.1")
+    assert gemm.columns["latency_s"].tolist() == pytest.approx([4e-6])
+
+
 def test_models_without_rows_write_nothing(package, tmp_path):
     assert import_tables("H100", load_model("OLMoE-1B-7B"), tmp_path) == []
     assert list(tmp_path.glob("*.parquet")) == []

@@ -282,6 +282,27 @@ def test_own_tables_take_precedence():
     assert model.moe_batch_max == 64
 
 
+def test_fp8_linear_layers_take_their_own_table():
+    """A table where every FP8 matrix takes 1 ms, and the bfloat16 ones keep their times."""
+    dims = load_model("MiniMax-M2")
+    grid = [(m, n, k) for m in (1, 16384) for n in (32, 65536) for k in (32, 65536)]
+    metadata = find_table("gemm", "H200", dtype="bfloat16").metadata
+    fp8 = LatencyTable(
+        metadata.model_copy(update={"dtype": "fp8_block"}),
+        {name: np.array([point[i] for point in grid]) for i, name in enumerate("mnk")}
+        | {"latency_s": np.full(len(grid), 1e-3)},
+    )
+    without, with_table = (_build("MiniMax-M2", "H200", tables=own) for own in ((), (fp8,)))
+    rows = np.array([16.0])
+    guessed = sum(
+        roofline.gemm_s(load_gpu("H200"), n, k, rows, 1.0)[0] for n, k in dims.attention_linears()
+    )
+    grown = with_table.fixed_s[16] - without.fixed_s[16]
+    assert grown == pytest.approx(dims.n_layers * (2e-3 - guessed))
+    assert without.provenance["gemm"]["label"] != "imported"
+    assert with_table.provenance["gemm"]["label"] == "imported"
+
+
 def test_what_is_not_measured_is_said():
     imported = _build("Qwen3-30B-A3B", "H100")
     assert imported.warnings == ()

@@ -1,23 +1,23 @@
-"""Predicting real serving runs: the measured rows that ``aiconfigurator-core`` publishes.
+"""Predicting real serving runs, the rows of :mod:`~eldr_sim.validation.silicon_rows`.
 
-``silicon_sample.csv`` of the package holds end-to-end runs (InferenceX scripts) with measured mean
-TTFT and TPOT. This module reads those of GPT-OSS-120B on vLLM, one engine on one worker of 1 to 8
-GPUs, and predicts each from its configuration alone. Nothing here or below is fitted on them:
+Each is predicted from its configuration alone. Nothing here or below is fitted on them:
 :func:`predict` gets a :class:`Case`, which has no measured figure.
 
 The load of a row: closed loop, as many requests in flight as the row says, ten times as many
 prompts, input and output lengths uniform on [0.8 L, L], end-of-sequence ignored, no prefix cache,
 8,192 tokens a step, GPU memory 0.9. The routing of its random prompts is not known: uniform.
+
+Of MiniMax-M2.5 and Qwen3-235B-A22B-FP8 the package has MoE, attention and GEMM tables, which are
+imported for the run. Left out: quantising activations before a dense FP8 GEMM, and what MiniMax's
+norm of queries and keys over all heads adds under tensor parallelism, an all-reduce of 8 bytes a
+token in every layer (vllm-project/vllm#31493). Multi-token prediction is taken to be off.
 """
 
 from __future__ import annotations
 
-import csv
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,146 +26,37 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.aiconfigurator import attention_tables, gemm_tables, moe_tables
 from eldr_sim.kernel_profiles.marlin import derive_marlin_table
-from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.metrics import request_times
 from eldr_sim.simulator.run import build_cluster, prepare
 from eldr_sim.traces.workload import Workload
 from eldr_sim.traces.writer import write_trace
+from eldr_sim.validation.silicon_rows import TARGETS, Case, Row, Target
 
-MODEL = "GPT-OSS-120B"
-GPUS = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
-
-#: Median and 90th percentile of AIConfigurator 0.12's absolute errors on these rows, %, by GPU:
-#: TPOT and TTFT. Its own predictions, made and scored with the package itself, filtered rows.
-AICONFIGURATOR = {
-    "H100": {"tpot": (5.7, 14.0), "ttft": (33.0, 64.0)},
-    "H200": {"tpot": (6.1, 11.8), "ttft": (30.0, 57.0)},
-    "B200": {"tpot": (13.1, 44.8), "ttft": (47.0, 82.0)},
+#: Median and 90th percentile of AIConfigurator 0.12's absolute errors, %, by model and GPU: TPOT
+#: and TTFT. Its own predictions, made and scored with the package itself, filtered rows.
+AICONFIGURATOR: dict[str, dict[str, dict[str, tuple[float, float]]]] = {
+    "gpt-oss-120b": {
+        "H100": {"tpot": (5.7, 14.0), "ttft": (33.0, 64.0)},
+        "H200": {"tpot": (6.1, 11.8), "ttft": (30.0, 57.0)},
+        "B200": {"tpot": (13.1, 44.8), "ttft": (47.0, 82.0)},
+    }
 }
 #: Median and 90th percentile of how far 54 runs repeated on other dates differ, %.
 REPEATABILITY = {"tpot": (0.8, 8.7), "ttft": (3.9, 15.0)}
 
 _PROMPTS_PER_SEAT = 10
 _TRACE_REQUESTS, _TRACE_PROMPT, _TRACE_OUTPUT = 32, 128, 96
+_GPT_OSS = TARGETS["gpt-oss-120b"]
 
 
-@dataclass(frozen=True, order=True)
-class Case:
-    """The configuration of a measured run."""
-
-    gpu: str
-    tensor_parallel_size: int
-    input_len: int
-    output_len: int
-    concurrency: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """A measured run.
-
-    Attributes
-    ----------
-    case
-        Its configuration.
-    ttft_ms, tpot_ms
-        Means over its requests.
-    version, date
-        Of vLLM (empty where the file does not say), and of the measurement.
-    excluded
-        Why the row is left out of the filtered errors; empty where it is not. The reasons use
-        measurements only, never a prediction.
-    """
-
-    case: Case
-    ttft_ms: float
-    tpot_ms: float
-    version: str
-    date: str
-    excluded: str = ""
-
-
-def read_rows(path: Path | None = None) -> list[Row]:
-    """Read the rows, each configuration with the same figures once, and mark the doubtful ones.
-
-    Parameters
-    ----------
-    path
-        The CSV; None takes that of the installed package ``aiconfigurator-core``.
-
-    Raises
-    ------
-    InputError
-        The package is not installed, or the file has no such rows.
-    """
-    if path is None:
-        try:
-            root = Path(str(resources.files("aiconfigurator_core")))
-        except ModuleNotFoundError:
-            raise InputError(
-                "aiconfigurator",
-                "the package aiconfigurator-core, which has the measured runs, is not installed",
-                "pip install 'eldr-sim[aiconfigurator]'",
-            ) from None
-        path = root / "systems" / "silicon_sample.csv"
-    with path.open(encoding="utf-8", newline="") as file:
-        found = {row for record in csv.DictReader(file) if (row := _row(record)) is not None}
-    if not found:
-        raise InputError("silicon", f"{path} has no vLLM row of {MODEL}")
-    return _marked(sorted(found, key=lambda r: (r.case, r.date, r.tpot_ms)))
-
-
-def _row(record: dict[str, str]) -> Row | None:
-    concurrency = re.search(r"silicon_concurrency=(\d+)", record["silicon_data_source"])
-    wanted = (record["model_path"], record["backend"], record["mode"])
-    if wanted != ("openai/gpt-oss-120b", "vllm", "agg") or record["system"] not in GPUS:
-        return None
-    if concurrency is None or record["attention_dp_size"] != "1":
-        return None
-    date = re.search(r"measured=([\d-]+)", record["silicon_data_source"])
-    lengths = int(record["isl"]), int(record["osl"])
-    return Row(
-        Case(GPUS[record["system"]], int(record["tp_size"]), *lengths, int(concurrency[1])),
-        round(float(record["silicon_ttft_ms"]), 3),
-        round(float(record["silicon_tpot_ms"]), 3),
-        record["backend_version"],
-        date[1] if date else "",
-    )
-
-
-def _marked(rows: Sequence[Row]) -> list[Row]:
-    """Say which rows contradict themselves or their neighbours."""
-    fallen: set[Row] = set()
-    for i, row in enumerate(rows):
-        for other in rows[i + 1 :]:
-            same = (row.case.gpu, row.case.tensor_parallel_size, row.case.input_len) == (
-                other.case.gpu,
-                other.case.tensor_parallel_size,
-                other.case.input_len,
-            )
-            if not same or row.case.output_len != other.case.output_len:
-                continue
-            if other.case.concurrency != 2 * row.case.concurrency or other.date != row.date:
-                continue
-            if other.tpot_ms < 0.9 * row.tpot_ms:
-                fallen |= {row, other}
-
-    def reason(row: Row) -> str:
-        if row.case.gpu == "H100" and row.case.concurrency == 512:
-            return "H100 at concurrency 512: TTFT of minutes beside TPOT of milliseconds"
-        if row.ttft_ms > 0.25 * row.tpot_ms * row.case.output_len:
-            return "TTFT over a quarter of the decode time"
-        if row in fallen:
-            return "TPOT falls by over 10% as concurrency doubles"
-        return ""
-
-    return [Row(**(vars(row) | {"excluded": reason(row)})) for row in rows]
-
-
-def predict(case: Case, trace: Path, tables: Path | None) -> tuple[float, float]:
+def predict(
+    case: Case, trace: Path, tables: Path | None, target: Target = _GPT_OSS
+) -> tuple[float, float]:
     """Return the mean TTFT and TPOT, ms, of a run of this configuration.
 
     Parameters
@@ -176,15 +67,18 @@ def predict(case: Case, trace: Path, tables: Path | None) -> tuple[float, float]
         Routing trace folder that its tokens replay, see :func:`uniform_trace`.
     tables
         Folder of latency tables that take precedence; None takes the shipped ones alone.
+    target
+        The model.
     """
     seats = case.concurrency
     config = make_config(
         {
             "topology": "1C",
             "policy": "round_robin",
-            "model": MODEL,
+            "model": target.model,
             "gpu": case.gpu,
             "tensor_parallel_size": case.tensor_parallel_size,
+            "enable_expert_parallel": case.expert_parallel,
             "trace": str(trace),
             "tables": None if tables is None else str(tables),
             "num_requests": _PROMPTS_PER_SEAT * seats,
@@ -227,22 +121,25 @@ def _closed_loop(case: Case) -> Workload:
     )
 
 
-def uniform_trace(folder: Path, seed: int = 0) -> Path:
+def uniform_trace(folder: Path, seed: int = 0, target: Target = _GPT_OSS) -> Path:
     """Write a trace whose tokens choose the model's experts uniformly at random."""
-    model = load_model(MODEL)
+    model = target.dims()
     rng = np.random.default_rng(seed)
     n = _TRACE_REQUESTS
-    shape = (n * (_TRACE_PROMPT + _TRACE_OUTPUT), model.n_moe_layers, model.n_experts)
-    draws = rng.random(shape, dtype=np.float32)
+    shape = (_TRACE_PROMPT + _TRACE_OUTPUT, model.n_moe_layers, model.n_experts)
+    experts = [
+        np.argpartition(rng.random(shape, dtype=np.float32), model.top_k)[..., : model.top_k]
+        for _ in range(n)
+    ]
     write_trace(
         folder,
-        experts=np.argpartition(draws, model.top_k, axis=-1)[..., : model.top_k],
+        experts=np.concatenate(experts),
         request_id=[str(i) for i in range(n)],
         domain=["random"] * n,
         prompt_len=np.full(n, _TRACE_PROMPT),
         output_len=np.full(n, _TRACE_OUTPUT),
         is_calibration=np.zeros(n, bool),
-        model=MODEL,
+        model=model.name,
         n_experts=model.n_experts,
         domains=["random"],
         captured_by="drawn uniformly, no model",
@@ -253,20 +150,47 @@ def uniform_trace(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def marlin_tables(folder: Path, cases: Iterable[Case]) -> Path:
-    """Write the derived Marlin tables that H100 and H200 cases need."""
-    folder.mkdir()
-    model = load_model(MODEL)
-    for gpu, size in sorted({(c.gpu, c.tensor_parallel_size) for c in cases if c.gpu != "B200"}):
-        table = derive_marlin_table(gpu, model, Parallelism(size))
-        table.save(folder / f"{gpu.lower()}_marlin_{size}.parquet")
-    return folder
+def case_tables(
+    folder: Path, cases: Iterable[Case], moe_kernel: str, target: Target = _GPT_OSS
+) -> Path | None:
+    """Write the tables that cases need and that are not shipped; None if there are none.
+
+    Raises
+    ------
+    InputError
+        The package has no MoE, attention or GEMM table of a case: it cannot be predicted.
+    """
+    model = target.dims()
+    found: list[LatencyTable] = []
+
+    def need(kind: str, gpu: str, size: int, tables: list[LatencyTable]) -> list[LatencyTable]:
+        if not tables:
+            raise InputError("silicon", f"no {kind} table of {model.name} on {size} {gpu}")
+        return tables
+
+    for gpu, size, spread in sorted(
+        {(case.gpu, case.tensor_parallel_size, case.expert_parallel) for case in cases}
+    ):
+        parallelism = Parallelism(size, spread)
+        if moe_kernel == "marlin":
+            if gpu != "B200":
+                found.append(derive_marlin_table(gpu, model, parallelism))
+        elif target.shipped is None:
+            moe = need("MoE", gpu, size, list(moe_tables(gpu, model, parallelism)))
+            found.append(moe[-1 if moe_kernel == "oldest" else 0])  # they come newest first
+            shard = parallelism.shard(model)
+            found += need("attention", gpu, size, list(attention_tables(gpu, shard)))
+            found += need("GEMM", gpu, size, list(gemm_tables(gpu, model.linear_dtype)))
+    for table in found:
+        table.save(folder / table_name(table.metadata))
+    return folder if found else None
 
 
 def predict_rows(
     rows: Sequence[Row],
     *,
-    moe_kernel: str = "marlin",
+    target: Target = _GPT_OSS,
+    moe_kernel: str | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> pa.Table:
     """Predict every row and set the figures beside each other.
@@ -275,9 +199,13 @@ def predict_rows(
     ----------
     rows
         The measured runs.
+    target
+        Their model.
     moe_kernel
-        ``marlin``: what vLLM ran on H100 and H200 up to 0.18, derived, see
-        :mod:`~eldr_sim.kernel_profiles.marlin`. ``newest``: the shipped tables.
+        ``marlin``: what vLLM ran GPT-OSS with on H100 and H200 up to 0.18, derived, see
+        :mod:`~eldr_sim.kernel_profiles.marlin`. ``oldest``: the table of the oldest vLLM (0.19 or
+        0.24), which is closest to that of the runs (0.12 to 0.19). ``newest``: the newest table.
+        None takes the model's first choice.
     progress
         Called with the share of configurations done.
 
@@ -286,16 +214,24 @@ def predict_rows(
     table
         One row a measured run, in order: the fields of :class:`Case` and :class:`Row`,
         ``predicted_ttft_ms``, ``predicted_tpot_ms``, and ``ttft_error``, ``tpot_error`` in %.
+
+    Raises
+    ------
+    InputError
+        No such MoE kernel for this model.
     """
+    moe_kernel = moe_kernel or target.moe_kernels[0]
+    if moe_kernel not in target.moe_kernels:
+        allowed = ", ".join(target.moe_kernels)
+        raise InputError("moe_kernel", f"{moe_kernel!r} with {target.model_path}", allowed)
     cases = sorted({row.case for row in rows})
     predicted: dict[Case, tuple[float, float]] = {}
     with ExitStack() as stack:
         work = Path(stack.enter_context(TemporaryDirectory()))
-        trace = uniform_trace(work / "trace")
-        marlin = [c for c in cases if moe_kernel == "marlin" and c.gpu != "B200"]
-        tables = marlin_tables(work / "tables", marlin) if marlin else None
+        trace = uniform_trace(work / "trace", target=target)
+        tables = case_tables(work / "tables", cases, moe_kernel, target)
         for done, case in enumerate(cases, 1):
-            predicted[case] = predict(case, trace, tables if case.gpu != "B200" else None)
+            predicted[case] = predict(case, trace, tables, target)
             progress(done / len(cases))
     records: list[dict[str, Any]] = []
     for row in rows:
@@ -394,7 +330,8 @@ def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
     frame = table.to_pandas()
     frame = frame[frame.excluded == ""]
     frame = frame.reindex(frame.tpot_error.abs().sort_values(ascending=False).index)[:n].copy()
-    frame["why"] = (frame.date < "2026").map({True: "run of 2025, vLLM 0.11", False: ""})
+    old = frame.date.between("2025", "2026")
+    frame["why"] = old.map({True: "run of 2025, vLLM 0.11", False: ""})
     columns = ["gpu", "tensor_parallel_size", "input_len", "output_len", "concurrency"]
     columns += ["date", "tpot_ms", "predicted_tpot_ms", "tpot_error", "why"]
     return pa.Table.from_pandas(frame[columns], preserve_index=False)
@@ -403,12 +340,14 @@ def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
 def growth_error(table: pa.Table, metric: str) -> float:
     """Mean error, %, of how a metric grows with concurrency from each setting's lowest one.
 
-    Settings are (GPU, GPUs of the worker, lengths) over the rows that are not marked.
+    Settings are (GPU, GPUs of the worker, whether experts are spread, lengths) over the rows that
+    are not marked; NaN where none has two concurrencies.
     """
     frame = table.to_pandas()
     frame = frame[frame.excluded == ""]
     sizes: list[float] = []
-    for _, rows in frame.groupby(["gpu", "tensor_parallel_size", "input_len", "output_len"]):
+    worker = ["gpu", "tensor_parallel_size", "expert_parallel"]
+    for _, rows in frame.groupby([*worker, "input_len", "output_len"]):
         mean = rows.groupby("concurrency")[[f"{metric}_ms", f"predicted_{metric}_ms"]].mean()
         grown = mean / mean.iloc[0]
         ratio = grown[f"predicted_{metric}_ms"] / grown[f"{metric}_ms"]
