@@ -142,9 +142,7 @@ def engine_tables(
         "date": datetime.now(UTC).date().isoformat(),
     }
     attention = attention_shape(dims.n_heads, dims.n_kv_heads, dims.head_dim, 0)
-    experts = moe_shape(
-        dims.hidden_size, dims.expert_intermediate_size, dims.n_experts, dims.top_k
-    )
+    experts = moe_shape(dims.hidden_size, dims.expert_intermediate_size, dims.n_experts, dims.top_k)
     whole = {
         "n_layers": dims.n_layers,
         "hidden_size": dims.hidden_size,
@@ -279,7 +277,9 @@ def outside_times(
             ends[row][0][0] - received["decode"][row] - per_block * -(-lengths[row] // block)
             for row in order
         ]
-        source = f"measured: NIXL {nixl_version()} between two agents, mean error {link.mean_error:.0%}"
+        source = (
+            f"measured: NIXL {nixl_version()} between two agents, mean error {link.mean_error:.0%}"
+        )
         transfer = TransferModel(
             max(0.0, float(np.median(waits))), link.descriptor_s, link.bandwidth, source
         )

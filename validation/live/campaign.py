@@ -188,7 +188,9 @@ def _check_same(campaign: Campaign) -> None:
         file.write_text(text, encoding="utf-8")
     elif file.read_text(encoding="utf-8") != text:
         raise InputError(
-            "out", f"{file} is of a campaign with other options", "a new folder, or the same options"
+            "out",
+            f"{file} is of a campaign with other options",
+            "a new folder, or the same options",
         )
 
 

@@ -118,9 +118,7 @@ def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
             raise InputError("log", f"{base}: engine and worker logged different steps")
         distinct = np.array([len(np.unique(ids[:, k])) for k in range(ids.shape[1])])
         spans = sum(b["moe"]), sum(b["attention"])
-        steps.append(
-            EngineStep(a["start"], a["end"], b["start"], b["end"], *spans, rows, distinct)
-        )
+        steps.append(EngineStep(a["start"], a["end"], b["start"], b["end"], *spans, rows, distinct))
     described = next((line["engine"] for line in engine if "engine" in line), None)
     if described is None:
         raise InputError("log", f"{base}: the engine did not describe itself")

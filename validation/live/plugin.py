@@ -195,7 +195,12 @@ def _time_worker(runner: Any, folder: str) -> None:
                     torch.cuda.synchronize()
                 end = time.monotonic()
                 _forced["step"] += 1
-                line = {"start": start, "end": end, "moe": moe.take(), "attention": attention.take()}
+                line = {
+                    "start": start,
+                    "end": end,
+                    "moe": moe.take(),
+                    "attention": attention.take(),
+                }
                 _write(folder, "worker", line)
             return result
 

@@ -112,7 +112,9 @@ class Engine:
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     self.stop()
                     raise InputError(
-                        "vllm", f"{self.name} did not start: {self._last_error()}", str(self._output)
+                        "vllm",
+                        f"{self.name} did not start: {self._last_error()}",
+                        str(self._output),
                     ) from None
                 time.sleep(0.5)
         self.check_alive()
