@@ -25,50 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles import roofline
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
-from eldr_sim.kernel_profiles.kernel_latency import (
-    CollectiveLatency,
-    DecodeAttention,
-    GemmLatency,
-    PrefillAttention,
-)
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.kernel_profiles.moe_latency import (
-    MoELatency,
-    fit_moe_latency,
-    interpolate,
-    monotone_envelope,
-)
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.tables import (
-    MOE_DTYPES,
-    LatencyTable,
-    Provenance,
-    attention_shape,
-    elementwise_shape,
-    find_table,
-    moe_shape,
-    weakest,
-)
+from eldr_sim.kernel_profiles.parts import Parts
+from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, weakest
 
 FloatArray = NDArray[np.float64]
-
-NORMS_S = 8e-6
-"""Norms, rotary embedding and the like of one layer under CUDA graphs, small batches, on H100
-and H200; with it the sum of kernels meets the measured TPOT of GPT-OSS-120B on H200."""
-
-HOST_GAP_S = 0.0
-"""Engine time per step that no kernel hides, for engines with asynchronous scheduling.
-
-Evidence: measured TPOT less the sum of kernels, GPT-OSS-120B on H200 with vLLM at concurrency 4 to
-64: mean +0.02 ms, spread 0.5 ms. At batch 1 older engines wait for the host (A100, Qwen3-30B-A3B:
-9.6 ms measured against 5.5 ms of kernels, a gap of about 4 ms)."""
-
-
-CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
-"""Messages below this size take vLLM's custom all-reduce, others NCCL (``max_size`` of
-``vllm/distributed/device_communicators/custom_all_reduce.py``)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +71,8 @@ class StepTimeModel:
         Engine time per step, contained in ``fixed_s``.
     provenance
         By component (moe, attention, gemm, norms, host_gap, and collectives between several
-        GPUs): label, origin, kernel_source, and the fit errors of the MoE layer.
+        GPUs; engine_step in the place of the last four): label, origin, kernel_source, and the
+        fit errors of the MoE layer and of engine steps.
     warnings
         What a reader of results must know, one line each.
     """
@@ -166,7 +130,9 @@ class StepTimeModel:
         moe = np.interp(distinct, np.arange(self.moe_s.shape[1]), self.moe_s[batch]).sum()
         return float(self.fixed_s[batch] + attention + moe)
 
-    def prefill_s(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
+    def prefill_s(
+        self, tokens: Sequence[int], contexts: Sequence[int], moe_s: float | None = None
+    ) -> float:
         """Seconds of one prefill step.
 
         Request i computes ``tokens[i]`` new tokens after ``contexts[i]`` tokens that are cached.
@@ -181,15 +147,21 @@ class StepTimeModel:
             New tokens of each request, at least 1 each.
         contexts
             Cached tokens of each request; ``tokens[i] + contexts[i] <= max_model_len``.
+        moe_s
+            Seconds of the step's MoE layers, where their experts are known; None expects uniform
+            routing.
         """
         if not tokens:
             return 0.0
         rows = len(tokens)
-        base = _prolonged(self._prefill_base_s, sum(tokens))
+        if moe_s is None:
+            base = _prolonged(self._prefill_base_s, sum(tokens))
+        else:
+            base = _prolonged(self._mixed_base_s, sum(tokens)) + moe_s
         head_s = self._prefill_head_s
         last = len(head_s) - 1
         head = head_s[rows] if rows <= last else head_s[last] * (rows / last)
-        return base + head + self._prompt_attention_s(tokens, contexts)
+        return base + head + self.prompt_attention_s(tokens, contexts)
 
     def mixed_extra_s(self, batch: int, tokens: Sequence[int], contexts: Sequence[int]) -> float:
         """Seconds that chunks of prompts add to a decode step, but for its MoE layers.
@@ -208,10 +180,11 @@ class StepTimeModel:
         """
         base = _prolonged(self._mixed_base_s, batch + sum(tokens))
         head = self._prefill_head_s[min(batch + 1, self.max_num_seqs)]
-        chunks = self._prompt_attention_s(tokens, contexts)
+        chunks = self.prompt_attention_s(tokens, contexts)
         return max(0.0, base + head + chunks - float(self.fixed_s[batch]))
 
-    def _prompt_attention_s(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
+    def prompt_attention_s(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
+        """Seconds of all layers' attention over chunks of prompts, see :meth:`prefill_s`."""
         alone_s, share_s = self._attention_alone_s, self._attention_share_s
         floor_s, token_s = self._attention_floor_s, self._attention_token_s
         longest = together = floor_s
@@ -264,11 +237,13 @@ def build_step_time_model(
     parallelism
         GPUs of the worker, and how the model is spread over them.
     host_gap_s
-        Engine time per step in seconds; None takes :data:`HOST_GAP_S`.
+        Engine time per step in seconds; None takes
+        :data:`~eldr_sim.kernel_profiles.parts.HOST_GAP_S`.
     kernel_source
         Use only MoE tables of this kernel; None takes the newest.
     tables
-        Tables of the user's own; they take precedence over the shipped ones.
+        Tables of the user's own; they take precedence over the shipped ones. One of kind
+        ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host gap together.
     mixed_steps
         Whether steps are to hold prompts and decodes (``mixed_moe_s``).
 
@@ -290,10 +265,11 @@ def build_step_time_model(
     if host_gap_s is not None and not (np.isfinite(host_gap_s) and host_gap_s >= 0):
         raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
 
-    parts = _Parts(dims, device, parallelism, tables, max_model_len, kernel_source)
+    parts = Parts(dims, device, parallelism, tables, max_model_len, kernel_source)
     gap = parts.host_gap_s(host_gap_s)
     rows = np.arange(max_num_seqs + 1.0)
-    fixed = parts.dense_s(rows) + parts.sums_s(rows) + parts.head_s(rows) + gap
+    head = parts.sequence_part_s(rows)
+    fixed = parts.token_part_s(rows, gap) + head
     fixed[0] = 0.0
     stride = 16
     while stride * 512 < max_model_len:
@@ -304,7 +280,7 @@ def build_step_time_model(
     alone = np.stack([part.alone_s for _, _, part in parts.attention])
     share = np.stack([part.share_s for _, _, part in parts.attention])
     chunk = np.arange(max_num_batched_tokens + 1.0)
-    mixed = parts.dense_s(chunk) + parts.sums_s(chunk) + gap
+    mixed = parts.token_part_s(chunk, gap)
     base = dims.n_moe_layers * parts.moe.prefill_s(chunk) + mixed
     windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     measured = [decode for _, decode, _ in parts.attention]
@@ -329,301 +305,10 @@ def build_step_time_model(
         provenance=parts.provenance,
         warnings=tuple(parts.warnings),
         _prefill_base_s=array("d", base),
-        _prefill_head_s=array("d", parts.head_s(rows)),
+        _prefill_head_s=array("d", head),
         _mixed_base_s=array("d", mixed),
         _attention_alone_s=array("d", layers @ alone),
         _attention_share_s=array("d", layers @ share),
         _attention_floor_s=sum(n * p.floor_s for n, _, p in parts.attention),
         _attention_token_s=sum(n * p.token_s for n, _, p in windowless),
     )
-
-
-class _Parts:
-    """The kernels of one GPU's part of a model: from tables where there are any, else rooflines."""
-
-    def __init__(
-        self,
-        whole: ModelDims,
-        gpu: GPU,
-        parallelism: Parallelism,
-        tables: Sequence[LatencyTable],
-        max_model_len: int,
-        kernel_source: str | None,
-    ) -> None:
-        self.model, self.gpu, self.tables = parallelism.shard(whole), gpu, tables
-        self.whole, self.parallelism = whole, parallelism
-        self.provenance: dict[str, dict[str, Any]] = {}
-        self.warnings: list[str] = []
-        self.sliding: DecodeAttention | None = None
-        self.moe = self._moe(kernel_source)
-        self.gemm = self._gemm()
-        self.attention = self._attention(max_model_len)
-        self.collectives = self._collectives()
-        self.elementwise = self._elementwise()
-        weights = parallelism.weight_bytes(whole)
-        if weights > 0.9 * gpu.memory_bytes:
-            share = "" if parallelism == SINGLE_GPU else " on each GPU"
-            self.warnings.append(
-                f"{whole.name} needs {weights / 1e9:.0f} GB for weights{share}, "
-                f"more than 90% of one {gpu.name}: step times are those of an impossible worker"
-            )
-
-    def _record(self, component: str, table: LatencyTable, **more: Any) -> None:
-        metadata = table.metadata
-        entry = {
-            "label": metadata.provenance,
-            "origin": metadata.origin,
-            "kernel_source": metadata.kernel_source,
-            "framework": metadata.framework,
-            "device": metadata.device,
-            **more,
-        }
-        known = self.provenance.get(component)
-        if known is None or weakest([known["label"], entry["label"]]) != known["label"]:
-            self.provenance[component] = entry
-
-    def _record_roofline(self, component: str) -> None:
-        efficiency = roofline.efficiency_of(self.gpu)
-        if self.provenance.get(component, {}).get("origin") != efficiency.source:
-            self.warnings.append(
-                f"{component}: no table of {self.model.name} on {self.gpu.name}, "
-                f"times are {efficiency.provenance} from bytes and FLOPs"
-            )
-        self.provenance[component] = {
-            "label": efficiency.provenance,
-            "origin": efficiency.source,
-            "kernel_source": "",
-        }
-
-    def _moe(self, kernel_source: str | None) -> MoELatency:
-        """A rank's MoE layer: from rows of just that, or else from the layer of all experts."""
-        model, ranks = self.model, self.parallelism.n_expert_ranks
-
-        def find(size: int) -> LatencyTable | None:
-            return find_table(
-                "moe",
-                self.gpu.name,
-                shape=moe_shape(
-                    model.hidden_size,
-                    model.expert_intermediate_size,
-                    model.n_experts,
-                    model.top_k,
-                    size,
-                ),
-                dtype=MOE_DTYPES[model.expert_dtype],
-                kernel_source=kernel_source,
-                extra=self.tables,
-            )
-
-        table, measured_ranks = find(ranks), ranks
-        if table is None and ranks > 1:
-            table, measured_ranks = find(1), 1
-        if table is None:
-            if kernel_source is not None:
-                raise InputError(
-                    "kernel_source",
-                    f"no MoE table of {kernel_source!r} for {model.name} on {self.gpu.name}",
-                )
-            self._record_roofline("moe")
-            return roofline.moe_latency(self.gpu, model).on_rank(ranks)
-        fitted = fit_moe_latency(table)
-        # A derived table is its own formula: only its maker knows how far that lies from evidence.
-        derived = table.metadata.provenance == "derived"
-        errors = table.metadata.fit_error if derived else fitted.fit_error
-        self._record("moe", table, fit_error=errors)
-        if measured_ranks != ranks:
-            entry = self.provenance["moe"]
-            entry["label"] = weakest([entry["label"], "derived"])
-            entry["origin"] += (
-                f"; all experts on one GPU, read at the count of one of {ranks} ranks"
-            )
-        return fitted.on_rank(ranks // measured_ranks)
-
-    def _gemm(self) -> GemmLatency | None:
-        table = find_table("gemm", self.gpu.name, dtype="bfloat16", extra=self.tables)
-        if table is None:
-            self._record_roofline("gemm")
-            return None
-        self._record("gemm", table)
-        if self.model.linear_dtype != "bfloat16":
-            self._record_roofline("gemm")
-        return GemmLatency.from_table(table)
-
-    def _elementwise(self) -> LatencyTable | None:
-        table = find_table(
-            "elementwise",
-            self.gpu.name,
-            shape=elementwise_shape(
-                self.model.hidden_size,
-                self.model.n_heads,
-                self.model.n_kv_heads,
-                self.model.head_dim,
-            ),
-            extra=self.tables,
-        )
-        if table is not None:
-            self._record("norms", table)
-            return table
-        norms = self.gpu.name in ("H100", "H200")
-        self.provenance["norms"] = {
-            "label": "published" if norms else "derived",
-            "origin": "8 us a layer on H100 and H200 under CUDA graphs"
-            + ("" if norms else ", taken over")
-            + "; large batches from bytes over bandwidth",
-            "kernel_source": "",
-        }
-        return None
-
-    def host_gap_s(self, given: float | None) -> float:
-        """Engine time per step: given, else the median of a profile's table, else the default."""
-        shape = {"n_layers": self.whole.n_layers, "hidden_size": self.whole.hidden_size}
-        table = find_table("host_gap", self.gpu.name, shape=shape, extra=self.tables)
-        if given is None and table is not None:
-            self._record("host_gap", table)
-            return float(np.median(table.columns["latency_s"]))
-        self.provenance["host_gap"] = {
-            "label": "published" if given is None else "measured",
-            "origin": "GPT-OSS-120B on H200 (TPOT less kernels)" if given is None else "given",
-            "kernel_source": "",
-        }
-        return HOST_GAP_S if given is None else float(given)
-
-    def _collectives(self) -> dict[str, CollectiveLatency]:
-        """Tables of collectives between this many GPUs: ``custom`` (all-reduce only), ``nccl``."""
-        n_gpus = self.parallelism.tensor_parallel_size
-        found: dict[str, CollectiveLatency] = {}
-        if n_gpus == 1:
-            return found
-        for name, dtype in (("custom", "bfloat16"), ("nccl", "float16")):  # 2-byte elements both
-            table = find_table("collective", self.gpu.name, dtype=dtype, extra=self.tables)
-            if table is None:
-                continue
-            latency = CollectiveLatency.from_table(table)
-            if ("all_reduce", n_gpus) in latency.curves:
-                found[name] = latency
-                self._record("collectives", table)
-        if "nccl" not in found:
-            self._record_roofline("collectives")
-        return found
-
-    def _all_reduce_s(self, n_bytes: FloatArray) -> FloatArray:
-        n_gpus = self.parallelism.tensor_parallel_size
-        if "nccl" in self.collectives:
-            seconds = self.collectives["nccl"].time_s("all_reduce", n_gpus, n_bytes)
-        else:
-            seconds = roofline.all_reduce_s(self.gpu, n_gpus, n_bytes)
-        if "custom" not in self.collectives:
-            return seconds
-        custom = self.collectives["custom"].time_s("all_reduce", n_gpus, n_bytes)
-        return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
-
-    def sums_s(self, rows: FloatArray) -> FloatArray:
-        """All-reduces of ``rows`` hidden states: one after the embedding and two in every layer."""
-        if self.parallelism.tensor_parallel_size == 1:
-            return np.zeros_like(rows)
-        count = 1 + 2 * self.model.n_layers
-        return np.where(
-            rows > 0, count * self._all_reduce_s(2 * self.model.hidden_size * rows), 0.0
-        )
-
-    def _gather_s(self, n_bytes: FloatArray) -> FloatArray:
-        n_gpus = self.parallelism.tensor_parallel_size
-        if "nccl" in self.collectives:
-            return self.collectives["nccl"].time_s("all_gather", n_gpus, n_bytes)
-        return roofline.all_gather_s(self.gpu, n_gpus, n_bytes)
-
-    def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
-        """Layers, decode and prefill attention of every kind of layer."""
-        model, found = self.model, []
-        kinds = ((True, model.n_sliding_layers), (False, model.n_full_layers))
-        for sliding, layers in kinds:
-            if not layers:
-                continue
-            own = not sliding and model.global_head_dim
-            shape = attention_shape(
-                model.n_heads,
-                model.global_n_kv_heads if own else model.n_kv_heads,
-                model.global_head_dim if own else model.head_dim,
-                model.sliding_window if sliding else 0,
-            )
-            pair: list[LatencyTable | None] = [None, None]
-            if model.attention == "gqa":
-                pair = [
-                    find_table(kind, self.gpu.name, shape=shape, extra=self.tables)
-                    for kind in ("attention_decode", "attention_prefill")
-                ]
-            decode_table, prefill_table = pair
-            if decode_table is None or prefill_table is None:
-                self._record_roofline("attention")
-                decode = roofline.decode_attention(self.gpu, model, sliding)
-                prefill = roofline.prefill_attention(self.gpu, model, sliding, max_tokens)
-            else:
-                self._record("attention", decode_table)
-                self._record("attention", prefill_table)
-                decode = DecodeAttention.from_table(decode_table)
-                prefill = PrefillAttention.from_table(prefill_table, max_tokens, decode.token_s)
-            if sliding:
-                self.sliding = decode
-            found.append((layers, decode, prefill))
-        return found
-
-    def _linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
-        """One matrix stored like the model's linear layers."""
-        if self.gemm is None or self.model.linear_dtype != "bfloat16":
-            width = 1.0 if self.model.linear_dtype == "fp8_block" else 2.0
-            return roofline.gemm_s(self.gpu, n, k, rows, width)
-        return self.gemm.time_s(n, k, rows)
-
-    def _plain_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
-        """One bfloat16 matrix."""
-        if self.gemm is None:
-            return roofline.gemm_s(self.gpu, n, k, rows)
-        return self.gemm.time_s(n, k, rows)
-
-    def dense_s(self, rows: FloatArray) -> FloatArray:
-        """All layers but routed experts and attention, and the embedding, for ``rows`` tokens."""
-        model = self.model
-        total = np.zeros_like(rows)
-        for sliding, layers in ((True, model.n_sliding_layers), (False, model.n_full_layers)):
-            if layers:
-                for n, k in model.attention_linears(sliding):
-                    total += layers * self._linear_s(n, k, rows)
-        hidden = model.hidden_size
-        total += model.n_moe_layers * self._plain_s(model.n_experts, hidden, rows)
-        for width, layers in (
-            (model.shared_intermediate_size, model.n_moe_layers),
-            (model.dense_intermediate_size, model.n_dense_layers),
-        ):
-            if width and layers:
-                total += layers * self._linear_s(2 * width, hidden, rows)
-                total += layers * self._linear_s(hidden, width, rows)
-        return total + self._elementwise_s(rows)
-
-    def _elementwise_s(self, rows: FloatArray) -> FloatArray:
-        """Norms, rotary embedding, KV cache writes of all layers, and the embedding lookup.
-
-        Small batches take :data:`NORMS_S` a layer. Large ones move 2-byte elements: two fused
-        residual norms read and write hidden state and residual (8 hidden), rotary embedding with
-        its norms reads and writes queries and keys, the cache takes keys and values. A profile's
-        table replaces both.
-        """
-        model = self.model
-        bandwidth = roofline.efficiency_of(self.gpu).bandwidth * self.gpu.memory_bandwidth
-        if self.elementwise is not None:
-            columns = self.elementwise.columns
-            order = np.argsort(columns["tokens"])
-            seconds = monotone_envelope(columns["latency_s"][order])
-            knots = columns["tokens"][order].astype(np.float64)
-            layers = model.n_layers * np.where(rows > 0, interpolate(rows, knots, seconds), 0.0)
-        else:
-            heads = 2 * (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
-            moved = 2 * (8 * model.hidden_size + heads) * rows
-            layers = model.n_layers * np.maximum(NORMS_S, moved / bandwidth)
-        return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
-
-    def head_s(self, rows: FloatArray) -> FloatArray:
-        """lm_head for ``rows`` tokens; several GPUs gather its bfloat16 logits."""
-        seconds = self._plain_s(self.model.vocab_size, self.model.hidden_size, rows)
-        if self.parallelism.tensor_parallel_size > 1:
-            seconds = seconds + self._gather_s(2 * self.whole.vocab_size * rows)
-        return np.where(rows > 0, seconds, 0.0)

@@ -15,6 +15,7 @@ attention_chunk     new_tokens, context (cached and new tokens)
 elementwise         tokens: norms, rotary embedding and KV writes of one layer
 host_gap            batch: a decode step's time less the sum of its kernels, of the whole model
 kv_transfer         message_bytes, descriptors
+engine_step         tokens, sequences: an engine step but for MoE layers and attention
 ==================  =====================================================================
 
 Optional columns: ``latency_q1_s``, ``latency_q3_s`` (quartiles) and ``repeats``. Imported tables
@@ -58,6 +59,7 @@ Kind = Literal[
     "elementwise",
     "host_gap",
     "kv_transfer",
+    "engine_step",
 ]
 _COLUMNS: dict[Kind, dict[str, str]] = {
     "moe": {"batch": "i", "distinct_experts": "f", "routing": "s"},
@@ -69,6 +71,7 @@ _COLUMNS: dict[Kind, dict[str, str]] = {
     "elementwise": {"tokens": "i"},
     "host_gap": {"batch": "i"},
     "kv_transfer": {"message_bytes": "i", "descriptors": "i"},
+    "engine_step": {"tokens": "i", "sequences": "i"},
 }
 _OPTIONAL = {"latency_q1_s": "f", "latency_q3_s": "f", "repeats": "i"}
 
@@ -275,6 +278,11 @@ def elementwise_shape(hidden: int, n_heads: int, n_kv_heads: int, head_dim: int)
     }
 
 
+def engine_step_shape(n_layers: int, hidden: int, vocab: int) -> dict[str, int]:
+    """Shape of what an engine runs besides MoE layers and attention as it identifies a table."""
+    return {"n_layers": n_layers, "hidden_size": hidden, "vocab_size": vocab}
+
+
 def table_name(metadata: TableMetadata) -> str:
     """File name of a table: GPU, kind, shape, dtype and framework."""
     letters = {
@@ -288,6 +296,7 @@ def table_name(metadata: TableMetadata) -> str:
         "head_dim": "d",
         "window": "w",
         "n_layers": "l",
+        "vocab_size": "v",
     }
     parts = [metadata.gpu, metadata.kind]
     parts += [f"{letters[name]}{value}" for name, value in metadata.shape.items()]

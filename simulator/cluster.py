@@ -64,6 +64,8 @@ class ClusterSpec:
     #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
     capture_s: float = 0.0
     routing_s: float = 0.0
+    #: What a request's way through the router takes longer for each token of its prompt, s.
+    routing_token_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Cluster:
         The experts on each expert-parallel GPU of each decode worker, see
         :func:`~eldr_sim.simulator.replay.rank_masks`; None where there is one such rank.
     prompt_replay
-        The bit sets of the prompts; needed by co-located workers only.
+        The bit sets of the prompts; co-located workers need them, and prefill workers that have
+        them take the time of the distinct experts of their steps.
     """
 
     def __init__(
@@ -141,6 +144,8 @@ class Cluster:
         self.prefill_loads = np.zeros(spec.n_prefill, np.int64)
         self.decode_loads = np.zeros(spec.n_decode, np.int64)
         self.network = TransferNetwork(self.env, spec.transfer)
+        self._replay, self._prompt_replay = replay, prompt_replay
+        experts = None if prompt_replay is None else self._context_experts
         self.prefill_workers = [
             PrefillWorker(
                 self.env,
@@ -153,6 +158,7 @@ class Cluster:
                 on_prefilled=self._hand_off,
                 capture_s=spec.capture_s,
                 prompt_of=self._prompt,
+                prompt_experts=experts,
             )
             for index in range(spec.n_prefill)
         ]
@@ -170,9 +176,8 @@ class Cluster:
             on_finish=self._complete,
             expert_masks=expert_masks,
             async_scheduling=spec.async_scheduling,
-            prompt_experts=None if prompt_replay is None else self._context_experts,
+            prompt_experts=experts if spec.n_prefill == 0 else None,
         )
-        self._replay, self._prompt_replay = replay, prompt_replay
         self.pool.requests = self.requests
         self._in_flight = 0
         self._at_client: deque[Request] = deque()
@@ -294,10 +299,11 @@ class Cluster:
 
     def _hand_off(self, request: Request) -> None:
         self._report(self.prefill_loads, request.prefill_worker)
-        if self.spec.routing_s == 0.0:
+        delay_s = self.spec.routing_s + self.spec.routing_token_s * request.prompt_len
+        if delay_s == 0.0:
             self._dispatch(request)
         else:
-            self.env.at(self.env.now + self.spec.routing_s, lambda _event: self._dispatch(request))
+            self.env.at(self.env.now + delay_s, lambda _event: self._dispatch(request))
 
     def _dispatch(self, request: Request) -> None:
         assert request.block_table is not None

@@ -12,6 +12,10 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator import kernel
 from eldr_sim.simulator.prefix_cache import PrefixCache, Prompt
 from eldr_sim.simulator.request import Request
 
@@ -45,6 +49,10 @@ class PrefillWorker:
     prompt_of
         Called with a request at the head of the queue; returns what the prefix cache can know of
         its prompt.
+    prompt_experts
+        Returns the experts of the tokens ``[start, stop)`` of a prompt, ``uint64 [moe_layers *
+        words]``: a step's MoE layers then take the time of the distinct experts that its tokens
+        choose. None expects uniform routing.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class PrefillWorker:
         on_prefilled: Callable[[Request], None],
         capture_s: float = 0.0,
         prompt_of: Callable[[Request], Prompt] = unshared,
+        prompt_experts: Callable[[Request, int, int], NDArray[np.uint64]] | None = None,
     ) -> None:
         self.env = env
         self.index = index
@@ -70,6 +79,7 @@ class PrefillWorker:
         self.on_prefilled = on_prefilled
         self.capture_s = capture_s
         self.prompt_of = prompt_of
+        self.prompt_experts = prompt_experts
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         #: One row a step: start s, end s, requests, tokens.
@@ -108,10 +118,9 @@ class PrefillWorker:
                 yield self._wake
                 continue
             start = env.now
-            tokens = [n for _, n in batch]
-            contexts = [request.computed for request, _ in batch]
-            yield env.timeout(self.step_time.prefill_s(tokens, contexts) + self.capture_s)
-            self.steps.append((start, env.now, len(batch), sum(tokens)))
+            yield env.timeout(self._step_s(batch) + self.capture_s)
+            tokens = sum(n for _, n in batch)
+            self.steps.append((start, env.now, len(batch), tokens))
             for request, n in batch:
                 request.computed += n
             done = [request for request, _ in batch if request.computed == request.prompt_len]
@@ -119,6 +128,18 @@ class PrefillWorker:
             for request in done:
                 request.prefill_end_s = env.now
                 self.on_prefilled(request)
+
+    def _step_s(self, batch: list[tuple[Request, int]]) -> float:
+        """Seconds of a step that computes these tokens of these requests."""
+        tokens = [n for _, n in batch]
+        contexts = [request.computed for request, _ in batch]
+        if self.prompt_experts is None:
+            return self.step_time.prefill_s(tokens, contexts)
+        unions = [self.prompt_experts(r, r.computed, r.computed + n) for r, n in batch]
+        union = np.bitwise_or.reduce(unions)
+        layer_s = self.step_time.mixed_moe_s[sum(tokens)]
+        moe_s, _ = kernel.moe_time(union, layer_s, self.step_time.n_moe_layers)
+        return self.step_time.prefill_s(tokens, contexts, float(moe_s))
 
     def _schedule(self) -> list[tuple[Request, int]]:
         """Return the requests of the next step, each with the prompt tokens to compute."""

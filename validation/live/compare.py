@@ -1,0 +1,513 @@
+"""A recorded live run beside its simulation: errors a step, a request, a component.
+
+:func:`compare_runs` takes pairs of a :class:`~.recording.LiveRun` and its
+:class:`~.replay.Replayed` and returns a :class:`Comparison`: a ``summary`` ready for JSON, and the
+tables under it. Errors are ``100 * (simulated / live - 1)``, in %, unless said otherwise; in every
+list of ``summary`` a row has the same keys, and a figure that does not exist is None.
+
+``summary`` = ::
+
+    {"runs": [                    # one a recorded run, in the order given
+        {"setup", "policy", "load",                     # names; load is LoadInfo.name
+         "repeat": int,
+         "request_rate", "burstiness", "lengths", "num_requests",  # of LoadInfo
+         "incomplete": int,       # requests that did not get all their tokens: in no figure below
+         "duration_s",            # first post to last token, live
+         "simulated_duration_s",
+         "output_tokens_per_s",   # live
+         "steps": int,            # of all engines
+         "mean_batch", "max_batch",  # decoding requests of the steps that decode, live
+         "simulated_mean_batch",
+         "same_engine_percent"}], # requests that live and simulation gave to the same engine
+     "steps": [                   # open loop: each live step predicted from its own composition
+        {"setup": str | None,     # None: all set-ups
+         "role": "prefill" | "decode" | "colocated" | None,   # of the engine; None: all
+         "group": "all" | "decode only" | "with prompts" | "batch 1" | "batch 2-3" | "batch 4-7"
+                  | "batch 8-15" | ...,                 # batch: of steps that decode only
+         "component": "step" | "moe" | "attention" | "rest",
+         "steps": int,
+         "live_ms", "predicted_ms",                     # means
+         "median_percent", "p90_percent",               # of the absolute errors
+         "bias_percent",                                # mean of the errors with their sign
+         "median_of_step_percent"}],                    # median |predicted - live| / whole step
+     "distinct": [                # distinct experts; every "wrong" must be 0
+        {"setup", "policy", "load", "repeat",
+         "steps", "layers": int,          # compared: steps * MoE layers
+         "wrong_steps", "wrong_layers",   # live log against the union of the trace's rows
+         "simulated_steps": int,
+         "matched_steps": int,            # simulated steps with the {(request, position,
+                                          # tokens)} of a live one
+         "matched_wrong": int}],          # of those, with another sum of distinct experts
+     "requests": [
+        {"setup", "policy",
+         "load": str | None,      # None: mean over the loads of a set-up and policy
+         "repeat": int | None,    # None: mean over the repeats of a load
+         "metric": "ttft" | "tpot" | "itl" | "e2el",
+         "statistic": "mean" | "p50" | "p90" | "p99",
+         "live_ms", "simulated_ms",       # None where load is None
+         "error_percent",         # of that repeat; else the mean of the errors with their sign
+         "abs_error_percent",     # of that repeat; else the mean of the absolute errors
+         "noise_percent",         # noise floor of the live repeats: None with fewer than two
+         "range_percent"}],       # (largest - smallest) / mean of the live repeats
+     "components": [              # means over requests
+        {"setup", "policy", "load", "repeat": int | None,
+         "of": "e2el" | "ttft",
+         "component": "queue" | "prefill" | "transfer" | "decode" | "host" | "sum",
+         "live_ms", "simulated_ms",
+         "difference_ms",         # simulated - live
+         "percent"}],             # difference over the live mean of what it is a component of
+     "headline": {                # of all runs
+        "decode_step": {"steps", "median_percent", "p90_percent", "bias_percent"},
+        "tpot_p50" | "tpot_p99" | "ttft_p50" | "e2el_p50":
+            {"abs_error_percent", "noise_percent"},     # means over set-ups, policies and loads
+        "distinct": {"layers", "wrong_layers", "matched_steps", "matched_wrong"}}}
+
+Noise floor
+    The mean over all pairs of live repeats of ``|a - b|``, relative to the mean of the repeats: how
+    far one live run is from another of the same load, statistic by statistic.
+Components
+    They add up to E2E (TTFT): *host* is what lies outside the engines (client to engine, engine to
+    engine through the proxy, engine to client), *queue* waits for the first step of the prompt,
+    *prefill* runs to the end of the step that completes it, *transfer* is from the decode engine's
+    queue to the first step there (KV reservation, read, step boundaries), *decode* the rest. When a
+    request enters an engine's queue nobody sees: live and simulation both take the calibrated
+    ingress after the post.
+
+Tables of :class:`Comparison` (all have ``setup, policy, load, repeat``)::
+
+    steps     engine, role, kind ("prefill" | "decode" | "mixed"), start_s, batch, tokens, context,
+              live_ms, predicted_ms, live_moe_ms, predicted_moe_ms, live_attention_ms,
+              predicted_attention_ms, live_rest_ms, predicted_rest_ms
+    requests  request (row of requests.parquet), prompt_len, output_len, live_ttft_ms,
+              simulated_ttft_ms, live_tpot_ms, simulated_tpot_ms, live_e2el_ms, simulated_e2el_ms
+              (tpot null where a request has one token)
+    gaps      live_ms, simulated_ms: pooled gaps between tokens, one row a gap
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from eldr_sim.validation.live.calibrated import Calibrated
+from eldr_sim.validation.live.milestones import COMPONENTS, Milestones, live_milestones
+from eldr_sim.validation.live.recording import EngineInfo, LiveRun
+from eldr_sim.validation.live.replay import Replayed, check_run
+from eldr_sim.validation.live.steps import (
+    Composition,
+    StepUnions,
+    compositions,
+    durations,
+    predict,
+)
+
+__all__ = ["METRICS", "STATISTICS", "Comparison", "compare_runs", "noise_floor"]
+
+FloatArray = NDArray[np.float64]
+Row = dict[str, Any]
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+STATISTICS = ("mean", "p50", "p90", "p99")
+_LOAD = ["setup", "policy", "load"]
+_HEADLINE = (("tpot", "p50"), ("tpot", "p99"), ("ttft", "p50"), ("e2el", "p50"))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Live runs beside their simulations; see the top of this module."""
+
+    summary: dict[str, Any]
+    steps: pa.Table
+    requests: pa.Table
+    gaps: pa.Table
+
+
+def compare_runs(
+    pairs: Iterable[tuple[LiveRun, Replayed]],
+    calibrated: Calibrated,
+    progress: Callable[[str], None] = lambda _label: None,
+) -> Comparison:
+    """Compare recorded runs with their simulations.
+
+    Parameters
+    ----------
+    pairs
+        Each recording with its simulation; runs of the same set-up, policy and load are repeats.
+    calibrated
+        The calibration that the simulations used.
+    progress
+        Called with the label of a run before it is compared.
+    """
+    parts: dict[str, list[pd.DataFrame]] = defaultdict(list)
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for run, replayed in pairs:
+        progress(run.label)
+        name: Row = {
+            "setup": run.info.setup,
+            "policy": run.info.policy,
+            "load": run.info.load.name,
+            "repeat": run.info.repeat,
+        }
+        live = live_milestones(run, calibrated.info)
+        whole = np.flatnonzero(np.isfinite(live.e2el_s))
+        steps, distinct = _steps(run, replayed, calibrated, live)
+        requests = _requests(run, replayed, live, whole)
+        gaps = _gaps(live, replayed.milestones, whole)
+        for kind, frame in (("steps", steps), ("requests", requests), ("gaps", gaps)):
+            for place, (key, value) in enumerate(name.items()):
+                frame.insert(place, key, value)
+            parts[kind].append(frame)
+        rows["distinct"].append(name | distinct)
+        rows["runs"].append(name | _run_row(run, replayed, live, whole, steps))
+        rows["requests"] += [name | row for row in _statistics(requests, gaps)]
+        rows["components"] += [name | row for row in _components(live, replayed, whole)]
+    tables = {kind: pd.concat(frames, ignore_index=True) for kind, frames in parts.items()}
+    requests_rows = _with_repeats(rows["requests"])
+    step_rows = _step_rows(tables["steps"])
+    summary = {
+        "runs": rows["runs"],
+        "steps": step_rows,
+        "distinct": rows["distinct"],
+        "requests": requests_rows,
+        "components": _mean_components(rows["components"]),
+        "headline": _headline(step_rows, requests_rows, rows["distinct"]),
+    }
+    return Comparison(
+        summary,
+        *(
+            pa.Table.from_pandas(tables[kind], preserve_index=False)
+            for kind in ("steps", "requests", "gaps")
+        ),
+    )
+
+
+def noise_floor(values: Sequence[float]) -> float | None:
+    """Return the mean of ``|a - b|`` over all pairs of repeats, in % of their mean.
+
+    None where there are fewer than two.
+    """
+    if len(values) < 2:
+        return None
+    pairs = [abs(a - b) for a, b in itertools.combinations(values, 2)]
+    return 100.0 * float(np.mean(pairs)) / float(np.mean(values))
+
+
+# --- steps ---
+
+
+def _steps(
+    run: LiveRun, replayed: Replayed, calibrated: Calibrated, live: Milestones
+) -> tuple[pd.DataFrame, Row]:
+    """Predict every live step, and count distinct experts that are not those of the trace."""
+    model = check_run(run)
+    engines = {engine.name: engine for engine in run.info.engines}
+    step_times = {
+        kind: calibrated.step_time(model, kind, run.info.max_model_len)
+        for kind in {_unnamed(engine) for engine in engines.values()}
+    }
+    unions = StepUnions(run.trace)
+    ingress = calibrated.info.ingress_s.of(run.requests["prompt_len"].to_numpy())
+    start, moe, attention = (  # an engine without these timers has nulls: NaN
+        run.steps[name].to_numpy() for name in ("start_s", "moe_s", "attention_s")
+    )
+    logs = run.steps["distinct"].to_pylist()
+    of = [engines[name] for name in run.steps["engine"].to_pylist()]
+    done = _compositions(run, run.steps)
+    taken = durations(run, done, run.requests["sent_s"].to_numpy() + ingress)
+    records, wrong_layers, wrong_steps = [], 0, 0
+    live_sums: dict[frozenset[tuple[int, int, int]], int] = {}
+    for i, (engine, step) in enumerate(zip(of, done, strict=True)):
+        counted, logged = unions.distinct(step), np.array(logs[i])
+        wrong = len(counted) if len(counted) != len(logged) else int((counted != logged).sum())
+        wrong_layers += wrong
+        wrong_steps += wrong > 0
+        live_sums[step.members] = int(logged.sum())
+        prefills = engine.role == "prefill"
+        time = predict(step_times[_unnamed(engine)], step, counted, prefills)
+        parts = {"moe": moe[i], "attention": attention[i]}
+        parts["rest"] = taken[i] - parts["moe"] - parts["attention"]
+        kind = "prefill" if not step.seats else "mixed" if step.chunks else "decode"
+        records.append(
+            {
+                "engine": engine.name,
+                "role": engine.role,
+                "kind": kind,
+                "start_s": start[i],
+                "batch": len(step.seats),
+                "tokens": step.tokens,
+                "context": step.context,
+                "live_ms": 1e3 * taken[i],
+                "predicted_ms": 1e3 * time.step_s,
+            }
+            | {f"live_{part}_ms": 1e3 * seconds for part, seconds in parts.items()}
+            | {f"predicted_{part}_ms": 1e3 * getattr(time, f"{part}_s") for part in parts}
+        )
+    matched = matched_wrong = 0
+    active = replayed.steps["active"].to_pylist()
+    for step, simulated in zip(_compositions(run, replayed.steps), active, strict=True):
+        if step.members in live_sums:
+            matched += 1
+            total = int(unions.distinct(step).sum()) if simulated is None else simulated
+            matched_wrong += total != live_sums[step.members]
+    return pd.DataFrame(records), {
+        "steps": len(done),
+        "layers": len(done) * model.n_moe_layers,
+        "wrong_steps": wrong_steps,
+        "wrong_layers": wrong_layers,
+        "simulated_steps": len(active),
+        "matched_steps": matched,
+        "matched_wrong": matched_wrong,
+    }
+
+
+def _unnamed(engine: EngineInfo) -> EngineInfo:
+    return engine.model_copy(update={"name": ""})
+
+
+def _compositions(run: LiveRun, steps: pa.Table) -> list[Composition]:
+    prefill = {engine.name for engine in run.info.engines if engine.role == "prefill"}
+    columns = (steps[name].to_pylist() for name in ("request", "position", "tokens"))
+    return compositions(
+        zip(*columns, strict=True),
+        run.requests["prompt_len"].to_numpy(),
+        [name in prefill for name in steps["engine"].to_pylist()],
+    )
+
+
+def _step_rows(steps: pd.DataFrame) -> list[Row]:
+    """Return the errors of the steps by set-up, role, kind and batch."""
+    decode = steps.kind == "decode"
+    groups = {"all": steps.kind != "", "decode only": decode, "with prompts": ~decode}
+    size = 1
+    while size <= steps.batch[decode].max():
+        name = "batch 1" if size == 1 else f"batch {size}-{2 * size - 1}"
+        groups[name] = decode & (steps.batch >= size) & (steps.batch < 2 * size)
+        size *= 2
+    everywhere: list[tuple[str | None, str | None]] = [(None, None)]
+    places = everywhere + [(setup, None) for setup in steps.setup.unique()]
+    roles = steps[["setup", "role"]].drop_duplicates()
+    places += list(roles.itertuples(index=False, name=None))
+    rows = []
+    for setup, role in places:
+        here = np.ones(len(steps), bool)
+        if setup is not None:
+            here &= steps.setup == setup
+        if role is not None:
+            here &= steps.role == role
+        for group, inside in groups.items():
+            some = steps[here & inside]
+            if len(some):
+                place = {"setup": setup, "role": role, "group": group}
+                rows += [place | row for row in _step_errors(some)]
+    return rows
+
+
+def _step_errors(steps: pd.DataFrame) -> list[Row]:
+    rows = []
+    for component in ("step", "moe", "attention", "rest"):
+        suffix = "ms" if component == "step" else f"{component}_ms"
+        live, predicted = steps[f"live_{suffix}"], steps[f"predicted_{suffix}"]
+        known = live > 0
+        errors = 100.0 * (predicted[known] / live[known] - 1.0)
+        size = errors.abs()
+        rows.append(
+            {
+                "component": component,
+                "steps": int(known.sum()),
+                "live_ms": _figure(live.mean()),
+                "predicted_ms": _figure(predicted.mean()),
+                "median_percent": _figure(size.median()),
+                "p90_percent": _figure(size.quantile(0.9)),
+                "bias_percent": _figure(errors.mean()),
+                "median_of_step_percent": _figure(
+                    (100.0 * (predicted - live).abs() / steps.live_ms).median()
+                ),
+            }
+        )
+    return rows
+
+
+# --- requests ---
+
+
+def _requests(
+    run: LiveRun, replayed: Replayed, live: Milestones, whole: NDArray[np.intp]
+) -> pd.DataFrame:
+    columns: dict[str, Any] = {
+        "request": whole,
+        "prompt_len": run.requests["prompt_len"].to_numpy()[whole],
+        "output_len": run.requests["output_len"].to_numpy()[whole],
+    }
+    for metric in ("ttft", "tpot", "e2el"):
+        for side, times in (("live", live), ("simulated", replayed.milestones)):
+            columns[f"{side}_{metric}_ms"] = 1e3 * getattr(times, f"{metric}_s")[whole]
+    return pd.DataFrame(columns)
+
+
+def _gaps(live: Milestones, simulated: Milestones, whole: NDArray[np.intp]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "live_ms": 1e3 * live.gaps_s(whole),
+            "simulated_ms": 1e3 * simulated.gaps_s(whole),
+        }
+    )
+
+
+def _run_row(
+    run: LiveRun,
+    replayed: Replayed,
+    live: Milestones,
+    whole: NDArray[np.intp],
+    steps: pd.DataFrame,
+) -> Row:
+    load, n = run.info.load, run.requests.num_rows
+    sent = run.requests["sent_s"].to_numpy()
+    duration = _figure(np.nanmax(live.last_token_s, initial=np.nan) - sent.min())
+    output = int(run.requests["output_len"].to_numpy()[whole].sum())
+    same = run.requests["engine"].to_numpy()[whole] == replayed.engine[whole]
+    batches = [len(step.seats) for step in _compositions(run, replayed.steps)]
+    decoding = steps.batch[steps.batch > 0]
+    return {
+        "request_rate": load.request_rate,
+        "burstiness": load.burstiness,
+        "lengths": load.lengths,
+        "num_requests": load.num_requests,
+        "incomplete": n - len(whole),
+        "duration_s": duration,
+        "simulated_duration_s": float(replayed.milestones.last_token_s.max() - sent.min()),
+        "output_tokens_per_s": output / duration if duration else None,
+        "steps": len(steps),
+        "mean_batch": _figure(decoding.mean()),
+        "max_batch": int(decoding.max()) if len(decoding) else 0,
+        "simulated_mean_batch": float(np.mean([b for b in batches if b])),
+        "same_engine_percent": 100.0 * float(same.mean()) if len(same) else None,
+    }
+
+
+def _statistics(requests: pd.DataFrame, gaps: pd.DataFrame) -> list[Row]:
+    """Return mean and percentiles of each metric of one run, live and simulated."""
+    rows = []
+    for metric in METRICS:
+        figures = []
+        for side in ("live", "simulated"):
+            column = gaps[f"{side}_ms"] if metric == "itl" else requests[f"{side}_{metric}_ms"]
+            values = column.dropna()
+            figures.append([values.mean(), *values.quantile([0.5, 0.9, 0.99])])
+        for statistic, live, simulated in zip(STATISTICS, *figures, strict=True):
+            error = _figure(100.0 * (simulated / live - 1.0))
+            rows.append(
+                {
+                    "metric": metric,
+                    "statistic": statistic,
+                    "live_ms": _figure(live),
+                    "simulated_ms": _figure(simulated),
+                    "error_percent": error,
+                    "abs_error_percent": None if error is None else abs(error),
+                }
+            )
+    return rows
+
+
+def _with_repeats(rows: list[Row]) -> list[Row]:
+    """Add each load's noise floor, and the means over repeats and over loads."""
+    of_load: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        of_load[tuple(row[key] for key in (*_LOAD, "metric", "statistic"))].append(row)
+    means: list[Row] = []
+    for repeats in of_load.values():
+        live = [row["live_ms"] for row in repeats if row["live_ms"] is not None]
+        noise = noise_floor(live)
+        spread = (
+            100.0 * (max(live) - min(live)) / float(np.mean(live)) if noise is not None else None
+        )
+        for row in repeats:
+            row |= {"noise_percent": noise, "range_percent": spread}
+        means.append(_mean_row(repeats, {"repeat": None}))
+    of_setup: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in means:
+        of_setup[row["setup"], row["policy"], row["metric"], row["statistic"]].append(row)
+    nothing = {"load": None, "live_ms": None, "simulated_ms": None}
+    overall = [_mean_row(loads, nothing) for loads in of_setup.values()]
+    return rows + means + overall
+
+
+def _mean_row(rows: Sequence[Row], fixed: Row) -> Row:
+    """Return the mean of figures over rows that share their names."""
+    merged = dict(rows[0])
+    for key, value in rows[0].items():
+        if isinstance(value, float) or value is None:
+            merged[key] = _mean(row[key] for row in rows)
+    return merged | fixed
+
+
+def _components(live: Milestones, replayed: Replayed, whole: NDArray[np.intp]) -> list[Row]:
+    rows = []
+    wholes: tuple[Literal["e2el", "ttft"], ...] = ("e2el", "ttft")
+    for of in wholes:
+        both = [times.components(of) for times in (live, replayed.milestones)]
+        means = [{c: float(parts[c][whole].mean()) for c in COMPONENTS} for parts in both]
+        for part in means:
+            part["sum"] = sum(part.values())
+        for component in (*COMPONENTS, "sum"):
+            measured, simulated = (1e3 * part[component] for part in means)
+            rows.append(
+                {
+                    "of": of,
+                    "component": component,
+                    "live_ms": measured,
+                    "simulated_ms": simulated,
+                    "difference_ms": simulated - measured,
+                    "percent": 100.0 * (simulated - measured) / (1e3 * means[0]["sum"]),
+                }
+            )
+    return rows
+
+
+def _mean_components(rows: list[Row]) -> list[Row]:
+    """Add the means over the repeats of a load."""
+    repeats: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        repeats[tuple(row[key] for key in (*_LOAD, "of", "component"))].append(row)
+    return rows + [_mean_row(same, {"repeat": None}) for same in repeats.values()]
+
+
+def _headline(steps: list[Row], requests: list[Row], distinct: list[Row]) -> Row:
+    errors = ("steps", "median_percent", "p90_percent", "bias_percent")
+    chosen: Row = {"decode_step": dict.fromkeys(errors)}
+    for row in steps:
+        everywhere = row["setup"] is None and row["role"] is None
+        if everywhere and row["group"] == "decode only" and row["component"] == "step":
+            chosen["decode_step"] = {key: row[key] for key in errors}
+    for metric, statistic in _HEADLINE:
+        loads = [
+            row
+            for row in requests
+            if (row["metric"], row["statistic"]) == (metric, statistic)
+            and row["load"] is not None
+            and row["repeat"] is None
+        ]
+        chosen[f"{metric}_{statistic}"] = {
+            key: _mean(row[key] for row in loads) for key in ("abs_error_percent", "noise_percent")
+        }
+    chosen["distinct"] = {
+        key: sum(row[key] for row in distinct)
+        for key in ("layers", "wrong_layers", "matched_steps", "matched_wrong")
+    }
+    return chosen
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _figure(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None

@@ -1,0 +1,145 @@
+"""When a request passed what on its way, live or simulated, and where its time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.validation.live.calibrated import CalibrationInfo
+from eldr_sim.validation.live.recording import LiveRun
+
+__all__ = ["COMPONENTS", "Milestones", "live_milestones"]
+
+FloatArray = NDArray[np.float64]
+
+COMPONENTS = ("queue", "prefill", "transfer", "decode", "host")
+
+
+@dataclass(frozen=True)
+class Milestones:
+    """Moments of every request, s; arrays of one entry a request, NaN where there is none.
+
+    Attributes
+    ----------
+    sent_s
+        The client posts it.
+    queued_s
+        It is in the queue of the engine that computes its prompt.
+    prefill_start_s, prefill_end_s
+        The first step of its prompt begins; the step that completes the prompt ends.
+    handed_s
+        It is in the decode engine's queue; where one engine does both, ``prefill_end_s``.
+    decode_start_s
+        Its first decode step begins; where one engine does both, ``prefill_end_s``.
+    first_step_s, last_step_s
+        The steps that yield its first and last token end.
+    token_s
+        The client has each token: an array a request.
+    """
+
+    sent_s: FloatArray
+    queued_s: FloatArray
+    prefill_start_s: FloatArray
+    prefill_end_s: FloatArray
+    handed_s: FloatArray
+    decode_start_s: FloatArray
+    first_step_s: FloatArray
+    last_step_s: FloatArray
+    token_s: list[FloatArray]
+
+    @cached_property
+    def first_token_s(self) -> FloatArray:
+        """The client has the first token."""
+        return np.array([times[0] if len(times) else np.nan for times in self.token_s])
+
+    @cached_property
+    def last_token_s(self) -> FloatArray:
+        """The client has the last token."""
+        return np.array([times[-1] if len(times) else np.nan for times in self.token_s])
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        """From the post to the first token."""
+        return self.first_token_s - self.sent_s
+
+    @property
+    def e2el_s(self) -> FloatArray:
+        """From the post to the last token."""
+        return self.last_token_s - self.sent_s
+
+    @property
+    def tpot_s(self) -> FloatArray:
+        """Mean time a token after the first; NaN for requests of one token."""
+        gaps = np.array([len(times) - 1 if len(times) > 1 else np.nan for times in self.token_s])
+        return np.asarray((self.last_token_s - self.first_token_s) / gaps, np.float64)
+
+    def gaps_s(self, which: NDArray[np.intp]) -> FloatArray:
+        """All gaps between two tokens of some requests, one after the other."""
+        return np.concatenate([np.empty(0), *(np.diff(self.token_s[i]) for i in which)])
+
+    def components(self, of: Literal["ttft", "e2el"]) -> dict[str, FloatArray]:
+        """Split the time to the first or to the last token into :data:`COMPONENTS`, s."""
+        first = of == "ttft"
+        end = self.first_step_s if first else self.last_step_s
+        token = self.first_token_s if first else self.last_token_s
+        return {
+            "queue": self.prefill_start_s - self.queued_s,
+            "prefill": self.prefill_end_s - self.prefill_start_s,
+            "transfer": self.decode_start_s - self.handed_s,
+            "decode": end - self.decode_start_s,
+            "host": self.queued_s - self.sent_s + self.handed_s - self.prefill_end_s + token - end,
+        }
+
+
+def live_milestones(run: LiveRun, calibration: CalibrationInfo) -> Milestones:
+    """Read the moments of a run's requests from its recording.
+
+    Nobody sees when a request enters an engine's queue: it is taken to be the calibrated ingress
+    after the post, the client's or the proxy's. A request that did not get all its tokens has NaN.
+    """
+    requests, roles = run.requests, {engine.name: engine.role for engine in run.info.engines}
+    n = requests.num_rows
+    prompt, output = (requests[f"{k}_len"].to_numpy() for k in ("prompt", "output"))
+    sent = requests["sent_s"].to_numpy()
+    routed = requests["routed_s"].to_numpy().astype(np.float64)
+    ingress = calibration.ingress_s.of(prompt)
+    colocated = not any(role == "prefill" for role in roles.values())
+
+    prefill_start, prefill_end = np.full(n, np.inf), np.full(n, np.nan)
+    decode_start, first, last = np.full(n, np.inf), np.full(n, np.nan), np.full(n, np.nan)
+    for step in run.steps.to_pylist():
+        prefills = roles[step["engine"]] == "prefill"
+        start, end = step["start_s"], step["end_s"]
+        for request, position, tokens in zip(
+            step["request"], step["position"], step["tokens"], strict=True
+        ):
+            done = position + tokens
+            if prefills or colocated:
+                prefill_start[request] = min(prefill_start[request], start)
+                if done >= prompt[request] and np.isnan(prefill_end[request]):
+                    prefill_end[request] = end
+            if not prefills:
+                decode_start[request] = min(decode_start[request], start)
+                if done >= prompt[request] and np.isnan(first[request]):
+                    first[request] = end
+                if done >= prompt[request] + output[request] - 1 and np.isnan(last[request]):
+                    last[request] = end
+    tokens = [np.array(times or [], np.float64) for times in requests["token_s"].to_pylist()]
+    whole = np.array([len(times) for times in tokens]) == output
+    whole &= np.isfinite(prefill_start) & np.isfinite(prefill_end) & np.isfinite(last)
+    gone = np.where(whole, 0.0, np.nan)
+    return Milestones(
+        sent + gone,
+        sent + ingress + gone,
+        np.where(whole, prefill_start, np.nan),
+        prefill_end + gone,
+        (prefill_end if colocated else routed + ingress) + gone,
+        np.where(whole, prefill_end if colocated else decode_start, np.nan),
+        first + gone,
+        last + gone,
+        tokens,
+    )

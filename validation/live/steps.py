@@ -1,0 +1,206 @@
+"""Single steps: how long the engines took, and what the simulator's tables say of the same step.
+
+A step is known by its composition: which tokens of which requests it computed. The distinct experts
+that those select, and the time that they should take, follow from it through the simulator's own
+code and tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.kernel_profiles.step_time import StepTimeModel
+from eldr_sim.simulator import kernel
+from eldr_sim.simulator.replay import make_prompt_replay, make_replay, prompt_experts
+from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.validation.live.recording import LiveRun
+
+__all__ = ["Composition", "Prediction", "StepUnions", "compositions", "durations", "predict"]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What a step computed.
+
+    Attributes
+    ----------
+    seats
+        (request, context) of each request that gets its next token: context counts the tokens
+        that this one attends to, itself included.
+    chunks
+        (request, start, stop) of all other tokens.
+    members
+        {(request, first token, tokens)}: equal for equal steps.
+    """
+
+    seats: tuple[tuple[int, int], ...]
+    chunks: tuple[tuple[int, int, int], ...]
+    members: frozenset[tuple[int, int, int]]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return len(self.seats) + sum(stop - start for _, start, stop in self.chunks)
+
+    @property
+    def context(self) -> int:
+        """Tokens that those in seats attend to, summed up."""
+        return sum(context for _, context in self.seats)
+
+
+def compositions(
+    steps: Iterable[tuple[Sequence[int], Sequence[int], Sequence[int]]],
+    prompt_len: NDArray[np.integer],
+    prefills: Iterable[bool],
+) -> list[Composition]:
+    """Return what steps computed.
+
+    Parameters
+    ----------
+    steps
+        Requests, first tokens and numbers of tokens of each step.
+    prompt_len
+        Of all requests.
+    prefills
+        Of each step, whether a prefill engine ran it: there nothing is a seat.
+    """
+    found = []
+    lengths = prompt_len.tolist()
+    for (requests, positions, tokens), all_prompts in zip(steps, prefills, strict=True):
+        seats, chunks, members = [], [], []
+        for request, start, n in zip(requests, positions, tokens, strict=True):
+            stop = start + n
+            members.append((request, start, n))
+            if stop >= lengths[request] and not all_prompts:
+                seats.append((request, stop))
+                stop -= 1
+            if stop > start:
+                chunks.append((request, start, stop))
+        found.append(Composition(tuple(seats), tuple(chunks), frozenset(members)))
+    return found
+
+
+class StepUnions:
+    """Distinct experts of steps, from a trace's rows, as the simulator counts them.
+
+    Parameters
+    ----------
+    trace
+        The run's own trace, with prompts.
+    """
+
+    def __init__(self, trace: RoutingTrace) -> None:
+        everyone = np.arange(trace.n_requests)
+        self._layers = trace.n_layers
+        self._prompt_len = trace.prompt_len.tolist()
+        self._decodes = make_replay(trace, trace.n_layers, everyone)
+        self._prompts = make_prompt_replay(trace, trace.n_layers, everyone)
+        self._union = np.zeros(self._decodes.bits.shape[1], np.uint64)
+
+    def distinct(self, step: Composition) -> NDArray[np.int64]:
+        """Return the distinct experts of each MoE layer of a step."""
+        first, union = self._decodes.first_row, self._union
+        rows = [first[request] + n - self._prompt_len[request] for request, n in step.seats]
+        ranges = []
+        for request, start, stop in step.chunks:
+            prompt = self._prompt_len[request]
+            ranges.append((request, start, min(stop, prompt)))
+            again = range(max(start, prompt), stop)  # generated tokens, computed again
+            rows += [first[request] + position - prompt + 1 for position in again]
+        slots = np.zeros(len(rows), kernel.SLOT)
+        slots["row"] = rows
+        kernel.union_rows(self._decodes.bits, slots, len(rows), union)
+        union |= prompt_experts(self._prompts, tuple(r for r in ranges if r[1] < r[2]))
+        nothing = np.zeros(union.size * 64 // self._layers + 1)
+        layers = union.reshape(self._layers, -1)
+        return np.array([kernel.moe_time(layer, nothing, 1)[1] for layer in layers], np.int64)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a step's parts."""
+
+    moe_s: float
+    attention_s: float
+    rest_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.moe_s + self.attention_s + self.rest_s
+
+
+def predict(
+    step_time: StepTimeModel, step: Composition, distinct: NDArray[np.integer], prefills: bool
+) -> Prediction:
+    """Return the time that the simulator gives a step of this composition.
+
+    Parameters
+    ----------
+    step_time
+        Step times of the engine, with tables of mixed steps.
+    step, distinct
+        The step, and its distinct experts in each MoE layer.
+    prefills
+        Whether a prefill engine runs it.
+    """
+    news = [stop - start for _, start, stop in step.chunks]
+    cached = [start for _, start, _ in step.chunks]
+    chunks_s = step_time.prompt_attention_s(news, cached) if news else 0.0
+    if prefills:
+        moe_s = float(step_time.mixed_moe_s[step.tokens][distinct].sum())
+        whole_s = step_time.prefill_s(news, cached, moe_s)
+        return Prediction(moe_s, chunks_s, whole_s - moe_s - chunks_s)
+    n = len(step.seats)
+    layer_s = step_time.mixed_moe_s[step.tokens] if news else step_time.moe_s[n]
+    attention_s, rest_s = chunks_s, float(step_time.fixed_s[n])
+    if n:
+        attention_s += kernel.attention_time(
+            step_time.attention_s[n], step_time.context_stride, step.context, n
+        )
+    if news:
+        rest_s += step_time.mixed_extra_s(n, news, cached) - chunks_s
+    return Prediction(float(layer_s[distinct].sum()), attention_s, rest_s)
+
+
+def durations(
+    run: LiveRun, steps: Sequence[Composition], queued_s: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return how long each step of a recording took, s.
+
+    A step lasts until the next one of its engine begins, where the engine went on at once, else
+    until its own end. An engine goes on where a request of the step still has tokens to compute
+    there, or where one that the next step begins with was in the engine's queue before the end.
+    When a decode engine has the KV cache of a new request nobody sees; it does not count.
+
+    Parameters
+    ----------
+    run, steps
+        The recording, and the compositions of its steps.
+    queued_s
+        When each request was in the queue of the engine that computes its prompt, s.
+    """
+    roles = {engine.name: engine.role for engine in run.info.engines}
+    prompt_len = run.requests["prompt_len"].to_numpy()
+    total = prompt_len + run.requests["output_len"].to_numpy() - 1
+    start, end = run.steps["start_s"].to_numpy(), run.steps["end_s"].to_numpy()
+    taken = np.asarray(end - start, np.float64)
+    engines = run.steps["engine"].to_pylist()
+    for name, role in roles.items():
+        own = [i for i, engine in enumerate(engines) if engine == name]
+        last = prompt_len if role == "prefill" else total
+        for i, following in pairwise(own):
+            goes_on = any(position + n < last[r] for r, position, n in steps[i].members)
+            if not goes_on and role != "decode":
+                goes_on = any(
+                    position == 0 and queued_s[r] <= end[i]
+                    for r, position, _ in steps[following].members
+                )
+            if goes_on:
+                taken[i] = start[following] - start[i]
+    return taken
