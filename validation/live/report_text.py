@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from eldr_sim.validation.live.milestones import COMPONENTS
+
 __all__ = ["markdown"]
 
 Row = dict[str, Any]
@@ -15,11 +17,11 @@ _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 #: What the table of a set-up shows; the rest is in ``paired.csv``.
 _SHOWN = (("ttft", "p50"), ("tpot", "p50"), ("tpot", "p99"), ("e2el", "p50"))
 _OF_POLICIES = (("tpot", "p50"), ("tpot", "p99"), ("ttft", "p50"))
-_COMPONENTS = ("queue", "prefill", "transfer", "decode", "host", "sum")
+_COMPONENTS = (*COMPONENTS, "sum")
 _CAPTIONS = {
     "cdf": "Requests up to a latency: live (a line a repeat) and simulated.",
     "steps": "Predicted against measured step time, each step from its own composition.",
-    "components": "Difference of each component of E2E, simulated less live; whiskers: noise floor.",
+    "components": "Components of E2E, simulated less live; whiskers: noise floor.",
     "distinct": "Decode step time against distinct experts at fixed batches: live steps over what "
     "the calibration says.",
 }
@@ -52,11 +54,13 @@ _JUDGED = (
     "loads together."
 )
 _TERMS = """\
-- Error: 100 * (simulated / live - 1). In the tables of a set-up: live mean of the repeats, simulated
-  mean, mean of the repeats' errors with their sign, ± noise floor; **bold** where the goal is missed.
-- Noise floor: mean over all pairs of live repeats of the absolute difference, relative to their mean.
-- Host: outside the engines. Queue: until the first step of the prompt. Prefill: to the end of the step that completes
-  it. Transfer: from the decode engine's queue to the first step there. Decode: the rest."""
+- Error: 100 * (simulated / live - 1). Tables of a set-up: live mean of the repeats, simulated mean,
+  mean of the repeats' errors with their sign, ± noise floor; **bold** where the goal is missed.
+- Noise floor: mean over all pairs of live repeats of the absolute difference, relative to their
+  mean.
+- Host: outside the engines. Queue: until the first step of the prompt. Prefill: to the end of the
+  step that completes it. Transfer: from the decode engine's queue to the first step there. Decode:
+  the rest."""
 
 
 def _setups(document: Row) -> list[str]:
@@ -69,9 +73,9 @@ def _introduction(document: Row) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in document["versions"].items())
     incomplete = sum(run["incomplete"] for run in runs)
     text = (
-        f"{len(runs)} runs of {versions}, {sum(run['num_requests'] for run in runs)} requests, each "
-        "run simulated again with the same arrivals, lengths and routing, and with tables that were "
-        "calibrated on the same machine by other runs. "
+        f"{len(runs)} runs of {versions}, {sum(run['num_requests'] for run in runs)} requests, "
+        "each run simulated again with the same arrivals, lengths and routing, and with tables "
+        "that were calibrated on the same machine by other runs. "
         "All figures of this page are in [comparison.json](comparison.json)."
     )
     if incomplete:
@@ -161,7 +165,8 @@ def _distinct(rows: Sequence[Row]) -> list[str]:
     return [
         "Distinct experts: of the live steps' MoE layers, "
         f"{wrong} of {layers} differ between the engine's log and the union that the simulator "
-        f"computes; of the simulated steps with the composition of a live one, {differ} of {matched}."
+        "computes; of the simulated steps with the composition of a live one, "
+        f"{differ} of {matched}."
     ]
 
 
@@ -174,7 +179,7 @@ def _setup(document: Row, setup: str) -> list[str]:
     parts = [row for row in document["comparison"]["components"] if row["setup"] == setup]
     cells = list(dict.fromkeys((row["load"], row["policy"]) for row in paired))
     latencies, components = [], []
-    present = [c for c in _COMPONENTS if any(r["component"] == c for r in parts)]
+    present = [c for c in _COMPONENTS if any(r["component"] == c and r["live_ms"] for r in parts)]
     for load, policy in cells:
         head = [load, policy] if several else [load]
         mine = [run for run in runs if (run["load"], run["policy"]) == (load, policy)]
@@ -198,7 +203,7 @@ def _setup(document: Row, setup: str) -> list[str]:
     blocks = [_table(columns, latencies)]
     blocks += ["Steps, each predicted from its own composition:", _steps(document, setup)]
     blocks += ["Components of E2E, ms a request: live, simulated (difference):"]
-    blocks += [_table([*names, *present], components)]
+    blocks += [_table([*names, *("E2E" if c == "sum" else c for c in present)], components)]
     blocks += [
         f"![{_CAPTIONS[p['kind']]}]({p['file']})\n\n*{p['of']}. {_CAPTIONS[p['kind']]}*"
         for p in document["pictures"]
@@ -335,9 +340,8 @@ def _calibration(found: Row) -> list[str]:
 
 
 def _delay(delay: Row) -> str:
-    return (
-        f"{1e3 * delay['base_s']:.3f} ms and {1e6 * delay['per_token_s']:.3f} us a token of the prompt"
-    )
+    base, slope = 1e3 * delay["base_s"], 1e6 * delay["per_token_s"]
+    return f"{base:.3f} ms and {slope:.3f} us a token of the prompt"
 
 
 def _plain(value: Any) -> str:

@@ -1,0 +1,278 @@
+"""Figures of a report: which goals are met, what misses them, what policies differ by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from eldr_sim.validation.live.calibrated import Calibrated
+from eldr_sim.validation.live.recording import LiveRun
+
+__all__ = ["GOALS", "POLICIES", "SETUPS", "mean", "report_document"]
+
+Row = dict[str, Any]
+
+SETUPS = ("colocated", "1P1D", "1P2D")
+"""Set-ups that a full campaign has."""
+POLICIES = ("round_robin", "jsq", "eldr")
+"""Decode policies that a full campaign runs where there are several decode engines."""
+GOALS = {
+    "decode step median": 5.0,
+    "decode step p90": 10.0,
+    "tpot p50": 5.0,
+    "tpot p99": 5.0,
+    "ttft p50": 10.0,
+}
+"""Largest error of each figure, %; latencies may also stay within the live noise floor."""
+_LOADS, _REPEATS, _BATCH = 4, 3, 16  # of a full campaign: loads, repeats, decode batch reached
+
+
+def report_document(runs: Sequence[LiveRun], calibrated: Calibrated, summary: Row) -> Row:
+    """Return what ``comparison.json`` holds, pictures apart.
+
+    Parameters
+    ----------
+    runs
+        The recorded runs, in the order of the report.
+    calibrated
+        What they were simulated with.
+    summary
+        Of :func:`~.compare.compare_runs` on them.
+    """
+    infos = [run.info for run in runs]
+    paired = [_judged(row) for row in _of_loads(summary["requests"])]
+    setups = list(dict.fromkeys(info.setup for info in infos))
+    engines = {info.setup: info.engines for info in infos}
+    loads = {info.load.name: info.load for info in infos}
+    return {
+        "goals_percent": GOALS,
+        "headline": [row for setup in setups for row in _headline(setup, paired, summary)],
+        "missed": [row for setup in setups for row in _missed(setup, paired, summary)],
+        "paired": paired,
+        "policies": _policies(paired),
+        "comparison": summary,
+        "setups": {name: [e.model_dump() for e in of] for name, of in engines.items()},
+        "policies_run": {
+            name: list(dict.fromkeys(i.policy for i in infos if i.setup == name)) for name in setups
+        },
+        "loads": [load.model_dump() for load in loads.values()],
+        "model": infos[0].model,
+        "max_model_len": infos[0].max_model_len,
+        "versions": {k: v for info in infos for k, v in info.versions.items()},
+        "machine": infos[0].machine,
+        "calibration": calibrated.info.model_dump()
+        | {
+            "tables": [
+                {
+                    "kind": table.metadata.kind,
+                    "rows": len(table),
+                    "provenance": table.metadata.provenance,
+                    "kernel_source": table.metadata.kernel_source,
+                    "shape": table.metadata.shape,
+                    "fit_error_percent": {k: 100 * v for k, v in table.metadata.fit_error.items()},
+                }
+                for table in calibrated.tables
+            ]
+        },
+        "not_run": _not_run(summary["runs"]),
+    }
+
+
+def _of_loads(rows: Iterable[Row]) -> list[Row]:
+    """Rows of a load, mean over its repeats."""
+    return [row for row in rows if row["load"] is not None and row["repeat"] is None]
+
+
+def _judged(row: Row) -> Row:
+    """Add the goal, and whether it is met."""
+    goal = GOALS.get(f"{row['metric']} {row['statistic']}")
+    verdict = _verdict(row["abs_error_percent"], row["noise_percent"], goal)
+    kept = {key: value for key, value in row.items() if key != "repeat"}
+    return kept | {"goal_percent": goal, "verdict": verdict}
+
+
+def _verdict(error: float | None, noise: float | None, goal: float | None) -> str | None:
+    if goal is None or error is None:
+        return None
+    if error <= goal:
+        return "met"
+    return "within the noise floor" if noise is not None and error <= noise else "missed"
+
+
+def _decode_steps(setup: str, summary: Row, component: str, group: str) -> Row | None:
+    """Open-loop errors of the steps of a set-up's decode or co-located engines."""
+    found = [
+        row
+        for row in summary["steps"]
+        if (row["setup"], row["component"], row["group"]) == (setup, component, group)
+        and row["role"] in ("decode", "colocated")
+    ]
+    return found[0] if found else None
+
+
+def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
+    """A row a goal: the worst load decides."""
+    rows: list[Row] = []
+    for figure, goal in GOALS.items():
+        row: Row = {"setup": setup, "figure": figure, "goal_percent": goal}
+        if figure.startswith("decode step"):
+            steps = _decode_steps(setup, summary, "step", "decode only")
+            if steps is None:
+                continue
+            error = steps[f"{figure.split()[-1]}_percent"]
+            row |= {"error_percent": error, "worst_percent": None, "worst_load": None}
+            row |= {"worst_policy": None, "noise_percent": None, "loads": None, "loads_met": None}
+            row["verdict"] = _verdict(error, None, goal)
+        else:
+            mine = [
+                each
+                for each in paired
+                if each["setup"] == setup
+                and f"{each['metric']} {each['statistic']}" == figure
+                and each["abs_error_percent"] is not None
+            ]
+            if not mine:
+                continue
+            order = ("met", "within the noise floor", "missed")
+            worst = max(
+                mine, key=lambda each: (order.index(each["verdict"]), each["abs_error_percent"])
+            )
+            row |= {
+                "error_percent": mean(each["abs_error_percent"] for each in mine),
+                "worst_percent": worst["abs_error_percent"],
+                "worst_load": worst["load"],
+                "worst_policy": worst["policy"],
+                "noise_percent": worst["noise_percent"],
+                "loads": len(mine),
+                "loads_met": sum(each["verdict"] != "missed" for each in mine),
+                "verdict": worst["verdict"],
+            }
+        rows.append(row)
+    return rows
+
+
+def _missed(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
+    """Goals that are missed, with the component that differs most."""
+    rows: list[Row] = []
+    for row in _headline(setup, [], summary):
+        if row["verdict"] == "missed":
+            parts = [
+                _decode_steps(setup, summary, part, "decode only")
+                for part in ("moe", "attention", "rest")
+            ]
+            known = [part for part in parts if part and part["median_of_step_percent"] is not None]
+            cause = max(known, key=lambda p: p["median_of_step_percent"], default=None)
+            rows.append(
+                row
+                | {"policy": None, "load": None, "component": cause and cause["component"]}
+                | {key: cause and cause[key] for key in ("live_ms", "predicted_ms")}
+                | {"of_step_percent": cause and cause["median_of_step_percent"]}
+            )
+    for row in paired:
+        if row["setup"] != setup or row["verdict"] != "missed":
+            continue
+        names = {key: row[key] for key in ("setup", "policy", "load")}
+        missed = names | {
+            "figure": f"{row['metric']} {row['statistic']}",
+            "error_percent": row["error_percent"],
+            "abs_error_percent": row["abs_error_percent"],
+            "noise_percent": row["noise_percent"],
+            "goal_percent": row["goal_percent"],
+        }
+        cause = _largest(summary, names, "ttft" if row["metric"] == "ttft" else "e2el")
+        if cause is not None:
+            keys = ("component", "live_ms", "simulated_ms", "difference_ms")
+            missed |= {key: cause[key] for key in keys}
+        if row["metric"] == "tpot":
+            for group, key in (("decode only", "decode"), ("with prompts", "mixed")):
+                steps = _decode_steps(setup, summary, "step", group)
+                missed[f"{key}_step_bias_percent"] = steps and steps["bias_percent"]
+            runs = [r for r in summary["runs"] if names.items() <= r.items()]
+            for key in ("mean_batch", "simulated_mean_batch"):
+                missed[key] = mean(run[key] for run in runs)
+        rows.append(missed)
+    return rows
+
+
+def _largest(summary: Row, names: Row, of: str) -> Row | None:
+    """Component of a load that differs most."""
+    found = [
+        row
+        for row in summary["components"]
+        if names.items() <= row.items()
+        and row["repeat"] is None
+        and row["of"] == of
+        and row["component"] != "sum"
+        and row["difference_ms"] is not None
+    ]
+    return max(found, key=lambda row: abs(row["difference_ms"]), default=None)
+
+
+def _policies(paired: Sequence[Row]) -> list[Row]:
+    """Difference of each policy from round-robin, live and simulated; a row a load and figure.
+
+    The noise floor of a difference is the larger one of the two policies.
+    """
+    at = {(r["setup"], r["load"], r["metric"], r["statistic"], r["policy"]): r for r in paired}
+    rows: list[Row] = []
+    for (setup, load, metric, statistic, policy), row in at.items():
+        base = at.get((setup, load, metric, statistic, POLICIES[0]))
+        if base is None or policy == POLICIES[0]:
+            continue
+        live, simulated = (_change(row[key], base[key]) for key in ("live_ms", "simulated_ms"))
+        noise = [x["noise_percent"] for x in (row, base) if x["noise_percent"] is not None]
+        rows.append(
+            {
+                "setup": setup,
+                "load": load,
+                "policy": policy,
+                "against": POLICIES[0],
+                "metric": metric,
+                "statistic": statistic,
+                "live_percent": live,
+                "simulated_percent": simulated,
+                "noise_percent": max(noise, default=None),
+            }
+        )
+    return rows
+
+
+def _change(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else 100 * (value / base - 1)
+
+
+def _not_run(runs: Sequence[Row]) -> list[str]:
+    """What a full campaign has and this one lacks, a sentence each."""
+    lines = [f"{name}: not run." for name in SETUPS if all(r["setup"] != name for r in runs)]
+    for setup in dict.fromkeys(run["setup"] for run in runs):
+        mine = [run for run in runs if run["setup"] == setup]
+        policies = {run["policy"] for run in mine}
+        if setup == SETUPS[-1] and (absent := [p for p in POLICIES if p not in policies]):
+            lines.append(f"{setup}: no run of {', '.join(absent)}.")
+        loads = {run["load"] for run in mine}
+        if len(loads) < _LOADS:
+            lines.append(f"{setup}: {len(loads)} of the {_LOADS} loads asked for.")
+        cells: dict[tuple[str, str], int] = {}
+        for run in mine:
+            cells[run["policy"], run["load"]] = cells.get((run["policy"], run["load"]), 0) + 1
+        if min(cells.values()) < _REPEATS:
+            few = sum(count < _REPEATS for count in cells.values())
+            lines.append(
+                f"{setup}: fewer than {_REPEATS} repeats of {few} of {len(cells)} "
+                "pairs of policy and load."
+            )
+        if (largest := max(run["max_batch"] for run in mine)) < _BATCH:
+            lines.append(f"{setup}: no decode batch above {largest} (asked for: {_BATCH}).")
+        if all(run["lengths"] != "recorded" for run in mine):
+            lines.append(f"{setup}: no load of recorded lengths.")
+        if all(run["lengths"] != "fixed" for run in mine):
+            lines.append(f"{setup}: no load of fixed lengths.")
+        if all(run["burstiness"] >= 1 for run in mine):
+            lines.append(f"{setup}: no bursty load.")
+    return lines
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Return the mean; None of nothing."""
+    found = list(values)
+    return sum(found) / len(found) if found else None
