@@ -370,7 +370,7 @@ def _run_row(
 ) -> Row:
     load, n = run.info.load, run.requests.num_rows
     sent = run.requests["sent_s"].to_numpy()
-    duration = _figure(np.nanmax(live.last_token_s, initial=np.nan) - sent.min())
+    duration = float(live.last_token_s[whole].max() - sent.min()) if len(whole) else None
     output = int(run.requests["output_len"].to_numpy()[whole].sum())
     same = run.requests["engine"].to_numpy()[whole] == replayed.engine[whole]
     batches = [len(step.seats) for step in _compositions(run, replayed.steps)]

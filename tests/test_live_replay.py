@@ -1,0 +1,139 @@
+"""A recorded live run, simulated again: every token once, at its time, with its own experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.validation.live.calibrated import (
+    Calibrated,
+    model_of,
+    read_calibration,
+    write_calibration,
+)
+from eldr_sim.validation.live.milestones import live_milestones
+from eldr_sim.validation.live.recording import read_live_run, write_live_run
+from eldr_sim.validation.live.replay import check_run, replay_run
+
+SETUPS = ["colocated", "1P1D", "1P2D"]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("rate", [20.0, 2000.0])
+def test_every_token_is_computed_once_within_the_budget(make_live_run, setup, rate):
+    run, replayed = make_live_run(setup, rate=rate)
+    prompt, output = (run.requests[f"{k}_len"].to_numpy() for k in ("prompt", "output"))
+    computed = {"prefill": {}, "decode": {}}
+    for step in replayed.steps.to_pylist():
+        assert sum(step["tokens"]) <= 48
+        assert len(step["request"]) <= 8 + (setup != "1P1D")
+        assert len(set(step["request"])) == len(step["request"])
+        role = "prefill" if step["engine"].startswith("prefill") else "decode"
+        for request, position, tokens in zip(
+            step["request"], step["position"], step["tokens"], strict=True
+        ):
+            done = computed[role].setdefault(request, [])
+            done += range(position, position + tokens)
+    for request in range(len(prompt)):
+        last = prompt[request] + output[request] - 1
+        if setup == "colocated":
+            assert computed["decode"][request] == list(range(last))
+        else:
+            assert computed["prefill"][request] == list(range(prompt[request]))
+            assert computed["decode"][request] == list(range(prompt[request] - 1, last))
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_simulated_steps_have_the_distinct_experts_of_their_tokens(make_live_run, setup):
+    """The recording counts them token by token, the simulator's loop by bit sets."""
+    run, replayed = make_live_run(setup, rate=500.0)
+    active = replayed.steps["active"].to_pylist()
+    logged = run.steps["distinct"].to_pylist()
+    assert any(a is not None for a in active)
+    for simulated, counted in zip(active, logged, strict=True):
+        assert simulated in (None, sum(counted))
+
+
+def test_a_prefill_step_takes_the_time_of_its_own_experts(make_live_run, live_calibration):
+    run, _ = make_live_run("1P1D", rate=500.0)
+    engine = run.info.engines[0]
+    step_time = live_calibration.step_time(model_of(run.info.model), engine, 512)
+    checked = 0
+    for step in run.steps.to_pylist():
+        if step["engine"] == "prefill0":
+            attention = step_time.prompt_attention_s(step["tokens"], step["position"])
+            assert step["attention_s"] == pytest.approx(attention, rel=1e-6)
+            checked += len(step["request"]) > 1
+    assert checked > 3
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_milestones_read_back_from_the_recording_are_those_simulated(
+    make_live_run, live_calibration, setup
+):
+    run, replayed = make_live_run(setup, rate=200.0)
+    live, simulated = live_milestones(run, live_calibration.info), replayed.milestones
+    for name, moments in vars(simulated).items():
+        if name == "token_s":
+            assert all(map(np.array_equal, moments, live.token_s))
+        elif isinstance(moments, np.ndarray):
+            np.testing.assert_allclose(getattr(live, name), moments, atol=1e-12, err_msg=name)
+    for of in ("ttft", "e2el"):
+        total = sum(simulated.components(of).values())
+        np.testing.assert_allclose(total, getattr(simulated, f"{of}_s"), atol=1e-12)
+
+
+def test_one_request_takes_the_times_of_its_way(make_live_run, live_calibration):
+    run, replayed = make_live_run("1P1D", n=3, rate=0.1)
+    info, moments = live_calibration.info, replayed.milestones
+    prompt = run.requests["prompt_len"].to_numpy()
+    np.testing.assert_allclose(moments.queued_s - moments.sent_s, 2e-3 + 1e-5 * prompt)
+    np.testing.assert_allclose(moments.handed_s - moments.prefill_end_s, 4e-3 + 2e-5 * prompt)
+    blocks = -(-prompt // 4)
+    # 3 layers of keys and values, 2 heads of 16 in 2 bytes.
+    moved = 1e-3 + blocks * 6 * 1e-5 + blocks * 4 * 3 * 2 * 2 * 16 * 2 / 1e8
+    np.testing.assert_allclose(moments.decode_start_s - moments.handed_s, moved, atol=1e-8)
+    np.testing.assert_allclose(moments.last_token_s - moments.last_step_s, info.egress_s)
+
+
+def test_a_recording_and_a_calibration_survive_the_disk(make_live_run, live_calibration, tmp_path):
+    run, replayed = make_live_run("1P1D", n=5)
+    (tmp_path / "run").mkdir()
+    write_live_run(tmp_path / "run", run.info, run.requests, run.steps)
+    (tmp_path / "run" / "trace").symlink_to(run.trace.path)
+    write_calibration(tmp_path, live_calibration.info, live_calibration.tables)
+    again = replay_run(read_live_run(tmp_path / "run"), read_calibration(tmp_path))
+    assert again.steps == replayed.steps
+
+
+def test_what_does_not_fit_is_refused(make_live_run, live_calibration, tmp_path):
+    run, _ = make_live_run("1P1D", n=5)
+    longer = run.requests.set_column(
+        run.requests.schema.get_field_index("output_len"),
+        "output_len",
+        pa.array(run.trace.output_len + 2, "int32"),
+    )
+    with pytest.raises(InputError, match="a row for every token"):
+        check_run(replace(run, requests=longer))
+    config = run.info.model | {"num_hidden_layers": 4}
+    deeper = replace(run, info=run.info.model_copy(update={"model": config}))
+    with pytest.raises(InputError, match="3 layers"):
+        check_run(deeper)
+    for kind in ("moe", "engine_step"):
+        some = [t for t in live_calibration.tables if t.metadata.kind != kind]
+        with pytest.raises(InputError, match=f"no table of this model for {kind}"):
+            replay_run(run, Calibrated(live_calibration.info, some))
+    run, _ = make_live_run("1P1D", rate=5000.0)
+    engines = [e.model_copy(update={"n_blocks": 30}) for e in run.info.engines]
+    small = replace(run, info=run.info.model_copy(update={"engines": engines}))
+    with pytest.raises(InputError, match="preempts"):
+        replay_run(small, live_calibration)
+    with pytest.raises(InputError, match="cannot read"):
+        read_calibration(tmp_path)
+    (tmp_path / "calibration.json").write_text('{"egress_s": -1}')
+    with pytest.raises(InputError, match="holds no calibration"):
+        read_calibration(tmp_path)
