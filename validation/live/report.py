@@ -20,13 +20,14 @@ A folder written whole or not at all:
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.results import result_folder, write_json
+from eldr_sim.simulator.results import result_folder
 from eldr_sim.validation.live.calibrated import Calibrated, read_calibration
 from eldr_sim.validation.live.compare import compare_runs
 from eldr_sim.validation.live.recording import LiveRun, read_live_run
@@ -78,7 +79,7 @@ def write_report(
         compared = compare_runs(pairs, calibrated)
         document: Row = _significant(report_document(runs, calibrated, compared.summary))
         document["pictures"] = draw_pictures(folder, runs, calibrated, compared)
-        write_json(folder / "comparison.json", document)
+        (folder / "comparison.json").write_text(_json(document) + "\n", encoding="utf-8")
         comparison = document["comparison"]
         for name, rows in (
             ("paired", document["paired"]),
@@ -170,6 +171,18 @@ def _significant(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
+
+
+def _json(value: Any, indent: str = "") -> str:
+    """JSON with a line for each row of a table."""
+    inner = indent + "  "
+    if isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
+        items = [f"{json.dumps(key)}: {_json(item, inner)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(inner + item for item in items) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        lines = [inner + json.dumps(item, allow_nan=False) for item in value]
+        return "[\n" + ",\n".join(lines) + f"\n{indent}]"
+    return json.dumps(value, allow_nan=False)
 
 
 def _write_csv(path: Path, rows: Sequence[Row]) -> None:

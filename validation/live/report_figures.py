@@ -8,7 +8,7 @@ from typing import Any
 from eldr_sim.validation.live.calibrated import Calibrated
 from eldr_sim.validation.live.recording import LiveRun
 
-__all__ = ["GOALS", "POLICIES", "SETUPS", "mean", "report_document"]
+__all__ = ["GOALS", "PARTS", "POLICIES", "SETUPS", "mean", "report_document"]
 
 Row = dict[str, Any]
 
@@ -24,6 +24,8 @@ GOALS = {
     "ttft p50": 10.0,
 }
 """Largest error of each figure, %; latencies may also stay within the live noise floor."""
+PARTS = ("moe", "attention", "rest")
+"""Of a step."""
 _LOADS, _REPEATS, _BATCH = 4, 3, 16  # of a full campaign: loads, repeats, decode batch reached
 
 
@@ -156,10 +158,7 @@ def _missed(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
     rows: list[Row] = []
     for row in _headline(setup, [], summary):
         if row["verdict"] == "missed":
-            parts = [
-                _decode_steps(setup, summary, part, "decode only")
-                for part in ("moe", "attention", "rest")
-            ]
+            parts = [_decode_steps(setup, summary, part, "decode only") for part in PARTS]
             known = [part for part in parts if part and part["median_of_step_percent"] is not None]
             cause = max(known, key=lambda p: p["median_of_step_percent"], default=None)
             rows.append(
@@ -179,10 +178,7 @@ def _missed(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
             "noise_percent": row["noise_percent"],
             "goal_percent": row["goal_percent"],
         }
-        cause = _largest(summary, names, "ttft" if row["metric"] == "ttft" else "e2el")
-        if cause is not None:
-            keys = ("component", "live_ms", "simulated_ms", "difference_ms")
-            missed |= {key: cause[key] for key in keys}
+        missed |= _largest(summary, names, row["metric"])
         if row["metric"] == "tpot":
             for group, key in (("decode only", "decode"), ("with prompts", "mixed")):
                 steps = _decode_steps(setup, summary, "step", group)
@@ -194,18 +190,19 @@ def _missed(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
     return rows
 
 
-def _largest(summary: Row, names: Row, of: str) -> Row | None:
-    """Component of a load that differs most."""
-    found = [
-        row
-        for row in summary["components"]
-        if names.items() <= row.items()
-        and row["repeat"] is None
-        and row["of"] == of
-        and row["component"] != "sum"
-        and row["difference_ms"] is not None
-    ]
-    return max(found, key=lambda row: abs(row["difference_ms"]), default=None)
+def _largest(summary: Row, names: Row, metric: str) -> Row:
+    """Component of TTFT, or of the time after the first token, that differs most in a load."""
+    parts: dict[str, dict[str, Row]] = {"ttft": {}, "e2el": {}}
+    for row in summary["components"]:
+        if names.items() <= row.items() and row["repeat"] is None and row["component"] != "sum":
+            parts[row["of"]][row["component"]] = row
+    found: list[Row] = []
+    for component, row in parts["ttft"].items():
+        values = {key: row[key] for key in ("live_ms", "simulated_ms", "difference_ms")}
+        if metric == "tpot":
+            values = {key: parts["e2el"][component][key] - values[key] for key in values}
+        found.append({"component": component} | values)
+    return max(found, key=lambda each: abs(each["difference_ms"]))
 
 
 def _policies(paired: Sequence[Row]) -> list[Row]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from eldr_sim.validation.live.milestones import COMPONENTS
+from eldr_sim.validation.live.report_figures import PARTS
 
 __all__ = ["markdown"]
 
@@ -19,11 +20,10 @@ _SHOWN = (("ttft", "p50"), ("tpot", "p50"), ("tpot", "p99"), ("e2el", "p50"))
 _OF_POLICIES = (("tpot", "p50"), ("tpot", "p99"), ("ttft", "p50"))
 _COMPONENTS = (*COMPONENTS, "sum")
 _CAPTIONS = {
-    "cdf": "Requests up to a latency: live (a line a repeat) and simulated.",
-    "steps": "Predicted against measured step time, each step from its own composition.",
-    "components": "Components of E2E, simulated less live; whiskers: noise floor.",
-    "distinct": "Decode step time against distinct experts at fixed batches: live steps over what "
-    "the calibration says.",
+    "cdf": "requests up to a latency, live (a line a repeat) and simulated",
+    "steps": "predicted against measured step time, each step from its own composition",
+    "components": "components of E2E, simulated less live, with the noise floor",
+    "distinct": "decode step time against distinct experts at fixed batches, live and calibrated",
 }
 
 
@@ -36,7 +36,7 @@ def markdown(document: Row) -> str:
         What ``comparison.json`` holds (:mod:`~.report`).
     """
     blocks = ["# A live vLLM beside its simulation", _introduction(document)]
-    blocks += ["## Goals", _headline(document["headline"]), _JUDGED, *_missed(document["missed"])]
+    blocks += ["## Goals", _headline(document), _JUDGED, *_missed(document)]
     blocks += _distinct(document["comparison"]["distinct"])
     for setup in _setups(document):
         blocks += [f"## {setup}", *_setup(document, setup)]
@@ -70,24 +70,29 @@ def _setups(document: Row) -> list[str]:
 
 def _introduction(document: Row) -> str:
     runs = document["comparison"]["runs"]
-    versions = ", ".join(f"{name} {v}" for name, v in document["versions"].items())
-    incomplete = sum(run["incomplete"] for run in runs)
     text = (
-        f"{len(runs)} runs of {versions}, {sum(run['num_requests'] for run in runs)} requests, "
-        "each run simulated again with the same arrivals, lengths and routing, and with tables "
-        "that were calibrated on the same machine by other runs. "
-        "All figures of this page are in [comparison.json](comparison.json)."
+        f"{len(runs)} runs, {sum(run['num_requests'] for run in runs)} requests. Each run is "
+        "simulated again with the same arrivals, lengths and routing, and with tables that were "
+        "calibrated on the same machine by other runs. All figures of this page are in "
+        "[comparison.json](comparison.json)."
     )
-    if incomplete:
+    if incomplete := sum(run["incomplete"] for run in runs):
         text += f" {incomplete} requests did not get all their tokens and are in no figure."
-    return text
+    facts = [
+        f"- {name}: " + ", ".join(f"{key} {value}" for key, value in document[of].items())
+        for name, of in (("Machine", "machine"), ("Versions", "versions"))
+        if document[of]
+    ]
+    return "\n".join([text, "", *facts])
 
 
-def _headline(rows: Sequence[Row]) -> str:
+def _headline(document: Row) -> str:
     table = []
-    for row in rows:
-        where = row["worst_load"]
-        worst = "" if where is None else f"{_percent(row['worst_percent'])} ({_cell(row)})"
+    for row in document["headline"]:
+        worst = ""
+        if row["worst_load"] is not None:
+            where = _place(document, row["setup"], row["worst_load"], row["worst_policy"])
+            worst = f"{_percent(row['worst_percent'])} ({where})"
         loads = "" if row["loads"] is None else f"{row['loads_met']} of {row['loads']}"
         table.append(
             [
@@ -105,8 +110,9 @@ def _headline(rows: Sequence[Row]) -> str:
     return _table([*columns, "goal", "loads at or under it", "verdict"], table)
 
 
-def _cell(row: Row) -> str:
-    return f"{row['worst_load']}, {row['worst_policy']}"
+def _place(document: Row, setup: str, load: str, policy: str) -> str:
+    """Name a load, and the policy where the set-up ran several."""
+    return f"{load}, {policy}" if len(document["policies_run"][setup]) > 1 else load
 
 
 def _figure(name: str) -> str:
@@ -114,46 +120,43 @@ def _figure(name: str) -> str:
     return f"{_NAMES.get(first, first)} {rest}"
 
 
-def _missed(rows: Sequence[Row]) -> list[str]:
-    if not rows:
+def _missed(document: Row) -> list[str]:
+    if not document["missed"]:
         return ["No goal is missed."]
-    return ["What missed, and the component that differs most:", "\n".join(map(_miss, rows))]
+    lines = [_miss(document, row) for row in document["missed"]]
+    return ["What missed, and the component that differs most:", "\n".join(lines)]
 
 
-def _miss(row: Row) -> str:
+def _miss(document: Row, row: Row) -> str:
+    goal = f"goal {row['goal_percent']:g}%"
     if row["load"] is None:
-        text = f"- {row['setup']}: {row['figure']} {_percent(row['error_percent'])}"
-        text += f" (goal {row['goal_percent']:g}%)"
+        text = f"- {row['setup']}: {row['figure']} {_percent(row['error_percent'])} ({goal})"
         if row["component"] is not None:
             text += (
-                f": {row['component']}, live {row['live_ms']:.3f} ms, predicted "
-                f"{row['predicted_ms']:.3f} ms a step; its median difference is "
+                f": {row['component']}, live {_number(row['live_ms'], 3)} ms, predicted "
+                f"{_number(row['predicted_ms'], 3)} ms a step; its median difference is "
                 f"{_percent(row['of_step_percent'])} of a step"
             )
         return text + "."
+    place = _place(document, row["setup"], row["load"], row["policy"])
     noise = "no repeats" if row["noise_percent"] is None else _percent(row["noise_percent"])
-    text = (
-        f"- {row['setup']}, {row['load']}, {row['policy']}: {_figure(row['figure'])} "
-        f"{_signed(row['error_percent'])} (goal {row['goal_percent']:g}%, noise floor {noise})"
-    )
-    if "component" in row:
-        text += (
-            f": {row['component']}, live {row['live_ms']:.2f} ms, simulated "
-            f"{row['simulated_ms']:.2f} ms a request"
-        )
-    if "mean_batch" in row:
+    text = f"- {row['setup']}, {place}: {_figure(row['figure'])} {_signed(row['error_percent'])}"
+    text += f" ({goal}, noise floor {noise})"
+    after = " after its first token" if row["figure"].startswith("tpot") else ""
+    text += f": {row['component']}, live {row['live_ms']:.2f} ms, simulated "
+    text += f"{row['simulated_ms']:.2f} ms a request{after}"
+    if after:
         text += f"; mean decode batch {_number(row['mean_batch'], 2)} live, "
         text += f"{_number(row['simulated_mean_batch'], 2)} simulated"
-    biases = [
-        f"{name} {_signed(row[key])}"
-        for key, name in (
-            ("decode_step_bias_percent", "decode-only steps"),
-            ("mixed_step_bias_percent", "steps with prompts"),
-        )
-        if row.get(key) is not None
-    ]
-    if biases:
-        text += f"; bias of step times at the live composition: {', '.join(biases)}"
+        biases = [
+            f"{name} {_signed(row[key])}"
+            for key, name in (
+                ("decode_step_bias_percent", "decode-only steps"),
+                ("mixed_step_bias_percent", "steps with prompts"),
+            )
+            if row[key] is not None
+        ]
+        text += f"; bias of step times at the live composition: {', '.join(biases) or '-'}"
     return text + "."
 
 
@@ -201,15 +204,15 @@ def _setup(document: Row, setup: str) -> list[str]:
     shown = [f"{_NAMES[metric]} {statistic}, ms" for metric, statistic in _SHOWN]
     columns = [*names, "repeats", "decode batch: mean, max", *shown]
     blocks = [_table(columns, latencies)]
-    blocks += ["Steps, each predicted from its own composition:", _steps(document, setup)]
+    blocks += [
+        "Steps, each predicted from its own composition; bias of the step and of its parts:",
+        _steps(document, setup),
+    ]
     blocks += ["Components of E2E, ms a request: live, simulated (difference):"]
     blocks += [_table([*names, *("E2E" if c == "sum" else c for c in present)], components)]
-    blocks += [
-        f"![{_CAPTIONS[p['kind']]}]({p['file']})\n\n*{p['of']}. {_CAPTIONS[p['kind']]}*"
-        for p in document["pictures"]
-        if p["setup"] == setup
-    ]
-    return blocks
+    pictures = [picture for picture in document["pictures"] if picture["setup"] == setup]
+    lines = [f"![{p['of']}: {_CAPTIONS[p['kind']]}]({p['file']})" for p in pictures]
+    return [*blocks, "\n".join(lines)]
 
 
 def _pair(row: Row) -> str:
@@ -227,26 +230,21 @@ def _difference(row: Row | None) -> str:
 
 
 def _steps(document: Row, setup: str) -> str:
-    rows = [
-        [
-            row["role"],
-            row["group"],
-            row["component"],
-            str(row["steps"]),
-            _number(row["live_ms"], 2),
-            _number(row["predicted_ms"], 2),
-            f"{_percent(row['median_percent'])}, {_percent(row['p90_percent'])}",
-            _signed(row["bias_percent"]),
-        ]
+    at = {
+        (row["role"], row["group"], row["component"]): row
         for row in document["comparison"]["steps"]
-        if row["setup"] == setup
-        and row["role"] is not None
-        and row["steps"]
-        and (row["component"] == "step" or row["group"] in ("decode only", "with prompts"))
-        and row["group"] != "all"
-    ]
-    columns = ["engine", "steps", "part", "number", "live, ms", "predicted, ms"]
-    return _table([*columns, "error: median, p90", "bias"], rows)
+        if row["setup"] == setup and row["role"] is not None and row["group"] != "all"
+    }
+    rows = []
+    for (role, group, component), row in at.items():
+        if component == "step":
+            parts = [at[role, group, part]["bias_percent"] for part in PARTS]
+            errors = f"{_percent(row['median_percent'])}, {_percent(row['p90_percent'])}"
+            times = [_number(row[key], 2) for key in ("live_ms", "predicted_ms")]
+            biases = map(_signed, [row["bias_percent"], *parts])
+            rows.append([role, group, str(row["steps"]), *times, errors, *biases])
+    columns = ["engine", "steps", "number", "live, ms", "predicted, ms", "error: median, p90"]
+    return _table([*columns, "bias", *PARTS], rows)
 
 
 def _policies(document: Row) -> list[str]:
@@ -299,17 +297,12 @@ def _configuration(document: Row) -> list[str]:
         ]
         for load in document["loads"]
     ]
-    facts = [
-        f"- Machine: {', '.join(f'{k} {v}' for k, v in document['machine'].items())}",
-        f"- Versions: {', '.join(f'{k} {v}' for k, v in document['versions'].items())}",
-        f"- `max_model_len`: {document['max_model_len']}",
-        "- Model (`config.json`):",
-    ]
     model = textwrap.fill(json.dumps(document["model"]), 118, break_on_hyphens=False)
     arguments = ["max_num_seqs", "max_num_batched_tokens", "block_size", "blocks"]
     columns = ["load", "requests/s", "burstiness", "lengths", "requests", "seed", "set-ups"]
     return [
-        "\n".join(facts) + f"\n\n```json\n{model}\n```",
+        f"Requests of up to {document['max_model_len']} tokens. The model's `config.json`:",
+        f"```json\n{model}\n```",
         _table(["set-up", "engine", "role", *(f"`{a}`" for a in arguments[:3]), "blocks"], engines),
         _table(columns, loads),
     ]
@@ -319,11 +312,17 @@ def _calibration(found: Row) -> list[str]:
     ingress, handoff = found["ingress_s"], found["handoff_s"]
     transfer = found["transfer"]
     times = [
-        f"- Took {found['seconds']:.0f} s.",
-        f"- Ingress (post to engine queue): {_delay(ingress)}. "
-        f"Egress (end of step to client): {1e3 * found['egress_s']:.3f} ms.",
-        f"- Handoff (end of prefill to decode queue): {_delay(handoff)}.",
-        "- KV transfer: " + ", ".join(f"{k} {_plain(v)}" for k, v in transfer.items()) + ".",
+        f"- Wall time: {found['seconds']:.0f} s.",
+        f"- From the post to the engine's queue: {_delay(ingress)}; from the end of a step to the "
+        f"client: {1e3 * found['egress_s']:.3f} ms.",
+        f"- From the end of a prefill to the decode engine's queue: {_delay(handoff)}.",
+        f"- KV transfer: {1e3 * transfer['setup_s']:.3f} ms, {1e6 * transfer['descriptor_s']:.3f} "
+        f"us a descriptor, {transfer['bandwidth'] / 1e9:.3f} GB/s ({transfer['source']}).",
+        *(
+            f"- {name}: {value:.4g}" if isinstance(value, float) else f"- {name}: {value}"
+            for name, value in found["notes"].items()
+            if isinstance(value, str | int | float)
+        ),
     ]
     tables = [
         [
@@ -342,10 +341,6 @@ def _calibration(found: Row) -> list[str]:
 def _delay(delay: Row) -> str:
     base, slope = 1e3 * delay["base_s"], 1e6 * delay["per_token_s"]
     return f"{base:.3f} ms and {slope:.3f} us a token of the prompt"
-
-
-def _plain(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _not_run(lines: Sequence[str]) -> str:
