@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -238,35 +239,31 @@ def _change(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else 100 * (value / base - 1)
 
 
-def _not_run(runs: Sequence[Row]) -> list[str]:
-    """What a full campaign has and this one lacks, a sentence each."""
-    lines = [f"{name}: not run." for name in SETUPS if all(r["setup"] != name for r in runs)]
+def _not_run(runs: Sequence[Row]) -> dict[str, list[str]]:
+    """What a full campaign has and this one lacks, by set-up; a whole set-up is ``not run``."""
+    lacking = {name: ["not run"] for name in SETUPS if all(run["setup"] != name for run in runs)}
     for setup in dict.fromkeys(run["setup"] for run in runs):
         mine = [run for run in runs if run["setup"] == setup]
+        lines = []
         policies = {run["policy"] for run in mine}
         if setup == SETUPS[-1] and (absent := [p for p in POLICIES if p not in policies]):
-            lines.append(f"{setup}: no run of {', '.join(absent)}.")
+            lines.append(f"no run of {' and '.join(absent)}")
         loads = {run["load"] for run in mine}
         if len(loads) < _LOADS:
-            lines.append(f"{setup}: {len(loads)} of the {_LOADS} loads asked for.")
-        cells: dict[tuple[str, str], int] = {}
-        for run in mine:
-            cells[run["policy"], run["load"]] = cells.get((run["policy"], run["load"]), 0) + 1
-        if min(cells.values()) < _REPEATS:
-            few = sum(count < _REPEATS for count in cells.values())
-            lines.append(
-                f"{setup}: fewer than {_REPEATS} repeats of {few} of {len(cells)} "
-                "pairs of policy and load."
-            )
+            lines.append(f"{len(loads)} of {_LOADS} loads")
+        repeats = Counter((run["policy"], run["load"]) for run in mine)
+        if few := sum(count < _REPEATS for count in repeats.values()):
+            lines.append(f"fewer than {_REPEATS} repeats of {few} of {len(repeats)} loads")
         if (largest := max(run["max_batch"] for run in mine)) < _BATCH:
-            lines.append(f"{setup}: no decode batch above {largest} (asked for: {_BATCH}).")
-        if all(run["lengths"] != "recorded" for run in mine):
-            lines.append(f"{setup}: no load of recorded lengths.")
-        if all(run["lengths"] != "fixed" for run in mine):
-            lines.append(f"{setup}: no load of fixed lengths.")
+            lines.append(f"no decode batch above {largest} (asked for: {_BATCH})")
+        for lengths in ("fixed", "recorded"):
+            if all(run["lengths"] != lengths for run in mine):
+                lines.append(f"no load of {lengths} lengths")
         if all(run["burstiness"] >= 1 for run in mine):
-            lines.append(f"{setup}: no bursty load.")
-    return lines
+            lines.append("no bursty load")
+        if lines:
+            lacking[setup] = lines
+    return lacking
 
 
 def mean(values: Iterable[float]) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 #: What the table of a set-up shows; the rest is in ``paired.csv``.
 _SHOWN = (("ttft", "p50"), ("tpot", "p50"), ("tpot", "p99"), ("e2el", "p50"))
 _OF_POLICIES = (("tpot", "p50"), ("tpot", "p99"), ("ttft", "p50"))
-_COMPONENTS = (*COMPONENTS, "sum")
 _CAPTIONS = {
     "cdf": "requests up to a latency, live (a line a repeat) and simulated",
     "steps": "predicted against measured step time, each step from its own composition",
@@ -54,18 +52,18 @@ _JUDGED = (
     "loads together."
 )
 _TERMS = """\
-- Error: 100 * (simulated / live - 1). Tables of a set-up: live mean of the repeats, simulated mean,
-  mean of the repeats' errors with their sign, ± noise floor; **bold** where the goal is missed.
-- Noise floor: mean over all pairs of live repeats of the absolute difference, relative to their
-  mean.
-- Host: outside the engines. Queue: until the first step of the prompt. Prefill: to the end of the
-  step that completes it. Transfer: from the decode engine's queue to the first step there. Decode:
-  the rest."""
+- Error: 100 * (simulated / live - 1). Tables of a set-up: live mean of the repeats, simulated mean:
+  mean of the repeats' errors with their sign ± noise floor; **bold** where the goal is missed.
+- Noise floor: mean over all pairs of live repeats of the absolute difference, over their mean.
+- Components of E2E: mean of a request, simulated less live, ms. Host: outside the engines. Queue:
+  until the first step of the prompt. Prefill: to the end of the step that completes it. Transfer:
+  from the decode engine's queue to the first step there. Decode: the rest.
+- [paired.csv](paired.csv), [steps.csv](steps.csv), [components.csv](components.csv) and
+  [policies.csv](policies.csv) have all rows."""
 
 
 def _setups(document: Row) -> list[str]:
-    missing = [line.split(":")[0] for line in document["not_run"] if line.endswith(": not run.")]
-    return [*document["setups"], *missing]
+    return list(dict.fromkeys([*document["setups"], *document["not_run"]]))
 
 
 def _introduction(document: Row) -> str:
@@ -121,16 +119,25 @@ def _figure(name: str) -> str:
 
 
 def _missed(document: Row) -> list[str]:
+    """A line a goal that is missed: what its worst load spends where."""
     if not document["missed"]:
         return ["No goal is missed."]
-    lines = [_miss(document, row) for row in document["missed"]]
+    lines = []
+    for head in document["headline"]:
+        names = {"setup": head["setup"], "figure": head["figure"]}
+        rows = [row for row in document["missed"] if names.items() <= row.items()]
+        worst = {"load": head["worst_load"], "policy": head["worst_policy"]}
+        for row in rows:
+            if worst.items() <= row.items():
+                lines.append(_miss(document, row, rows))
     return ["What missed, and the component that differs most:", "\n".join(lines)]
 
 
-def _miss(document: Row, row: Row) -> str:
+def _miss(document: Row, row: Row, alike: Sequence[Row]) -> str:
     goal = f"goal {row['goal_percent']:g}%"
+    text = f"- {row['setup']}, {_figure(row['figure'])}"
     if row["load"] is None:
-        text = f"- {row['setup']}: {row['figure']} {_percent(row['error_percent'])} ({goal})"
+        text += f" {_percent(row['error_percent'])} ({goal})"
         if row["component"] is not None:
             text += (
                 f": {row['component']}, live {_number(row['live_ms'], 3)} ms, predicted "
@@ -140,12 +147,12 @@ def _miss(document: Row, row: Row) -> str:
         return text + "."
     place = _place(document, row["setup"], row["load"], row["policy"])
     noise = "no repeats" if row["noise_percent"] is None else _percent(row["noise_percent"])
-    text = f"- {row['setup']}, {place}: {_figure(row['figure'])} {_signed(row['error_percent'])}"
-    text += f" ({goal}, noise floor {noise})"
-    after = " after its first token" if row["figure"].startswith("tpot") else ""
-    text += f": {row['component']}, live {row['live_ms']:.2f} ms, simulated "
-    text += f"{row['simulated_ms']:.2f} ms a request{after}"
-    if after:
+    text += f" at {place} {_signed(row['error_percent'])} ({goal}, noise floor {noise})"
+    tpot = row["figure"].startswith("tpot")
+    after = " after its first token" if tpot else ""
+    text += f": {row['component']}, live {_number(row['live_ms'], 2)} ms, simulated "
+    text += f"{_number(row['simulated_ms'], 2)} ms a request{after}"
+    if tpot:
         text += f"; mean decode batch {_number(row['mean_batch'], 2)} live, "
         text += f"{_number(row['simulated_mean_batch'], 2)} simulated"
         biases = [
@@ -157,7 +164,8 @@ def _miss(document: Row, row: Row) -> str:
             if row[key] is not None
         ]
         text += f"; bias of step times at the live composition: {', '.join(biases) or '-'}"
-    return text + "."
+    same = sum(other["component"] == row["component"] for other in alike)
+    return text + f". {row['component'].capitalize()} in {same} of {len(alike)} loads that miss."
 
 
 def _distinct(rows: Sequence[Row]) -> list[str]:
@@ -179,40 +187,41 @@ def _setup(document: Row, setup: str) -> list[str]:
     several = len(document["policies_run"][setup]) > 1
     paired = [row for row in document["paired"] if row["setup"] == setup]
     runs = [row for row in document["comparison"]["runs"] if row["setup"] == setup]
-    parts = [row for row in document["comparison"]["components"] if row["setup"] == setup]
-    cells = list(dict.fromkeys((row["load"], row["policy"]) for row in paired))
-    latencies, components = [], []
-    present = [c for c in _COMPONENTS if any(r["component"] == c and r["live_ms"] for r in parts)]
-    for load, policy in cells:
-        head = [load, policy] if several else [load]
+    parts = {
+        (row["load"], row["policy"], row["component"]): row
+        for row in document["comparison"]["components"]
+        if (row["setup"], row["repeat"], row["of"]) == (setup, None, "e2el")
+    }
+    names = [c for c in COMPONENTS if any(r["live_ms"] for (*_, of), r in parts.items() if of == c)]
+    rows = []
+    for load, policy in dict.fromkeys((row["load"], row["policy"]) for row in paired):
         mine = [run for run in runs if (run["load"], run["policy"]) == (load, policy)]
         batch = sum(run["mean_batch"] for run in mine) / len(mine)
-        row = [*head, str(len(mine)), f"{batch:.1f}, {max(run['max_batch'] for run in mine)}"]
         at = {
-            (r["metric"], r["statistic"]): r
-            for r in paired
-            if (r["load"], r["policy"]) == (load, policy)
+            (row["metric"], row["statistic"]): row
+            for row in paired
+            if (row["load"], row["policy"]) == (load, policy)
         }
-        latencies.append(row + [_pair(at[key]) for key in _SHOWN if key in at])
-        by = {
-            r["component"]: r
-            for r in parts
-            if (r["load"], r["policy"], r["repeat"], r["of"]) == (load, policy, None, "e2el")
-        }
-        components.append(head + [_difference(by.get(name)) for name in present])
-    names = ["load", "policy"] if several else ["load"]
-    shown = [f"{_NAMES[metric]} {statistic}, ms" for metric, statistic in _SHOWN]
-    columns = [*names, "repeats", "decode batch: mean, max", *shown]
-    blocks = [_table(columns, latencies)]
-    blocks += [
+        rows.append(
+            [
+                *([load, policy] if several else [load]),
+                str(len(mine)),
+                f"{batch:.1f}, {max(run['max_batch'] for run in mine)}",
+                *(_pair(at[key]) for key in _SHOWN),
+                *(_signed_ms(parts[load, policy, name]["difference_ms"]) for name in names),
+            ]
+        )
+    columns = ["load", "policy"] if several else ["load"]
+    columns += ["repeats", "decode batch: mean, max"]
+    columns += [f"{_NAMES[metric]} {statistic}, ms" for metric, statistic in _SHOWN]
+    pictures = [picture for picture in document["pictures"] if picture["setup"] == setup]
+    return [
+        _table([*columns, *names], rows),
         "Steps, each predicted from its own composition; bias of the step and of its parts:",
         _steps(document, setup),
+        *_batches(document, setup),
+        "\n".join(f"![{p['of']}: {_CAPTIONS[p['kind']]}]({p['file']})" for p in pictures),
     ]
-    blocks += ["Components of E2E, ms a request: live, simulated (difference):"]
-    blocks += [_table([*names, *("E2E" if c == "sum" else c for c in present)], components)]
-    pictures = [picture for picture in document["pictures"] if picture["setup"] == setup]
-    lines = [f"![{p['of']}: {_CAPTIONS[p['kind']]}]({p['file']})" for p in pictures]
-    return [*blocks, "\n".join(lines)]
 
 
 def _pair(row: Row) -> str:
@@ -222,22 +231,15 @@ def _pair(row: Row) -> str:
     return f"**{text}**" if row["verdict"] == "missed" else text
 
 
-def _difference(row: Row | None) -> str:
-    if row is None or row["live_ms"] is None:
-        return "-"
-    values = f"{row['live_ms']:.1f}, {row['simulated_ms']:.1f}"
-    return f"{values} ({row['difference_ms']:+.1f})"
-
-
 def _steps(document: Row, setup: str) -> str:
     at = {
         (row["role"], row["group"], row["component"]): row
         for row in document["comparison"]["steps"]
-        if row["setup"] == setup and row["role"] is not None and row["group"] != "all"
+        if row["setup"] == setup and row["role"] is not None
     }
     rows = []
     for (role, group, component), row in at.items():
-        if component == "step":
+        if component == "step" and group in ("decode only", "with prompts"):
             parts = [at[role, group, part]["bias_percent"] for part in PARTS]
             errors = f"{_percent(row['median_percent'])}, {_percent(row['p90_percent'])}"
             times = [_number(row[key], 2) for key in ("live_ms", "predicted_ms")]
@@ -245,6 +247,20 @@ def _steps(document: Row, setup: str) -> str:
             rows.append([role, group, str(row["steps"]), *times, errors, *biases])
     columns = ["engine", "steps", "number", "live, ms", "predicted, ms", "error: median, p90"]
     return _table([*columns, "bias", *PARTS], rows)
+
+
+def _batches(document: Row, setup: str) -> list[str]:
+    """Errors of decode-only steps by batch, in a line."""
+    found = [
+        f"{row['group'].removeprefix('batch ')}: {_percent(row['median_percent'])}, "
+        f"{_percent(row['p90_percent'])}"
+        for row in document["comparison"]["steps"]
+        if row["setup"] == setup
+        and row["role"] in ("decode", "colocated")
+        and row["component"] == "step"
+        and row["group"].startswith("batch")
+    ]
+    return [f"Decode only, by batch (median, p90): {'; '.join(found)}."] if found else []
 
 
 def _policies(document: Row) -> list[str]:
@@ -271,19 +287,13 @@ def _policies(document: Row) -> list[str]:
 
 
 def _configuration(document: Row) -> list[str]:
-    engines = [
-        [
-            setup,
-            e["name"],
-            e["role"],
-            *(
-                str(e[key])
-                for key in ("max_num_seqs", "max_num_batched_tokens", "block_size", "n_blocks")
-            ),
-        ]
-        for setup, of in document["setups"].items()
-        for e in of
-    ]
+    keys = ("max_num_seqs", "max_num_batched_tokens", "block_size", "n_blocks")
+    alike: dict[tuple[str, ...], list[str]] = {}  # names of a set-up's engines that are equal
+    for setup, engines in document["setups"].items():
+        for engine in engines:
+            values = (setup, engine["role"], *(str(engine[key]) for key in keys))
+            alike.setdefault(values, []).append(engine["name"])
+    rows = [[setup, ", ".join(names), *rest] for (setup, *rest), names in alike.items()]
     runs = document["comparison"]["runs"]
     loads = [
         [
@@ -297,13 +307,11 @@ def _configuration(document: Row) -> list[str]:
         ]
         for load in document["loads"]
     ]
-    model = textwrap.fill(json.dumps(document["model"]), 118, break_on_hyphens=False)
-    arguments = ["max_num_seqs", "max_num_batched_tokens", "block_size", "blocks"]
     columns = ["load", "requests/s", "burstiness", "lengths", "requests", "seed", "set-ups"]
     return [
         f"Requests of up to {document['max_model_len']} tokens. The model's `config.json`:",
-        f"```json\n{model}\n```",
-        _table(["set-up", "engine", "role", *(f"`{a}`" for a in arguments[:3]), "blocks"], engines),
+        f"```json\n{json.dumps(document['model'])}\n```",
+        _table(["set-up", "engines", "role", *(f"`{key}`" for key in keys)], rows),
         _table(columns, loads),
     ]
 
@@ -343,12 +351,17 @@ def _delay(delay: Row) -> str:
     return f"{base:.3f} ms and {slope:.3f} us a token of the prompt"
 
 
-def _not_run(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines) if lines else "Nothing that was planned."
+def _not_run(lacking: dict[str, list[str]]) -> str:
+    lines = [f"- {setup}: {', '.join(what)}." for setup, what in lacking.items()]
+    return "\n".join(lines) or "Nothing that a full campaign has."
+
+
+def _signed_ms(value: float) -> str:
+    return f"{round(value, 2) + 0.0:+.2f}"
 
 
 def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def _percent(value: float | None) -> str:
@@ -356,7 +369,7 @@ def _percent(value: float | None) -> str:
 
 
 def _signed(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.1f}%"
+    return "-" if value is None else f"{round(value, 1) + 0.0:+.1f}%"  # no -0.0
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
