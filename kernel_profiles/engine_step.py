@@ -47,7 +47,7 @@ class EngineStepLatency:
 
     @classmethod
     def from_table(cls, table: LatencyTable) -> EngineStepLatency:
-        """Fit f and g by least squares of the rows' relative errors.
+        """Fit f and g by least squares of the rows' relative errors, weighted by their repeats.
 
         Raises
         ------
@@ -72,7 +72,8 @@ class EngineStepLatency:
         g_knots = np.concatenate([[0.0], np.unique(sequences)])
         design = np.hstack([np.ones((len(tokens), 1)), _rises(tokens, f_knots)])
         design = np.hstack([design, _rises(sequences, g_knots)])
-        found, _ = nnls(design / latency[:, None], np.ones(len(tokens)))
+        weight = np.sqrt(columns.get("repeats", np.ones(len(tokens))))
+        found, _ = nnls(design * (weight / latency)[:, None], weight)
         f_s = np.cumsum(found[: len(f_knots)])
         g_s = np.concatenate([[0.0], np.cumsum(found[len(f_knots) :])])
         error = np.abs(design @ found / latency - 1)

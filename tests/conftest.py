@@ -502,7 +502,7 @@ def make_live_run(tmp_path_factory, live_calibration):
 
     def make(
         setup="1P1D", *, n=30, rate=100.0, seed=0, repeat=0, policy="round_robin", budget=48,
-        load="poisson", n_blocks=1000,
+        load="poisson", n_blocks=1000, artifact=None,
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
         prompt, output = rng.integers(1, 60, n), rng.integers(1, 25, n)
@@ -560,7 +560,7 @@ def make_live_run(tmp_path_factory, live_calibration):
             }
         ).cast(REQUESTS)
         bare = LiveRun(info, requests, pa.table([[]] * len(STEPS), schema=STEPS), trace)
-        replayed = replay_run(bare, live_calibration)
+        replayed = replay_run(bare, live_calibration, artifact)
         return _as_recorded(bare, replayed, live_calibration), replayed
 
     return make

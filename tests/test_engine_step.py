@@ -80,6 +80,18 @@ def test_noise_stays_in_the_fit_error_and_curves_rise():
         assert whole(fitted, *point) == pytest.approx(seconds, rel=0.1)
 
 
+def test_rows_of_many_repeats_count_more():
+    points = [*DECODES, *PROMPTS, (65, 1)]
+    exact = np.array([2e-3 + 2e-5 * t + 1e-4 * s for t, s in points])
+    exact[-1] *= 0.8  # one token more than the row before, and disturbed
+    table = engine_table(points, exact)
+    often = {"repeats": np.array([100] * (len(points) - 1) + [1])}
+    weighted = EngineStepLatency.from_table(LatencyTable(table.metadata, table.columns | often))
+    plain = EngineStepLatency.from_table(table)
+    truth = exact[points.index((64, 1))]
+    assert abs(whole(weighted, 64, 1) - truth) < 0.1 * abs(whole(plain, 64, 1) - truth)
+
+
 def test_rows_of_decodes_alone_are_refused():
     with pytest.raises(InputError, match="what a token costs"):
         EngineStepLatency.from_table(engine_table(DECODES, np.ones(len(DECODES))))

@@ -9,6 +9,9 @@ import pyarrow as pa
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.policies.artifact import fit
+from eldr_sim.traces.calibration import calibration_set
+from eldr_sim.traces.writer import write_trace
 from eldr_sim.validation.live.calibrated import (
     Calibrated,
     model_of,
@@ -98,6 +101,32 @@ def test_one_request_takes_the_times_of_its_way(make_live_run, live_calibration)
     moved = 1e-3 + blocks * 6 * 1e-5 + blocks * 4 * 3 * 2 * 2 * 16 * 2 / 1e8
     np.testing.assert_allclose(moments.decode_start_s - moments.handed_s, moved, atol=1e-8)
     np.testing.assert_allclose(moments.last_token_s - moments.last_step_s, info.egress_s)
+
+
+def test_the_proxy_s_eldr_policy_takes_its_fit_from_a_file(make_live_run, tmp_path):
+    rng = np.random.default_rng(5)
+    trace = write_trace(
+        tmp_path / "trace",
+        experts=np.argsort(rng.random((40 * 10, 3, 70)), axis=-1)[..., :3],
+        request_id=[str(i) for i in range(40)],
+        domain=["a", "b"] * 20,
+        prompt_len=[6] * 40,
+        output_len=[4] * 40,
+        is_calibration=[True] * 40,
+        model="tiny",
+        n_experts=70,
+        domains=["a", "b"],
+        captured_by="a test",
+        source_data="random",
+        tool_versions={},
+        provenance="synthetic",
+    )
+    chosen = calibration_set(trace, workload="log", domain_mix={"a": 0.5, "b": 0.5})
+    fit(chosen, 2, seed=0).save(tmp_path / "artifact.npz")
+    run, replayed = make_live_run("1P2D", policy="eldr", artifact=tmp_path / "artifact.npz")
+    assert set(replayed.engine.tolist()) == {0, 1}
+    alternate, _ = make_live_run("1P2D")
+    assert run.requests["engine"] != alternate.requests["engine"]
 
 
 def test_a_recording_and_a_calibration_survive_the_disk(make_live_run, live_calibration, tmp_path):

@@ -509,5 +509,5 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def _figure(value: float) -> float | None:
+def _figure(value: float | np.floating[Any]) -> float | None:
     return float(value) if np.isfinite(value) else None

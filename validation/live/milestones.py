@@ -130,14 +130,15 @@ def live_milestones(run: LiveRun, calibration: CalibrationInfo) -> Milestones:
                     last[request] = end
     tokens = [np.array(times or [], np.float64) for times in requests["token_s"].to_pylist()]
     whole = np.array([len(times) for times in tokens]) == output
-    whole &= np.isfinite(prefill_start) & np.isfinite(prefill_end) & np.isfinite(last)
+    handed = prefill_end if colocated else routed + ingress
+    whole &= np.isfinite(prefill_start) & np.isfinite(handed) & np.isfinite(last)
     gone = np.where(whole, 0.0, np.nan)
     return Milestones(
         sent + gone,
         sent + ingress + gone,
         np.where(whole, prefill_start, np.nan),
         prefill_end + gone,
-        (prefill_end if colocated else routed + ingress) + gone,
+        handed + gone,
         np.where(whole, prefill_end if colocated else decode_start, np.nan),
         first + gone,
         last + gone,

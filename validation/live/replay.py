@@ -32,7 +32,7 @@ from eldr_sim.validation.live.calibrated import Calibrated, model_of
 from eldr_sim.validation.live.milestones import Milestones
 from eldr_sim.validation.live.recording import EngineInfo, LiveRun
 
-__all__ = ["SIMULATED_STEPS", "Replayed", "check_run", "decode_policy_of", "replay_run"]
+__all__ = ["SIMULATED_STEPS", "Replayed", "check_run", "replay_run"]
 
 SIMULATED_STEPS = pa.schema(
     [
@@ -117,7 +117,7 @@ def replay_run(run: LiveRun, calibrated: Calibrated, artifact: Path | None = Non
     )
     trace, n_layers = run.trace, model.n_moe_layers
     everyone = np.arange(len(order))
-    policy = decode_policy_of(run, spec, artifact)
+    policy = _decode_policy(run, spec, artifact)
     cluster = Cluster(
         spec,
         model,
@@ -190,7 +190,7 @@ def _common(engines: list[EngineInfo]) -> EngineInfo:
     return engines[0]
 
 
-def decode_policy_of(run: LiveRun, spec: ClusterSpec, artifact: Path | None = None) -> DecodePolicy:
+def _decode_policy(run: LiveRun, spec: ClusterSpec, artifact: Path | None = None) -> DecodePolicy:
     """Return the policy that the proxy asked."""
     step_time = spec.decode.step_time
     return decode_policy(

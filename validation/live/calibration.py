@@ -1,0 +1,312 @@
+"""Latency tables from an engine's own steps, under loads that cover what it can be asked.
+
+The loads are made for the purpose (:func:`calibration_bursts`) and share nothing with the runs that
+are predicted: bursts of equal requests whose steps are forced through counts of distinct experts,
+prompts of many lengths, batches at several contexts, and single requests for what a request costs
+outside the engine's steps. Every step tells its MoE layers, its attention and the rest apart; each
+table is the median over the steps that agree in its columns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from scipy.optimize import nnls
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.profile.nixl_transfer import (
+    fit_transfer,
+    measure_transfers,
+    nixl_version,
+)
+from eldr_sim.kernel_profiles.tables import (
+    Kind,
+    LatencyTable,
+    TableMetadata,
+    attention_shape,
+    moe_shape,
+)
+from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.traces.capture.step_log import external_ids
+from eldr_sim.validation.live.calibrated import CalibrationInfo, Delay
+from eldr_sim.validation.live.engine_log import EngineLog
+from eldr_sim.validation.live.plugin import FORCED_LEVELS, FORCED_PREFIX
+
+__all__ = ["Burst", "calibration_bursts", "engine_tables", "outside_times"]
+
+_ROUNDS = 3  # times that each count of experts comes round
+_CONTEXTS = (16, 160, 640)
+_CONTEXT_TOKENS = 4096  # a batch's contexts go no further than this together
+_LEAST_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Equal requests that are sent together.
+
+    Attributes
+    ----------
+    name
+        Their names begin with it.
+    requests, prompt_len, output_len
+        How many, and their tokens.
+    """
+
+    name: str
+    requests: int
+    prompt_len: int
+    output_len: int
+
+
+def calibration_bursts(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+) -> list[Burst]:
+    """Return the bursts that cover an engine's steps, in the order in which to send them."""
+    batches = [b for b in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)]
+    batches = sorted({*(b for b in batches if b < max_num_seqs), max_num_seqs})
+    steps = FORCED_LEVELS * _ROUNDS
+    bursts = []
+    for context in _CONTEXTS:
+        for batch in batches if context == _CONTEXTS[0] else batches[::2]:
+            fits = context + steps <= max_model_len and (
+                context == _CONTEXTS[0] or batch * context <= _CONTEXT_TOKENS
+            )
+            if fits:
+                rounds = steps if context == _CONTEXTS[0] else FORCED_LEVELS
+                name = f"{FORCED_PREFIX}decode-{context}-{batch}"
+                bursts.append(Burst(name, batch, context, rounds + batch // 4 + 2))
+    prompts = [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384]
+    for tokens in prompts:
+        if tokens <= min(max_num_batched_tokens, max_model_len - 2):
+            for i in range(FORCED_LEVELS):
+                bursts.append(Burst(f"{FORCED_PREFIX}prompt-{tokens}-{i}", 1, tokens, 2))
+    for tokens in (32, 128):
+        together = max_num_batched_tokens // tokens
+        for i in range(3):
+            bursts.append(Burst(f"{FORCED_PREFIX}prompts-{tokens}-{i}", together, tokens, 2))
+    return bursts
+
+
+def engine_tables(
+    log: EngineLog, dims: ModelDims, device: str, framework: str, versions: Mapping[str, str]
+) -> list[LatencyTable]:
+    """Make the tables of a model on the machine from the steps of one engine's calibration.
+
+    Parameters
+    ----------
+    log
+        The engine's steps under :func:`calibration_bursts`.
+    dims
+        The model.
+    device
+        Name of the processor or GPU.
+    framework, versions
+        The engine with its version; versions of further tools.
+
+    Raises
+    ------
+    InputError
+        The log has too few steps.
+    """
+    layers, moe_layers = dims.n_layers, dims.n_moe_layers
+    moe: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    decode: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    prefill: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    rest: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for step, cycle in zip(log.steps, log.cycles_s(), strict=True):
+        prompts = [(start, count) for _, start, count in step.rows if count > 1]
+        kinds = {count for _, _, count in step.rows}
+        moe[step.tokens, float(step.distinct.mean())].append(step.moe_s / moe_layers)
+        if not prompts:
+            context = np.mean([start + 1 for _, start, _ in step.rows])
+            decode[len(step.rows), _round_context(float(context))].append(step.attention_s / layers)
+        elif len(kinds) == 1 and all(start == 0 for start, _ in prompts):
+            prefill[len(prompts), prompts[0][1]].append(step.attention_s / layers)
+        if np.isfinite(cycle):
+            rest[step.tokens, len(step.rows)].append(cycle - step.moe_s - step.attention_s)
+    head = {
+        "gpu": device,
+        "kernel_source": "the engine's own",
+        "framework": framework,
+        "provenance": "measured",
+        "origin": "eldr-sim validate vllm: medians over steps of a forced calibration load",
+        "device": device,
+        "versions": dict(versions),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    attention = attention_shape(dims.n_heads, dims.n_kv_heads, dims.head_dim, 0)
+    experts = moe_shape(
+        dims.hidden_size, dims.expert_intermediate_size, dims.n_experts, dims.top_k
+    )
+    whole = {
+        "n_layers": dims.n_layers,
+        "hidden_size": dims.hidden_size,
+        "vocab_size": dims.vocab_size,
+    }
+    return [
+        _table(head, "moe", experts, ("batch", "distinct_experts"), moe, {"routing": "forced"}),
+        _table(head, "attention_decode", attention, ("batch", "context"), decode),
+        _table(head, "attention_prefill", attention, ("batch", "new_tokens"), prefill),
+        _table(head, "engine_step", whole, ("tokens", "sequences"), rest),
+    ]
+
+
+def _round_context(context: float) -> int:
+    """Put contexts that lie close together into one group, named by its middle."""
+    known = np.array(_CONTEXTS) + FORCED_LEVELS * _ROUNDS // 2
+    return int(known[np.argmin(np.abs(known - context))])
+
+
+def _table(
+    head: dict[str, Any],
+    kind: Kind,
+    shape: dict[str, int],
+    names: Sequence[str],
+    samples: Mapping[tuple[Any, ...], list[float]],
+    constants: Mapping[str, str] | None = None,
+) -> LatencyTable:
+    """Make a table of the medians of all points with enough samples."""
+    points = sorted(point for point, values in samples.items() if len(values) >= _LEAST_STEPS)
+    if len(points) < 4:
+        raise InputError("calibration", f"{len(points)} points of {kind}", "4 or more")
+    values = [np.array(samples[point]) for point in points]
+    columns: dict[str, Any] = {
+        name: np.array([point[i] for point in points]) for i, name in enumerate(names)
+    }
+    columns |= {
+        name: np.array([text] * len(points), dtype=object)
+        for name, text in (constants or {}).items()
+    }
+    columns |= {
+        "latency_s": np.array([np.median(v) for v in values]),
+        "latency_q1_s": np.array([np.quantile(v, 0.25) for v in values]),
+        "latency_q3_s": np.array([np.quantile(v, 0.75) for v in values]),
+        "repeats": np.array([len(v) for v in values]),
+    }
+    dtype = "none" if kind == "engine_step" else "bfloat16"
+    return LatencyTable(TableMetadata(kind=kind, shape=shape, dtype=dtype, **head), columns)
+
+
+_KV_GRID = tuple(
+    (descriptors * size, descriptors)
+    for descriptors in (1, 16, 128, 512)
+    for size in (4 << 10, 16 << 10, 64 << 10)
+)
+
+
+def outside_times(
+    requests: pa.Table,
+    logs: Mapping[str, EngineLog],
+    prefill: Sequence[str],
+    block_bytes: int,
+    dims: ModelDims,
+    device: str,
+) -> CalibrationInfo:
+    """Find what a request costs outside the engines' steps, from requests that were alone.
+
+    Parameters
+    ----------
+    requests
+        ``recording.REQUESTS`` with times of ``CLOCK_MONOTONIC``.
+    logs, prefill
+        What each engine logged, and the names of prefill engines.
+    block_bytes
+        Bytes of a KV block of all layers.
+    dims
+        The model.
+    device
+        ``cpu`` or ``cuda``: where the KV cache is.
+
+    Returns
+    -------
+    CalibrationInfo
+        ``seconds`` is the caller's to fill in. NIXL itself is timed by its number of descriptors and
+        bytes; the set-up of a transfer is what a lone request waits beyond these, from the decode
+        engine's queue to its first step there.
+
+    Raises
+    ------
+    InputError
+        A request is not in the logs.
+    """
+    rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
+    lengths = requests["prompt_len"].to_numpy().astype(float)
+    sent, tokens = requests["sent_s"].to_numpy(), requests["token_s"].to_pylist()
+    received: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
+    prompt_end: dict[int, float] = {}
+    ends: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for engine, log in logs.items():
+        role = "prefill" if engine in prefill else "decode"
+        names = {n: r for n in log.received_s if (r := _row(n, rows)) is not None}
+        received[role] |= {row: log.received_s[name] for name, row in names.items()}
+        for step in log.steps:
+            for name, start, count in step.rows:
+                row = names.get(name, -1)
+                if row < 0 or start + count < lengths[row]:
+                    continue
+                if role == "prefill":
+                    prompt_end[row] = step.end_s
+                else:
+                    ends[row].append((step.start_s, step.end_s))
+    first = received["prefill" if prefill else "decode"]
+    for row in rows.values():
+        if row not in first or len(ends[row]) < len(tokens[row]):
+            raise InputError("calibration", f"the engines did not log request {row}")
+    order = sorted(rows.values())
+    egress = [
+        times[k] - ends[row][k][1] for row in order for times in [tokens[row]] for k in range(len(times))
+    ]
+    handoff, transfer = Delay(base_s=0, per_token_s=0), TransferModel(0, 0, 1e15, "none")
+    notes: dict[str, Any] = {}
+    if prefill:
+        gaps = [received["decode"][row] - prompt_end[row] for row in order]
+        handoff = _delay(lengths, gaps)
+        times, _ = measure_transfers(device, _KV_GRID)
+        link = fit_transfer({point: timing.median_s for point, timing in times.items()})
+        per_block = link.descriptor_s * _descriptors(dims) + block_bytes / link.bandwidth
+        block = block_bytes / dims.kv_bytes_per_token
+        waits = [
+            ends[row][0][0] - received["decode"][row] - per_block * -(-lengths[row] // block)
+            for row in order
+        ]
+        source = f"measured: NIXL {nixl_version()} between two agents, mean error {link.mean_error:.0%}"
+        transfer = TransferModel(
+            max(0.0, float(np.median(waits))), link.descriptor_s, link.bandwidth, source
+        )
+        notes["nixl_fit"] = vars(link)
+    notes["unloaded"] = {
+        "requests": len(order),
+        "egress_ms": [1e3 * float(np.quantile(egress, q)) for q in (0.25, 0.5, 0.75)],
+    }
+    return CalibrationInfo(
+        ingress_s=_delay(lengths, [first[row] - sent[row] for row in order]),
+        egress_s=max(0.0, float(np.median(egress))),
+        handoff_s=handoff,
+        transfer=transfer,
+        seconds=0.0,
+        notes=notes,
+    )
+
+
+def _descriptors(dims: ModelDims) -> int:
+    """Regions of memory that hold a KV block: K and V of every layer."""
+    return dims.n_layers * (1 if dims.attention == "mla" else 2)
+
+
+def _row(name: str, rows: Mapping[str, int]) -> int | None:
+    return next((rows[known] for known in external_ids(name) if known in rows), None)
+
+
+def _delay(lengths: np.ndarray[Any, Any], seconds: Sequence[float]) -> Delay:
+    """Fit a line to the medians by prompt length, no term negative."""
+    known = np.unique(lengths)
+    medians = np.array([np.median(np.array(seconds)[lengths == n]) for n in known])
+    (base, slope), _ = nnls(np.stack([np.ones(len(known)), known], axis=1), medians)
+    return Delay(base_s=float(base), per_token_s=float(slope))

@@ -1,0 +1,381 @@
+"""A campaign of live runs: for each set-up start, calibrate, load and record."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
+from eldr_sim.policies.artifact import fit
+from eldr_sim.traces.calibration import calibration_set
+from eldr_sim.traces.format import open_trace
+from eldr_sim.validation.live.calibrated import (
+    Calibrated,
+    model_of,
+    read_calibration,
+    write_calibration,
+)
+from eldr_sim.validation.live.calibration import (
+    calibration_bursts,
+    engine_tables,
+    outside_times,
+)
+from eldr_sim.validation.live.client import send_load
+from eldr_sim.validation.live.engine_log import EngineLog, read_engine_log
+from eldr_sim.validation.live.load import Load, LoadRequest, make_load
+from eldr_sim.validation.live.model import domain_slices
+from eldr_sim.validation.live.proxy import join_proxy_log
+from eldr_sim.validation.live.record import machine, record_run, versions, write_trace_of
+from eldr_sim.validation.live.recording import EngineInfo, LoadInfo, RunInfo
+from eldr_sim.validation.live.servers import EngineOptions
+from eldr_sim.validation.live.setups import Setup, start_proxy
+
+__all__ = ["LOADS", "Campaign", "LoadShape", "record_setup"]
+
+MODEL_NAME = "model"
+
+_UNLOADED_PROMPTS = (16, 64, 128, 256)
+_UNLOADED_ROUNDS = 4
+_UNLOADED_OUTPUT = 6
+_FIT_REQUESTS = 96  # calibration requests for ELDR
+_FIT_OUTPUT = 24
+
+
+@dataclass(frozen=True)
+class LoadShape:
+    """A load relative to what the set-up can carry.
+
+    Attributes
+    ----------
+    share
+        Share of the calibrated capacity; above 1 queues grow.
+    lengths, burstiness
+        As in ``LoadInfo``.
+    """
+
+    share: float
+    lengths: str
+    burstiness: float
+
+    @property
+    def name(self) -> str:
+        """Names the load."""
+        arrivals = "Poisson" if self.burstiness == 1 else "bursty"
+        return f"{100 * self.share:.0f}%, {self.lengths} lengths, {arrivals}"
+
+
+LOADS = (
+    LoadShape(0.4, "fixed", 1.0),
+    LoadShape(0.6, "recorded", 1.0),
+    LoadShape(0.8, "recorded", 0.3),
+    LoadShape(1.2, "fixed", 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What is recorded, and how.
+
+    Attributes
+    ----------
+    out
+        Folder of the campaign.
+    options
+        The engines' model and size.
+    loads, policies, repeats
+        What is offered to each set-up, and how often the same.
+    duration_s
+        Seconds that a load's arrivals take.
+    prompt_len, output_len
+        Tokens of fixed lengths; means of recorded ones.
+    seed
+        Of loads.
+    """
+
+    out: Path
+    options: EngineOptions
+    loads: tuple[LoadShape, ...] = LOADS
+    policies: tuple[str, ...] = ("round_robin",)
+    repeats: int = 3
+    duration_s: float = 45.0
+    prompt_len: int = 64
+    output_len: int = 96
+    seed: int = 0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The served model's ``config.json``."""
+        path = Path(self.options.model) / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError("model", f"{path}: {error}", "a folder with a config.json") from None
+        return dict(config)
+
+    def calibration(self, setup: str) -> Path:
+        """Folder of a set-up's calibration."""
+        return self.out / "calibration" / setup
+
+
+def record_setup(
+    campaign: Campaign, setup: Setup, progress: Callable[[str, float], None]
+) -> list[Path]:
+    """Calibrate a set-up that runs, then record every load, policy and repeat.
+
+    Parameters
+    ----------
+    campaign
+        What to record.
+    setup
+        The engines.
+    progress
+        Called with what is done and the share of it.
+
+    Returns
+    -------
+    list of Path
+        The folders of the recorded runs. Those that are there already are left as they are.
+
+    Raises
+    ------
+    InputError
+        An engine, the proxy or a request fails.
+    """
+    with _on_core(setup.client_core):
+        if not (campaign.calibration(setup.name) / "calibration.json").exists():
+            calibrate(campaign, setup, lambda share: progress(f"{setup.name}: calibration", share))
+        calibrated = read_calibration(campaign.calibration(setup.name))
+        rate = capacity(campaign, setup, calibrated)
+        folders = []
+        for number, shape in enumerate(campaign.loads):
+            for policy in campaign.policies if len(setup.decode) > 1 else campaign.policies[:1]:
+                for repeat in range(campaign.repeats):
+                    out = campaign.out / "runs" / f"{setup.name}-{policy}-{number}-{repeat}"
+                    if not out.exists():
+                        info = _load_info(campaign, shape, rate)
+                        what = f"{setup.name} {policy}: {shape.name} #{repeat}"
+                        _record(campaign, setup, policy, info, repeat, out, what, progress)
+                    folders.append(out)
+        return folders
+
+
+def calibrate(campaign: Campaign, setup: Setup, progress: Callable[[float], None]) -> None:
+    """Measure a set-up's tables and times and write its calibration folder."""
+    began = time.monotonic()
+    out = campaign.calibration(setup.name)
+    out.mkdir(parents=True, exist_ok=True)
+    options, dims = campaign.options, model_of(campaign.config)
+    measured = setup.decode[-1]
+    bursts = calibration_bursts(
+        options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len
+    )
+    rng = np.random.default_rng(campaign.seed)
+    for done, burst in enumerate(bursts):
+        prompts = rng.integers(4, dims.vocab_size, size=(burst.requests, burst.prompt_len))
+        _send(
+            [
+                LoadRequest(f"{burst.name}-{i}", "", prompt.tolist(), burst.output_len, 0.0)
+                for i, prompt in enumerate(prompts)
+            ],
+            measured.url,
+        )
+        progress(0.8 * done / len(bursts))
+    tables = engine_tables(
+        _of(read_engine_log(measured.log), "forced-"),
+        dims,
+        machine().get("gpu", machine()["processor"]),
+        f"vllm {versions()['vllm']}",
+        versions(),
+    )
+    proxy_log = out / "proxy.jsonl"
+    lengths = [n for n in _UNLOADED_PROMPTS if n <= options.max_num_batched_tokens]
+    with start_proxy(setup, "round_robin", proxy_log) as url:
+        parts = []
+        for i, n in enumerate(lengths * (_UNLOADED_ROUNDS * len(setup.decode))):
+            tokens = rng.integers(4, dims.vocab_size, size=n).tolist()
+            alone = LoadRequest(f"unloaded-{i}", "", tokens, _UNLOADED_OUTPUT, 0.0)
+            parts.append(_send([alone], url))
+            progress(0.8 + 0.1 * i / (len(lengths) * _UNLOADED_ROUNDS * len(setup.decode)))
+        requests = pa.concat_tables(parts)
+    if setup.prefill:
+        requests = join_proxy_log(requests, proxy_log)
+    logs = {endpoint.name: read_engine_log(endpoint.log) for endpoint in setup.endpoints}
+    block_bytes = _block_bytes(campaign, next(iter(logs.values())))
+    info = outside_times(
+        requests,
+        logs,
+        [e.name for e in setup.prefill],
+        block_bytes,
+        dims,
+        "cpu" if setup.client_core is not None else "cuda",
+    )
+    if "eldr" in campaign.policies and len(setup.decode) > 1:
+        _fit_artifact(campaign, setup, out)
+    progress(1.0)
+    info = info.model_copy(update={"seconds": time.monotonic() - began})
+    write_calibration(out, info, tables)
+
+
+def _fit_artifact(campaign: Campaign, setup: Setup, out: Path) -> None:
+    """Record requests for ELDR's offline fit and fit it."""
+    slices = domain_slices(model_of(campaign.config).vocab_size)
+    info = LoadInfo(
+        name="fit",
+        request_rate=1e6,
+        burstiness=1.0,
+        lengths="fixed",
+        num_requests=_FIT_REQUESTS,
+        seed=campaign.seed + 1,
+    )
+    n = campaign.prompt_len
+    load = make_load(
+        info,
+        slices,
+        prompt_len=n,
+        output_len=_FIT_OUTPUT,
+        prompt_range=(n, n),
+        output_range=(_FIT_OUTPUT, _FIT_OUTPUT),
+        prefix="fit",
+    )
+    engine = setup.decode[-1]
+    requests = send_load(load, engine.url, model=MODEL_NAME)
+    write_trace_of(
+        out / "trace", requests, [engine], campaign.options.model, calibration_fraction=1.0
+    )
+    artifact = fit(calibration_set(open_trace(out / "trace")), len(setup.decode))
+    artifact.save(out / "artifact.npz")
+
+
+def capacity(campaign: Campaign, setup: Setup, calibrated: Calibrated) -> float:
+    """Return the requests per second that a set-up carries with all seats taken.
+
+    From its tables: every request takes its share of full batches with uniform routing, and its
+    prompt's time; prefill engines and decode engines carry it side by side.
+    """
+    options, dims = campaign.options, model_of(campaign.config)
+    seats, prompt, output = options.max_num_seqs, campaign.prompt_len, campaign.output_len
+    engine = _engine_infos(setup)[-1]
+    step = calibrated.step_time(dims, engine, options.max_model_len)
+    distinct = [float(uniform_distinct(seats, dims.n_experts, dims.top_k))] * dims.n_moe_layers
+    decode_s = output * step.decode_s(distinct, seats, prompt + output / 2) / seats
+    prefill_s = step.prefill_s([prompt], [0])
+    if not setup.prefill:
+        return len(setup.decode) / (decode_s + prefill_s)
+    return min(len(setup.decode) / decode_s, len(setup.prefill) / prefill_s)
+
+
+def _load_info(campaign: Campaign, shape: LoadShape, capacity: float) -> LoadInfo:
+    rate = shape.share * capacity
+    return LoadInfo(
+        name=shape.name,
+        request_rate=round(rate, 4),
+        burstiness=shape.burstiness,
+        lengths=shape.lengths,  # type: ignore[arg-type]
+        num_requests=max(8, math.ceil(rate * campaign.duration_s)),
+        seed=campaign.seed,
+    )
+
+
+def _record(
+    campaign: Campaign,
+    setup: Setup,
+    policy: str,
+    info: LoadInfo,
+    repeat: int,
+    out: Path,
+    what: str,
+    progress: Callable[[str, float], None],
+) -> None:
+    """Send one load and write what happened."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    options = campaign.options
+    room = options.max_model_len - campaign.prompt_len
+    load = make_load(
+        info,
+        domain_slices(model_of(campaign.config).vocab_size),
+        prompt_len=campaign.prompt_len,
+        output_len=campaign.output_len,
+        prompt_range=(4, min(4 * campaign.prompt_len, options.max_num_batched_tokens)),
+        output_range=(2, min(3 * campaign.output_len, room)),
+        prefix=out.name,
+    )
+    log = setup.folder / f"{out.name}.jsonl"
+    artifact = campaign.calibration(setup.name) / "artifact.npz"
+    with start_proxy(setup, policy, log, artifact if policy == "eldr" else None) as url:
+        requests = send_load(
+            load, url, model=MODEL_NAME, progress=lambda share: progress(what, share)
+        )
+    setup.check_alive()
+    if len(setup.endpoints) > 1:
+        requests = join_proxy_log(requests, log)
+    logs = {endpoint.name: read_engine_log(endpoint.log) for endpoint in setup.endpoints}
+    run = RunInfo(
+        setup=setup.name,
+        policy=policy,
+        repeat=repeat,
+        load=info,
+        engines=_engine_infos(setup),
+        model=campaign.config,
+        max_model_len=options.max_model_len,
+        versions=versions(),
+        machine=machine(),
+    )
+    record_run(out, run, requests, logs, setup.endpoints, options.model)
+
+
+def _engine_infos(setup: Setup) -> list[EngineInfo]:
+    """Describe the engines as they run, prefill first."""
+    found = []
+    for endpoint in setup.endpoints:
+        engine = read_engine_log(endpoint.log).engine
+        known = {name: engine[name] for name in EngineInfo.model_fields if name in engine}
+        found.append(EngineInfo(name=endpoint.name, role=endpoint.role, **known))
+    return found
+
+
+def _send(requests: list[LoadRequest], url: str) -> pa.Table:
+    info = LoadInfo(
+        name="calibration",
+        request_rate=1.0,
+        burstiness=1.0,
+        lengths="fixed",
+        num_requests=len(requests),
+        seed=0,
+    )
+    return send_load(Load(info, tuple(requests)), url, model=MODEL_NAME)
+
+
+def _of(log: EngineLog, prefix: str) -> EngineLog:
+    """Return the steps of the log whose requests all have a name with this in it."""
+    steps = [s for s in log.steps if all(prefix in name for name, _, _ in s.rows)]
+    return EngineLog(log.engine, log.received_s, steps, log.pulled_s)
+
+
+def _block_bytes(campaign: Campaign, log: EngineLog) -> int:
+    """Bytes of one KV block of all layers."""
+    return log.engine["block_size"] * model_of(campaign.config).kv_bytes_per_token
+
+
+@contextmanager
+def _on_core(core: int | None) -> Iterator[None]:
+    """Keep the client on a core, away from the threads that it measures."""
+    if core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

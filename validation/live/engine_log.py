@@ -1,0 +1,145 @@
+"""What the plug-ins of one engine logged, step by step."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.capture.step_log import LogReader
+
+__all__ = ["EngineLog", "EngineStep", "read_engine_log"]
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One step that computed tokens. Times are seconds of ``CLOCK_MONOTONIC``.
+
+    Attributes
+    ----------
+    start_s, end_s
+        From its scheduling until its outputs were handed to the front end.
+    forward_start_s, forward_end_s
+        The model's run.
+    moe_s, attention_s
+        Seconds of all MoE layers (gates included), and of attention in all layers.
+    rows
+        Request, position of its first token, tokens; of every request in the step.
+    distinct
+        int64 ``[layers]``: distinct experts of each MoE layer.
+    """
+
+    start_s: float
+    end_s: float
+    forward_start_s: float
+    forward_end_s: float
+    moe_s: float
+    attention_s: float
+    rows: list[tuple[str, int, int]]
+    distinct: NDArray[np.int64]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed."""
+        return sum(count for _, _, count in self.rows)
+
+
+@dataclass(frozen=True)
+class EngineLog:
+    """The log of one engine.
+
+    Attributes
+    ----------
+    engine
+        ``max_num_seqs``, ``max_num_batched_tokens``, ``block_size``, ``n_blocks`` and
+        ``max_model_len`` as the engine runs with them.
+    received_s
+        When each request reached the engine process.
+    steps
+        In their order.
+    pulled_s
+        Start and end of each KV transfer into this engine, by request.
+    """
+
+    engine: dict[str, int]
+    received_s: dict[str, float]
+    steps: list[EngineStep]
+    pulled_s: dict[str, tuple[float, float]]
+
+    def cycles_s(self) -> NDArray[np.float64]:
+        """Seconds from each step's start to the next one's, where that followed at once.
+
+        NaN where the engine had nothing to do in between: the requests of the next step are all
+        new, or the gap is longer than an engine needs between two steps.
+        """
+        cycles = np.full(len(self.steps), np.nan)
+        for i, (step, following) in enumerate(zip(self.steps, self.steps[1:], strict=False)):
+            known = {name for name, _, _ in step.rows}
+            goes_on = any(name in known for name, _, _ in following.rows)
+            if goes_on:
+                cycles[i] = following.start_s - step.start_s
+        return cycles
+
+
+def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
+    """Read what an engine logged with ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` set to a folder.
+
+    Raises
+    ------
+    InputError
+        A file is missing or broken, or the logs do not hold the same steps.
+    """
+    base = Path(folder)
+    engine = _lines(base, "engine-*.jsonl")
+    worker = _lines(base, "worker-*.jsonl")
+    captured = sorted(base.glob("steps-*.jsonl"))
+    if len(captured) != 1:
+        raise InputError("log", f"{base} holds {len(captured)} steps-*.jsonl", "one")
+    routed = list(LogReader(captured[0]).steps())
+    outer = [line for line in engine if "tokens" in line]
+    inner = [line for line in worker if "moe" in line]
+    n = min(len(outer), len(inner), len(routed))  # the last step may have been cut off
+    if max(len(outer), len(inner), len(routed)) > n + 1:
+        raise InputError(
+            "log",
+            f"{base}: engine, worker and capture logged {len(outer)}, {len(inner)} and "
+            f"{len(routed)} steps",
+            "the same steps in all three",
+        )
+    steps = []
+    for a, b, (rows, _, ids) in zip(outer[:n], inner[:n], routed[:n], strict=True):
+        if a["tokens"] != {name: count for name, _, count in rows}:
+            raise InputError("log", f"{base}: engine and worker logged different steps")
+        distinct = np.array([len(np.unique(ids[:, k])) for k in range(ids.shape[1])])
+        spans = sum(b["moe"]), sum(b["attention"])
+        steps.append(
+            EngineStep(a["start"], a["end"], b["start"], b["end"], *spans, rows, distinct)
+        )
+    described = next((line["engine"] for line in engine if "engine" in line), None)
+    if described is None:
+        raise InputError("log", f"{base}: the engine did not describe itself")
+    return EngineLog(
+        described,
+        {line["received"]: line["at"] for line in engine if "received" in line},
+        steps,
+        {line["pulled"]: (line["start"], line["end"]) for line in worker if "pulled" in line},
+    )
+
+
+def _lines(base: Path, pattern: str) -> list[dict[str, Any]]:
+    files = sorted(base.glob(pattern))
+    if len(files) != 1:
+        raise InputError("log", f"{base} holds {len(files)} {pattern}", "one: of one engine")
+    lines: list[dict[str, Any]] = []
+    for text in files[0].read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break  # the engine was stopped while it wrote its last line
+    return lines

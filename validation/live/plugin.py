@@ -1,0 +1,318 @@
+"""vLLM plug-in: time every step of an engine while ``ELDR_SIM_TIMING`` names a folder.
+
+vLLM loads it in each of its processes through the entry-point group ``vllm.general_plugins``.
+Without the variable `register` returns at once and imports nothing. Two kinds of JSON lines are
+written into the folder, flushed every step, all times of ``CLOCK_MONOTONIC``, which is one clock
+for all processes of a machine:
+
+``engine-<pid>.jsonl``
+    ``{"received": request, "at": s}`` when a request reaches the engine process;
+    ``{"start", "end", "tokens": {request: tokens}}`` for every step that computes tokens, from its
+    scheduling until its outputs are handed to the front end; and once ``{"engine": {...}}``: seats,
+    token budget, KV blocks.
+``worker-<pid>.jsonl``
+    One line for each of those steps, in the same order: ``start`` and ``end`` of the model's run,
+    ``moe`` and ``attention`` (seconds of each layer; gates belong to ``moe``), ``rows`` as the
+    capture logs them; and ``{"pulled": request, "start", "end"}`` for every KV transfer.
+
+Steps with a request whose name begins with ``forced-`` are for calibration: instead of what the gates
+choose, their tokens are spread evenly over a set of experts, whose size goes step by step through
+:data:`FORCED_LEVELS` counts from top-k to all.
+
+On a CPU it also keeps vLLM 0.32 from disturbing what is measured: the NIXL connector pins the
+compute threads of all engines to the last core, NIXL's progress thread takes most of a core, and
+engines wait for their workers in a loop that takes another.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, Any
+
+TIMING_VARIABLE = "ELDR_SIM_TIMING"
+FORCED_PREFIX = "forced-"
+FORCED_LEVELS = 8
+
+_NIXL_PROGRESS_US = 1000
+_POLL_S, _IDLE_POLL_S = 1e-4, 1e-3
+_log: IO[str] | None = None
+_forced: dict[str, Any] = {"on": False, "step": 0, "ids": {}}
+
+
+def register() -> None:
+    """Start timing in this process, if the environment asks for it."""
+    folder = os.environ.get(TIMING_VARIABLE)
+    if not folder:
+        return
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if "_eldr_sim_timing" in vars(EngineCore):
+        return
+    EngineCore._eldr_sim_timing = True
+    _time_engine(EngineCore, EngineCoreProc, folder)
+    _time_worker(GPUModelRunner, folder)
+    _time_transfers(folder)
+    _force_routing()
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+        _time_worker(CPUModelRunner, folder)
+        _spare_the_cores()
+
+
+def _write(folder: str, kind: str, line: dict[str, Any]) -> None:
+    global _log
+    if _log is None:
+        base = Path(folder)
+        base.mkdir(parents=True, exist_ok=True)
+        _log = (base / f"{kind}-{os.getpid()}.jsonl").open("w", encoding="utf-8")
+    _log.write(json.dumps(line, separators=(",", ":")) + "\n")
+    _log.flush()
+
+
+def _time_engine(core: Any, process: Any, folder: str) -> None:
+    """Log the steps of the engine's loop, and when requests reach it."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    schedule, step, received = (
+        Scheduler.schedule,
+        process._process_engine_step,
+        core.preprocess_add_request,
+    )
+
+    @functools.wraps(schedule)
+    def schedule_and_keep(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        self._eldr_sim_scheduled = output.num_scheduled_tokens
+        return output
+
+    @functools.wraps(step)
+    def step_and_log(self: Any) -> Any:
+        start = time.monotonic()
+        executed = step(self)
+        tokens = getattr(self.scheduler, "_eldr_sim_scheduled", None)
+        if executed and tokens:
+            if _log is None:
+                _write(folder, "engine", {"engine": _describe(self)})
+            line = {"start": start, "end": time.monotonic(), "tokens": tokens}
+            _write(folder, "engine", line)
+        return executed
+
+    @functools.wraps(received)
+    def receive_and_log(self: Any, request: Any) -> Any:
+        if _log is None:
+            _write(folder, "engine", {"engine": _describe(self)})
+        _write(folder, "engine", {"received": request.request_id, "at": time.monotonic()})
+        return received(self, request)
+
+    Scheduler.schedule = schedule_and_keep
+    process._process_engine_step = step_and_log
+    core.preprocess_add_request = receive_and_log
+
+
+def _describe(engine: Any) -> dict[str, int]:
+    config = engine.vllm_config
+    return {
+        "max_num_seqs": int(config.scheduler_config.max_num_seqs),
+        "max_num_batched_tokens": int(config.scheduler_config.max_num_batched_tokens),
+        "block_size": int(config.cache_config.block_size),
+        "n_blocks": int(config.cache_config.num_gpu_blocks or 0),
+        "max_model_len": int(config.model_config.max_model_len),
+    }
+
+
+class _Stopwatch:
+    """Seconds of the calls of a step, in their order: of the host, or of the device's kernels."""
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self._spans: list[tuple[Any, Any]] = []
+
+    def wrap(self, module: Any) -> None:
+        """Time every forward call of a module."""
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = self._now()
+            result = forward(*args, **kwargs)
+            self._spans.append((start, self._now()))
+            return result
+
+        module.forward = timed
+
+    def take(self) -> list[float]:
+        """Return the spans of the step and forget them."""
+        spans, self._spans = self._spans, []
+        if self._cuda:
+            return [start.elapsed_time(end) / 1e3 for start, end in spans]
+        return [end - start for start, end in spans]
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _time_worker(runner: Any, folder: str) -> None:
+    """Log the runs of the model and the parts of them that are timed apart."""
+    if "load_model" in vars(runner):
+        load_model = runner.load_model
+
+        @functools.wraps(load_model)
+        def load_and_wrap(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = load_model(self, *args, **kwargs)
+            if not hasattr(self, "_eldr_sim_watches"):
+                self._eldr_sim_watches = _watch(self)
+            return result
+
+        runner.load_model = load_and_wrap
+    if "execute_model" in vars(runner):
+        execute_model = runner.execute_model
+
+        @functools.wraps(execute_model)
+        def execute_and_log(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            moe, attention = self._eldr_sim_watches
+            moe.take()
+            attention.take()  # calls of warm-up runs
+            _forced["on"] = any(FORCED_PREFIX in name for name in scheduled.num_scheduled_tokens)
+            start = time.monotonic()
+            result = execute_model(self, scheduled, *args, **kwargs)
+            if scheduled.total_num_scheduled_tokens:
+                if self.device.type == "cuda":
+                    import torch
+
+                    torch.cuda.synchronize()
+                end = time.monotonic()
+                _forced["step"] += 1
+                line = {"start": start, "end": end, "moe": moe.take(), "attention": attention.take()}
+                _write(folder, "worker", line)
+            return result
+
+        runner.execute_model = execute_and_log
+
+
+def _watch(runner: Any) -> tuple[_Stopwatch, _Stopwatch]:
+    """Time the MoE layers and the attention of a loaded model."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    cuda = runner.device.type == "cuda"
+    moe, attention = _Stopwatch(cuda), _Stopwatch(cuda)
+    for module in runner.get_model().modules():
+        if hasattr(getattr(module, "router", None), "_compute_routing"):
+            moe.wrap(module)
+        elif isinstance(module, Attention):
+            attention.wrap(module)
+    return moe, attention
+
+
+def _time_transfers(folder: str) -> None:
+    """Log every KV transfer that a decode engine pulls over NIXL."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
+            NixlBaseConnectorWorker,
+        )
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
+            NixlPullConnectorWorker,
+        )
+    except ImportError:
+        return
+    begun: dict[str, float] = {}
+    load, done = (
+        NixlPullConnectorWorker.start_load_kv,
+        NixlBaseConnectorWorker.get_transfer_results,
+    )
+
+    @functools.wraps(load)
+    def load_and_note(self: Any, metadata: Any) -> Any:
+        now = time.monotonic()
+        begun.update((name, now) for name in metadata.reqs_to_recv)
+        return load(self, metadata)
+
+    @functools.wraps(done)
+    def done_and_log(self: Any) -> Any:
+        result = done(self)
+        for name in result.finished_recving or ():
+            if name in begun:
+                span = {"pulled": name, "start": begun.pop(name), "end": time.monotonic()}
+                _write(folder, "worker", span)
+        return result
+
+    NixlPullConnectorWorker.start_load_kv = load_and_note
+    NixlBaseConnectorWorker.get_transfer_results = done_and_log
+
+
+def _force_routing() -> None:
+    """Replace what every router chooses."""
+    from vllm.model_executor.layers.fused_moe import layer  # noqa: F401  (imports all routers)
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    pending = [BaseRouter]
+    while pending:
+        router = pending.pop()
+        pending += router.__subclasses__()
+        if "_compute_routing" in vars(router):
+            _force(router)
+
+
+def _force(router: Any) -> None:
+    compute = router._compute_routing
+
+    @functools.wraps(compute)
+    def forced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weights, ids = compute(self, *args, **kwargs)
+        if not _forced["on"]:
+            return weights, ids
+        level = _forced["step"] % FORCED_LEVELS
+        key = (*ids.shape, level)
+        if key not in _forced["ids"]:
+            _forced["ids"][key] = _spread(ids, level, self.global_num_experts)
+        return weights, _forced["ids"][key]
+
+    router._compute_routing = forced
+
+
+def _spread(ids: Any, level: int, n_experts: int) -> Any:
+    """Spread tokens evenly over a fixed random set of experts, the larger the higher the level."""
+    import torch
+
+    tokens, top_k = ids.shape
+    size = round(top_k + (n_experts - top_k) * level / (FORCED_LEVELS - 1))
+    generator = torch.Generator().manual_seed(level)
+    experts = torch.randperm(n_experts, generator=generator)[:size]
+    return experts[torch.arange(tokens * top_k) % size].view(tokens, top_k).to(ids)
+
+
+def _spare_the_cores() -> None:
+    """Keep the threads of engines on a CPU out of each other's way (vLLM 0.32)."""
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])
+
+    def wait(self: Any, timeout_ms: int | None = None) -> None:
+        recent = time.monotonic() <= self.last_read + self.busy_loop_s
+        time.sleep(_POLL_S if recent else _IDLE_POLL_S)
+
+    shm_broadcast.SpinCondition.wait = wait
+    try:
+        from nixl import _api
+    except ImportError:
+        return
+    base = _api.nixlBind.nixlAgentConfig
+
+    class Config(base):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, _NIXL_PROGRESS_US if name == "pthrDelay" else value)
+
+    _api.nixlBind.nixlAgentConfig = Config

@@ -1,0 +1,178 @@
+"""From what client, proxy and engines noted to a recorded run."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_folder
+from eldr_sim.traces.capture.collect import collect
+from eldr_sim.traces.capture.prompts import Prompt
+from eldr_sim.traces.capture.recording import write_recording
+from eldr_sim.traces.capture.step_log import external_ids
+from eldr_sim.validation.live.engine_log import EngineLog
+from eldr_sim.validation.live.recording import STEPS, RunInfo, write_live_run
+from eldr_sim.validation.live.setups import Endpoint
+
+__all__ = ["machine", "record_run", "request_rows", "steps_table", "versions", "write_trace_of"]
+
+_TIMES = ("sent_s", "prefilled_s", "routed_s")
+
+
+def record_run(
+    out: Path,
+    info: RunInfo,
+    requests: pa.Table,
+    logs: Mapping[str, EngineLog],
+    endpoints: Sequence[Endpoint],
+    model: str,
+) -> None:
+    """Write a run into a folder of its own, its times counted from the first request.
+
+    Parameters
+    ----------
+    out
+        Where to; must not exist.
+    info
+        Set-up and load.
+    requests
+        ``recording.REQUESTS`` with times of ``CLOCK_MONOTONIC``.
+    logs
+        What each engine logged, by its name.
+    endpoints
+        The engines; their capture logs hold the routing.
+    model
+        What the engines serve.
+
+    Raises
+    ------
+    InputError
+        Some request's tokens are not in the logs.
+    """
+    start = float(np.min(requests["sent_s"].to_numpy()))
+    rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
+    with whole_folder(out) as folder:
+        write_trace_of(folder / "trace", requests, endpoints, model)
+        steps = steps_table(logs, rows, start)
+        write_live_run(folder, info, _shifted(requests, start), steps)
+
+
+def write_trace_of(
+    out: Path, requests: pa.Table, endpoints: Sequence[Endpoint], model: str, **options: Any
+) -> None:
+    """Write the routing of some requests as a trace, in their order.
+
+    Further options are those of `write_recording`.
+    """
+    prompts = [
+        Prompt(name, domain, None)
+        for name, domain in zip(
+            requests["request_id"].to_pylist(), requests["domain"].to_pylist(), strict=True
+        )
+    ]
+    with TemporaryDirectory() as joint:
+        for endpoint in endpoints:
+            for file in endpoint.log.glob("steps-*"):
+                (Path(joint) / file.name).symlink_to(file.resolve())
+        collected = collect(joint, prompts)
+    if len(collected.prompts) != len(prompts):
+        raise InputError(
+            "log", f"only {len(collected.prompts)} of {len(prompts)} requests are in the logs"
+        )
+    write_recording(
+        out,
+        collected.recording,
+        collected.prompts,
+        **{
+            "model": Path(model).name,
+            "source_data": "random prompts of a live validation",
+            "calibration_fraction": 0.0,
+        }
+        | options,
+    )
+
+
+def request_rows(steps: Iterable[str], rows: Mapping[str, int]) -> dict[str, int]:
+    """Return the row of each name that an engine uses, of those requests that are known."""
+    found = {}
+    for name in steps:
+        row = next((rows[known] for known in external_ids(name) if known in rows), None)
+        if row is not None:
+            found[name] = row
+    return found
+
+
+def steps_table(logs: Mapping[str, EngineLog], rows: Mapping[str, int], start: float) -> pa.Table:
+    """Return ``recording.STEPS`` of the steps whose requests are all known."""
+    columns: dict[str, list[Any]] = {name: [] for name in STEPS.names}
+    for engine, log in logs.items():
+        names = request_rows({name for step in log.steps for name, _, _ in step.rows}, rows)
+        for step in log.steps:
+            if any(name not in names for name, _, _ in step.rows):
+                continue
+            values = (
+                engine,
+                step.start_s - start,
+                step.end_s - start,
+                step.forward_start_s - start,
+                step.forward_end_s - start,
+                step.moe_s,
+                step.attention_s,
+                [names[name] for name, _, _ in step.rows],
+                [position for _, position, _ in step.rows],
+                [count for _, _, count in step.rows],
+                step.distinct.tolist(),
+            )
+            for column, value in zip(columns.values(), values, strict=True):
+                column.append(value)
+    return pa.table(columns, schema=STEPS).sort_by("start_s")
+
+
+def _shifted(requests: pa.Table, start: float) -> pa.Table:
+    for name in _TIMES:
+        place = requests.column_names.index(name)
+        moments = [None if t is None else t - start for t in requests[name].to_pylist()]
+        requests = requests.set_column(place, name, pa.array(moments, pa.float64()))
+    place = requests.column_names.index("token_s")
+    tokens = [[t - start for t in times] for times in requests["token_s"].to_pylist()]
+    return requests.set_column(place, "token_s", pa.array(tokens, pa.list_(pa.float64())))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what takes part, as far as it is installed."""
+    found = {"python": platform.python_version()}
+    for name in ("eldr-sim", "vllm", "torch", "nixl", "transformers", "aiohttp"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, str]:
+    """Describe the machine."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = {
+        "processor": names[0] if names else platform.machine(),
+        "cores": str(os.cpu_count()),
+        "memory": f"{memory / 2**30:.0f} GiB",
+        "kernel": platform.release(),
+    }
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return found
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found

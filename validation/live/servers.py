@@ -1,0 +1,236 @@
+"""vLLM engines as child processes: started, pinned to a core, watched, stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.capture.vllm_plugin import ENVIRONMENT_VARIABLE as CAPTURE_VARIABLE
+from eldr_sim.validation.live.plugin import TIMING_VARIABLE
+
+__all__ = ["Engine", "EngineOptions", "free_port"]
+
+_START_LIMIT_S = 900.0
+_STOP_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What all engines of a set-up have in common."""
+
+    model: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    dtype: str = "bfloat16"
+    tensor_parallel_size: int = 1
+    block_size: int | None = None
+    kv_cache_gib: int = 1
+    """Memory of the KV cache of an engine on a CPU."""
+    extra: tuple[str, ...] = ()
+    """Further arguments of ``vllm serve``."""
+
+
+@dataclass
+class Engine:
+    """``vllm serve`` with the plug-ins, as a context manager.
+
+    Parameters
+    ----------
+    options
+        The model and the engine's size.
+    name, role
+        Its name in logs, and what it computes.
+    log
+        Folder for its logs; made anew.
+    core
+        CPU core of the model's compute thread; None on a GPU.
+    host_core
+        CPU core of everything else, so that it does not slow the compute thread down.
+    devices
+        GPUs of the engine.
+
+    Raises
+    ------
+    InputError
+        vLLM is not installed, or it does not start.
+    """
+
+    options: EngineOptions
+    name: str
+    role: Literal["prefill", "decode", "colocated"]
+    log: Path
+    core: int | None = None
+    host_core: int | None = None
+    devices: tuple[int, ...] = ()
+    url: str = ""
+    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def __enter__(self) -> Engine:
+        self.start()
+        self.wait()
+        return self
+
+    def start(self) -> None:
+        """Start the process; several can load at the same time."""
+        if importlib.util.find_spec("vllm") is None:
+            raise InputError("vllm", "vLLM is not installed here", "its environment: docs/live.md")
+        port, side = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.log.mkdir(parents=True, exist_ok=True)
+        with self._output.open("wb") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.cli.main", *self._arguments(port)],
+                env=os.environ | self._environment(side),
+                stdout=stream,
+                stderr=stream,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        """Wait until it answers, then pin its threads."""
+        deadline = time.monotonic() + _START_LIMIT_S
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    break
+            except OSError:
+                assert self._process is not None
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.stop()
+                    raise InputError(
+                        "vllm", f"{self.name} did not start: {self._last_error()}", str(self._output)
+                    ) from None
+                time.sleep(0.5)
+        self.check_alive()
+        if self.host_core is not None:
+            self._pin(self.host_core)
+
+    def check_alive(self) -> None:
+        """Raise InputError if the process has ended."""
+        if self._process is None or self._process.poll() is not None:
+            raise InputError("vllm", f"{self.name} ended: {self._last_error()}", str(self._output))
+
+    def stop(self) -> None:
+        """Stop the engine and all its processes."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # workers that outlived it
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def _output(self) -> Path:
+        return self.log / "vllm.log"
+
+    def _last_error(self) -> str:
+        """Return the last line of its output that says what went wrong."""
+        try:
+            lines = self._output.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return "no output"
+        errors = [line for line in lines if "Error" in line or "error:" in line]
+        return " ".join((errors or lines or ["no output"])[-1].split())[:300]
+
+    def _arguments(self, port: int) -> list[str]:
+        options = self.options
+        arguments = ["serve", options.model, "--served-model-name", "model"]
+        values = {
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": options.dtype,
+            "max-model-len": options.max_model_len,
+            "max-num-seqs": options.max_num_seqs,
+            "max-num-batched-tokens": options.max_num_batched_tokens,
+            "tensor-parallel-size": options.tensor_parallel_size,
+            "block-size": options.block_size,
+        }
+        for flag, value in values.items():
+            if value is not None:
+                arguments += [f"--{flag}", str(value)]
+        arguments += ["--enforce-eager", "--no-enable-prefix-caching", "--no-async-scheduling"]
+        arguments += ["--skip-tokenizer-init", "--disable-uvicorn-access-log"]
+        if self.role != "colocated":
+            kind = "kv_producer" if self.role == "prefill" else "kv_consumer"
+            transfer = {"kv_connector": "NixlConnector", "kv_role": kind}
+            if self.core is not None:
+                transfer["kv_buffer_device"] = "cpu"
+            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        return [*arguments, *options.extra]
+
+    def _environment(self, side_channel: int) -> dict[str, str]:
+        variables = {
+            TIMING_VARIABLE: str(self.log),
+            CAPTURE_VARIABLE: str(self.log),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+        }
+        if self.devices:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
+        if self.core is not None:
+            variables |= {
+                "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": str(self.core),
+                "VLLM_CPU_KVCACHE_SPACE": str(self.options.kv_cache_gib),
+            }
+        return variables
+
+    def _pin(self, core: int) -> None:
+        """Move every thread to a core but those that compute."""
+        assert self._process is not None
+        for process in _descendants(self._process.pid):
+            name = Path(f"/proc/{process}/comm").read_text(encoding="utf-8")
+            for task in os.listdir(f"/proc/{process}/task"):
+                thread = int(task)
+                computes = name.startswith("VLLM::Wor") and os.sched_getaffinity(thread) == {
+                    self.core
+                }
+                if not computes:
+                    os.sched_setaffinity(thread, {core})
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody uses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _descendants(process: int) -> list[int]:
+    found = [process]
+    for task in os.listdir(f"/proc/{process}/task"):
+        children = Path(f"/proc/{process}/task/{task}/children").read_text(encoding="utf-8")
+        for child in children.split():
+            found += _descendants(int(child))
+    return found

@@ -1,0 +1,212 @@
+"""The set-ups of a live validation: which engines run, on which cores, behind what."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from eldr_sim.errors import InputError
+from eldr_sim.validation.live.servers import Engine, EngineOptions, free_port
+
+__all__ = ["SETUPS", "Endpoint", "Setup", "existing", "start_proxy", "started"]
+
+Role = Literal["prefill", "decode", "colocated"]
+
+SETUPS: dict[str, tuple[tuple[str, Role], ...]] = {
+    "colocated": (("engine0", "colocated"),),
+    "1P1D": (("prefill0", "prefill"), ("decode0", "decode")),
+    "1P2D": (("prefill0", "prefill"), ("decode0", "decode"), ("decode1", "decode")),
+}
+"""Engines by the name of the set-up: name and role, prefill engines first."""
+
+#: Cores of a machine without GPUs by set-up and engine: of the compute thread, and of all else that
+#: belongs to it. One decode engine has a core for itself. With two, each shares its core with its own
+#: front end, which works while the model waits; prefill shares the first.
+_CORES = {
+    "colocated": {"engine0": (1, 0)},
+    "1P1D": {"prefill0": (0, 0), "decode0": (1, 0)},
+    "1P2D": {"prefill0": (0, 0), "decode0": (0, 0), "decode1": (1, 1)},
+}
+_PROXY_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An engine that runs.
+
+    Attributes
+    ----------
+    name, role
+        As in the set-up.
+    url
+        Where it answers.
+    log
+        What ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` name in it.
+    """
+
+    name: str
+    role: Role
+    url: str
+    log: Path
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A set-up that runs.
+
+    Attributes
+    ----------
+    name
+        Such as ``1P1D``.
+    endpoints
+        Prefill engines first.
+    folder
+        For logs of proxies.
+    client_core
+        Where client and proxy run on a machine without GPUs; None leaves it to the system.
+    """
+
+    name: str
+    endpoints: tuple[Endpoint, ...]
+    folder: Path
+    client_core: int | None = None
+    _engines: list[Engine] = field(default_factory=list, repr=False)
+
+    @property
+    def prefill(self) -> list[Endpoint]:
+        """Engines that compute prompts only."""
+        return [e for e in self.endpoints if e.role == "prefill"]
+
+    @property
+    def decode(self) -> list[Endpoint]:
+        """Decode or co-located engines."""
+        return [e for e in self.endpoints if e.role != "prefill"]
+
+    def check_alive(self) -> None:
+        """Raise InputError if one of the engines started here has ended."""
+        for engine in self._engines:
+            engine.check_alive()
+
+
+@contextmanager
+def started(name: str, options: EngineOptions, folder: Path, *, gpu: bool) -> Iterator[Setup]:
+    """Start the engines of a set-up, and stop them at the end.
+
+    Parameters
+    ----------
+    name
+        Of :data:`SETUPS`.
+    options
+        The engines' model and size.
+    folder
+        For the engines' logs.
+    gpu
+        Whether engines run on GPUs, one after the other in the order of CUDA_VISIBLE_DEVICES;
+        else on the cores of the CPU.
+
+    Raises
+    ------
+    InputError
+        An engine does not start.
+    """
+    cores = _CORES[name]
+    engines = []
+    for i, (engine, role) in enumerate(SETUPS[name]):
+        core, host_core = (None, None) if gpu else cores[engine]
+        size = options.tensor_parallel_size
+        devices = range(i * size, (i + 1) * size) if gpu else ()
+        engines.append(
+            Engine(options, engine, role, folder / engine, core, host_core, tuple(devices))
+        )
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.callback(engine.stop)
+            engine.start()
+        for engine in engines:
+            engine.wait()
+        points = tuple(Endpoint(e.name, e.role, e.url, e.log) for e in engines)
+        yield Setup(name, points, folder, None if gpu else 0, engines)
+
+
+def existing(
+    folder: Path, prefill: Sequence[tuple[str, Path]], decode: Sequence[tuple[str, Path]]
+) -> Setup:
+    """Take engines that somebody else has started on this machine.
+
+    Parameters
+    ----------
+    folder
+        For logs of proxies.
+    prefill, decode
+        URL and log folder of each engine; without prefill engines the others are co-located.
+    """
+    role: Role = "decode" if prefill else "colocated"
+    points = [Endpoint(f"prefill{i}", "prefill", u, log) for i, (u, log) in enumerate(prefill)]
+    label = "decode" if prefill else "engine"
+    points += [Endpoint(f"{label}{i}", role, u, log) for i, (u, log) in enumerate(decode)]
+    name = f"{len(prefill)}P{len(decode)}D" if prefill else f"{len(decode)}C"
+    return Setup("colocated" if name == "1C" else name, tuple(points), folder)
+
+
+@contextmanager
+def start_proxy(
+    setup: Setup, policy: str, log: Path, artifact: Path | None = None, seed: int = 0
+) -> Iterator[str]:
+    """Run the proxy in front of a set-up and yield its URL; a lone engine needs none.
+
+    Raises
+    ------
+    InputError
+        The proxy does not start.
+    """
+    if len(setup.endpoints) == 1:
+        yield setup.endpoints[0].url
+        return
+    port = free_port()
+    config = {
+        "port": port,
+        "prefill_urls": [e.url for e in setup.prefill],
+        "decode_urls": [e.url for e in setup.decode],
+        "policy": policy,
+        "artifact": None if artifact is None else str(artifact),
+        "seed": seed,
+        "capture": [str(e.log) for e in setup.prefill],
+        "log": str(log),
+    }
+    file = log.with_suffix(".config.json")
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    output = log.with_suffix(".txt")
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "eldr_sim.validation.live.proxy", str(file)],
+            stdout=stream,
+            stderr=stream,
+            stdin=subprocess.DEVNULL,
+        )
+    try:
+        if setup.client_core is not None:
+            os.sched_setaffinity(process.pid, {setup.client_core})
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + _PROXY_LIMIT_S
+        while True:
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=5):
+                    break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    lines = output.read_text(encoding="utf-8").splitlines() or ["no output"]
+                    raise InputError("proxy", f"did not start: {lines[-1]}") from None
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
