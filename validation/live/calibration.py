@@ -260,8 +260,11 @@ def outside_times(
         if row not in first or len(ends[row]) < len(tokens[row]):
             raise InputError("calibration", f"the engines did not log request {row}")
     order = sorted(rows.values())
+    # To the simulator a step ends where the next one starts, a little after its outputs have left.
     egress = [
-        times[k] - ends[row][k][1] for row in order for times in [tokens[row]] for k in range(len(times))
+        token - following[0]
+        for row in order
+        for token, following in zip(tokens[row], ends[row][1:], strict=False)
     ]
     handoff, transfer = Delay(base_s=0, per_token_s=0), TransferModel(0, 0, 1e15, "none")
     notes: dict[str, Any] = {}

@@ -250,9 +250,7 @@ def _fit_artifact(campaign: Campaign, setup: Setup, out: Path) -> None:
     )
     engine = setup.decode[-1]
     requests = send_load(load, engine.url, model=MODEL_NAME)
-    write_trace_of(
-        out / "trace", requests, [engine], campaign.options.model, calibration_fraction=1.0
-    )
+    write_trace_of(out / "trace", requests, [engine], campaign.options.model, "calibration")
     artifact = fit(calibration_set(open_trace(out / "trace")), len(setup.decode))
     artifact.save(out / "artifact.npz")
 
@@ -308,7 +306,8 @@ def _record(
         output_len=campaign.output_len,
         prompt_range=(4, min(4 * campaign.prompt_len, options.max_num_batched_tokens)),
         output_range=(2, min(3 * campaign.output_len, room)),
-        prefix=out.name,
+        # An engine keeps one log: the names of an earlier, broken attempt must not come again.
+        prefix=f"{out.name}-{time.time_ns():x}",
     )
     log = setup.folder / f"{out.name}.jsonl"
     artifact = campaign.calibration(setup.name) / "artifact.npz"

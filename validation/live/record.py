@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -67,14 +67,15 @@ def record_run(
 
 
 def write_trace_of(
-    out: Path, requests: pa.Table, endpoints: Sequence[Endpoint], model: str, **options: Any
+    out: Path,
+    requests: pa.Table,
+    endpoints: Sequence[Endpoint],
+    model: str,
+    split: Literal["calibration", "serving"] = "serving",
 ) -> None:
-    """Write the routing of some requests as a trace, in their order.
-
-    Further options are those of `write_recording`.
-    """
+    """Write the routing of some requests as a trace, in their order."""
     prompts = [
-        Prompt(name, domain, None)
+        Prompt(name, domain, None, split)
         for name, domain in zip(
             requests["request_id"].to_pylist(), requests["domain"].to_pylist(), strict=True
         )
@@ -92,12 +93,8 @@ def write_trace_of(
         out,
         collected.recording,
         collected.prompts,
-        **{
-            "model": Path(model).name,
-            "source_data": "random prompts of a live validation",
-            "calibration_fraction": 0.0,
-        }
-        | options,
+        model=Path(model).name,
+        source_data="random prompts of a live validation",
     )
 
 
