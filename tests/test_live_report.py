@@ -42,8 +42,9 @@ def write_campaign(folder, runs, calibrated):
         info = run.info.model_copy(update={"machine": MACHINE, "versions": VERSIONS})
         write_live_run(base, info, run.requests, run.steps)
         (base / "trace").symlink_to(run.trace.path)
-    (folder / "calibration").mkdir(parents=True)
-    write_calibration(folder / "calibration", calibrated.info, calibrated.tables)
+    for setup in {run.info.setup for run in runs}:
+        (folder / "calibration" / setup).mkdir(parents=True)
+        write_calibration(folder / "calibration" / setup, calibrated.info, calibrated.tables)
     return folder
 
 
@@ -334,6 +335,27 @@ def test_csv_files_hold_the_tables(written):
         assert read == shown
 
 
+def test_the_campaign_is_described(written):
+    folder, document = written
+    found = tables((folder / "README.md").read_text())
+    engines, loads = (t[2] for t in found if t[0] == "What was run")
+    assert [row["engines"] for row in engines] == ["colocated0", "prefill0", "decode0, decode1"]
+    steady = one(loads, load="steady")
+    assert steady["requests/s (requests)"] == "colocated 60 (60), 1P2D 60 (60)"
+    assert json.dumps(document["model"]) in (folder / "README.md").read_text()
+    (times,) = (t[2] for t in found if t[0] == "Calibration")
+    for setup in ("colocated", "1P2D"):
+        of = document["calibration"][setup]
+        cells = {row[""]: row[setup] for row in times}
+        assert close(cells["wall time"], of["seconds"], digits=0)
+        assert close(cells["from the end of a step to the client"], 1e3 * of["egress_s"], digits=3)
+        ingress = (1e3 * of["ingress_s"]["base_s"], 1e6 * of["ingress_s"]["per_token_s"])
+        assert close(cells["from the post to the engine's queue"], *ingress, digits=3)
+        assert (cells["KV transfer"] == "-") == (setup == "colocated")
+        moe = one(of["tables"], kind="moe")
+        assert cells["table `moe`"] == f"{moe['rows']}, measured"
+
+
 def test_the_same_campaign_gives_the_same_bytes(live_runs, live_calibration, tmp_path):
     campaign = write_campaign(tmp_path / "campaign", live_runs[:1], live_calibration)
     for name in ("one", "two"):
@@ -347,7 +369,7 @@ def broken(campaign, how):
         for path in campaign.glob("runs/*/run.json"):
             path.unlink()
     elif how == "no calibration":
-        (campaign / "calibration" / "calibration.json").unlink()
+        (campaign / "calibration" / "colocated" / "calibration.json").unlink()
     elif how == "no steps":
         (campaign / "runs" / "000" / "steps.parquet").unlink()
     elif how == "the same run twice":

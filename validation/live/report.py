@@ -8,9 +8,9 @@ A folder written whole or not at all:
     All figures. ``headline``: a row a set-up and goal. ``missed``: a row a set-up, load and goal
     that is missed, with what causes it. ``paired``: live, simulated, error and noise floor of every
     statistic. ``policies``: differences between decode policies, live and simulated.
-    ``comparison``: the summary of :mod:`~.compare`. ``setups``, ``loads``, ``model``,
-    ``max_model_len``, ``versions``, ``machine``, ``calibration``: what was run. ``not_run``: what
-    was not.
+    ``comparison``: the summary of :mod:`~.compare`, each set-up by itself. ``setups``, ``loads``,
+    ``model``, ``max_model_len``, ``versions``, ``machine``, ``calibration``: what was run.
+    ``not_run``: what was not. ``pictures``: which there are.
 ``paired.csv``, ``steps.csv``, ``components.csv``, ``policies.csv``
     The tables.
 ``cdf_*.png``, ``steps_*.png``, ``components_*.png``, ``distinct_*.png``
@@ -22,15 +22,17 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import result_folder
 from eldr_sim.validation.live.calibrated import Calibrated, read_calibration
-from eldr_sim.validation.live.compare import compare_runs
-from eldr_sim.validation.live.recording import LiveRun, read_live_run
+from eldr_sim.validation.live.compare import Comparison, compare_runs
+from eldr_sim.validation.live.recording import LiveRun, LoadInfo, read_live_run
 from eldr_sim.validation.live.replay import Replayed, replay_run
 from eldr_sim.validation.live.report_figures import POLICIES, SETUPS, report_document
 from eldr_sim.validation.live.report_pictures import draw_pictures
@@ -53,8 +55,9 @@ def write_report(
     Parameters
     ----------
     campaign
-        Folder of ``runs/*/`` (:mod:`~.recording`), ``calibration/`` (:mod:`~.calibrated`) and,
-        where ELDR's policies ran, ``artifact.npz``, their offline fit.
+        Folder of ``runs/*/`` (:mod:`~.recording`) and, for every set-up among them,
+        ``calibration/SETUP/`` (:mod:`~.calibrated`), there with ``artifact.npz``, ELDR's offline
+        fit, where its policies ran.
     out
         Folder to make.
     force
@@ -75,8 +78,7 @@ def write_report(
     """
     with result_folder(out, force) as folder:
         runs, calibrated = read_campaign(campaign)
-        pairs = _replayed(campaign, runs, calibrated, progress)
-        compared = compare_runs(pairs, calibrated)
+        compared = _compared(campaign, runs, calibrated, progress)
         document: Row = _significant(report_document(runs, calibrated, compared.summary))
         document["pictures"] = draw_pictures(folder, runs, calibrated, compared)
         (folder / "comparison.json").write_text(_json(document) + "\n", encoding="utf-8")
@@ -93,8 +95,8 @@ def write_report(
     return document
 
 
-def read_campaign(campaign: Path) -> tuple[list[LiveRun], Calibrated]:
-    """Return the runs of a campaign, in the order of the report, and its calibration.
+def read_campaign(campaign: Path) -> tuple[list[LiveRun], dict[str, Calibrated]]:
+    """Return the runs of a campaign, in the order of the report, and the set-ups' calibrations.
 
     Raises
     ------
@@ -104,41 +106,57 @@ def read_campaign(campaign: Path) -> tuple[list[LiveRun], Calibrated]:
     folders = sorted(path.parent for path in campaign.glob("runs/*/run.json"))
     if not folders:
         raise InputError("campaign", f"{campaign} holds no runs/*/run.json", "a live campaign")
-    calibrated = read_calibration(campaign / "calibration")
     runs = sorted((read_live_run(folder) for folder in folders), key=_place)
     _check(runs)
-    return runs, calibrated
+    setups = dict.fromkeys(run.info.setup for run in runs)
+    return runs, {name: read_calibration(campaign / "calibration" / name) for name in setups}
 
 
-def _replayed(
+def _compared(
     campaign: Path,
     runs: Sequence[LiveRun],
-    calibrated: Calibrated,
+    calibrated: Mapping[str, Calibrated],
     progress: Callable[[float], None],
-) -> Iterator[tuple[LiveRun, Replayed]]:
-    artifact: Path | None = campaign / "artifact.npz"
-    if artifact is not None and not artifact.exists():
-        artifact = None
-    for done, run in enumerate(runs, 1):
-        yield run, replay_run(run, calibrated, artifact)
-        progress(0.9 * done / len(runs))
+) -> Comparison:
+    """Simulate and compare the runs, each set-up with its own calibration."""
+    done = 0
+
+    def pairs(setup: str) -> Iterator[tuple[LiveRun, Replayed]]:
+        nonlocal done
+        artifact = campaign / "calibration" / setup / "artifact.npz"
+        for run in runs:
+            if run.info.setup == setup:
+                fit = artifact if artifact.exists() else None
+                yield run, replay_run(run, calibrated[setup], fit)
+                done += 1
+                progress(0.9 * done / len(runs))
+
+    found = [compare_runs(pairs(setup), own) for setup, own in calibrated.items()]
+    keys = ("runs", "steps", "distinct", "requests", "components")
+    summary: Row = {key: [row for each in found for row in each.summary[key]] for key in keys}
+    summary["steps"] = [row for row in summary["steps"] if row["setup"] is not None]
+    tables = (
+        pa.concat_tables([getattr(each, name) for each in found], promote_options="permissive")
+        for name in ("steps", "requests", "gaps")
+    )
+    return Comparison(summary, *tables)
 
 
 def _place(run: LiveRun) -> tuple[Any, ...]:
-    """Where a run stands: known set-ups and policies first, loads by what they offer."""
+    """Where a run stands: known set-ups and policies first, loads by their rate."""
     info, load = run.info, run.info.load
 
     def rank(name: str, known: tuple[str, ...]) -> tuple[int, str]:
         return (known.index(name) if name in known else len(known), name)
 
-    offered = (load.lengths, -load.burstiness, load.request_rate, load.name)
+    offered = (load.request_rate, load.lengths, load.name)
     return (rank(info.setup, SETUPS), rank(info.policy, POLICIES), offered, info.repeat)
 
 
 def _check(runs: Sequence[LiveRun]) -> None:
     """Raise InputError unless the runs are of one campaign."""
     first = runs[0].info
-    loads: Row = {}
+    loads: dict[tuple[str, str], LoadInfo] = {}
     engines: Row = {}
     versions: dict[str, str] = {}
     labels: set[str] = set()
@@ -147,11 +165,12 @@ def _check(runs: Sequence[LiveRun]) -> None:
         if run.label in labels:
             raise InputError("campaign", f"two runs are {run.label}", "one run a repeat")
         labels.add(run.label)
+        load = (info.setup, info.load.name)
         for what, same in (
             ("model", info.model == first.model),
             ("longest request", info.max_model_len == first.max_model_len),
             ("machine", info.machine == first.machine),
-            ("load of that name", loads.setdefault(info.load.name, info.load) == info.load),
+            ("load of that name", loads.setdefault(load, info.load) == info.load),
             ("set of engines", engines.setdefault(info.setup, info.engines) == info.engines),
             (
                 "build",

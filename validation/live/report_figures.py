@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from eldr_sim.validation.live.calibrated import Calibrated
@@ -30,7 +30,9 @@ PARTS = ("moe", "attention", "rest")
 _LOADS, _REPEATS, _BATCH = 4, 3, 16  # of a full campaign: loads, repeats, decode batch reached
 
 
-def report_document(runs: Sequence[LiveRun], calibrated: Calibrated, summary: Row) -> Row:
+def report_document(
+    runs: Sequence[LiveRun], calibrated: Mapping[str, Calibrated], summary: Row
+) -> Row:
     """Return what ``comparison.json`` holds, pictures apart.
 
     Parameters
@@ -38,15 +40,15 @@ def report_document(runs: Sequence[LiveRun], calibrated: Calibrated, summary: Ro
     runs
         The recorded runs, in the order of the report.
     calibrated
-        What they were simulated with.
+        What those of each set-up were simulated with.
     summary
-        Of :func:`~.compare.compare_runs` on them.
+        Of :func:`~.compare.compare_runs` on the runs of each set-up.
     """
     infos = [run.info for run in runs]
     paired = [_judged(row) for row in _of_loads(summary["requests"])]
-    setups = list(dict.fromkeys(info.setup for info in infos))
+    setups = list(calibrated)
     engines = {info.setup: info.engines for info in infos}
-    loads = {info.load.name: info.load for info in infos}
+    loads = {(info.setup, info.load.name): info.load for info in infos}
     return {
         "goals_percent": GOALS,
         "headline": [row for setup in setups for row in _headline(setup, paired, summary)],
@@ -54,31 +56,33 @@ def report_document(runs: Sequence[LiveRun], calibrated: Calibrated, summary: Ro
         "paired": paired,
         "policies": _policies(paired),
         "comparison": summary,
-        "setups": {name: [e.model_dump() for e in of] for name, of in engines.items()},
+        "setups": {name: [e.model_dump() for e in engines[name]] for name in setups},
         "policies_run": {
             name: list(dict.fromkeys(i.policy for i in infos if i.setup == name)) for name in setups
         },
-        "loads": [load.model_dump() for load in loads.values()],
+        "loads": [{"setup": setup} | load.model_dump() for (setup, _), load in loads.items()],
         "model": infos[0].model,
         "max_model_len": infos[0].max_model_len,
         "versions": {k: v for info in infos for k, v in info.versions.items()},
         "machine": infos[0].machine,
-        "calibration": calibrated.info.model_dump()
-        | {
-            "tables": [
-                {
-                    "kind": table.metadata.kind,
-                    "rows": len(table),
-                    "provenance": table.metadata.provenance,
-                    "kernel_source": table.metadata.kernel_source,
-                    "shape": table.metadata.shape,
-                    "fit_error_percent": {k: 100 * v for k, v in table.metadata.fit_error.items()},
-                }
-                for table in calibrated.tables
-            ]
-        },
+        "calibration": {name: _calibration(of) for name, of in calibrated.items()},
         "not_run": _not_run(summary["runs"]),
     }
+
+
+def _calibration(calibrated: Calibrated) -> Row:
+    tables = [
+        {
+            "kind": table.metadata.kind,
+            "rows": len(table),
+            "provenance": table.metadata.provenance,
+            "kernel_source": table.metadata.kernel_source,
+            "shape": table.metadata.shape,
+            "fit_error_percent": {k: 100 * v for k, v in table.metadata.fit_error.items()},
+        }
+        for table in calibrated.tables
+    ]
+    return calibrated.info.model_dump() | {"tables": tables}
 
 
 def _of_loads(rows: Iterable[Row]) -> list[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,10 @@ _MOST_CURVES, _FEWEST_STEPS = 4, 30
 
 
 def draw_pictures(
-    folder: Path, runs: Sequence[LiveRun], calibrated: Calibrated, compared: Comparison
+    folder: Path,
+    runs: Sequence[LiveRun],
+    calibrated: Mapping[str, Calibrated],
+    compared: Comparison,
 ) -> list[Row]:
     """Draw all pictures into a folder.
 
@@ -46,7 +49,7 @@ def draw_pictures(
     folder
         Where the PNG files go.
     runs, calibrated, compared
-        The runs of a campaign, and what was made of them.
+        The runs of a campaign, their set-ups' calibrations, and what was made of them.
 
     Returns
     -------
@@ -76,7 +79,7 @@ def draw_pictures(
             picture("components", setup, of, (9.0, 3.0), partial(draw_components, bars=bars))
         kinds = _scatters(_where(compared.steps, setup=setup))
         picture("steps", setup, setup, (4.6 * len(kinds), 5.0), partial(draw_steps, kinds=kinds))
-        curves = _curves(mine, calibrated, compared.steps)
+        curves = _curves(mine, calibrated[setup], compared.steps)
         if curves:
             picture("distinct", setup, setup, (9.0, 4.0), partial(draw_distinct, curves=curves))
     return drawn

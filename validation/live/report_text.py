@@ -40,7 +40,7 @@ def markdown(document: Row) -> str:
         blocks += [f"## {setup}", *_setup(document, setup)]
     blocks += ["## Decode policies", *_policies(document)]
     blocks += ["## What was run", *_configuration(document)]
-    blocks += ["## Calibration", *_calibration(document["calibration"])]
+    blocks += ["## Calibration", *_calibration(document)]
     blocks += ["## What was not run", _not_run(document["not_run"]), "## Terms", _TERMS]
     return "\n\n".join(blocks) + "\n"
 
@@ -294,20 +294,13 @@ def _configuration(document: Row) -> list[str]:
             values = (setup, engine["role"], *(str(engine[key]) for key in keys))
             alike.setdefault(values, []).append(engine["name"])
     rows = [[setup, ", ".join(names), *rest] for (setup, *rest), names in alike.items()]
-    runs = document["comparison"]["runs"]
-    loads = [
-        [
-            load["name"],
-            f"{load['request_rate']:g}",
-            f"{load['burstiness']:g}",
-            load["lengths"],
-            str(load["num_requests"]),
-            str(load["seed"]),
-            ", ".join(dict.fromkeys(r["setup"] for r in runs if r["load"] == load["name"])),
-        ]
-        for load in document["loads"]
-    ]
-    columns = ["load", "requests/s", "burstiness", "lengths", "requests", "seed", "set-ups"]
+    offered: dict[tuple[str, ...], list[str]] = {}  # where, and how much of it
+    for load in document["loads"]:
+        values = (load["name"], f"{load['burstiness']:g}", load["lengths"], str(load["seed"]))
+        rate = f"{load['setup']} {load['request_rate']:g} ({load['num_requests']})"
+        offered.setdefault(values, []).append(rate)
+    loads = [[*values, ", ".join(rates)] for values, rates in offered.items()]
+    columns = ["load", "burstiness", "lengths", "seed", "requests/s (requests)"]
     return [
         f"Requests of up to {document['max_model_len']} tokens. The model's `config.json`:",
         f"```json\n{json.dumps(document['model'])}\n```",
@@ -316,39 +309,52 @@ def _configuration(document: Row) -> list[str]:
     ]
 
 
-def _calibration(found: Row) -> list[str]:
-    ingress, handoff = found["ingress_s"], found["handoff_s"]
-    transfer = found["transfer"]
-    times = [
-        f"- Wall time: {found['seconds']:.0f} s.",
-        f"- From the post to the engine's queue: {_delay(ingress)}; from the end of a step to the "
-        f"client: {1e3 * found['egress_s']:.3f} ms.",
-        f"- From the end of a prefill to the decode engine's queue: {_delay(handoff)}.",
-        f"- KV transfer: {1e3 * transfer['setup_s']:.3f} ms, {1e6 * transfer['descriptor_s']:.3f} "
-        f"us a descriptor, {transfer['bandwidth'] / 1e9:.3f} GB/s ({transfer['source']}).",
-        *(
-            f"- {name}: {value:.4g}" if isinstance(value, float) else f"- {name}: {value}"
-            for name, value in found["notes"].items()
-            if isinstance(value, str | int | float)
-        ),
-    ]
-    tables = [
+def _calibration(document: Row) -> list[str]:
+    """Times outside the steps, and tables; a column a set-up."""
+    found = document["calibration"]
+    roles = {name: {e["role"] for e in of} for name, of in document["setups"].items()}
+    apart = {name: of if "prefill" in roles[name] else None for name, of in found.items()}
+    rows = [
+        ["wall time", *(f"{of['seconds']:.0f} s" for of in found.values())],
         [
-            table["kind"],
-            str(table["rows"]),
-            table["provenance"],
-            table["kernel_source"],
-            ", ".join(f"{k} {v:.1f}%" for k, v in table["fit_error_percent"].items()) or "-",
-        ]
-        for table in found["tables"]
+            "from the post to the engine's queue",
+            *(_delay(of["ingress_s"]) for of in found.values()),
+        ],
+        [
+            "from the end of a step to the client",
+            *(f"{1e3 * of['egress_s']:.3f} ms" for of in found.values()),
+        ],
+        [
+            "from a prefill's end to the decode queue",
+            *(_delay(of["handoff_s"]) if of else "-" for of in apart.values()),
+        ],
+        ["KV transfer", *(_transfer(of["transfer"]) if of else "-" for of in apart.values())],
     ]
-    columns = ["table", "rows", "provenance", "kernel", "fit error"]
-    return ["\n".join(times), _table(columns, tables)]
+    kinds = dict.fromkeys(table["kind"] for of in found.values() for table in of["tables"])
+    rows += [[f"table `{kind}`", *(_fits(of, kind) for of in found.values())] for kind in kinds]
+    return [_table(["", *found], rows), "Of a table: rows, provenance, fit errors."]
+
+
+def _fits(found: Row, kind: str) -> str:
+    """Describe the tables of a kind."""
+    texts = []
+    for table in found["tables"]:
+        if table["kind"] == kind:
+            errors = ", ".join(f"{k} {v:.1f}%" for k, v in table["fit_error_percent"].items())
+            texts.append(f"{table['rows']}, {table['provenance']}" + (errors and f", {errors}"))
+    return "; ".join(texts) or "-"
+
+
+def _transfer(of: Row) -> str:
+    return (
+        f"{1e3 * of['setup_s']:.3f} ms, {1e6 * of['descriptor_s']:.3f} us a descriptor, "
+        f"{of['bandwidth'] / 1e9:.4g} GB/s ({of['source']})"
+    )
 
 
 def _delay(delay: Row) -> str:
     base, slope = 1e3 * delay["base_s"], 1e6 * delay["per_token_s"]
-    return f"{base:.3f} ms and {slope:.3f} us a token of the prompt"
+    return f"{base:.3f} ms and {slope:.3f} us a prompt token"
 
 
 def _not_run(lacking: dict[str, list[str]]) -> str:
