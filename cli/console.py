@@ -18,6 +18,7 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -120,6 +121,33 @@ def run_counter(title: str) -> Iterator[Callable[[int], None]]:
 
         def update(runs: int) -> None:
             progress.update(task, completed=runs)
+
+        yield update
+
+
+@contextmanager
+def task_bar() -> Iterator[Callable[[str, float], None]]:
+    """Show one task after the other on the terminal's standard error, each with its share done.
+
+    Where that is no terminal, a line says which task begins.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    shown = sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        current: tuple[str, TaskID] | None = None
+
+        def update(what: str, share: float) -> None:
+            nonlocal current
+            if current is None or current[0] != what:
+                current = what, progress.add_task(what, total=1.0)
+                if not shown:
+                    click.echo(what, err=True)
+            progress.update(current[1], completed=share)
 
         yield update
 

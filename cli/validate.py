@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from pyarrow import csv
 
-from eldr_sim.cli.console import print_table, progress_bar
+from eldr_sim.cli.console import print_table, progress_bar, task_bar
+from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import check_output, result_folder, write_json
+from eldr_sim.validation.live.campaign import Campaign, record_campaign
+from eldr_sim.validation.live.report import write_report
+from eldr_sim.validation.live.servers import EngineOptions
+from eldr_sim.validation.live.setups import SETUPS
 from eldr_sim.validation.silicon import (
     AICONFIGURATOR,
     REPEATABILITY,
@@ -91,3 +97,132 @@ def _error(error: Errors) -> list[str]:
 
 def _cell(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+@validate.command()
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="Folder of the campaign; runs that it holds already are kept.",
+)
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write the report here, in the place of what is there.",
+)
+@click.option(
+    "--setup",
+    "setups",
+    multiple=True,
+    type=click.Choice(list(SETUPS)),
+    help="Engines to start; repeat for more. All by default.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    default=("round_robin", "jsq", "eldr"),
+    show_default=True,
+    help="Decode policies of the proxy where there are several decode engines.",
+)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--duration",
+    type=click.FloatRange(1.0),
+    default=45.0,
+    show_default=True,
+    help="Seconds that the arrivals of a load take.",
+)
+@click.option(
+    "--model",
+    metavar="DIR",
+    help="Model with a config.json; by default a small random one is made in --out.",
+)
+@click.option("--dtype", default="bfloat16", show_default=True)
+@click.option("--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--max-model-len", type=click.IntRange(64), default=2048, show_default=True)
+@click.option("--max-num-seqs", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--max-num-batched-tokens", type=click.IntRange(64), default=512, show_default=True)
+@click.option(
+    "--prompt-len",
+    type=click.IntRange(4),
+    default=64,
+    show_default=True,
+    help="Prompt tokens where lengths are fixed; else their mean.",
+)
+@click.option(
+    "--output-len",
+    type=click.IntRange(2),
+    default=96,
+    show_default=True,
+    help="Output tokens where lengths are fixed; else their mean.",
+)
+@click.option(
+    "--prefill-url",
+    "prefill_urls",
+    multiple=True,
+    metavar="URL=DIR",
+    help="A prefill engine that runs on this machine, and the folder that it logs into.",
+)
+@click.option(
+    "--decode-url",
+    "decode_urls",
+    multiple=True,
+    metavar="URL=DIR",
+    help="A decode engine that runs; a co-located one without --prefill-url.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+def vllm(
+    out: Path,
+    report: Path | None,
+    setups: tuple[str, ...],
+    model: str | None,
+    prefill_urls: tuple[str, ...],
+    decode_urls: tuple[str, ...],
+    policies: tuple[str, ...],
+    repeats: int,
+    duration: float,
+    prompt_len: int,
+    output_len: int,
+    seed: int,
+    **engine: Any,
+) -> None:
+    """Load a real vLLM, simulate the same requests again, and report the errors.
+
+    Engines are started, calibrated on loads of their own, loaded up to saturation and recorded
+    (docs/live.md). Needs vLLM and `pip install 'eldr-sim[live]'`.
+    """
+    campaign = Campaign(
+        out,
+        EngineOptions(model or str(out / "model"), **engine),
+        policies=policies,
+        repeats=repeats,
+        duration_s=duration,
+        prompt_len=prompt_len,
+        output_len=output_len,
+        seed=seed,
+    )
+    with task_bar() as update:
+        folders = record_campaign(
+            campaign,
+            setups or tuple(SETUPS),
+            update,
+            [_endpoint("prefill_url", text) for text in prefill_urls],
+            [_endpoint("decode_url", text) for text in decode_urls],
+        )
+    click.echo(f"Recorded runs: {len(folders)} in {out / 'runs'}")
+    if report is not None:
+        with progress_bar("comparing") as compared:
+            document = write_report(out, report, force=True, progress=compared)
+        print_headline(document)
+        click.echo(f"Wrote {report}")
+
+
+def _endpoint(field: str, text: str) -> tuple[str, Path]:
+    url, separator, log = text.partition("=")
+    if not separator or not url.startswith("http") or not log:
+        raise InputError(field, repr(text), "URL=DIR, such as http://127.0.0.1:8000=/data/log")
+    return url, Path(log)

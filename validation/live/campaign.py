@@ -6,9 +6,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,14 @@ from eldr_sim.validation.live.calibration import (
 from eldr_sim.validation.live.client import send_load
 from eldr_sim.validation.live.engine_log import EngineLog, read_engine_log
 from eldr_sim.validation.live.load import Load, LoadRequest, make_load
-from eldr_sim.validation.live.model import domain_slices
+from eldr_sim.validation.live.model import domain_slices, write_model
 from eldr_sim.validation.live.proxy import join_proxy_log
 from eldr_sim.validation.live.record import machine, record_run, versions, write_trace_of
 from eldr_sim.validation.live.recording import EngineInfo, LoadInfo, RunInfo
 from eldr_sim.validation.live.servers import EngineOptions
-from eldr_sim.validation.live.setups import Setup, start_proxy
+from eldr_sim.validation.live.setups import Setup, existing, start_proxy, started
 
-__all__ = ["LOADS", "Campaign", "LoadShape", "record_setup"]
+__all__ = ["LOADS", "Campaign", "LoadShape", "record_campaign", "record_setup"]
 
 MODEL_NAME = "model"
 
@@ -75,6 +75,8 @@ class LoadShape:
         return f"{100 * self.share:.0f}%, {self.lengths} lengths, {arrivals}"
 
 
+#: From light to more than a set-up carries. Several decode engines, whose question is the policy, get
+#: the two in the middle.
 LOADS = (
     LoadShape(0.4, "fixed", 1.0),
     LoadShape(0.6, "recorded", 1.0),
@@ -128,6 +130,68 @@ class Campaign:
         return self.out / "calibration" / setup
 
 
+def record_campaign(
+    campaign: Campaign,
+    setups: Sequence[str],
+    progress: Callable[[str, float], None],
+    prefill: Sequence[tuple[str, Path]] = (),
+    decode: Sequence[tuple[str, Path]] = (),
+) -> list[Path]:
+    """Record set-ups one after the other; what the campaign's folder holds already is kept.
+
+    Parameters
+    ----------
+    campaign
+        What to record.
+    setups
+        Names of :data:`~.setups.SETUPS` to start.
+    progress
+        Called with what is done and the share of it.
+    prefill, decode
+        URL and log folder of engines that run already: then they are the only set-up.
+
+    Returns
+    -------
+    list of Path
+        The folders of the recorded runs.
+
+    Raises
+    ------
+    InputError
+        The folder holds another campaign, or an engine, the proxy or a request fails.
+    """
+    campaign.out.mkdir(parents=True, exist_ok=True)
+    model = Path(campaign.options.model)
+    if model == campaign.out / "model" and not model.exists():
+        progress("making the model", 0.0)
+        write_model(model, campaign.seed)
+    _check_same(campaign)
+    folders = []
+    if decode:
+        setup = existing(campaign.out / "logs", prefill, decode)
+        return record_setup(campaign, setup, progress)
+    gpu = "gpu" in machine()
+    for name in setups:
+        log = campaign.out / "logs" / f"{name}-{time.time_ns():x}"
+        progress(f"{name}: starting vLLM", 0.0)
+        with started(name, campaign.options, log, gpu=gpu) as setup:
+            folders += record_setup(campaign, setup, progress)
+    return folders
+
+
+def _check_same(campaign: Campaign) -> None:
+    """Note the campaign in its folder; refuse one that holds runs of another."""
+    about = asdict(campaign) | {"out": ""}
+    text = json.dumps(about, indent=2, default=str) + "\n"
+    file = campaign.out / "campaign.json"
+    if not file.exists():
+        file.write_text(text, encoding="utf-8")
+    elif file.read_text(encoding="utf-8") != text:
+        raise InputError(
+            "out", f"{file} is of a campaign with other options", "a new folder, or the same options"
+        )
+
+
 def record_setup(
     campaign: Campaign, setup: Setup, progress: Callable[[str, float], None]
 ) -> list[Path]:
@@ -158,8 +222,9 @@ def record_setup(
         calibrated = read_calibration(campaign.calibration(setup.name))
         rate = capacity(campaign, setup, calibrated)
         folders = []
-        for number, shape in enumerate(campaign.loads):
-            for policy in campaign.policies if len(setup.decode) > 1 else campaign.policies[:1]:
+        several = len(setup.decode) > 1
+        for number, shape in enumerate(campaign.loads[1:3] if several else campaign.loads):
+            for policy in campaign.policies if several else ("round_robin",):
                 for repeat in range(campaign.repeats):
                     out = campaign.out / "runs" / f"{setup.name}-{policy}-{number}-{repeat}"
                     if not out.exists():
@@ -251,8 +316,9 @@ def _fit_artifact(campaign: Campaign, setup: Setup, out: Path) -> None:
     engine = setup.decode[-1]
     requests = send_load(load, engine.url, model=MODEL_NAME)
     write_trace_of(out / "trace", requests, [engine], campaign.options.model, "calibration")
-    artifact = fit(calibration_set(open_trace(out / "trace")), len(setup.decode))
-    artifact.save(out / "artifact.npz")
+    mix = dict.fromkeys(slices, 1 / len(slices))
+    requests_of_fit = calibration_set(open_trace(out / "trace"), workload="task", domain_mix=mix)
+    fit(requests_of_fit, len(setup.decode), campaign.seed).save(out / "artifact.npz")
 
 
 def capacity(campaign: Campaign, setup: Setup, calibrated: Calibrated) -> float:

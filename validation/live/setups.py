@@ -29,11 +29,12 @@ SETUPS: dict[str, tuple[tuple[str, Role], ...]] = {
 """Engines by the name of the set-up: name and role, prefill engines first."""
 
 #: Cores of a machine without GPUs by set-up and engine: of the compute thread, and of all else that
-#: belongs to it. One decode engine has a core for itself. With two, each shares its core with its own
-#: front end, which works while the model waits; prefill shares the first.
+#: belongs to it. A lone engine has a core for its model. Where engines run side by side, each shares
+#: its core with its own front end, which works while the model waits; client and proxy are on the
+#: first core.
 _CORES = {
     "colocated": {"engine0": (1, 0)},
-    "1P1D": {"prefill0": (0, 0), "decode0": (1, 0)},
+    "1P1D": {"prefill0": (0, 0), "decode0": (1, 1)},
     "1P2D": {"prefill0": (0, 0), "decode0": (0, 0), "decode1": (1, 1)},
 }
 _PROXY_LIMIT_S = 60.0
