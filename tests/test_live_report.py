@@ -263,9 +263,13 @@ def test_slower_tables_miss_the_steps(live_runs, live_calibration, tmp_path):
     calibrated = replace(live_calibration, tables=slow)
     campaign = write_campaign(tmp_path / "campaign", live_runs[:1], calibrated)
     document = write_report(campaign, tmp_path / "report")
+    assert not (tmp_path / "report" / "policies.csv").exists()
+    for statistic in ("median", "p90"):
+        row = one(document["missed"], figure=f"decode step {statistic}")
+        assert row["component"] == "moe"
+        assert row["predicted_ms"] == pytest.approx(1.5 * row["live_ms"], rel=1e-4)
     row = one(document["missed"], figure="decode step median")
-    assert row["component"] == "moe"
-    assert row["predicted_ms"] == pytest.approx(1.5 * row["live_ms"], rel=1e-4)
+    assert row["of_step_percent"] == pytest.approx(row["error_percent"], rel=1e-3)
     text = (tmp_path / "report" / "README.md").read_text()
     assert (
         f"- colocated, decode step median {row['error_percent']:.1f}% (goal 5%): moe, live" in text
@@ -284,6 +288,29 @@ def test_repeats_that_differ_as_much_excuse_an_error(live_runs, live_calibration
     text = (tmp_path / "report" / "README.md").read_text()
     assert "No goal is missed." in text
     assert "| within the noise floor |" in text
+
+
+def test_the_worst_tenth_of_the_steps_may_have_another_cause(live_runs, live_calibration, tmp_path):
+    """MoE layers are 1.25 times as slow as they should be; one step in six lost 30 ms elsewhere."""
+    run, moe = live_runs[0], "moe_s"
+    start, end = (run.steps[name].to_numpy() for name in ("start_s", "end_s"))
+    late = np.where(np.arange(len(start)) % 6 == 0, 0.03, 0.0)
+    faster = run.steps[moe].to_numpy() / 1.25
+    shift = np.concatenate([[0.0], np.cumsum(late - 0.25 * faster)[:-1]])
+    columns = {
+        "start_s": start + shift,
+        "end_s": end + shift + late - 0.25 * faster,
+        moe: faster,
+    }
+    steps = run.steps
+    for name, values in columns.items():
+        steps = steps.set_column(steps.schema.get_field_index(name), name, pa.array(values))
+    campaign = write_campaign(tmp_path / "campaign", [replace(run, steps=steps)], live_calibration)
+    document = write_report(campaign, tmp_path / "report")
+    causes = {r["figure"]: r["component"] for r in document["missed"] if r["load"] is None}
+    assert causes == {"decode step median": "moe", "decode step p90": "rest"}
+    text = (tmp_path / "report" / "README.md").read_text()
+    assert "ms a step of the worst tenth; its median difference is" in text
 
 
 def test_what_was_not_run_is_said(written):

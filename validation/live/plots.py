@@ -208,9 +208,10 @@ def draw_components(figure: Any, bars: Sequence[ComponentBars]) -> None:
     for axes, name in zip(panels, components, strict=True):
         for i, each in enumerate(bars):
             if name in each.error_ms:
-                noise, error = each.noise_ms.get(name, 0.0), each.error_ms[name]
-                axes.bar(i, error, color=shades[i])
-                axes.errorbar(i, error, yerr=noise, color=_SIMULATED, capsize=3)
+                axes.bar(i, each.error_ms[name], color=shades[i])
+            if name in each.noise_ms:
+                whisker = {"yerr": each.noise_ms[name], "color": _SIMULATED, "capsize": 3}
+                axes.errorbar(i, each.error_ms[name], **whisker)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xticks(range(len(bars)), [str(i + 1) for i in range(len(bars))], fontsize=7)
         axes.tick_params(labelsize=7)

@@ -12,7 +12,7 @@ A folder written whole or not at all:
     ``model``, ``max_model_len``, ``versions``, ``machine``, ``calibration``: what was run.
     ``not_run``: what was not. ``pictures``: which there are.
 ``paired.csv``, ``steps.csv``, ``components.csv``, ``policies.csv``
-    The tables.
+    The tables; no policies where nothing is to compare.
 ``cdf_*.png``, ``steps_*.png``, ``components_*.png``, ``distinct_*.png``
     The pictures, a set-up each (and a policy, where a set-up ran several).
 """
@@ -79,7 +79,7 @@ def write_report(
     with result_folder(out, force) as folder:
         runs, calibrated = read_campaign(campaign)
         compared = _compared(campaign, runs, calibrated, progress)
-        document: Row = _significant(report_document(runs, calibrated, compared.summary))
+        document: Row = _significant(report_document(runs, calibrated, compared))
         document["pictures"] = draw_pictures(folder, runs, calibrated, compared)
         (folder / "comparison.json").write_text(_json(document) + "\n", encoding="utf-8")
         comparison = document["comparison"]
@@ -89,7 +89,8 @@ def write_report(
             ("components", comparison["components"]),
             ("policies", document["policies"]),
         ):
-            _write_csv(folder / f"{name}.csv", rows)
+            if rows:
+                _write_csv(folder / f"{name}.csv", rows)
         (folder / "README.md").write_text(markdown(document), encoding="utf-8")
         progress(1.0)
     return document
@@ -206,7 +207,6 @@ def _json(value: Any, indent: str = "") -> str:
 
 def _write_csv(path: Path, rows: Sequence[Row]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        if rows:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

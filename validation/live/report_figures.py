@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pyarrow as pa
+
 from eldr_sim.validation.live.calibrated import Calibrated
+from eldr_sim.validation.live.compare import Comparison
 from eldr_sim.validation.live.recording import LiveRun
 
 __all__ = ["GOALS", "PARTS", "POLICIES", "SETUPS", "mean", "report_document"]
@@ -31,7 +34,7 @@ _LOADS, _REPEATS, _BATCH = 4, 3, 16  # of a full campaign: loads, repeats, decod
 
 
 def report_document(
-    runs: Sequence[LiveRun], calibrated: Mapping[str, Calibrated], summary: Row
+    runs: Sequence[LiveRun], calibrated: Mapping[str, Calibrated], compared: Comparison
 ) -> Row:
     """Return what ``comparison.json`` holds, pictures apart.
 
@@ -41,9 +44,10 @@ def report_document(
         The recorded runs, in the order of the report.
     calibrated
         What those of each set-up were simulated with.
-    summary
+    compared
         Of :func:`~.compare.compare_runs` on the runs of each set-up.
     """
+    summary = compared.summary
     infos = [run.info for run in runs]
     paired = [_judged(row) for row in _of_loads(summary["requests"])]
     setups = list(calibrated)
@@ -52,7 +56,7 @@ def report_document(
     return {
         "goals_percent": GOALS,
         "headline": [row for setup in setups for row in _headline(setup, paired, summary)],
-        "missed": [row for setup in setups for row in _missed(setup, paired, summary)],
+        "missed": [row for setup in setups for row in _missed(setup, paired, compared)],
         "paired": paired,
         "policies": _policies(paired),
         "comparison": summary,
@@ -158,20 +162,14 @@ def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
     return rows
 
 
-def _missed(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
+def _missed(setup: str, paired: Sequence[Row], compared: Comparison) -> list[Row]:
     """Goals that are missed, with the component that differs most."""
+    summary = compared.summary
     rows: list[Row] = []
     for row in _headline(setup, [], summary):
         if row["verdict"] == "missed":
-            parts = [_decode_steps(setup, summary, part, "decode only") for part in PARTS]
-            known = [part for part in parts if part and part["median_of_step_percent"] is not None]
-            cause = max(known, key=lambda p: p["median_of_step_percent"], default=None)
-            rows.append(
-                row
-                | {"policy": None, "load": None, "component": cause and cause["component"]}
-                | {key: cause and cause[key] for key in ("live_ms", "predicted_ms")}
-                | {"of_step_percent": cause and cause["median_of_step_percent"]}
-            )
+            cause = _step_cause(compared.steps, setup, row["figure"].split()[-1])
+            rows.append(row | {"policy": None, "load": None} | cause)
     for row in paired:
         if row["setup"] != setup or row["verdict"] != "missed":
             continue
@@ -193,6 +191,26 @@ def _missed(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
                 missed[key] = mean(run[key] for run in runs)
         rows.append(missed)
     return rows
+
+
+def _step_cause(steps: pa.Table, setup: str, statistic: str) -> Row:
+    """Part of decode-only steps that differs most, over all of them or the worst tenth (p90)."""
+    frame = steps.to_pandas()
+    frame = frame[(frame.setup == setup) & (frame.kind == "decode")]
+    if statistic == "p90":
+        error = (frame.predicted_ms / frame.live_ms - 1).abs()
+        frame = frame[error >= error.quantile(0.9)]
+    difference = {p: (frame[f"predicted_{p}_ms"] - frame[f"live_{p}_ms"]).abs() for p in PARTS}
+    known = {part: float(values.mean()) for part, values in difference.items() if values.any()}
+    if not known:  # the engine has no timers
+        return dict.fromkeys(("component", "live_ms", "predicted_ms", "of_step_percent"))
+    worst = max(known, key=lambda part: known[part])
+    return {
+        "component": worst,
+        "live_ms": float(frame[f"live_{worst}_ms"].mean()),
+        "predicted_ms": float(frame[f"predicted_{worst}_ms"].mean()),
+        "of_step_percent": float(100 * (difference[worst] / frame.live_ms).median()),
+    }
 
 
 def _largest(summary: Row, names: Row, metric: str) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def _cdf_panels(of: pa.Table) -> list[CdfPanel]:
 
 
 def _component_bars(summary: Row, setup: str, policy: str) -> list[ComponentBars]:
+    """Differences of each load; noise is the mean distance of two live repeats, where there are."""
     rows = [
         row
         for row in summary["components"]
@@ -123,20 +125,16 @@ def _component_bars(summary: Row, setup: str, policy: str) -> list[ComponentBars
             for r in mine
             if r["repeat"] is None and (r["live_ms"] or r["simulated_ms"])
         }
-        noise = {
-            name: _pair_distance(
-                [r["live_ms"] for r in mine if r["component"] == name and r["repeat"] is not None]
-            )
-            for name in error
-        }
+        noise = {}
+        for name in error:
+            live = [
+                r["live_ms"] for r in mine if r["component"] == name and r["repeat"] is not None
+            ]
+            distance = mean(abs(a - b) for a, b in combinations(live, 2))
+            if distance is not None:
+                noise[name] = distance
         bars.append(ComponentBars(load, error, noise))
     return bars
-
-
-def _pair_distance(values: Sequence[float]) -> float:
-    """Mean of ``|a - b|`` over all pairs, the noise floor of :mod:`~.compare`; 0 without pairs."""
-    pairs = [abs(a - b) for i, a in enumerate(values) for b in values[:i]]
-    return mean(pairs) or 0.0
 
 
 def _scatters(steps: pa.Table) -> list[StepScatter]:

@@ -58,8 +58,7 @@ _TERMS = """\
 - Components of E2E: mean of a request, simulated less live, ms. Host: outside the engines. Queue:
   until the first step of the prompt. Prefill: to the end of the step that completes it. Transfer:
   from the decode engine's queue to the first step there. Decode: the rest.
-- [paired.csv](paired.csv), [steps.csv](steps.csv), [components.csv](components.csv) and
-  [policies.csv](policies.csv) have all rows."""
+- All rows: [paired.csv](paired.csv), [steps.csv](steps.csv), [components.csv](components.csv)."""
 
 
 def _setups(document: Row) -> list[str]:
@@ -139,10 +138,11 @@ def _miss(document: Row, row: Row, alike: Sequence[Row]) -> str:
     if row["load"] is None:
         text += f" {_percent(row['error_percent'])} ({goal})"
         if row["component"] is not None:
+            worst = " of the worst tenth" if row["figure"].endswith("p90") else ""
             text += (
                 f": {row['component']}, live {_number(row['live_ms'], 3)} ms, predicted "
-                f"{_number(row['predicted_ms'], 3)} ms a step; its median difference is "
-                f"{_percent(row['of_step_percent'])} of a step"
+                f"{_number(row['predicted_ms'], 3)} ms a step{worst}; its median difference "
+                f"is {_percent(row['of_step_percent'])} of a step"
             )
         return text + "."
     place = _place(document, row["setup"], row["load"], row["policy"])
@@ -281,7 +281,7 @@ def _policies(document: Row) -> list[str]:
     columns = [f"{_NAMES[metric]} {statistic}" for metric, statistic in _OF_POLICIES]
     return [
         f"Difference from `{rows[0]['against']}`: live, simulated (noise floor, the larger one of "
-        "the two policies).",
+        "the two policies). All statistics are in [policies.csv](policies.csv).",
         _table(["set-up", "load", "policy", *columns], table),
     ]
 
