@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -200,8 +201,11 @@ def _step_cause(steps: pa.Table, setup: str, statistic: str) -> Row:
     if statistic == "p90":
         error = (frame.predicted_ms / frame.live_ms - 1).abs()
         frame = frame[error >= error.quantile(0.9)]
-    difference = {p: (frame[f"predicted_{p}_ms"] - frame[f"live_{p}_ms"]).abs() for p in PARTS}
-    known = {part: float(values.mean()) for part, values in difference.items() if values.any()}
+    of_step = {}
+    for part in PARTS:
+        difference = (frame[f"predicted_{part}_ms"] - frame[f"live_{part}_ms"]).abs()
+        of_step[part] = 100 * float((difference / frame.live_ms).median())
+    known = {part: share for part, share in of_step.items() if not math.isnan(share)}
     if not known:  # the engine has no timers
         return dict.fromkeys(("component", "live_ms", "predicted_ms", "of_step_percent"))
     worst = max(known, key=lambda part: known[part])
@@ -209,7 +213,7 @@ def _step_cause(steps: pa.Table, setup: str, statistic: str) -> Row:
         "component": worst,
         "live_ms": float(frame[f"live_{worst}_ms"].mean()),
         "predicted_ms": float(frame[f"predicted_{worst}_ms"].mean()),
-        "of_step_percent": float(100 * (difference[worst] / frame.live_ms).median()),
+        "of_step_percent": known[worst],
     }
 
 
