@@ -9,7 +9,7 @@ from typing import Any
 from eldr_sim.validation.live.milestones import COMPONENTS
 from eldr_sim.validation.live.report_figures import PARTS
 
-__all__ = ["markdown"]
+__all__ = ["headline_table", "markdown"]
 
 Row = dict[str, Any]
 
@@ -83,15 +83,21 @@ def _introduction(document: Row) -> str:
     return "\n".join([text, "", *facts])
 
 
-def _headline(document: Row) -> str:
-    table = []
+def headline_table(document: Row) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows of the table of goals, as plain text.
+
+    Parameters
+    ----------
+    document
+        What ``comparison.json`` holds.
+    """
+    rows = []
     for row in document["headline"]:
         worst = ""
         if row["worst_load"] is not None:
             where = _place(document, row["setup"], row["worst_load"], row["worst_policy"])
             worst = f"{_percent(row['worst_percent'])} ({where})"
-        loads = "" if row["loads"] is None else f"{row['loads_met']} of {row['loads']}"
-        table.append(
+        rows.append(
             [
                 row["setup"],
                 _figure(row["figure"]),
@@ -99,12 +105,18 @@ def _headline(document: Row) -> str:
                 worst,
                 _percent(row["noise_percent"]),
                 f"{row['goal_percent']:g}%",
-                loads,
-                f"**{row['verdict']}**" if row["verdict"] == "missed" else row["verdict"],
+                "" if row["loads"] is None else f"{row['loads_met']} of {row['loads']}",
+                row["verdict"],
             ]
         )
     columns = ["set-up", "figure", "error, mean of the loads", "worst load", "its noise floor"]
-    return _table([*columns, "goal", "loads at or under it", "verdict"], table)
+    return [*columns, "goal", "loads at or under it", "verdict"], rows
+
+
+def _headline(document: Row) -> str:
+    columns, rows = headline_table(document)
+    bold = [[*row, f"**{verdict}**" if verdict == "missed" else verdict] for *row, verdict in rows]
+    return _table(columns, bold)
 
 
 def _place(document: Row, setup: str, load: str, policy: str) -> str:
