@@ -16,7 +16,7 @@ from eldr_sim.outputs import whole_folder
 from eldr_sim.simulator.run import Result
 
 #: A folder with one of these files is a result, and ``force`` may replace it.
-MARKERS = ("summary.json", "plan.json", "what_if.json", "statistics.json")
+MARKERS = ("summary.json", "plan.json", "what_if.json", "statistics.json", "comparison.json")
 
 
 def check_output(out: Path, force: bool) -> None:

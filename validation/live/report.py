@@ -1,0 +1,212 @@
+"""The committed report of a campaign: live runs, their simulations, the errors.
+
+A folder written whole or not at all:
+
+``README.md``
+    What a reader needs (:mod:`~.report_text`), made from ``comparison.json`` alone.
+``comparison.json``
+    All figures. ``headline``: a row a set-up and goal. ``missed``: a row a set-up, load and goal
+    that is missed, with what causes it. ``paired``: live, simulated, error and noise floor of every
+    statistic. ``policies``: differences between decode policies, live and simulated.
+    ``comparison``: the summary of :mod:`~.compare`, each set-up by itself. ``setups``, ``loads``,
+    ``model``, ``max_model_len``, ``versions``, ``machine``, ``calibration``: what was run.
+    ``not_run``: what was not. ``pictures``: which there are.
+``paired.csv``, ``steps.csv``, ``components.csv``, ``policies.csv``
+    The tables; no policies where nothing is to compare.
+``cdf_*.png``, ``steps_*.png``, ``components_*.png``, ``distinct_*.png``
+    The pictures, a set-up each (and a policy, where a set-up ran several).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.results import result_folder
+from eldr_sim.validation.live.calibrated import Calibrated, read_calibration
+from eldr_sim.validation.live.compare import Comparison, compare_runs
+from eldr_sim.validation.live.recording import LiveRun, LoadInfo, read_live_run
+from eldr_sim.validation.live.replay import Replayed, replay_run
+from eldr_sim.validation.live.report_figures import POLICIES, SETUPS, report_document
+from eldr_sim.validation.live.report_pictures import draw_pictures
+from eldr_sim.validation.live.report_text import markdown
+
+__all__ = ["read_campaign", "write_report"]
+
+Row = dict[str, Any]
+
+
+def write_report(
+    campaign: Path,
+    out: Path,
+    *,
+    force: bool = False,
+    progress: Callable[[float], None] = lambda _share: None,
+) -> Row:
+    """Simulate the runs of a campaign again, compare, and write the report.
+
+    Parameters
+    ----------
+    campaign
+        Folder of ``runs/*/`` (:mod:`~.recording`) and, for every set-up among them,
+        ``calibration/SETUP/`` (:mod:`~.calibrated`), there with ``artifact.npz``, ELDR's offline
+        fit, where its policies ran.
+    out
+        Folder to make.
+    force
+        Replace an earlier report.
+    progress
+        Called with the share that is done.
+
+    Returns
+    -------
+    dict
+        What ``comparison.json`` holds.
+
+    Raises
+    ------
+    InputError
+        The campaign is not whole, its runs are not of one model, build and machine, or ``out``
+        cannot be written.
+    """
+    with result_folder(out, force) as folder:
+        runs, calibrated = read_campaign(campaign)
+        compared = _compared(campaign, runs, calibrated, progress)
+        document: Row = _significant(report_document(runs, calibrated, compared))
+        document["pictures"] = draw_pictures(folder, runs, calibrated, compared)
+        (folder / "comparison.json").write_text(_json(document) + "\n", encoding="utf-8")
+        comparison = document["comparison"]
+        for name, rows in (
+            ("paired", document["paired"]),
+            ("steps", comparison["steps"]),
+            ("components", comparison["components"]),
+            ("policies", document["policies"]),
+        ):
+            if rows:
+                _write_csv(folder / f"{name}.csv", rows)
+        (folder / "README.md").write_text(markdown(document), encoding="utf-8")
+        progress(1.0)
+    return document
+
+
+def read_campaign(campaign: Path) -> tuple[list[LiveRun], dict[str, Calibrated]]:
+    """Return the runs of a campaign, in the order of the report, and the set-ups' calibrations.
+
+    Raises
+    ------
+    InputError
+        The campaign is not whole, or its runs are not of one model, build and machine.
+    """
+    folders = sorted(path.parent for path in campaign.glob("runs/*/run.json"))
+    if not folders:
+        raise InputError("campaign", f"{campaign} holds no runs/*/run.json", "a live campaign")
+    runs = sorted((read_live_run(folder) for folder in folders), key=_place)
+    _check(runs)
+    setups = dict.fromkeys(run.info.setup for run in runs)
+    return runs, {name: read_calibration(campaign / "calibration" / name) for name in setups}
+
+
+def _compared(
+    campaign: Path,
+    runs: Sequence[LiveRun],
+    calibrated: Mapping[str, Calibrated],
+    progress: Callable[[float], None],
+) -> Comparison:
+    """Simulate and compare the runs, each set-up with its own calibration."""
+    done = 0
+
+    def pairs(setup: str) -> Iterator[tuple[LiveRun, Replayed]]:
+        nonlocal done
+        artifact = campaign / "calibration" / setup / "artifact.npz"
+        for run in runs:
+            if run.info.setup == setup:
+                fit = artifact if artifact.exists() else None
+                yield run, replay_run(run, calibrated[setup], fit)
+                done += 1
+                progress(0.9 * done / len(runs))
+
+    found = [compare_runs(pairs(setup), own) for setup, own in calibrated.items()]
+    keys = ("runs", "steps", "distinct", "requests", "components")
+    summary: Row = {key: [row for each in found for row in each.summary[key]] for key in keys}
+    summary["steps"] = [row for row in summary["steps"] if row["setup"] is not None]
+    tables = (
+        pa.concat_tables([getattr(each, name) for each in found], promote_options="permissive")
+        for name in ("steps", "requests", "gaps")
+    )
+    return Comparison(summary, *tables)
+
+
+def _place(run: LiveRun) -> tuple[Any, ...]:
+    """Where a run stands: known set-ups and policies first, loads by their rate."""
+    info, load = run.info, run.info.load
+
+    def rank(name: str, known: tuple[str, ...]) -> tuple[int, str]:
+        return (known.index(name) if name in known else len(known), name)
+
+    offered = (load.request_rate, load.lengths, load.name)
+    return (rank(info.setup, SETUPS), rank(info.policy, POLICIES), offered, info.repeat)
+
+
+def _check(runs: Sequence[LiveRun]) -> None:
+    """Raise InputError unless the runs are of one campaign."""
+    first = runs[0].info
+    loads: dict[tuple[str, str], LoadInfo] = {}
+    engines: Row = {}
+    versions: dict[str, str] = {}
+    labels: set[str] = set()
+    for run in runs:
+        info = run.info
+        if run.label in labels:
+            raise InputError("campaign", f"two runs are {run.label}", "one run a repeat")
+        labels.add(run.label)
+        load = (info.setup, info.load.name)
+        for what, same in (
+            ("model", info.model == first.model),
+            ("longest request", info.max_model_len == first.max_model_len),
+            ("machine", info.machine == first.machine),
+            ("load of that name", loads.setdefault(load, info.load) == info.load),
+            ("set of engines", engines.setdefault(info.setup, info.engines) == info.engines),
+            (
+                "build",
+                all(versions.setdefault(k, v) == v for k, v in info.versions.items()),
+            ),
+        ):
+            if not same:
+                raise InputError("campaign", f"{run.label} has another {what}", "one campaign")
+
+
+def _significant(value: Any) -> Any:
+    """Round every float to six significant digits; what is not finite becomes None."""
+    if isinstance(value, dict):
+        return {key: _significant(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_significant(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def _json(value: Any, indent: str = "") -> str:
+    """JSON with a line for each row of a table."""
+    inner = indent + "  "
+    if isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
+        items = [f"{json.dumps(key)}: {_json(item, inner)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(inner + item for item in items) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        lines = [inner + json.dumps(item, allow_nan=False) for item in value]
+        return "[\n" + ",\n".join(lines) + f"\n{indent}]"
+    return json.dumps(value, allow_nan=False)
+
+
+def _write_csv(path: Path, rows: Sequence[Row]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,298 @@
+"""Figures of a report: which goals are met, what misses them, what policies differ by."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from eldr_sim.validation.live.calibrated import Calibrated
+from eldr_sim.validation.live.compare import Comparison
+from eldr_sim.validation.live.recording import LiveRun
+
+__all__ = ["GOALS", "PARTS", "POLICIES", "SETUPS", "mean", "report_document"]
+
+Row = dict[str, Any]
+
+SETUPS = ("colocated", "1P1D", "1P2D")
+"""Set-ups that a full campaign has."""
+POLICIES = ("round_robin", "jsq", "eldr")
+"""Decode policies that a full campaign runs where there are several decode engines."""
+GOALS = {
+    "decode step median": 5.0,
+    "decode step p90": 10.0,
+    "tpot p50": 5.0,
+    "tpot p99": 5.0,
+    "ttft p50": 10.0,
+}
+"""Largest error of each figure, %; latencies may also stay within the live noise floor."""
+PARTS = ("moe", "attention", "rest")
+"""Of a step."""
+_LOADS, _REPEATS, _BATCH = 4, 3, 16  # of a full campaign: loads, repeats, decode batch reached
+
+
+def report_document(
+    runs: Sequence[LiveRun], calibrated: Mapping[str, Calibrated], compared: Comparison
+) -> Row:
+    """Return what ``comparison.json`` holds, pictures apart.
+
+    Parameters
+    ----------
+    runs
+        The recorded runs, in the order of the report.
+    calibrated
+        What those of each set-up were simulated with.
+    compared
+        Of :func:`~.compare.compare_runs` on the runs of each set-up.
+    """
+    summary = compared.summary
+    infos = [run.info for run in runs]
+    paired = [_judged(row) for row in _of_loads(summary["requests"])]
+    setups = list(calibrated)
+    engines = {info.setup: info.engines for info in infos}
+    loads = {(info.setup, info.load.name): info.load for info in infos}
+    return {
+        "goals_percent": GOALS,
+        "headline": [row for setup in setups for row in _headline(setup, paired, summary)],
+        "missed": [row for setup in setups for row in _missed(setup, paired, compared)],
+        "paired": paired,
+        "policies": _policies(paired),
+        "comparison": summary,
+        "setups": {name: [e.model_dump() for e in engines[name]] for name in setups},
+        "policies_run": {
+            name: list(dict.fromkeys(i.policy for i in infos if i.setup == name)) for name in setups
+        },
+        "loads": [{"setup": setup} | load.model_dump() for (setup, _), load in loads.items()],
+        "model": infos[0].model,
+        "max_model_len": infos[0].max_model_len,
+        "versions": {k: v for info in infos for k, v in info.versions.items()},
+        "machine": infos[0].machine,
+        "calibration": {name: _calibration(of) for name, of in calibrated.items()},
+        "not_run": _not_run(summary["runs"]),
+    }
+
+
+def _calibration(calibrated: Calibrated) -> Row:
+    tables = [
+        {
+            "kind": table.metadata.kind,
+            "rows": len(table),
+            "provenance": table.metadata.provenance,
+            "kernel_source": table.metadata.kernel_source,
+            "shape": table.metadata.shape,
+            "fit_error_percent": {k: 100 * v for k, v in table.metadata.fit_error.items()},
+        }
+        for table in calibrated.tables
+    ]
+    return calibrated.info.model_dump() | {"tables": tables}
+
+
+def _of_loads(rows: Iterable[Row]) -> list[Row]:
+    """Rows of a load, mean over its repeats."""
+    return [row for row in rows if row["load"] is not None and row["repeat"] is None]
+
+
+def _judged(row: Row) -> Row:
+    """Add the goal, and whether it is met."""
+    goal = GOALS.get(f"{row['metric']} {row['statistic']}")
+    verdict = _verdict(row["abs_error_percent"], row["noise_percent"], goal)
+    kept = {key: value for key, value in row.items() if key != "repeat"}
+    return kept | {"goal_percent": goal, "verdict": verdict}
+
+
+def _verdict(error: float | None, noise: float | None, goal: float | None) -> str | None:
+    if goal is None or error is None:
+        return None
+    if error <= goal:
+        return "met"
+    return "within the noise floor" if noise is not None and error <= noise else "missed"
+
+
+def _decode_steps(setup: str, summary: Row, component: str, group: str) -> Row | None:
+    """Open-loop errors of the steps of a set-up's decode or co-located engines."""
+    found = [
+        row
+        for row in summary["steps"]
+        if (row["setup"], row["component"], row["group"]) == (setup, component, group)
+        and row["role"] in ("decode", "colocated")
+    ]
+    return found[0] if found else None
+
+
+def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
+    """A row a goal: the worst load decides."""
+    rows: list[Row] = []
+    for figure, goal in GOALS.items():
+        row: Row = {"setup": setup, "figure": figure, "goal_percent": goal}
+        if figure.startswith("decode step"):
+            steps = _decode_steps(setup, summary, "step", "decode only")
+            if steps is None:
+                continue
+            error = steps[f"{figure.split()[-1]}_percent"]
+            row |= {"error_percent": error, "worst_percent": None, "worst_load": None}
+            row |= {"worst_policy": None, "noise_percent": None, "loads": None, "loads_met": None}
+            row["verdict"] = _verdict(error, None, goal)
+        else:
+            mine = [
+                each
+                for each in paired
+                if each["setup"] == setup
+                and f"{each['metric']} {each['statistic']}" == figure
+                and each["abs_error_percent"] is not None
+            ]
+            if not mine:
+                continue
+            order = ("met", "within the noise floor", "missed")
+            worst = max(
+                mine, key=lambda each: (order.index(each["verdict"]), each["abs_error_percent"])
+            )
+            row |= {
+                "error_percent": mean(each["abs_error_percent"] for each in mine),
+                "worst_percent": worst["abs_error_percent"],
+                "worst_load": worst["load"],
+                "worst_policy": worst["policy"],
+                "noise_percent": worst["noise_percent"],
+                "loads": len(mine),
+                "loads_met": sum(each["verdict"] != "missed" for each in mine),
+                "verdict": worst["verdict"],
+            }
+        rows.append(row)
+    return rows
+
+
+def _missed(setup: str, paired: Sequence[Row], compared: Comparison) -> list[Row]:
+    """Goals that are missed, with the component that differs most."""
+    summary = compared.summary
+    rows: list[Row] = []
+    for row in _headline(setup, [], summary):
+        if row["verdict"] == "missed":
+            cause = _step_cause(compared.steps, setup, row["figure"].split()[-1])
+            rows.append(row | {"policy": None, "load": None} | cause)
+    for row in paired:
+        if row["setup"] != setup or row["verdict"] != "missed":
+            continue
+        names = {key: row[key] for key in ("setup", "policy", "load")}
+        missed = names | {
+            "figure": f"{row['metric']} {row['statistic']}",
+            "error_percent": row["error_percent"],
+            "abs_error_percent": row["abs_error_percent"],
+            "noise_percent": row["noise_percent"],
+            "goal_percent": row["goal_percent"],
+        }
+        missed |= _largest(summary, names, row["metric"])
+        if row["metric"] == "tpot":
+            for group, key in (("decode only", "decode"), ("with prompts", "mixed")):
+                steps = _decode_steps(setup, summary, "step", group)
+                missed[f"{key}_step_bias_percent"] = steps and steps["bias_percent"]
+            runs = [r for r in summary["runs"] if names.items() <= r.items()]
+            for key in ("mean_batch", "simulated_mean_batch"):
+                missed[key] = mean(run[key] for run in runs)
+        rows.append(missed)
+    return rows
+
+
+def _step_cause(steps: pa.Table, setup: str, statistic: str) -> Row:
+    """Part of decode-only steps that differs most, over all of them or the worst tenth (p90)."""
+    frame = steps.to_pandas()
+    frame = frame[(frame.setup == setup) & (frame.kind == "decode")]
+    if statistic == "p90":
+        error = (frame.predicted_ms / frame.live_ms - 1).abs()
+        frame = frame[error >= error.quantile(0.9)]
+    of_step = {}
+    for part in PARTS:
+        difference = (frame[f"predicted_{part}_ms"] - frame[f"live_{part}_ms"]).abs()
+        of_step[part] = 100 * float((difference / frame.live_ms).median())
+    known = {part: share for part, share in of_step.items() if not math.isnan(share)}
+    if not known:  # the engine has no timers
+        return dict.fromkeys(("component", "live_ms", "predicted_ms", "of_step_percent"))
+    worst = max(known, key=lambda part: known[part])
+    return {
+        "component": worst,
+        "live_ms": float(frame[f"live_{worst}_ms"].mean()),
+        "predicted_ms": float(frame[f"predicted_{worst}_ms"].mean()),
+        "of_step_percent": known[worst],
+    }
+
+
+def _largest(summary: Row, names: Row, metric: str) -> Row:
+    """Component of TTFT, or of the time after the first token, that differs most in a load."""
+    parts: dict[str, dict[str, Row]] = {"ttft": {}, "e2el": {}}
+    for row in summary["components"]:
+        if names.items() <= row.items() and row["repeat"] is None and row["component"] != "sum":
+            parts[row["of"]][row["component"]] = row
+    found: list[Row] = []
+    for component, row in parts["ttft"].items():
+        values = {key: row[key] for key in ("live_ms", "simulated_ms", "difference_ms")}
+        if metric == "tpot":
+            values = {key: parts["e2el"][component][key] - values[key] for key in values}
+        found.append({"component": component} | values)
+    return max(found, key=lambda each: abs(each["difference_ms"]))
+
+
+def _policies(paired: Sequence[Row]) -> list[Row]:
+    """Difference of each policy from round-robin, live and simulated; a row a load and figure.
+
+    The noise floor of a difference is the larger one of the two policies.
+    """
+    at = {(r["setup"], r["load"], r["metric"], r["statistic"], r["policy"]): r for r in paired}
+    rows: list[Row] = []
+    for (setup, load, metric, statistic, policy), row in at.items():
+        base = at.get((setup, load, metric, statistic, POLICIES[0]))
+        if base is None or policy == POLICIES[0]:
+            continue
+        live, simulated = (_change(row[key], base[key]) for key in ("live_ms", "simulated_ms"))
+        noise = [x["noise_percent"] for x in (row, base) if x["noise_percent"] is not None]
+        rows.append(
+            {
+                "setup": setup,
+                "load": load,
+                "policy": policy,
+                "against": POLICIES[0],
+                "metric": metric,
+                "statistic": statistic,
+                "live_percent": live,
+                "simulated_percent": simulated,
+                "noise_percent": max(noise, default=None),
+            }
+        )
+    return rows
+
+
+def _change(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else 100 * (value / base - 1)
+
+
+def _not_run(runs: Sequence[Row]) -> dict[str, list[str]]:
+    """What a full campaign has and this one lacks, by set-up; a whole set-up is ``not run``."""
+    lacking = {name: ["not run"] for name in SETUPS if all(run["setup"] != name for run in runs)}
+    for setup in dict.fromkeys(run["setup"] for run in runs):
+        mine = [run for run in runs if run["setup"] == setup]
+        lines = []
+        policies = {run["policy"] for run in mine}
+        if setup == SETUPS[-1] and (absent := [p for p in POLICIES if p not in policies]):
+            lines.append(f"no run of {' and '.join(absent)}")
+        loads = {run["load"] for run in mine}
+        if len(loads) < _LOADS:
+            lines.append(f"{len(loads)} of {_LOADS} loads")
+        repeats = Counter((run["policy"], run["load"]) for run in mine)
+        if few := sum(count < _REPEATS for count in repeats.values()):
+            lines.append(f"fewer than {_REPEATS} repeats of {few} of {len(repeats)} loads")
+        if (largest := max(run["max_batch"] for run in mine)) < _BATCH:
+            lines.append(f"no decode batch above {largest} (asked for: {_BATCH})")
+        for lengths in ("fixed", "recorded"):
+            if all(run["lengths"] != lengths for run in mine):
+                lines.append(f"no load of {lengths} lengths")
+        if all(run["burstiness"] >= 1 for run in mine):
+            lines.append("no bursty load")
+        if lines:
+            lacking[setup] = lines
+    return lacking
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Return the mean; None of nothing."""
+    found = list(values)
+    return sum(found) / len(found) if found else None
