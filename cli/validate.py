@@ -14,6 +14,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import check_output, result_folder, write_json
 from eldr_sim.validation.live.campaign import Campaign, record_campaign
 from eldr_sim.validation.live.report import write_report
+from eldr_sim.validation.live.report_text import headline_table
 from eldr_sim.validation.live.servers import EngineOptions
 from eldr_sim.validation.live.setups import SETUPS
 from eldr_sim.validation.silicon import (
@@ -239,7 +240,7 @@ def vllm(
     if report is not None:
         with progress_bar("comparing") as compared:
             document = write_report(out, report, force=True, progress=compared)
-        print_headline(document)
+        print_table("Goals", *headline_table(document))
         click.echo(f"Wrote {report}")
 
 

@@ -69,7 +69,7 @@ def calibration_bursts(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> list[Burst]:
     """Return the bursts that cover an engine's steps, in the order in which to send them."""
-    batches = [b for b in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)]
+    batches = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
     batches = sorted({*(b for b in batches if b < max_num_seqs), max_num_seqs})
     steps = FORCED_LEVELS * _ROUNDS
     bursts = []

@@ -28,10 +28,9 @@ SETUPS: dict[str, tuple[tuple[str, Role], ...]] = {
 }
 """Engines by the name of the set-up: name and role, prefill engines first."""
 
-#: Cores of a machine without GPUs by set-up and engine: of the compute thread, and of all else that
-#: belongs to it. A lone engine has a core for its model. Where engines run side by side, each shares
-#: its core with its own front end, which works while the model waits; client and proxy are on the
-#: first core.
+#: Cores of a machine without GPUs by set-up and engine: of the compute thread, and of all else of the
+#: engine. A lone engine has a core for its model. Where engines run side by side, each shares its core
+#: with its own front end, which works while the model waits; client and proxy are on the first core.
 _CORES = {
     "colocated": {"engine0": (1, 0)},
     "1P1D": {"prefill0": (0, 0), "decode0": (1, 1)},
@@ -121,12 +120,12 @@ def started(name: str, options: EngineOptions, folder: Path, *, gpu: bool) -> It
     """
     cores = _CORES[name]
     engines = []
-    for i, (engine, role) in enumerate(SETUPS[name]):
-        core, host_core = (None, None) if gpu else cores[engine]
+    for i, (label, role) in enumerate(SETUPS[name]):
+        core, host_core = (None, None) if gpu else cores[label]
         size = options.tensor_parallel_size
         devices = range(i * size, (i + 1) * size) if gpu else ()
         engines.append(
-            Engine(options, engine, role, folder / engine, core, host_core, tuple(devices))
+            Engine(options, label, role, folder / label, core, host_core, tuple(devices))
         )
     with ExitStack() as stack:
         for engine in engines:
