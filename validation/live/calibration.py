@@ -203,6 +203,7 @@ def outside_times(
     requests: pa.Table,
     logs: Mapping[str, EngineLog],
     prefill: Sequence[str],
+    prefilled: bool,
     block_bytes: int,
     dims: ModelDims,
     device: str,
@@ -215,6 +216,8 @@ def outside_times(
         ``recording.REQUESTS`` with times of ``CLOCK_MONOTONIC``.
     logs, prefill
         What each engine logged, and the names of prefill engines.
+    prefilled
+        Whether these computed the prompts before the requests were sent.
     block_bytes
         Bytes of a KV block of all layers.
     dims
@@ -253,7 +256,7 @@ def outside_times(
                     prompt_end[row] = step.end_s
                 else:
                     ends[row].append((step.start_s, step.end_s))
-    first = received["prefill" if prefill else "decode"]
+    first = received["decode" if prefilled or not prefill else "prefill"]
     for row in rows.values():
         if row not in first or len(ends[row]) < len(tokens[row]):
             raise InputError("calibration", f"the engines did not log request {row}")
@@ -267,8 +270,9 @@ def outside_times(
     handoff, transfer = Delay(base_s=0, per_token_s=0), TransferModel(0, 0, 1e15, "none")
     notes: dict[str, Any] = {}
     if prefill:
-        gaps = [received["decode"][row] - prompt_end[row] for row in order]
-        handoff = _delay(lengths, gaps)
+        if not prefilled:
+            gaps = [received["decode"][row] - prompt_end[row] for row in order]
+            handoff = _delay(lengths, gaps)
         times, _ = measure_transfers(device, _KV_GRID)
         link = fit_transfer({point: timing.median_s for point, timing in times.items()})
         per_block = link.descriptor_s * _descriptors(dims) + block_bytes / link.bandwidth
@@ -277,9 +281,7 @@ def outside_times(
             ends[row][0][0] - received["decode"][row] - per_block * -(-lengths[row] // block)
             for row in order
         ]
-        source = (
-            f"measured: NIXL {nixl_version()} between two agents, mean error {link.mean_error:.0%}"
-        )
+        source = f"measured: NIXL {nixl_version()}, two agents, mean error {link.mean_error:.0%}"
         transfer = TransferModel(
             max(0.0, float(np.median(waits))), link.descriptor_s, link.bandwidth, source
         )

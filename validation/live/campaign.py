@@ -75,8 +75,8 @@ class LoadShape:
         return f"{100 * self.share:.0f}%, {self.lengths} lengths, {arrivals}"
 
 
-#: From light to more than a set-up carries. Several decode engines, whose question is the policy, get
-#: the two in the middle.
+#: From light to more than a set-up carries. Several decode engines, whose question is the policy,
+#: get the two in the middle.
 LOADS = (
     LoadShape(0.4, "fixed", 1.0),
     LoadShape(0.6, "recorded", 1.0),

@@ -99,7 +99,8 @@ def live_milestones(run: LiveRun, calibration: CalibrationInfo) -> Milestones:
     """Read the moments of a run's requests from its recording.
 
     Nobody sees when a request enters an engine's queue: it is taken to be the calibrated ingress
-    after the post, the client's or the proxy's. A request that did not get all its tokens has NaN.
+    after the post, the client's or the proxy's. Where prompts were computed before the run, that is
+    the decode engine's queue. A request that did not get all its tokens has NaN.
     """
     requests, roles = run.requests, {engine.name: engine.role for engine in run.info.engines}
     n = requests.num_rows
@@ -128,9 +129,11 @@ def live_milestones(run: LiveRun, calibration: CalibrationInfo) -> Milestones:
                     first[request] = end
                 if done >= prompt[request] + output[request] - 1 and np.isnan(last[request]):
                     last[request] = end
+    if run.info.prefilled:
+        prefill_start = prefill_end = sent + ingress
     tokens = [np.array(times or [], np.float64) for times in requests["token_s"].to_pylist()]
     whole = np.array([len(times) for times in tokens]) == output
-    handed = prefill_end if colocated else routed + ingress
+    handed = prefill_end if colocated or run.info.prefilled else routed + ingress
     whole &= np.isfinite(prefill_start) & np.isfinite(handed) & np.isfinite(last)
     gone = np.where(whole, 0.0, np.nan)
     return Milestones(

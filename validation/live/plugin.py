@@ -15,13 +15,14 @@ for all processes of a machine:
     ``moe`` and ``attention`` (seconds of each layer; gates belong to ``moe``), ``rows`` as the
     capture logs them; and ``{"pulled": request, "start", "end"}`` for every KV transfer.
 
-Steps with a request whose name begins with ``forced-`` are for calibration: instead of what the gates
-choose, their tokens are spread evenly over a set of experts, whose size goes step by step through
-:data:`FORCED_LEVELS` counts from top-k to all.
+Steps with a request whose name begins with ``forced-`` are for calibration: instead of what the
+gates choose, their tokens are spread evenly over a set of experts, whose size goes step by step
+through :data:`FORCED_LEVELS` counts from top-k to all.
 
 On a CPU it also keeps vLLM 0.32 from disturbing what is measured: the NIXL connector pins the
 compute threads of all engines to the last core, NIXL's progress thread takes most of a core, and
-engines wait for their workers in a loop that takes another.
+engines wait for their workers in a loop that takes another; a prefill engine whose KV cache has yet
+to be fetched asks its worker a thousand times a second whether it has been.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FORCED_PREFIX = "forced-"
 FORCED_LEVELS = 8
 
 _NIXL_PROGRESS_US = 1000
-_POLL_S, _IDLE_POLL_S = 1e-4, 1e-3
+_POLL_S, _IDLE_POLL_S, _IDLE_POLLS = 1e-4, 1e-3, 100
 _log: IO[str] | None = None
 _forced: dict[str, Any] = {"on": False, "step": 0, "ids": {}}
 
@@ -63,7 +64,7 @@ def register() -> None:
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
         _time_worker(CPUModelRunner, folder)
-        _spare_the_cores()
+        _spare_the_cores(EngineCoreProc)
 
 
 def _write(folder: str, kind: str, line: dict[str, Any]) -> None:
@@ -298,7 +299,7 @@ def _spread(ids: Any, level: int, n_experts: int) -> Any:
     return experts[torch.arange(tokens * top_k) % size].view(tokens, top_k).to(ids)
 
 
-def _spare_the_cores() -> None:
+def _spare_the_cores(process: Any) -> None:
     """Keep the threads of engines on a CPU out of each other's way (vLLM 0.32)."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms.cpu import CpuPlatform
@@ -310,6 +311,19 @@ def _spare_the_cores() -> None:
         time.sleep(_POLL_S if recent else _IDLE_POLL_S)
 
     shm_broadcast.SpinCondition.wait = wait
+    step = process._process_engine_step
+
+    @functools.wraps(step)
+    def step_or_rest(self: Any) -> Any:
+        executed = step(self)
+        if not executed and not self.scheduler.has_unfinished_requests():
+            for _ in range(_IDLE_POLLS):
+                if not (self.scheduler.has_requests() and self.input_queue.empty()):
+                    break
+                time.sleep(_IDLE_POLL_S)
+        return executed
+
+    process._process_engine_step = step_or_rest
     try:
         from nixl import _api
     except ImportError:

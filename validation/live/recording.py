@@ -114,6 +114,9 @@ class RunInfo(BaseModel):
     """What was offered."""
     engines: list[EngineInfo]
     """Prefill engines first."""
+    prefilled: bool = False
+    """Whether the prefill engines computed all prompts before the run, whose requests so begin with
+    the transfer of their KV cache: where engines would have shared a core."""
     model: dict[str, Any]
     """The model's ``config.json``."""
     max_model_len: int

@@ -10,7 +10,8 @@ late as the client.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import DecodePolicy, DecodeStepTimes, PolicyContext
 from eldr_sim.policies.registry import decode_policy, prefill_policy
@@ -33,6 +35,8 @@ from eldr_sim.validation.live.milestones import Milestones
 from eldr_sim.validation.live.recording import EngineInfo, LiveRun
 
 __all__ = ["SIMULATED_STEPS", "Replayed", "check_run", "replay_run"]
+
+_MANY = 1 << 30
 
 SIMULATED_STEPS = pa.schema(
     [
@@ -103,7 +107,11 @@ def replay_run(run: LiveRun, calibrated: Calibrated, artifact: Path | None = Non
     spec = ClusterSpec(
         n_prefill=len(prefills),
         n_decode=len(info.engines) - len(prefills),
-        prefill=decode_spec if prefill is None else spec_of(prefill),
+        prefill=decode_spec
+        if prefill is None
+        else _ahead(spec_of(prefill))
+        if info.prefilled
+        else spec_of(prefill),
         decode=decode_spec,
         max_model_len=info.max_model_len,
         block_size=decode.block_size,
@@ -180,6 +188,19 @@ def check_run(run: LiveRun) -> ModelDims:
             "the same prompt, and a row for every token but the last",
         )
     return model
+
+
+def _ahead(engine: EngineSpec) -> EngineSpec:
+    """Return a prefill engine whose prompts are computed already: its steps take no time."""
+    free = _NoTime(**{f.name: getattr(engine.step_time, f.name) for f in fields(StepTimeModel)})
+    return replace(engine, step_time=free, max_num_seqs=_MANY, max_num_batched_tokens=_MANY)
+
+
+class _NoTime(StepTimeModel):
+    def prefill_s(
+        self, tokens: Sequence[int], contexts: Sequence[int], moe_s: float | None = None
+    ) -> float:
+        return 0.0
 
 
 def _common(engines: list[EngineInfo]) -> EngineInfo:

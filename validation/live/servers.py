@@ -25,6 +25,7 @@ __all__ = ["Engine", "EngineOptions", "free_port"]
 
 _START_LIMIT_S = 900.0
 _STOP_LIMIT_S = 60.0
+_KV_LEASE_S = 1800  # longer than any run: decode may come long after prefill
 
 
 @dataclass(frozen=True)
@@ -181,9 +182,11 @@ class Engine:
         arguments += ["--skip-tokenizer-init", "--disable-uvicorn-access-log"]
         if self.role != "colocated":
             kind = "kv_producer" if self.role == "prefill" else "kv_consumer"
-            transfer = {"kv_connector": "NixlConnector", "kv_role": kind}
+            transfer: dict[str, object] = {"kv_connector": "NixlConnector", "kv_role": kind}
             if self.core is not None:
                 transfer["kv_buffer_device"] = "cpu"
+            if self.role == "prefill":
+                transfer["kv_connector_extra_config"] = {"kv_lease_duration": _KV_LEASE_S}
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
         return [*arguments, *options.extra]
 

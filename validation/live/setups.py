@@ -28,9 +28,10 @@ SETUPS: dict[str, tuple[tuple[str, Role], ...]] = {
 }
 """Engines by the name of the set-up: name and role, prefill engines first."""
 
-#: Cores of a machine without GPUs by set-up and engine: of the compute thread, and of all else of the
-#: engine. A lone engine has a core for its model. Where engines run side by side, each shares its core
-#: with its own front end, which works while the model waits; client and proxy are on the first core.
+#: Cores of a machine without GPUs by set-up and engine: of the compute thread, and of all else of
+#: the engine. A lone engine has a core for its model. Where engines run side by side, each shares
+#: its core with its own front end, which works while the model waits; client and proxy are on the
+#: first core.
 _CORES = {
     "colocated": {"engine0": (1, 0)},
     "1P1D": {"prefill0": (0, 0), "decode0": (1, 1)},
@@ -90,6 +91,11 @@ class Setup:
     def decode(self) -> list[Endpoint]:
         """Decode or co-located engines."""
         return [e for e in self.endpoints if e.role != "prefill"]
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether prompts are computed ahead: prefill would share a core with a decode engine."""
+        return self.client_core is not None and bool(self.prefill) and len(self.decode) > 1
 
     def check_alive(self) -> None:
         """Raise InputError if one of the engines started here has ended."""
