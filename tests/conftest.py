@@ -5,10 +5,12 @@ The fixtures are factories of session scope: hypothesis may call them many times
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,6 +242,36 @@ def earlier_recording(tmp_path_factory):
         tool_versions={},
     )
     return trace, source
+
+
+@pytest.fixture
+def serve_app():
+    """Serve aiohttp applications on an event loop of its own thread; gives their URLs."""
+    pytest.importorskip("aiohttp", reason="pip install 'eldr-sim[live]'")
+    from aiohttp.test_utils import TestServer
+
+    loop, servers = asyncio.new_event_loop(), []
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=30)
+
+    async def start(app):
+        server = TestServer(app)
+        await server.start_server()
+        return server
+
+    def serve(app):
+        servers.append(run(start(app)))
+        return str(servers[-1].make_url("/")).rstrip("/")
+
+    yield serve
+    for server in reversed(servers):
+        run(server.close())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 @pytest.fixture

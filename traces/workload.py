@@ -25,7 +25,7 @@ from eldr_sim.traces.prompts import Ranges, assign_blocks, chain_blocks, join_ra
 from eldr_sim.traces.readers import RequestLog, read_request_log
 from eldr_sim.traces.streams import stream
 
-__all__ = ["Workload", "make_workload"]
+__all__ = ["Workload", "draw_arrivals", "make_workload"]
 
 _MAX_REQUESTS = 50_000_000
 
@@ -204,7 +204,7 @@ def make_workload(
     )
     log: RequestLog | None = None
     if name in DOMAIN_MIXES:
-        arrival_s = _drawn_arrivals(
+        arrival_s = draw_arrivals(
             request_rate or math.nan, burstiness, horizon_s, num_requests, seed
         )
     else:
@@ -324,9 +324,10 @@ def _check_arguments(
         raise InputError("prompts", "got 'shared', but a request log's blocks say it", "unique")
 
 
-def _drawn_arrivals(
+def draw_arrivals(
     rate: float, burstiness: float, horizon_s: float | None, num_requests: int | None, seed: int
 ) -> NDArray[np.float64]:
+    """Draw arrival times, s: gamma-distributed gaps, see `make_workload`; one bound is given."""
     if math.isinf(rate):
         return np.zeros(num_requests or 0)
     rng = stream(seed, "arrivals")

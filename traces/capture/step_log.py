@@ -21,7 +21,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -31,7 +31,16 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 
-__all__ = ["Header", "LoggedRequest", "StepLog", "external_ids", "logged_rows", "read_log"]
+__all__ = [
+    "Gathered",
+    "Header",
+    "LogReader",
+    "LoggedRequest",
+    "StepLog",
+    "external_ids",
+    "logged_rows",
+    "read_log",
+]
 
 _VERSION = 1
 
@@ -182,28 +191,151 @@ def read_log(folder: str | os.PathLike[str]) -> tuple[Header, list[LoggedRequest
     files = sorted(base.glob("steps-*.jsonl"), key=lambda file: (file.stat().st_mtime_ns, file))
     if not files:
         raise InputError("log", f"{base} holds no steps-*.jsonl", "a folder that a capture wrote")
-    header: Header | None = None
-    prompts: dict[str, list[int]] = {}
-    parts: dict[str, list[tuple[int, NDArray[Any]]]] = {}
+    gathered = Gathered()
     for file in files:
-        one, steps = _read_file(file)
-        if header is None:
-            header = one
-        shape = ("layers", "n_decoder_layers", "n_experts", "top_k")
-        if any(getattr(header, key) != getattr(one, key) for key in shape):
-            raise InputError(str(file), f"is of {one.model}, others of {header.model}", "one model")
-        for rows, new, experts in steps:
+        worker = LogReader(file)
+        gathered.read(worker)
+        if worker.header is None:
+            raise _no_header(file)
+    assert gathered.header is not None
+    return gathered.header, [gathered.request(name) for name in gathered.names]
+
+
+Step = tuple[list[tuple[str, int, int]], dict[str, list[int]], NDArray[Any]]
+"""``rows`` and ``prompts`` as `StepLog.step` takes them, and the experts of the rows."""
+
+
+class LogReader:
+    """Reads the log of one worker, also while the worker writes it.
+
+    Parameters
+    ----------
+    file
+        ``<name>.jsonl``.
+
+    Attributes
+    ----------
+    header
+        None until it has been read.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.header: Header | None = None
+        self.file = file
+        self._line = 0
+        self._offset = 0
+        self._rows = 0
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps that were logged since the last call.
+
+        What follows the last end of a line is left for the next call: the worker is writing it,
+        or died when it did.
+
+        Raises
+        ------
+        InputError
+            If a file cannot be read or is no log of this version.
+        """
+        rows = self.file.with_suffix(".ids")
+        try:
+            with self.file.open("rb") as lines, rows.open("rb") as ids:
+                lines.seek(self._offset)
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    self._line += 1
+                    if self.header is None:
+                        self.header = _header(line)
+                        if self.header is None:
+                            raise _no_header(self.file)
+                    else:
+                        yield self._step(line, ids, self.header)
+        except OSError as error:
+            where = error.filename or str(self.file)
+            raise InputError(str(where), error.strerror or "cannot be read") from None
+
+    def _step(self, line: bytes, ids: IO[bytes], header: Header) -> Step:
+        where = f"{self.file}:{self._line}"
+        try:
+            step = json.loads(line)
+            rows = [(str(name), int(start), int(count)) for name, start, count in step["rows"]]
+            new = step["prompts"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(where, f"is no step: {error}") from None
+        shape = (sum(count for _, _, count in rows), len(header.layers), header.top_k)
+        row_bytes = shape[1] * shape[2] * header.dtype.itemsize
+        ids.seek(self._rows * row_bytes)
+        raw = ids.read(shape[0] * row_bytes)
+        if len(raw) < shape[0] * row_bytes:
+            raise InputError(
+                where,
+                f"names {self._rows + shape[0]} rows, {self.file.with_suffix('.ids').name} has "
+                f"{self._rows + len(raw) // row_bytes}",
+                "the file as it was written",
+            )
+        self._rows += shape[0]
+        return rows, new, np.frombuffer(raw, header.dtype).reshape(shape)
+
+
+class Gathered:
+    """What the workers of one model have logged of each request so far.
+
+    Attributes
+    ----------
+    header
+        What the logs have in common; None while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.header: Header | None = None
+        self._prompts: dict[str, list[int]] = {}
+        self._parts: dict[str, list[tuple[int, NDArray[Any]]]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The requests in the order of their first step, without vLLM's random suffix."""
+        return list(self._parts)
+
+    def read(self, worker: LogReader) -> None:
+        """Add what a worker has logged since it was read last.
+
+        Raises
+        ------
+        InputError
+            If the log is broken or of another model than the others.
+        """
+        for rows, new, experts in worker.steps():
             for name, ids in new.items():
-                prompts.setdefault(_joint_name(name), ids)
+                self._prompts.setdefault(_joint_name(name), ids)
             first = 0
             for name, position, count in rows:
                 part = experts[first : first + count]
-                parts.setdefault(_joint_name(name), []).append((position, part))
+                self._parts.setdefault(_joint_name(name), []).append((position, part))
                 first += count
-    assert header is not None
-    return header, [
-        _put_together(name, prompts.get(name, []), pieces, header) for name, pieces in parts.items()
-    ]
+        self._check(worker)
+
+    def request(self, name: str) -> LoggedRequest:
+        """Return one of `names`, put together."""
+        assert self.header is not None
+        return _put_together(name, self._prompts.get(name, []), self._parts[name], self.header)
+
+    def forget(self, name: str) -> None:
+        """Drop one of `names`."""
+        del self._parts[name]
+        self._prompts.pop(name, None)
+
+    def _check(self, worker: LogReader) -> None:
+        one = worker.header
+        if one is None:
+            return
+        self.header = self.header or one
+        shape = ("layers", "n_decoder_layers", "n_experts", "top_k")
+        if any(getattr(self.header, key) != getattr(one, key) for key in shape):
+            raise InputError(
+                str(worker.file), f"is of {one.model}, others of {self.header.model}", "one model"
+            )
 
 
 def _joint_name(request_id: str) -> str:
@@ -223,10 +355,7 @@ def _put_together(
     return LoggedRequest(name, prompt, experts, int(length - seen.sum()))
 
 
-_Step = tuple[list[tuple[str, int, int]], dict[str, list[int]], NDArray[Any]]
-
-
-def _header(line: str) -> Header | None:
+def _header(line: str | bytes) -> Header | None:
     """Return the header of a log, None if the line is none of this version."""
     try:
         about = json.loads(line)
@@ -235,37 +364,5 @@ def _header(line: str) -> Header | None:
         return None
 
 
-def _read_file(file: Path) -> tuple[Header, list[_Step]]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        raw = np.fromfile(file.with_suffix(".ids"), dtype=np.uint8)
-    except OSError as error:
-        where = error.filename or str(file)
-        raise InputError(str(where), error.strerror or "cannot be read") from None
-    header = _header(lines[0] if lines else "")
-    if header is None:
-        raise InputError(str(file), "has no header", f"a log of version {_VERSION}")
-    token = len(header.layers) * header.top_k
-    ids = raw[: len(raw) // header.dtype.itemsize * header.dtype.itemsize].view(header.dtype)
-    ids = ids[: len(ids) // token * token].reshape(-1, len(header.layers), header.top_k)
-    steps: list[_Step] = []
-    first = 0
-    for number, line in enumerate(lines[1:], 2):
-        try:
-            step = json.loads(line)
-            rows = [(str(name), int(start), int(count)) for name, start, count in step["rows"]]
-            new = step["prompts"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                break  # the engine died while it wrote its last line
-            raise InputError(f"{file}:{number}", f"is no step: {error}") from None
-        count = sum(count for _, _, count in rows)
-        if first + count > len(ids):
-            raise InputError(
-                f"{file}:{number}",
-                f"names {first + count} rows, {file.with_suffix('.ids').name} has {len(ids)}",
-                "the file as it was written",
-            )
-        steps.append((rows, new, ids[first : first + count]))
-        first += count
-    return header, steps
+def _no_header(file: Path) -> InputError:
+    return InputError(str(file), "has no header", f"a log of version {_VERSION}")

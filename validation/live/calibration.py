@@ -69,8 +69,8 @@ def calibration_bursts(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> list[Burst]:
     """Return the bursts that cover an engine's steps, in the order in which to send them."""
-    batches = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
-    batches = sorted({*(b for b in batches if b < max_num_seqs), max_num_seqs})
+    sizes = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+    batches = sorted({*(b for b in sizes if b < max_num_seqs), max_num_seqs})
     steps = FORCED_LEVELS * _ROUNDS
     bursts = []
     for context in _CONTEXTS:
@@ -228,9 +228,9 @@ def outside_times(
     Returns
     -------
     CalibrationInfo
-        ``seconds`` is the caller's to fill in. NIXL itself is timed by its number of descriptors and
-        bytes; the set-up of a transfer is what a lone request waits beyond these, from the decode
-        engine's queue to its first step there.
+        ``seconds`` is the caller's to fill in. NIXL itself is timed by descriptors and bytes; the
+        set-up of a transfer is what a lone request waits beyond these, from the decode engine's
+        queue to its first step there.
 
     Raises
     ------

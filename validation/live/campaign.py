@@ -31,7 +31,7 @@ from eldr_sim.validation.live.calibration import (
     engine_tables,
     outside_times,
 )
-from eldr_sim.validation.live.client import send_load
+from eldr_sim.validation.live.client import prefill_ahead, send_load
 from eldr_sim.validation.live.engine_log import EngineLog, read_engine_log
 from eldr_sim.validation.live.load import Load, LoadRequest, make_load
 from eldr_sim.validation.live.model import domain_slices, write_model
@@ -272,7 +272,7 @@ def calibrate(campaign: Campaign, setup: Setup, progress: Callable[[float], None
         for i, n in enumerate(lengths * (_UNLOADED_ROUNDS * len(setup.decode))):
             tokens = rng.integers(4, dims.vocab_size, size=n).tolist()
             alone = LoadRequest(f"unloaded-{i}", "", tokens, _UNLOADED_OUTPUT, 0.0)
-            parts.append(_send([alone], url))
+            parts.append(_send([alone], url, setup.prefill[0].url if setup.prefilled else None))
             progress(0.8 + 0.1 * i / (len(lengths) * _UNLOADED_ROUNDS * len(setup.decode)))
         requests = pa.concat_tables(parts)
     if setup.prefill:
@@ -283,6 +283,7 @@ def calibrate(campaign: Campaign, setup: Setup, progress: Callable[[float], None
         requests,
         logs,
         [e.name for e in setup.prefill],
+        setup.prefilled,
         block_bytes,
         dims,
         "cpu" if setup.client_core is not None else "cuda",
@@ -336,6 +337,8 @@ def capacity(campaign: Campaign, setup: Setup, calibrated: Calibrated) -> float:
     distinct = [float(uniform_distinct(seats, dims.n_experts, dims.top_k))] * dims.n_moe_layers
     decode_s = output * step.decode_s(distinct, seats, prompt + output / 2) / seats
     prefill_s = step.prefill_s([prompt], [0])
+    if setup.prefilled:
+        return len(setup.decode) / decode_s
     if not setup.prefill:
         return len(setup.decode) / (decode_s + prefill_s)
     return min(len(setup.decode) / decode_s, len(setup.prefill) / prefill_s)
@@ -380,19 +383,23 @@ def _record(
     log = setup.folder / f"{out.name}.jsonl"
     artifact = campaign.calibration(setup.name) / "artifact.npz"
     with start_proxy(setup, policy, log, artifact if policy == "eldr" else None) as url:
+        if setup.prefilled:
+            load = prefill_ahead(load, setup.prefill[0].url, model=MODEL_NAME)
         requests = send_load(
             load, url, model=MODEL_NAME, progress=lambda share: progress(what, share)
         )
     setup.check_alive()
     if len(setup.endpoints) > 1:
         requests = join_proxy_log(requests, log)
-    logs = {endpoint.name: read_engine_log(endpoint.log) for endpoint in setup.endpoints}
+    steps_of = setup.decode if setup.prefilled else setup.endpoints
+    logs = {endpoint.name: read_engine_log(endpoint.log) for endpoint in steps_of}
     run = RunInfo(
         setup=setup.name,
         policy=policy,
         repeat=repeat,
         load=info,
         engines=_engine_infos(setup),
+        prefilled=setup.prefilled,
         model=campaign.config,
         max_model_len=options.max_model_len,
         versions=versions(),
@@ -411,7 +418,7 @@ def _engine_infos(setup: Setup) -> list[EngineInfo]:
     return found
 
 
-def _send(requests: list[LoadRequest], url: str) -> pa.Table:
+def _send(requests: list[LoadRequest], url: str, ahead: str | None = None) -> pa.Table:
     info = LoadInfo(
         name="calibration",
         request_rate=1.0,
@@ -420,7 +427,10 @@ def _send(requests: list[LoadRequest], url: str) -> pa.Table:
         num_requests=len(requests),
         seed=0,
     )
-    return send_load(Load(info, tuple(requests)), url, model=MODEL_NAME)
+    load = Load(info, tuple(requests))
+    if ahead is not None:
+        load = prefill_ahead(load, ahead, model=MODEL_NAME)
+    return send_load(load, url, model=MODEL_NAME)
 
 
 def _of(log: EngineLog, prefix: str) -> EngineLog:

@@ -180,7 +180,7 @@ def start_proxy(
     port = free_port()
     config = {
         "port": port,
-        "prefill_urls": [e.url for e in setup.prefill],
+        "prefill_urls": [] if setup.prefilled else [e.url for e in setup.prefill],
         "decode_urls": [e.url for e in setup.decode],
         "policy": policy,
         "artifact": None if artifact is None else str(artifact),

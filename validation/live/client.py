@@ -1,0 +1,239 @@
+"""An open-loop load client that notes when each output token of a live engine is there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from eldr_sim.errors import InputError
+from eldr_sim.validation.live.http import import_aiohttp, open_session
+from eldr_sim.validation.live.load import Load, LoadRequest
+from eldr_sim.validation.live.recording import REQUESTS
+
+__all__ = ["prefill_ahead", "prefill_body", "send_load"]
+
+_LEFT_OUT = ("stream", "stream_options", "min_tokens")
+_NO_CACHE_YET = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+#: Time to prepare before the first request, s.
+_LEAD_S = 0.2
+_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
+
+
+def send_load(
+    load: Load,
+    url: str,
+    *,
+    model: str,
+    temperature: float = 1.0,
+    timeout_s: float = 600.0,
+    start_s: float | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> pa.Table:
+    """Send every request at its time, whatever has become of the others, and wait for all tokens.
+
+    Parameters
+    ----------
+    load
+        What is sent.
+    url
+        Base URL of an engine or of the proxy, such as ``http://127.0.0.1:8000``. It must stream
+        completions with ``continuous_usage_stats``, as vLLM does.
+    model
+        Name of the model that the engine serves.
+    temperature
+        Of the sampling.
+    timeout_s
+        Most seconds that one request may take.
+    start_s
+        The moment, of `time.monotonic`, from which the load's times count; 0.2 s from now where
+        none is given.
+    progress
+        Called with the share of the requests that are done, 0 to 1.
+
+    Returns
+    -------
+    requests
+        `recording.REQUESTS`, one row a request in the order of the load. Times are those of
+        `time.monotonic`, a clock that all processes of the machine share. What only the proxy
+        knows is null, and ``engine`` is 0, the only one, until `proxy.join_proxy_log` says more.
+
+    Raises
+    ------
+    InputError
+        If aiohttp is not installed or a request fails: the others are then given up.
+
+    Notes
+    -----
+    A request is never sent before its time, and up to 1 ms after it, which is what a sleep of
+    Linux's ``epoll`` is rounded up to; ``sent_s`` is the moment itself. A server that is late may
+    send several tokens at once, and a token may have no text: the number of tokens in each chunk
+    is what the server says it is. They then get the same time.
+    """
+    try:
+        return asyncio.run(_send(load, url, model, temperature, timeout_s, start_s, progress))
+    except BaseExceptionGroup as group:
+        # A task group: the first request that failed, whose failure has cancelled the others.
+        raise group.exceptions[0] from None
+
+
+async def _send(
+    load: Load,
+    url: str,
+    model: str,
+    temperature: float,
+    timeout_s: float,
+    start_s: float | None,
+    progress: Callable[[float], None] | None,
+) -> pa.Table:
+    # Made before the first one is sent: the client shares its core with the engines.
+    bodies = [_body(request, model, temperature) for request in load.requests]
+    moments: list[tuple[float, list[float]]] = [(0.0, [])] * len(bodies)
+    done = 0
+    async with open_session(timeout_s) as session:
+        address = url.rstrip("/") + "/v1/completions"
+
+        async def one(index: int) -> None:
+            nonlocal done
+            moments[index] = await _complete(session, address, load.requests[index], bodies[index])
+            done += 1
+            if progress is not None:
+                progress(done / len(bodies))
+
+        async with asyncio.TaskGroup() as group:
+            start = time.monotonic() + _LEAD_S if start_s is None else start_s
+            for index, request in enumerate(load.requests):
+                wait = start + request.send_s - time.monotonic()
+                await asyncio.sleep(max(wait, 0.0))
+                group.create_task(one(index))
+    return pa.table(
+        {
+            "request_id": [request.request_id for request in load.requests],
+            "domain": [request.domain for request in load.requests],
+            "prompt_len": [len(request.prompt) for request in load.requests],
+            "output_len": [request.output_len for request in load.requests],
+            "sent_s": [sent for sent, _ in moments],
+            "prefilled_s": [None] * len(moments),
+            "routed_s": [None] * len(moments),
+            "engine": [0] * len(moments),
+            "token_s": [tokens for _, tokens in moments],
+        },
+        schema=REQUESTS,
+    )
+
+
+def prefill_ahead(load: Load, url: str, *, model: str, temperature: float = 1.0) -> Load:
+    """Let a prefill engine compute all prompts of a load before it is sent.
+
+    Parameters
+    ----------
+    load
+        What is to be sent.
+    url
+        Base URL of the prefill engine. It keeps the KV cache until a decode engine fetches it.
+    model, temperature
+        As for `send_load`.
+
+    Returns
+    -------
+    Load
+        The same requests, which tell a decode engine where their KV cache is.
+
+    Raises
+    ------
+    InputError
+        If aiohttp is not installed, a request fails, or the engine has no KV connector.
+    """
+    aiohttp = import_aiohttp()
+    address = url.rstrip("/") + "/v1/completions"
+
+    async def compute() -> list[LoadRequest]:
+        found = []
+        async with open_session() as session:
+            for request in load.requests:  # one after the other: the order of the load
+                body = prefill_body(json.loads(_body(request, model, temperature)))
+                headers = {"X-Request-Id": request.request_id}
+                try:
+                    async with session.post(address, json=body, headers=headers) as response:
+                        answer = await response.json(content_type=None)
+                        params = answer.get("kv_transfer_params")
+                        if response.status != 200 or params is None:
+                            raise _failed(request, address, f"HTTP {response.status}: {answer}")
+                except (aiohttp.ClientError, OSError, ValueError) as error:
+                    raise _failed(request, address, str(error)) from None
+                found.append(replace(request, kv_transfer_params=params))
+        return found
+
+    return replace(load, requests=tuple(asyncio.run(compute())))
+
+
+def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a completion request as a prefill engine gets it: one token, KV cache kept."""
+    asked = {key: value for key, value in body.items() if key not in _LEFT_OUT}
+    return asked | {"max_tokens": 1, "kv_transfer_params": _NO_CACHE_YET}
+
+
+def _body(request: LoadRequest, model: str, temperature: float) -> bytes:
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": request.prompt,
+        "max_tokens": request.output_len,
+        "ignore_eos": True,
+        "temperature": temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    if request.kv_transfer_params is not None:
+        body["kv_transfer_params"] = request.kv_transfer_params
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+async def _complete(
+    session: Any, address: str, request: LoadRequest, body: bytes
+) -> tuple[float, list[float]]:
+    """Post a request; return when it was sent, and when each of its tokens was there."""
+    aiohttp = import_aiohttp()
+    headers = {"X-Request-Id": request.request_id}
+    token_s: list[float] = []
+    event = b""
+    try:
+        sent_s = time.monotonic()
+        async with session.post(address, data=body, headers=headers) as response:
+            if response.status != 200:
+                text = " ".join((await response.text()).split())[:300]
+                raise _failed(request, address, f"HTTP {response.status}: {text}")
+            rest = b""
+            async for data in response.content.iter_any():
+                now = time.monotonic()
+                whole, end, rest = (rest + data).rpartition(b"\n\n")
+                said = _TOKENS.findall(whole) if end else []
+                if said:
+                    token_s += [now] * (int(said[-1]) - len(token_s))
+                event = whole or event
+    except TimeoutError:
+        raise _failed(request, address, "no answer within the time limit") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise _failed(request, address, str(error) or type(error).__name__) from None
+    if len(token_s) != request.output_len:
+        count = f"{len(token_s)} of {request.output_len} tokens"
+        last = event.rpartition(b"\n\n")[2].decode(errors="replace")[:300]
+        raise _failed(request, address, f"ended after {count}: {last or 'no event'}")
+    return sent_s, token_s
+
+
+def _failed(request: LoadRequest, address: str, problem: str) -> InputError:
+    return InputError(f"request {request.request_id}", f"{address}: {problem}")

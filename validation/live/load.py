@@ -1,0 +1,184 @@
+"""What is sent to a live engine: arrivals, lengths and prompts of a load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.readers import read_request_log
+from eldr_sim.traces.streams import stream
+from eldr_sim.traces.workload import draw_arrivals
+from eldr_sim.validation.live.recording import LoadInfo
+
+__all__ = ["Load", "LoadRequest", "make_load"]
+
+#: Lengths of the 19,366 requests of the Azure LLM inference trace 2023, conversation
+#: (``AzureLLMInferenceTrace_conv.csv`` of Azure/AzurePublicDataset, CC BY 4.0; Patel et al.,
+#: Splitwise, ISCA 2024): prompt and output tokens at some percentiles, computed from that file.
+#: Prompt and output are all but independent there (rank correlation 0.07).
+_PERCENT = (*range(0, 100, 5), 99, 99.9, 100)
+_PROMPT: tuple[int, ...] = (2, 181, 207, 372, 387, 396, 403, 414, 703, 984, 1020, 1045, 1071)
+_PROMPT += (1097, 1130, 1189, 1315, 1876, 2734, 4083, 4142, 6212, 14050)
+_OUTPUT: tuple[int, ...] = (7, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129, 151, 177, 217, 384, 395)
+_OUTPUT += (400, 411, 424, 451, 601, 954, 1000)
+_PROMPT_MEAN, _OUTPUT_MEAN = 1154.7, 211.1
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """One request.
+
+    Attributes
+    ----------
+    request_id
+        What the client sends as ``X-Request-Id``.
+    domain
+        Name of its domain.
+    prompt
+        Token ids.
+    output_len
+        Tokens to generate.
+    send_s
+        When it is sent, seconds since the start of the run.
+    kv_transfer_params
+        Where a prefill engine keeps the KV cache of its prompt; None where that is not computed.
+    """
+
+    request_id: str
+    domain: str
+    prompt: list[int]
+    output_len: int
+    send_s: float
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests in the order in which they are sent."""
+
+    info: LoadInfo
+    requests: tuple[LoadRequest, ...]
+
+
+def make_load(
+    info: LoadInfo,
+    domains: Mapping[str, tuple[int, int]],
+    *,
+    prompt_len: int,
+    output_len: int,
+    prompt_range: tuple[int, int],
+    output_range: tuple[int, int],
+    workload: str | os.PathLike[str] | None = None,
+    prefix: str = "request",
+) -> Load:
+    """Make a load. The same arguments give the same load on every machine.
+
+    Each decision draws from a stream of its own, so that a longer load starts with the requests
+    of a shorter one, and a change of rate leaves lengths and prompts as they were.
+
+    Parameters
+    ----------
+    info
+        Rate, burstiness, kind of lengths, number of requests, seed. Arrivals are drawn as the
+        simulator draws them (`traces.workload.make_workload`).
+    domains
+        Slice ``[low, high)`` of the vocabulary that the prompts of each domain are made of, every
+        token id of it as likely as any other. Every domain is as likely as any other.
+    prompt_len, output_len
+        Tokens of every request if ``info.lengths`` is ``fixed``. If it is ``recorded``, the mean
+        that the recorded lengths are scaled to, before they are cut to the ranges.
+    prompt_range, output_range
+        Fewest and most tokens that a request may have.
+    workload
+        Path of a request log (`traces.readers`) whose pairs of lengths are drawn. None draws
+        prompt and output lengths, each on its own, from percentiles of Azure's conversation
+        trace, which repeats its means to 2%.
+    prefix
+        Request ``i`` is named ``<prefix>-<i>``. Runs whose engines write one capture log need
+        different prefixes.
+
+    Raises
+    ------
+    InputError
+        If an argument is not valid.
+    """
+    _check(info, domains, workload)
+    for name, length, (low, high) in (
+        ("prompt", prompt_len, prompt_range),
+        ("output", output_len, output_range),
+    ):
+        if not 1 <= low <= high:
+            raise InputError(f"{name}_range", f"got {low} to {high}", "1 <= fewest <= most")
+        if not low <= length <= high:
+            raise InputError(f"{name}_len", f"got {length}", f"{low} to {high}")
+    n, seed = info.num_requests, info.seed
+    arrival = draw_arrivals(info.request_rate, info.burstiness, None, n, seed)
+    if info.lengths == "fixed":
+        prompt, output = np.full(n, prompt_len), np.full(n, output_len)
+    else:
+        prompt, output = _recorded(n, seed, prompt_len, output_len, workload)
+        prompt = np.clip(prompt, *prompt_range)
+        output = np.clip(output, *output_range)
+    names = list(domains)
+    domain = stream(seed, "live domains").integers(len(names), size=n)
+    requests = []
+    for i in range(n):
+        name = names[int(domain[i])]
+        tokens = stream(seed, f"live prompt:{i}").integers(*domains[name], size=int(prompt[i]))
+        requests.append(
+            LoadRequest(f"{prefix}-{i}", name, tokens.tolist(), int(output[i]), float(arrival[i]))
+        )
+    return Load(info, tuple(requests))
+
+
+def _check(
+    info: LoadInfo,
+    domains: Mapping[str, tuple[int, int]],
+    workload: str | os.PathLike[str] | None,
+) -> None:
+    for name in ("request_rate", "burstiness"):
+        value = getattr(info, name)
+        if not 0 < value < np.inf:
+            raise InputError(name, f"got {value}", "a finite number > 0")
+    if info.num_requests < 1:
+        raise InputError("num_requests", f"got {info.num_requests}", "1 or more")
+    if workload is not None and info.lengths == "fixed":
+        raise InputError("workload", "a request log, but lengths are fixed", "recorded lengths")
+    if not domains:
+        raise InputError("domains", "got none", "1 or more")
+    for name, (low, high) in domains.items():
+        if not 0 <= low < high:
+            raise InputError("domains", f"{name}: token ids {low} to {high}", "0 <= low < high")
+
+
+def _recorded(
+    n: int,
+    seed: int,
+    prompt_len: int,
+    output_len: int,
+    workload: str | os.PathLike[str] | None,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Draw ``n`` recorded lengths, scaled to a mean prompt and a mean output."""
+    random = stream(seed, "live lengths").random((n, 2))
+    prompt: NDArray[np.floating]
+    output: NDArray[np.floating]
+    if workload is None:
+        prompt = _at_percentile(_PROMPT, random[:, 0]) * (prompt_len / _PROMPT_MEAN)
+        output = _at_percentile(_OUTPUT, random[:, 1]) * (output_len / _OUTPUT_MEAN)
+    else:
+        log = read_request_log(workload)
+        row = (random[:, 0] * len(log.prompt_len)).astype(np.int64)
+        prompt = log.prompt_len[row] * (prompt_len / float(log.prompt_len.mean()))
+        output = log.output_len[row] * (output_len / float(log.output_len.mean()))
+    return np.rint(prompt).astype(np.int64), np.rint(output).astype(np.int64)
+
+
+def _at_percentile(values: tuple[int, ...], share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the lengths at some shares of the requests, geometric between two percentiles."""
+    return np.asarray(np.exp(np.interp(100 * share, _PERCENT, np.log(values))))
