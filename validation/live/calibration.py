@@ -10,7 +10,7 @@ table is the median over the steps that agree in its columns.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -21,11 +21,7 @@ from scipy.optimize import nnls
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.profile.nixl_transfer import (
-    fit_transfer,
-    measure_transfers,
-    nixl_version,
-)
+from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
 from eldr_sim.kernel_profiles.tables import (
     Kind,
     LatencyTable,
@@ -192,13 +188,6 @@ def _table(
     return LatencyTable(TableMetadata(kind=kind, shape=shape, dtype=dtype, **head), columns)
 
 
-_KV_GRID = tuple(
-    (descriptors * size, descriptors)
-    for descriptors in (1, 16, 128, 512)
-    for size in (4 << 10, 16 << 10, 64 << 10)
-)
-
-
 def outside_times(
     requests: pa.Table,
     logs: Mapping[str, EngineLog],
@@ -206,7 +195,7 @@ def outside_times(
     prefilled: bool,
     block_bytes: int,
     dims: ModelDims,
-    device: str,
+    measure_link: Callable[[], tuple[Mapping[tuple[int, int], float], str]],
 ) -> CalibrationInfo:
     """Find what a request costs outside the engines' steps, from requests that were alone.
 
@@ -222,8 +211,9 @@ def outside_times(
         Bytes of a KV block of all layers.
     dims
         The model.
-    device
-        ``cpu`` or ``cuda``: where the KV cache is.
+    measure_link
+        Returns seconds of transfers by (bytes, descriptors), and their source; called where there
+        are prefill engines.
 
     Returns
     -------
@@ -273,15 +263,15 @@ def outside_times(
         if not prefilled:
             gaps = [received["decode"][row] - prompt_end[row] for row in order]
             handoff = _delay(lengths, gaps)
-        times, _ = measure_transfers(device, _KV_GRID)
-        link = fit_transfer({point: timing.median_s for point, timing in times.items()})
+        points, source = measure_link()
+        link = fit_transfer(points)
         per_block = link.descriptor_s * _descriptors(dims) + block_bytes / link.bandwidth
         block = block_bytes / dims.kv_bytes_per_token
         waits = [
             ends[row][0][0] - received["decode"][row] - per_block * -(-lengths[row] // block)
             for row in order
         ]
-        source = f"measured: NIXL {nixl_version()}, two agents, mean error {link.mean_error:.0%}"
+        source += f", mean error {link.mean_error:.0%}"
         transfer = TransferModel(
             max(0.0, float(np.median(waits))), link.descriptor_s, link.bandwidth, source
         )

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
+from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, nixl_version
 from eldr_sim.policies.artifact import fit
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import open_trace
@@ -44,6 +45,13 @@ from eldr_sim.validation.live.setups import Setup, existing, start_proxy, starte
 __all__ = ["LOADS", "Campaign", "LoadShape", "record_campaign", "record_setup"]
 
 MODEL_NAME = "model"
+
+_KV_GRID = tuple(
+    (descriptors * size, descriptors)
+    for descriptors in (1, 16, 128, 512)
+    for size in (4 << 10, 16 << 10, 64 << 10)
+)
+"""(bytes, descriptors) of the transfers timed: KV blocks of a small model."""
 
 _UNLOADED_PROMPTS = (16, 64, 128, 256)
 _UNLOADED_ROUNDS = 4
@@ -286,13 +294,20 @@ def calibrate(campaign: Campaign, setup: Setup, progress: Callable[[float], None
         setup.prefilled,
         block_bytes,
         dims,
-        "cpu" if setup.client_core is not None else "cuda",
+        lambda: _measure_link("cuda" if setup.client_core is None else "cpu"),
     )
     if "eldr" in campaign.policies and len(setup.decode) > 1:
         _fit_artifact(campaign, setup, out)
     progress(1.0)
     info = info.model_copy(update={"seconds": time.monotonic() - began})
     write_calibration(out, info, tables)
+
+
+def _measure_link(device: str) -> tuple[dict[tuple[int, int], float], str]:
+    """Time NIXL between two agents of this machine, by (bytes, descriptors)."""
+    times, _ = measure_transfers(device, _KV_GRID)
+    seconds = {point: timing.median_s for point, timing in times.items()}
+    return seconds, f"measured: NIXL {nixl_version()} between two agents"
 
 
 def _fit_artifact(campaign: Campaign, setup: Setup, out: Path) -> None:
