@@ -34,12 +34,13 @@ from eldr_sim.validation.live.calibration import (
 )
 from eldr_sim.validation.live.client import prefill_ahead, send_load
 from eldr_sim.validation.live.engine_log import EngineLog, read_engine_log
+from eldr_sim.validation.live.http import import_aiohttp
 from eldr_sim.validation.live.load import Load, LoadRequest, make_load
 from eldr_sim.validation.live.model import domain_slices, write_model
 from eldr_sim.validation.live.proxy import join_proxy_log
 from eldr_sim.validation.live.record import machine, record_run, versions, write_trace_of
 from eldr_sim.validation.live.recording import EngineInfo, LoadInfo, RunInfo
-from eldr_sim.validation.live.servers import EngineOptions
+from eldr_sim.validation.live.servers import EngineOptions, require_vllm
 from eldr_sim.validation.live.setups import Setup, existing, start_proxy, started
 
 __all__ = ["LOADS", "Campaign", "LoadShape", "record_campaign", "record_setup"]
@@ -168,6 +169,11 @@ def record_campaign(
     InputError
         The folder holds another campaign, or an engine, the proxy or a request fails.
     """
+    import_aiohttp()
+    if not decode:
+        require_vllm()
+    elif not all(log.is_dir() for _, log in (*prefill, *decode)):
+        raise InputError("decode_url", "a log folder is not there", "ELDR_SIM_TIMING of the engine")
     campaign.out.mkdir(parents=True, exist_ok=True)
     model = Path(campaign.options.model)
     if model == campaign.out / "model" and not model.exists():

@@ -21,7 +21,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.capture.vllm_plugin import ENVIRONMENT_VARIABLE as CAPTURE_VARIABLE
 from eldr_sim.validation.live.plugin import TIMING_VARIABLE
 
-__all__ = ["Engine", "EngineOptions", "free_port"]
+__all__ = ["Engine", "EngineOptions", "free_port", "require_vllm"]
 
 _START_LIMIT_S = 900.0
 _STOP_LIMIT_S = 60.0
@@ -87,8 +87,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the process; several can load at the same time."""
-        if importlib.util.find_spec("vllm") is None:
-            raise InputError("vllm", "vLLM is not installed here", "its environment: docs/live.md")
+        require_vllm()
         port, side = free_port(), free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log.mkdir(parents=True, exist_ok=True)
@@ -220,6 +219,14 @@ class Engine:
                 }
                 if not computes:
                     os.sched_setaffinity(thread, {core})
+
+
+def require_vllm() -> None:
+    """Raise InputError where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise InputError(
+            "vllm", "vLLM is not installed in this environment", "pip install vllm, or docs/live.md"
+        )
 
 
 def free_port() -> int:
