@@ -223,7 +223,7 @@ async def _complete(
                 said = _TOKENS.findall(whole) if end else []
                 if said:
                     token_s += [now] * (int(said[-1]) - len(token_s))
-                event = whole or event
+                event = whole.removesuffix(b"data: [DONE]").rstrip() or event
     except TimeoutError:
         raise _failed(request, address, "no answer within the time limit") from None
     except (aiohttp.ClientError, OSError) as error:
