@@ -244,3 +244,21 @@ def test_repeats_that_differ_make_a_noise_floor(twins, live_calibration):
         error = {0: 0.0, 1: 100 * (1 / 1.2 - 1), None: 50 * (1 / 1.2 - 1)}[row["repeat"]]
         assert row["error_percent"] == pytest.approx(error, abs=1e-7)
         assert row["abs_error_percent"] == pytest.approx(abs(error), abs=1e-7)
+
+
+def test_step_noise_is_the_spread_of_steps_that_are_alike():
+    steps = pd.DataFrame(
+        {
+            "setup": "colocated",
+            "role": "colocated",
+            "batch": [4] * 20 + [5] * 3,
+            "active": [30, 31] * 10 + [30] * 3,
+            "layers": 8,
+            "live_ms": [10.0] * 10 + [12.0] * 10 + [1.0, 50.0, 99.0],
+        }
+    )
+    found = compare._step_noise(steps, "live_ms")
+    # The median of the twenty is 11; the three of batch 5 are too few to say anything.
+    assert found["noise_median_percent"] == pytest.approx(100 / 11)
+    assert found["noise_p90_percent"] == pytest.approx(100 / 11)
+    assert compare._step_noise(steps[:5], "live_ms") == dict.fromkeys(found)

@@ -127,6 +127,7 @@ def engine_tables(
             prefill[len(prompts), prompts[0][1]].append(step.attention_s / layers)
         if np.isfinite(cycle):
             rest[step.tokens, len(step.rows)].append(cycle - step.moe_s - step.attention_s)
+    moe = _well_covered(moe, dims.n_experts, dims.top_k)
     head = {
         "gpu": device,
         "kernel_source": "the engine's own",
@@ -150,6 +151,23 @@ def engine_tables(
         _table(head, "attention_prefill", attention, ("batch", "new_tokens"), prefill),
         _table(head, "engine_step", whole, ("tokens", "sequences"), rest),
     ]
+
+
+def _well_covered(
+    samples: Mapping[tuple[Any, ...], list[float]], n_experts: int, top_k: int
+) -> dict[tuple[Any, ...], list[float]]:
+    """Leave out batches that were met in passing, at too few counts of experts to tell a slope."""
+    levels = np.linspace(top_k, n_experts, FORCED_LEVELS)
+    counts: dict[int, set[float]] = defaultdict(set)
+    for (batch, distinct), values in samples.items():
+        if len(values) >= _LEAST_STEPS:
+            counts[batch].add(distinct)
+
+    def covered(batch: int) -> bool:
+        within_reach = np.unique(np.minimum(levels, batch * top_k))
+        return 2 * len(counts[batch]) >= len(within_reach)
+
+    return {point: values for point, values in samples.items() if covered(point[0])}
 
 
 def _round_context(context: float) -> int:

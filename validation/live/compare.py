@@ -29,7 +29,8 @@ list of ``summary`` a row has the same keys, and a figure that does not exist is
          "live_ms", "predicted_ms",                     # means
          "median_percent", "p90_percent",               # of the absolute errors
          "bias_percent",                                # mean of the errors with their sign
-         "median_of_step_percent"}],                    # median |predicted - live| / whole step
+         "median_of_step_percent",   # median |predicted - live| / whole step
+         "noise_median_percent", "noise_p90_percent"}],  # noise floor of steps; None if unknown
      "distinct": [                # distinct experts; every "wrong" must be 0
         {"setup", "policy", "load", "repeat",
          "steps", "layers": int,          # compared: steps * MoE layers
@@ -57,7 +58,8 @@ list of ``summary`` a row has the same keys, and a figure that does not exist is
          "difference_ms",         # simulated - live
          "percent"}],             # difference over the live mean of what it is a component of
      "headline": {                # of all runs
-        "decode_step": {"steps", "median_percent", "p90_percent", "bias_percent"},
+        "decode_step": {"steps", "median_percent", "p90_percent", "bias_percent",
+                        "noise_median_percent", "noise_p90_percent"},
         "tpot_p50" | "tpot_p99" | "ttft_p50" | "e2el_p50":
             {"abs_error_percent", "noise_percent"},     # means over set-ups, policies and loads
         "distinct": {"layers", "wrong_layers", "matched_steps", "matched_wrong"}}}
@@ -65,6 +67,10 @@ list of ``summary`` a row has the same keys, and a figure that does not exist is
 Noise floor
     The mean over all pairs of live repeats of ``|a - b|``, relative to the mean of the repeats: how
     far one live run is from another of the same load, statistic by statistic.
+Noise floor of steps
+    How far live decode-only steps lie from the median of those alike, with the same batch and the
+    same distinct experts a layer (rounded), where there are eight or more: the error of a table that
+    knew all these medians.
 Components
     They add up to E2E (TTFT): *host* is what lies outside the engines (client to engine, engine to
     engine through the proxy, engine to client), *queue* waits for the first step of the prompt,
@@ -76,7 +82,7 @@ Components
 Tables of :class:`Comparison` (all have ``setup, policy, load, repeat``)::
 
     steps     engine, role, kind ("prefill" | "decode" | "mixed"), start_s, batch, tokens, context,
-              live_ms, predicted_ms, live_moe_ms, predicted_moe_ms, live_attention_ms,
+              active (distinct experts, summed over layers), layers, live_ms, predicted_ms, live_moe_ms, predicted_moe_ms, live_attention_ms,
               predicted_attention_ms, live_rest_ms, predicted_rest_ms
     requests  request (row of requests.parquet), prompt_len, output_len, live_ttft_ms,
               simulated_ttft_ms, live_tpot_ms, simulated_tpot_ms, live_e2el_ms, simulated_e2el_ms
@@ -117,6 +123,7 @@ Row = dict[str, Any]
 METRICS = ("ttft", "tpot", "itl", "e2el")
 STATISTICS = ("mean", "p50", "p90", "p99")
 _LOAD = ["setup", "policy", "load"]
+_ALIKE = 8  # steps of a group whose median is taken
 _HEADLINE = (("tpot", "p50"), ("tpot", "p99"), ("ttft", "p50"), ("e2el", "p50"))
 
 
@@ -244,6 +251,8 @@ def _steps(
                 "batch": len(step.seats),
                 "tokens": step.tokens,
                 "context": step.context,
+                "active": int(counted.sum()),
+                "layers": len(counted),
                 "live_ms": 1e3 * taken[i],
                 "predicted_ms": 1e3 * time.step_s,
             }
@@ -330,9 +339,22 @@ def _step_errors(steps: pd.DataFrame) -> list[Row]:
                 "median_of_step_percent": _figure(
                     (100.0 * (predicted - live).abs() / steps.live_ms).median()
                 ),
+                **_step_noise(steps[known & (steps.kind == "decode")], f"live_{suffix}"),
             }
         )
     return rows
+
+
+def _step_noise(steps: pd.DataFrame, column: str) -> Row:
+    """Return the spread of steps that are alike; figures are None where too few are."""
+    distinct = (steps.active / steps.layers).round()
+    alike = steps.groupby(["setup", "role", "batch", distinct])[column]
+    enough = alike.transform("size") >= _ALIKE
+    size = (100.0 * (steps[column] / alike.transform("median") - 1.0).abs())[enough]
+    return {
+        "noise_median_percent": _figure(size.median()),
+        "noise_p90_percent": _figure(size.quantile(0.9)),
+    }
 
 
 # --- requests ---
@@ -480,7 +502,8 @@ def _mean_components(rows: list[Row]) -> list[Row]:
 
 
 def _headline(steps: list[Row], requests: list[Row], distinct: list[Row]) -> Row:
-    errors = ("steps", "median_percent", "p90_percent", "bias_percent")
+    errors: tuple[str, ...] = ("steps", "median_percent", "p90_percent", "bias_percent")
+    errors += ("noise_median_percent", "noise_p90_percent")
     chosen: Row = {"decode_step": dict.fromkeys(errors)}
     for row in steps:
         everywhere = row["setup"] is None and row["role"] is None

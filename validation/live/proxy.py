@@ -236,7 +236,9 @@ class _Proxy:
                 if status != 200:
                     return web.Response(body=reply, status=status, content_type="application/json")
                 info = self._after_prefill(info, body, reply, name)
-            elif body.get("kv_transfer_params") and self._signatures is not None:
+            elif self._signatures is not None:
+                if not body.get("kv_transfer_params"):
+                    return _error(400, "kv_transfer_params: missing, the policy reads signatures")
                 info = replace(info, signature=self._signatures.counts(name))  # computed ahead
             answer = web.StreamResponse()
             await self._decode(request, answer, info, body, name, prefilled_s)

@@ -62,6 +62,7 @@ def report_document(
         "policies": _policies(paired),
         "comparison": summary,
         "setups": {name: [e.model_dump() for e in engines[name]] for name in setups},
+        "prefilled": {info.setup: info.prefilled for info in infos},
         "policies_run": {
             name: list(dict.fromkeys(i.policy for i in infos if i.setup == name)) for name in setups
         },
@@ -132,9 +133,10 @@ def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
             if steps is None:
                 continue
             error = steps[f"{figure.split()[-1]}_percent"]
+            noise = steps[f"noise_{figure.split()[-1]}_percent"]
             row |= {"error_percent": error, "worst_percent": None, "worst_load": None}
-            row |= {"worst_policy": None, "noise_percent": None, "loads": None, "loads_met": None}
-            row["verdict"] = _verdict(error, None, goal)
+            row |= {"worst_policy": None, "noise_percent": noise, "loads": None, "loads_met": None}
+            row["verdict"] = _verdict(error, noise, goal)
         else:
             mine = [
                 each

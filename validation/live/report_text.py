@@ -47,14 +47,19 @@ def markdown(document: Row) -> str:
 
 _JUDGED = (
     "The load with the largest error decides; the error of a load is the mean over its repeats of "
-    "the absolute error. A latency that misses its goal is *within the noise floor* where live "
-    "repeats of that load differ from each other by as much. Steps are predicted one by one, all "
-    "loads together."
+    "the absolute error. What misses its goal is *within the noise floor* where live repeats of that "
+    "load, or steps that are alike, differ from each other by as much. Steps are predicted one by "
+    "one, all loads together."
+)
+_AHEAD = (
+    "The engines share the cores of this machine, so the prompts were computed before each run: a "
+    "request begins with the transfer of its KV cache, and TTFT has no prefill in it."
 )
 _TERMS = """\
 - Error: 100 * (simulated / live - 1). Tables of a set-up: live mean of the repeats, simulated mean:
   mean of the repeats' errors with their sign ± noise floor; **bold** where the goal is missed.
-- Noise floor: mean over all pairs of live repeats of the absolute difference, over their mean.
+- Noise floor: mean over all pairs of live repeats of the absolute difference, over their mean. Of
+  steps: how far they lie from the median of those with the same batch and distinct experts.
 - Components of E2E: mean of a request, simulated less live, ms. Host: outside the engines. Queue:
   until the first step of the prompt. Prefill: to the end of the step that completes it. Transfer:
   from the decode engine's queue to the first step there. Decode: the rest.
@@ -109,7 +114,7 @@ def headline_table(document: Row) -> tuple[list[str], list[list[str]]]:
                 row["verdict"],
             ]
         )
-    columns = ["set-up", "figure", "error, mean of the loads", "worst load", "its noise floor"]
+    columns = ["set-up", "figure", "error, mean of the loads", "worst load", "noise floor"]
     return [*columns, "goal", "loads at or under it", "verdict"], rows
 
 
@@ -228,6 +233,7 @@ def _setup(document: Row, setup: str) -> list[str]:
     columns += [f"{_NAMES[metric]} {statistic}, ms" for metric, statistic in _SHOWN]
     pictures = [picture for picture in document["pictures"] if picture["setup"] == setup]
     return [
+        *([_AHEAD] if document["prefilled"][setup] else []),
         _table([*columns, *names], rows),
         "Steps, each predicted from its own composition; bias of the step and of its parts:",
         _steps(document, setup),
