@@ -534,7 +534,7 @@ def make_live_run(tmp_path_factory, live_calibration):
 
     def make(
         setup="1P1D", *, n=30, rate=100.0, seed=0, repeat=0, policy="round_robin", budget=48,
-        load="poisson", n_blocks=1000, artifact=None,
+        load="poisson", n_blocks=1000, artifact=None, prefilled=False,
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
         prompt, output = rng.integers(1, 60, n), rng.integers(1, 25, n)
@@ -573,6 +573,7 @@ def make_live_run(tmp_path_factory, live_calibration):
                 *({"name": f"prefill{i}", "role": "prefill"} | engine for i in range(n_prefill)),
                 *({"name": f"{role}{i}", "role": role} | engine for i in range(n_decode)),
             ],
+            prefilled=prefilled,
             model=LIVE_MODEL,
             max_model_len=512,
             versions={},
@@ -611,6 +612,8 @@ def _as_recorded(run, replayed, calibrated):
         columns["prefilled_s"] = columns["routed_s"]
     steps = []
     for step in replayed.steps.to_pylist():
+        if run.info.prefilled and step["engine"] in prefills:
+            continue  # the prompts were computed before
         own = list(zip(step["request"], step["position"], step["tokens"], strict=True))
         rows = [trace.first_row[r] + p + k for r, p, n in own for k in range(n)]
         distinct = [len(np.unique(trace.experts[rows, layer])) for layer in range(trace.n_layers)]

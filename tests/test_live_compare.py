@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 
 from eldr_sim.kernel_profiles.tables import LatencyTable
+from eldr_sim.validation.live import compare
 from eldr_sim.validation.live.calibrated import Calibrated
 from eldr_sim.validation.live.compare import compare_runs, noise_floor
 from eldr_sim.validation.live.milestones import live_milestones
@@ -262,3 +264,14 @@ def test_step_noise_is_the_spread_of_steps_that_are_alike():
     assert found["noise_median_percent"] == pytest.approx(100 / 11)
     assert found["noise_p90_percent"] == pytest.approx(100 / 11)
     assert compare._step_noise(steps[:5], "live_ms") == dict.fromkeys(found)
+
+
+def test_prompts_computed_ahead_cost_nothing(make_live_run, live_calibration):
+    run, replayed = make_live_run("1P2D", rate=300.0, prefilled=True)
+    found = compare_runs([(run, replayed)], live_calibration).summary
+    assert all(row["abs_error_percent"] < 1e-6 for row in found["requests"])
+    assert all(row["median_percent"] < 1e-6 for row in found["steps"])
+    parts = {row["component"]: row for row in found["components"] if row["of"] == "ttft"}
+    assert parts["prefill"]["live_ms"] == parts["prefill"]["simulated_ms"] == 0.0
+    assert parts["transfer"]["live_ms"] > 0.0
+    assert {row["role"] for row in found["steps"]} == {None, "decode"}

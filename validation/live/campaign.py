@@ -174,8 +174,10 @@ def record_campaign(
         require_vllm()
     elif not all(log.is_dir() for _, log in (*prefill, *decode)):
         raise InputError("decode_url", "a log folder is not there", "ELDR_SIM_TIMING of the engine")
-    campaign.out.mkdir(parents=True, exist_ok=True)
     model = Path(campaign.options.model)
+    if decode and model == campaign.out / "model":
+        raise InputError("model", "missing: nobody knows what these engines serve", "--model DIR")
+    campaign.out.mkdir(parents=True, exist_ok=True)
     if model == campaign.out / "model" and not model.exists():
         progress("making the model", 0.0)
         write_model(model, campaign.seed)

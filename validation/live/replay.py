@@ -120,8 +120,8 @@ def replay_run(run: LiveRun, calibrated: Calibrated, artifact: Path | None = Non
         max_concurrency=None,
         enable_prefix_caching=False,
         async_scheduling=False,
-        routing_s=calibration.handoff_s.base_s,
-        routing_token_s=calibration.handoff_s.per_token_s,
+        routing_s=0.0 if info.prefilled else calibration.handoff_s.base_s,
+        routing_token_s=0.0 if info.prefilled else calibration.handoff_s.per_token_s,
     )
     trace, n_layers = run.trace, model.n_moe_layers
     everyone = np.arange(len(order))
