@@ -182,7 +182,7 @@ def record_campaign(
         progress("making the model", 0.0)
         write_model(model, campaign.seed)
     _check_same(campaign)
-    folders = []
+    folders: list[Path] = []
     if decode:
         setup = existing(campaign.out / "logs", prefill, decode)
         return record_setup(campaign, setup, progress)
@@ -239,14 +239,14 @@ def record_setup(
             calibrate(campaign, setup, lambda share: progress(f"{setup.name}: calibration", share))
         calibrated = read_calibration(campaign.calibration(setup.name))
         rate = capacity(campaign, setup, calibrated)
-        folders = []
+        folders: list[Path] = []
         several = len(setup.decode) > 1
         for number, shape in enumerate(campaign.loads[1:3] if several else campaign.loads):
             for policy in campaign.policies if several else ("round_robin",):
                 for repeat in range(campaign.repeats):
                     out = campaign.out / "runs" / f"{setup.name}-{policy}-{number}-{repeat}"
                     if not out.exists():
-                        info = _load_info(campaign, shape, rate)
+                        info = _begun(campaign, setup, number) or _load_info(campaign, shape, rate)
                         what = f"{setup.name} {policy}: {shape.name} #{repeat}"
                         _record(campaign, setup, policy, info, repeat, out, what, progress)
                     folders.append(out)
@@ -278,7 +278,7 @@ def calibrate(campaign: Campaign, setup: Setup, progress: Callable[[float], None
         _of(read_engine_log(measured.log), "forced-"),
         dims,
         machine().get("gpu", machine()["processor"]),
-        f"vllm {versions()['vllm']}",
+        f"vllm {versions().get('vllm', 'of unknown version')}",
         versions(),
     )
     proxy_log = out / "proxy.jsonl"
@@ -365,6 +365,13 @@ def capacity(campaign: Campaign, setup: Setup, calibrated: Calibrated) -> float:
     if not setup.prefill:
         return len(setup.decode) / (decode_s + prefill_s)
     return min(len(setup.decode) / decode_s, len(setup.prefill) / prefill_s)
+
+
+def _begun(campaign: Campaign, setup: Setup, number: int) -> LoadInfo | None:
+    """Return a load of which runs were recorded already: its rate stays what it was."""
+    for file in sorted((campaign.out / "runs").glob(f"{setup.name}-*-{number}-*/run.json")):
+        return RunInfo.model_validate_json(file.read_text(encoding="utf-8")).load
+    return None
 
 
 def _load_info(campaign: Campaign, shape: LoadShape, capacity: float) -> LoadInfo:

@@ -16,8 +16,8 @@ for all processes of a machine:
     capture logs them; and ``{"pulled": request, "start", "end"}`` for every KV transfer.
 
 Steps with a request whose name begins with ``forced-`` are for calibration: instead of what the
-gates choose, their tokens are spread evenly over a set of experts, whose size goes step by step
-through :data:`FORCED_LEVELS` counts from top-k to all.
+gates choose, their tokens choose among a set of experts, whose size goes step by step through
+:data:`FORCED_LEVELS` counts from top-k to all.
 
 On a CPU it also keeps vLLM 0.32 from disturbing what is measured: the NIXL connector pins the
 compute threads of all engines to the last core, NIXL's progress thread takes most of a core, and
@@ -289,14 +289,18 @@ def _force(router: Any) -> None:
 
 
 def _spread(ids: Any, level: int, n_experts: int) -> Any:
-    """Spread tokens evenly over a fixed random set of experts, the larger the higher the level."""
+    """Let every token choose at random among a fixed set of experts, the larger the higher the level.
+
+    At random and not evenly: how many tokens an expert gets varies then as it does under gates.
+    """
     import torch
 
     tokens, top_k = ids.shape
     size = round(top_k + (n_experts - top_k) * level / (FORCED_LEVELS - 1))
-    generator = torch.Generator().manual_seed(level)
+    generator = torch.Generator().manual_seed(FORCED_LEVELS * tokens + level)
     experts = torch.randperm(n_experts, generator=generator)[:size]
-    return experts[torch.arange(tokens * top_k) % size].view(tokens, top_k).to(ids)
+    places = torch.rand(tokens, size, generator=generator).argsort(dim=1)[:, :top_k]
+    return experts[places].to(ids)
 
 
 def _spare_the_cores(process: Any) -> None:
