@@ -85,7 +85,7 @@ class LoadShape:
 
 
 #: From light to more than a set-up carries. Several decode engines, whose question is the policy,
-#: get the two in the middle.
+#: get the second, which they carry.
 LOADS = (
     LoadShape(0.4, "fixed", 1.0),
     LoadShape(0.6, "recorded", 1.0),
@@ -241,7 +241,7 @@ def record_setup(
         rate = capacity(campaign, setup, calibrated)
         folders: list[Path] = []
         several = len(setup.decode) > 1
-        for number, shape in enumerate(campaign.loads[1:3] if several else campaign.loads):
+        for number, shape in enumerate(campaign.loads[1:2] if several else campaign.loads):
             for policy in campaign.policies if several else ("round_robin",):
                 for repeat in range(campaign.repeats):
                     out = campaign.out / "runs" / f"{setup.name}-{policy}-{number}-{repeat}"

@@ -40,8 +40,10 @@ FORCED_LEVELS = 8
 
 _NIXL_PROGRESS_US = 1000
 _POLL_S, _IDLE_POLL_S, _IDLE_POLLS = 1e-4, 1e-3, 100
+_ENGINE_BUSY_S, _WORKER_BUSY_S = 1.0, 0.02  # after a message another one is waited for eagerly
 _log: IO[str] | None = None
 _forced: dict[str, Any] = {"on": False, "step": 0, "ids": {}}
+_process: dict[str, bool] = {"worker": False}
 
 
 def register() -> None:
@@ -173,6 +175,7 @@ def _time_worker(runner: Any, folder: str) -> None:
         @functools.wraps(load_model)
         def load_and_wrap(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = load_model(self, *args, **kwargs)
+            _process["worker"] = True
             if not hasattr(self, "_eldr_sim_watches"):
                 self._eldr_sim_watches = _watch(self)
             return result
@@ -311,7 +314,9 @@ def _spare_the_cores(process: Any) -> None:
     CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])
 
     def wait(self: Any, timeout_ms: int | None = None) -> None:
-        recent = time.monotonic() <= self.last_read + self.busy_loop_s
+        # A worker hears of its next step at once or the engine has none.
+        busy_s = _WORKER_BUSY_S if _process["worker"] else _ENGINE_BUSY_S
+        recent = time.monotonic() <= self.last_read + busy_s
         time.sleep(_POLL_S if recent else _IDLE_POLL_S)
 
     shm_broadcast.SpinCondition.wait = wait

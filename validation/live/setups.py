@@ -30,13 +30,14 @@ SETUPS: dict[str, tuple[tuple[str, Role], ...]] = {
 
 #: Cores of a machine without GPUs by set-up and engine: of the compute thread, and of all else of
 #: the engine. A lone engine has a core for its model. Where engines run side by side, each shares
-#: its core with its own front end, which works while the model waits; client and proxy are on the
-#: first core.
+#: its core with its own front end, which works while the model waits. Client and proxy are on the
+#: first core, but before two decode engines one is on each.
 _CORES = {
     "colocated": {"engine0": (1, 0)},
     "1P1D": {"prefill0": (0, 0), "decode0": (1, 1)},
     "1P2D": {"prefill0": (0, 0), "decode0": (0, 0), "decode1": (1, 1)},
 }
+_PROXY_CORES = {"1P2D": 1}
 _PROXY_LIMIT_S = 60.0
 
 
@@ -200,7 +201,8 @@ def start_proxy(
         )
     try:
         if setup.client_core is not None:
-            os.sched_setaffinity(process.pid, {setup.client_core})
+            core = _PROXY_CORES.get(setup.name, setup.client_core)
+            os.sched_setaffinity(process.pid, {core})
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + _PROXY_LIMIT_S
         while True:
