@@ -84,8 +84,8 @@ def calibration_bursts(
             for i in range(FORCED_LEVELS):
                 bursts.append(Burst(f"{FORCED_PREFIX}prompt-{tokens}-{i}", 1, tokens, 2))
     for tokens in (32, 128):
-        together = max_num_batched_tokens // tokens
-        for i in range(3):
+        together = min(max_num_batched_tokens // tokens, max_num_seqs)
+        for i in range(3 if together > 1 else 0):
             bursts.append(Burst(f"{FORCED_PREFIX}prompts-{tokens}-{i}", together, tokens, 2))
     return bursts
 

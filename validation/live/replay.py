@@ -36,8 +36,6 @@ from eldr_sim.validation.live.recording import EngineInfo, LiveRun
 
 __all__ = ["SIMULATED_STEPS", "Replayed", "check_run", "replay_run"]
 
-_MANY = 1 << 30
-
 SIMULATED_STEPS = pa.schema(
     [
         ("engine", pa.string()),
@@ -193,7 +191,7 @@ def check_run(run: LiveRun) -> ModelDims:
 def _ahead(engine: EngineSpec) -> EngineSpec:
     """Return a prefill engine whose prompts are computed already: its steps take no time."""
     free = _NoTime(**{f.name: getattr(engine.step_time, f.name) for f in fields(StepTimeModel)})
-    return replace(engine, step_time=free, max_num_seqs=_MANY, max_num_batched_tokens=_MANY)
+    return replace(engine, step_time=free)
 
 
 class _NoTime(StepTimeModel):
