@@ -69,8 +69,8 @@ Noise floor
     far one live run is from another of the same load, statistic by statistic.
 Noise floor of steps
     How far live decode-only steps lie from the median of those alike, with the same batch and the
-    same distinct experts a layer (rounded), where there are eight or more: the error of a table that
-    knew all these medians.
+    same distinct experts a layer (rounded), where there are eight or more: the error of a table
+    that knew all these medians.
 Components
     They add up to E2E (TTFT): *host* is what lies outside the engines (client to engine, engine to
     engine through the proxy, engine to client), *queue* waits for the first step of the prompt,
@@ -82,8 +82,9 @@ Components
 Tables of :class:`Comparison` (all have ``setup, policy, load, repeat``)::
 
     steps     engine, role, kind ("prefill" | "decode" | "mixed"), start_s, batch, tokens, context,
-              active (distinct experts, summed over layers), layers, live_ms, predicted_ms, live_moe_ms, predicted_moe_ms, live_attention_ms,
-              predicted_attention_ms, live_rest_ms, predicted_rest_ms
+              active (distinct experts, summed over layers), layers, live_ms, predicted_ms,
+              live_moe_ms, predicted_moe_ms, live_attention_ms, predicted_attention_ms,
+              live_rest_ms, predicted_rest_ms
     requests  request (row of requests.parquet), prompt_len, output_len, live_ttft_ms,
               simulated_ttft_ms, live_tpot_ms, simulated_tpot_ms, live_e2el_ms, simulated_e2el_ms
               (tpot null where a request has one token)

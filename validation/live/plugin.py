@@ -292,7 +292,7 @@ def _force(router: Any) -> None:
 
 
 def _spread(ids: Any, level: int, n_experts: int) -> Any:
-    """Let every token choose at random among a fixed set of experts, the larger the higher the level.
+    """Let every token choose at random among some experts: the more, the higher the level.
 
     At random and not evenly: how many tokens an expert gets varies then as it does under gates.
     """

@@ -8,9 +8,9 @@ A folder written whole or not at all:
     All figures. ``headline``: a row a set-up and goal. ``missed``: a row a set-up, load and goal
     that is missed, with what causes it. ``paired``: live, simulated, error and noise floor of every
     statistic. ``policies``: differences between decode policies, live and simulated.
-    ``comparison``: the summary of :mod:`~.compare`, each set-up by itself. ``setups``, ``prefilled``, ``loads``,
-    ``model``, ``max_model_len``, ``versions``, ``machine``, ``calibration``: what was run.
-    ``not_run``: what was not. ``pictures``: which there are.
+    ``comparison``: the summary of :mod:`~.compare`, each set-up by itself. ``setups``,
+    ``prefilled``, ``loads``, ``model``, ``max_model_len``, ``versions``, ``machine``,
+    ``calibration``: what was run. ``not_run``: what was not. ``pictures``: which there are.
 ``paired.csv``, ``steps.csv``, ``components.csv``, ``policies.csv``
     The tables; no policies where nothing is to compare.
 ``cdf_*.png``, ``steps_*.png``, ``components_*.png``, ``distinct_*.png``

@@ -47,9 +47,9 @@ def markdown(document: Row) -> str:
 
 _JUDGED = (
     "The load with the largest error decides; the error of a load is the mean over its repeats of "
-    "the absolute error. What misses its goal is *within the noise floor* where live repeats of that "
-    "load, or steps that are alike, differ from each other by as much. Steps are predicted one by "
-    "one, all loads together."
+    "the absolute error. What misses its goal is *within the noise floor* where live repeats of "
+    "that load, or steps that are alike, differ from each other by as much. Steps are predicted "
+    "one by one, all loads together."
 )
 _AHEAD = (
     "The engines share the cores of this machine, so the prompts were computed before each run: a "
