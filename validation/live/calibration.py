@@ -41,6 +41,7 @@ _ROUNDS = 3  # times that each count of experts comes round
 _CONTEXTS = (16, 160, 640)
 _CONTEXT_TOKENS = 4096  # a batch's contexts go no further than this together
 _LEAST_STEPS = 2
+_SMALL = 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ def calibration_bursts(
     sizes = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
     batches = sorted({*(b for b in sizes if b < max_num_seqs), max_num_seqs})
     steps = FORCED_LEVELS * _ROUNDS
-    bursts = []
+    # Not forced, so in no table: engines are slower in their first seconds.
+    warm_up = [Burst(f"warm-up-{b}", b, _CONTEXTS[0], 2 * steps) for b in (1, min(8, max_num_seqs))]
+    bursts = list(warm_up)
     for context in _CONTEXTS:
         for batch in batches if context == _CONTEXTS[0] else batches[::2]:
             fits = context + steps <= max_model_len and (
@@ -87,6 +90,9 @@ def calibration_bursts(
         together = min(max_num_batched_tokens // tokens, max_num_seqs)
         for i in range(3 if together > 1 else 0):
             bursts.append(Burst(f"{FORCED_PREFIX}prompts-{tokens}-{i}", together, tokens, 2))
+    # Short steps suffer most from whatever disturbs the machine for a moment: they come again.
+    for batch in (b for b in batches if b <= _SMALL):
+        bursts.append(Burst(f"{FORCED_PREFIX}again-{batch}", batch, _CONTEXTS[0], steps + 3))
     return bursts
 
 
