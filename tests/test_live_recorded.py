@@ -48,13 +48,8 @@ def test_every_token_was_computed_once(run):
             step["request"], step["position"], step["tokens"], strict=True
         ):
             done.setdefault((request, role), []).extend(range(position, position + tokens))
-    for row, (prompt, output) in enumerate(
-        zip(
-            run.requests["prompt_len"].to_pylist(),
-            run.requests["output_len"].to_pylist(),
-            strict=True,
-        )  # fmt: skip
-    ):
+    lengths = (run.requests[f"{kind}_len"].to_pylist() for kind in ("prompt", "output"))
+    for row, (prompt, output) in enumerate(zip(*lengths, strict=True)):
         assert done[row, "prefill"] == list(range(prompt))
         assert done[row, "decode"] == list(range(prompt - 1, prompt - 1 + output))
 

@@ -26,7 +26,7 @@ def test_campaign(setup, tmp_path):
     campaign = Campaign(
         tmp_path / "campaign",
         EngineOptions(str(model), 1024, 8, 128),
-        loads=(LoadShape(0.4, "recorded", 1.0),) * 2 + (LoadShape(0.8, "fixed", 0.3),),
+        loads=(LoadShape(0.4, "recorded", 1.0), LoadShape(0.8, "fixed", 0.3)),
         policies=("round_robin", "eldr"),
         repeats=1,
         duration_s=4.0,
