@@ -45,5 +45,5 @@ def test_campaign(setup, tmp_path):
     assert calibration["seconds"] < 300
     # Whoever goes on finds nothing left to record.
     before = {folder: folder.stat().st_mtime_ns for folder in folders}
-    assert record_campaign(campaign, [], lambda what, share: None) == []
+    assert record_campaign(campaign, [setup], lambda what, share: None) == folders
     assert {folder: folder.stat().st_mtime_ns for folder in folders} == before

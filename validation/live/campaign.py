@@ -41,7 +41,7 @@ from eldr_sim.validation.live.proxy import join_proxy_log
 from eldr_sim.validation.live.record import machine, record_run, versions, write_trace_of
 from eldr_sim.validation.live.recording import EngineInfo, LoadInfo, RunInfo
 from eldr_sim.validation.live.servers import EngineOptions, require_vllm
-from eldr_sim.validation.live.setups import Setup, existing, start_proxy, started
+from eldr_sim.validation.live.setups import SETUPS, Setup, existing, start_proxy, started
 
 __all__ = ["LOADS", "Campaign", "LoadShape", "record_campaign", "record_setup"]
 
@@ -188,6 +188,11 @@ def record_campaign(
         return record_setup(campaign, setup, progress)
     gpu = "gpu" in machine()
     for name in setups:
+        n_decode = sum(role != "prefill" for _, role in SETUPS[name])
+        planned = [out for out, *_ in _planned(campaign, name, n_decode)]
+        if all(out.exists() for out in planned):
+            folders += planned
+            continue
         log = campaign.out / "logs" / f"{name}-{time.time_ns():x}"
         progress(f"{name}: starting vLLM", 0.0)
         with started(name, campaign.options, log, gpu=gpu) as setup:
@@ -235,22 +240,33 @@ def record_setup(
         An engine, the proxy or a request fails.
     """
     with _on_core(setup.client_core):
+        for endpoint in setup.endpoints:  # an engine says what it is when it gets a request
+            hello = LoadRequest(f"hello-{time.time_ns():x}", "", [4, 5, 6, 7], 2, 0.0)
+            _send([hello], endpoint.url)
         if not (campaign.calibration(setup.name) / "calibration.json").exists():
             calibrate(campaign, setup, lambda share: progress(f"{setup.name}: calibration", share))
         calibrated = read_calibration(campaign.calibration(setup.name))
         rate = capacity(campaign, setup, calibrated)
-        folders: list[Path] = []
-        several = len(setup.decode) > 1
-        for number, shape in enumerate(campaign.loads[1:2] if several else campaign.loads):
-            for policy in campaign.policies if several else ("round_robin",):
-                for repeat in range(campaign.repeats):
-                    out = campaign.out / "runs" / f"{setup.name}-{policy}-{number}-{repeat}"
-                    if not out.exists():
-                        info = _begun(campaign, setup, number) or _load_info(campaign, shape, rate)
-                        what = f"{setup.name} {policy}: {shape.name} #{repeat}"
-                        _record(campaign, setup, policy, info, repeat, out, what, progress)
-                    folders.append(out)
-        return folders
+        planned = _planned(campaign, setup.name, len(setup.decode))
+        for out, number, policy, repeat in planned:
+            if not out.exists():
+                shape = campaign.loads[number]
+                info = _begun(campaign, setup, number) or _load_info(campaign, shape, rate)
+                what = f"{setup.name} {policy}: {shape.name} #{repeat}"
+                _record(campaign, setup, policy, info, repeat, out, what, progress)
+        return [out for out, *_ in planned]
+
+
+def _planned(campaign: Campaign, setup: str, n_decode: int) -> list[tuple[Path, int, str, int]]:
+    """Return folder, number of the load, policy and repeat of all runs of a set-up."""
+    several = n_decode > 1
+    numbers = range(len(campaign.loads))[1:2] if several else range(len(campaign.loads))
+    return [
+        (campaign.out / "runs" / f"{setup}-{policy}-{number}-{repeat}", number, policy, repeat)
+        for number in numbers
+        for policy in (campaign.policies if several else ("round_robin",))
+        for repeat in range(campaign.repeats)
+    ]
 
 
 def calibrate(campaign: Campaign, setup: Setup, progress: Callable[[float], None]) -> None:
