@@ -143,12 +143,12 @@ def test_tables_give_the_times_of_the_engine_back(calibration_log):
     assert set(moe["routing"]) == {"forced"}
     assert len(np.unique(moe["distinct_experts"][moe["batch"] == 8])) == FORCED_LEVELS
     np.testing.assert_allclose(
-        moe["latency_s"], [moe_s(b, d) for b, d in zip(moe["batch"], moe["distinct_experts"])]
+        moe["latency_s"], [moe_s(b, d) for b, d in zip(moe["batch"], moe["distinct_experts"], strict=True)]
     )
     step = tables["engine_step"].columns
     np.testing.assert_allclose(
         step["latency_s"],
-        [rest_s(t, s) for t, s in zip(step["tokens"], step["sequences"])],
+        [rest_s(t, s) for t, s in zip(step["tokens"], step["sequences"], strict=True)],
         rtol=1e-6,
     )
     prefill = tables["attention_prefill"].columns
