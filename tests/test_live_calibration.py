@@ -142,9 +142,8 @@ def test_tables_give_the_times_of_the_engine_back(calibration_log):
     moe = tables["moe"].columns
     assert set(moe["routing"]) == {"forced"}
     assert len(np.unique(moe["distinct_experts"][moe["batch"] == 8])) == FORCED_LEVELS
-    np.testing.assert_allclose(
-        moe["latency_s"], [moe_s(b, d) for b, d in zip(moe["batch"], moe["distinct_experts"], strict=True)]
-    )
+    points = zip(moe["batch"], moe["distinct_experts"], strict=True)
+    np.testing.assert_allclose(moe["latency_s"], [moe_s(b, d) for b, d in points])
     step = tables["engine_step"].columns
     np.testing.assert_allclose(
         step["latency_s"],

@@ -427,8 +427,9 @@ def _record(
         prefix=f"{out.name}-{time.time_ns():x}",
     )
     log = setup.folder / f"{out.name}.jsonl"
-    artifact = campaign.calibration(setup.name) / "artifact.npz"
-    with start_proxy(setup, policy, log, artifact if policy == "eldr" else None) as url:
+    fitted = campaign.calibration(setup.name) / "artifact.npz"
+    artifact = fitted if policy == "eldr" else None
+    with start_proxy(setup, policy, log, artifact, campaign.seed) as url:
         if setup.prefilled:
             load = prefill_ahead(load, setup.prefill[0].url, model=MODEL_NAME)
         requests = send_load(

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
-from eldr_sim.policies.artifact import RoutingArtifact
-from eldr_sim.policies.base import DecodePolicy, DecodeStepTimes, PolicyContext
-from eldr_sim.policies.registry import decode_policy, prefill_policy
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
 from eldr_sim.simulator.replay import fit_trace, make_prompt_replay, make_replay
 from eldr_sim.simulator.request import COMPLETED
@@ -33,6 +32,7 @@ from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.live.calibrated import Calibrated, model_of
 from eldr_sim.validation.live.milestones import Milestones
 from eldr_sim.validation.live.recording import EngineInfo, LiveRun
+from eldr_sim.validation.live.router import build_decode_policy
 
 __all__ = ["SIMULATED_STEPS", "Replayed", "check_run", "replay_run"]
 
@@ -123,7 +123,12 @@ def replay_run(run: LiveRun, calibrated: Calibrated, artifact: Path | None = Non
     )
     trace, n_layers = run.trace, model.n_moe_layers
     everyone = np.arange(len(order))
-    policy = _decode_policy(run, spec, artifact)
+    policy = build_decode_policy(  # as the proxy builds it
+        info.policy,
+        spec.n_decode,
+        artifact=None if artifact is None else str(artifact),
+        seed=info.load.seed,
+    )
     cluster = Cluster(
         spec,
         model,
@@ -207,27 +212,6 @@ def _common(engines: list[EngineInfo]) -> EngineInfo:
     if len(kinds) != 1:
         raise InputError("run", f"{len(kinds)} kinds of engines in a role", "one")
     return engines[0]
-
-
-def _decode_policy(run: LiveRun, spec: ClusterSpec, artifact: Path | None = None) -> DecodePolicy:
-    """Return the policy that the proxy asked."""
-    step_time = spec.decode.step_time
-    return decode_policy(
-        run.info.policy,
-        PolicyContext(
-            n_workers=spec.n_decode,
-            rng=stream(run.info.load.seed, "decode policy"),
-            artifact=None if artifact is None else RoutingArtifact.load(artifact),
-            step_times=DecodeStepTimes(
-                step_time.moe_s,
-                step_time.fixed_s,
-                step_time.attention_s,
-                step_time.context_stride,
-                step_time.n_moe_layers,
-                step_time.n_experts,
-            ),
-        ),
-    )
 
 
 def _check_record(record: RunRecord) -> None:
