@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,8 @@ def vllm(
     Engines are started, calibrated on loads of their own, loaded up to saturation and recorded
     (docs/live.md). Needs vLLM and `pip install 'eldr-sim[live]'`.
     """
+    # Engines are sessions of their own: what stops this process must stop them, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     campaign = Campaign(
         out,
         EngineOptions(model or str(out / "model"), **engine),
