@@ -133,11 +133,11 @@ def test_the_headline_shows_the_figures(written):
         assert close(cells["error, mean of the loads"], row["error_percent"])
         assert close(cells["goal"], row["goal_percent"])
         assert cells["verdict"] == row["verdict"]
+        assert close(cells["noise floor"], row["noise_percent"])
         if row["loads"] is not None:
             assert close(cells["worst load"].split(" (")[0], row["worst_percent"])
             assert row["worst_load"] in cells["worst load"]
             assert (row["worst_policy"] in cells["worst load"]) == (row["setup"] == "1P2D")
-            assert close(cells["its noise floor"], row["noise_percent"])
             assert close(cells["loads at or under it"], row["loads_met"], row["loads"], digits=0)
 
 
@@ -291,15 +291,18 @@ def test_repeats_that_differ_as_much_excuse_an_error(live_runs, live_calibration
 
 
 def test_the_worst_tenth_of_the_steps_may_have_another_cause(live_runs, live_calibration, tmp_path):
-    """MoE layers are 1.25 times as slow as they should be; one step in six lost 30 ms elsewhere."""
+    """MoE layers are predicted 1.6 times as slow as they are; steps of one batch lost 30 ms elsewhere."""
     run, moe = live_runs[0], "moe_s"
     start, end = (run.steps[name].to_numpy() for name in ("start_s", "end_s"))
-    late = np.where(np.arange(len(start)) % 6 == 0, 0.03, 0.0)
-    faster = run.steps[moe].to_numpy() / 1.25
-    shift = np.concatenate([[0.0], np.cumsum(late - 0.25 * faster)[:-1]])
+    batch = np.array([len(request) for request in run.steps["request"].to_pylist()])
+    sizes, counts = np.unique(batch, return_counts=True)
+    late_batch = sizes[np.argmin(np.abs(counts / len(batch) - 1 / 6))]  # all its steps: no noise
+    late = np.where(batch == late_batch, 0.03, 0.0)
+    faster = run.steps[moe].to_numpy() / 1.6
+    shift = np.concatenate([[0.0], np.cumsum(late - 0.6 * faster)[:-1]])
     columns = {
         "start_s": start + shift,
-        "end_s": end + shift + late - 0.25 * faster,
+        "end_s": end + shift + late - 0.6 * faster,
         moe: faster,
     }
     steps = run.steps
