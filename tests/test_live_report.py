@@ -291,7 +291,7 @@ def test_repeats_that_differ_as_much_excuse_an_error(live_runs, live_calibration
 
 
 def test_the_worst_tenth_of_the_steps_may_have_another_cause(live_runs, live_calibration, tmp_path):
-    """MoE layers are predicted 1.6 times as slow as they are; steps of one batch lost 30 ms elsewhere."""
+    """MoE layers are predicted 1.6 times as slow; the steps of one batch lost 30 ms elsewhere."""
     run, moe = live_runs[0], "moe_s"
     start, end = (run.steps[name].to_numpy() for name in ("start_s", "end_s"))
     batch = np.array([len(request) for request in run.steps["request"].to_pylist()])
