@@ -298,6 +298,11 @@ class ModelDims(BaseModel):
             True
         ) + self.n_full_layers * self.kv_bytes_per_token_layer(False)
 
+    @property
+    def n_kv_tensors(self) -> int:
+        """Regions of memory of the KV cache: K and V of every layer; MLA keeps one latent."""
+        return self.n_layers * (1 if self.attention == "mla" else 2)
+
     def kv_bytes(self, context: int, kv_dtype_bytes: int = 2) -> int:
         """Bytes of KV cache that a sequence of ``context`` tokens needs.
 

@@ -130,8 +130,6 @@ class Cluster:
         self.env = Clock()
         self.spec = spec
         self.model = model
-        # K and V of a layer are two regions of memory; MLA keeps one latent.
-        self._kv_tensors = model.n_layers * (1 if model.attention == "mla" else 2)
         self.workload = workload
         self.signatures = signatures
         self.prefill_policy = prefill_policy
@@ -346,7 +344,7 @@ class Cluster:
             request.prefill_worker,
             request.decode_worker,
             blocks * spec.block_size * model.kv_bytes_per_token,
-            blocks * self._kv_tensors,
+            blocks * model.n_kv_tensors,
             arrived,
         )
 

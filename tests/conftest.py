@@ -180,7 +180,7 @@ def make_cluster(make_step_time):
             max_concurrency=max_concurrency,
         )
         counts = {q: np.zeros((1, 1), np.int64) for q in range(windows)}
-        model = SimpleNamespace(n_layers=1, attention="gqa", kv_bytes_per_token=kv_bytes_per_token)
+        model = SimpleNamespace(n_kv_tensors=2, kv_bytes_per_token=kv_bytes_per_token)
         return Cluster(
             spec,
             model,

@@ -156,7 +156,7 @@ def test_the_life_of_a_request(make_cluster, make_workload, make_step_time):
 def test_mla_moves_one_tensor_a_layer(make_cluster, make_workload):
     workload = make_workload([0.0], [8], [1])
     cluster = make_cluster(workload, transfer=TransferModel(0.0, 1.0, 1e30, "test"))
-    cluster._kv_tensors = 1
+    cluster.model.n_kv_tensors = 1
     (request,) = cluster.run().requests
     assert request.transfer_end_s - request.transfer_start_s == pytest.approx(2.0)
 

@@ -200,7 +200,6 @@ def test_times_outside_the_steps_come_back(tmp_path):
         logs,
         ["prefill0"],
         False,
-        16 * model.kv_bytes_per_token,
         model,
         lambda: ({(4096, 1): 1e-5, (65536, 16): 1e-4, (131072, 16): 2e-4, (8192, 2): 2e-5}, "test"),
     )

@@ -153,3 +153,9 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, content, message):
 def test_unknown_models_are_refused_with_the_names_that_exist():
     with pytest.raises(InputError, match="Qwen3-30B-A3B"):
         load_model("Qwen9")
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_mla_keeps_one_tensor_a_layer_others_two(name):
+    model = load_model(name)
+    assert model.n_kv_tensors == model.n_layers * {"mla": 1, "gqa": 2}[model.attention]

@@ -115,18 +115,23 @@ def open_device(kind: str, threads: int = 1) -> Device:
     )
 
 
+def cpu_model() -> str:
+    """Name of the processor; of its architecture where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.machine()
+
+
 def _open_cpu(torch: Any, threads: int) -> Device:
     if threads < 1:
         raise InputError("threads", f"{threads}", "1 or more")
     torch.set_num_threads(threads)
-    model = platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        model = found[1] if found else model
     governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     facts = {
-        "device": model,
+        "device": cpu_model(),
         "driver_version": platform.release(),
         "cores": str(os.cpu_count()),
         "threads": str(threads),
@@ -135,7 +140,7 @@ def _open_cpu(torch: Any, threads: int) -> Device:
         "torch": torch.__version__,
     }
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    name = f"{_gpu_name(model)}-{threads}-thread{'s' if threads > 1 else ''}"
+    name = f"{_gpu_name(facts['device'])}-{threads}-thread{'s' if threads > 1 else ''}"
     # One thread's own time leaves out what other processes take; several threads need the wall's.
     clock = time.thread_time if threads == 1 else time.perf_counter
     return Device("cpu", name, facts, _cpu_cache(), memory, CpuTimer(clock=clock))

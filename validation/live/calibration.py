@@ -30,9 +30,8 @@ from eldr_sim.kernel_profiles.tables import (
     moe_shape,
 )
 from eldr_sim.simulator.transfer import TransferModel
-from eldr_sim.traces.capture.step_log import external_ids
 from eldr_sim.validation.live.calibrated import CalibrationInfo, Delay
-from eldr_sim.validation.live.engine_log import EngineLog
+from eldr_sim.validation.live.engine_log import EngineLog, request_rows
 from eldr_sim.validation.live.plugin import FORCED_LEVELS, FORCED_PREFIX
 
 __all__ = ["Burst", "calibration_bursts", "engine_tables", "outside_times"]
@@ -70,8 +69,7 @@ def calibration_bursts(
     batches = sorted({*(b for b in sizes if b < max_num_seqs), max_num_seqs})
     steps = FORCED_LEVELS * _ROUNDS
     # Not forced, so in no table: engines are slower in their first seconds.
-    warm_up = [Burst(f"warm-up-{b}", b, _CONTEXTS[0], 2 * steps) for b in (1, min(8, max_num_seqs))]
-    bursts = list(warm_up)
+    bursts = [Burst(f"warm-up-{b}", b, _CONTEXTS[0], 2 * steps) for b in (1, min(8, max_num_seqs))]
     for context in _CONTEXTS:
         for batch in batches if context == _CONTEXTS[0] else batches[::2]:
             fits = context + steps <= max_model_len and (
@@ -217,7 +215,6 @@ def outside_times(
     logs: Mapping[str, EngineLog],
     prefill: Sequence[str],
     prefilled: bool,
-    block_bytes: int,
     dims: ModelDims,
     measure_link: Callable[[], tuple[Mapping[tuple[int, int], float], str]],
 ) -> CalibrationInfo:
@@ -231,8 +228,6 @@ def outside_times(
         What each engine logged, and the names of prefill engines.
     prefilled
         Whether these computed the prompts before the requests were sent.
-    block_bytes
-        Bytes of a KV block of all layers.
     dims
         The model.
     measure_link
@@ -259,7 +254,7 @@ def outside_times(
     ends: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for engine, log in logs.items():
         role = "prefill" if engine in prefill else "decode"
-        names = {n: r for n in log.received_s if (r := _row(n, rows)) is not None}
+        names = request_rows(log.received_s, rows)
         received[role] |= {row: log.received_s[name] for name, row in names.items()}
         for step in log.steps:
             for name, start, count in step.rows:
@@ -289,8 +284,9 @@ def outside_times(
             handoff = _delay(lengths, gaps)
         points, source = measure_link()
         link = fit_transfer(points)
-        per_block = link.descriptor_s * _descriptors(dims) + block_bytes / link.bandwidth
-        block = block_bytes / dims.kv_bytes_per_token
+        block = next(iter(logs.values())).engine["block_size"]  # of all: they exchange blocks
+        per_block = link.descriptor_s * dims.n_kv_tensors
+        per_block += block * dims.kv_bytes_per_token / link.bandwidth
         waits = [
             ends[row][0][0] - received["decode"][row] - per_block * -(-lengths[row] // block)
             for row in order
@@ -312,15 +308,6 @@ def outside_times(
         seconds=0.0,
         notes=notes,
     )
-
-
-def _descriptors(dims: ModelDims) -> int:
-    """Regions of memory that hold a KV block: K and V of every layer."""
-    return dims.n_layers * (1 if dims.attention == "mla" else 2)
-
-
-def _row(name: str, rows: Mapping[str, int]) -> int | None:
-    return next((rows[known] for known in external_ids(name) if known in rows), None)
 
 
 def _delay(lengths: np.ndarray[Any, Any], seconds: Sequence[float]) -> Delay:

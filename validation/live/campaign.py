@@ -6,11 +6,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +37,7 @@ from eldr_sim.validation.live.engine_log import EngineLog, read_engine_log
 from eldr_sim.validation.live.http import import_aiohttp
 from eldr_sim.validation.live.load import Load, LoadRequest, make_load
 from eldr_sim.validation.live.model import domain_slices, write_model
+from eldr_sim.validation.live.plugin import FORCED_PREFIX
 from eldr_sim.validation.live.proxy import join_proxy_log
 from eldr_sim.validation.live.record import machine, record_run, versions, write_trace_of
 from eldr_sim.validation.live.recording import EngineInfo, LoadInfo, RunInfo
@@ -74,7 +75,7 @@ class LoadShape:
     """
 
     share: float
-    lengths: str
+    lengths: Literal["fixed", "recorded"]
     burstiness: float
 
     @property
@@ -291,7 +292,7 @@ def calibrate(campaign: Campaign, setup: Setup, progress: Callable[[float], None
         )
         progress(0.8 * done / len(bursts))
     tables = engine_tables(
-        _of(read_engine_log(measured.log), "forced-"),
+        _of(read_engine_log(measured.log), FORCED_PREFIX),
         dims,
         machine().get("gpu", machine()["processor"]),
         f"vllm {versions().get('vllm', 'of unknown version')}",
@@ -309,14 +310,11 @@ def calibrate(campaign: Campaign, setup: Setup, progress: Callable[[float], None
         requests = pa.concat_tables(parts)
     if setup.prefill:
         requests = join_proxy_log(requests, proxy_log)
-    logs = {endpoint.name: read_engine_log(endpoint.log) for endpoint in setup.endpoints}
-    block_bytes = _block_bytes(campaign, next(iter(logs.values())))
     info = outside_times(
         requests,
-        logs,
+        _read_logs(setup),
         [e.name for e in setup.prefill],
         setup.prefilled,
-        block_bytes,
         dims,
         lambda: _measure_link("cuda" if setup.client_core is None else "cpu"),
     )
@@ -371,7 +369,7 @@ def capacity(campaign: Campaign, setup: Setup, calibrated: Calibrated) -> float:
     """
     options, dims = campaign.options, model_of(campaign.config)
     seats, prompt, output = options.max_num_seqs, campaign.prompt_len, campaign.output_len
-    engine = _engine_infos(setup)[-1]
+    engine = _engine_infos(setup, _read_logs(setup))[-1]
     step = calibrated.step_time(dims, engine, options.max_model_len)
     distinct = [float(uniform_distinct(seats, dims.n_experts, dims.top_k))] * dims.n_moe_layers
     decode_s = output * step.decode_s(distinct, seats, prompt + output / 2) / seats
@@ -396,7 +394,7 @@ def _load_info(campaign: Campaign, shape: LoadShape, capacity: float) -> LoadInf
         name=shape.name,
         request_rate=round(rate, 4),
         burstiness=shape.burstiness,
-        lengths=shape.lengths,  # type: ignore[arg-type]
+        lengths=shape.lengths,
         num_requests=max(8, math.ceil(rate * campaign.duration_s)),
         seed=campaign.seed,
     )
@@ -438,28 +436,33 @@ def _record(
     setup.check_alive()
     if len(setup.endpoints) > 1:
         requests = join_proxy_log(requests, log)
-    steps_of = setup.decode if setup.prefilled else setup.endpoints
-    logs = {endpoint.name: read_engine_log(endpoint.log) for endpoint in steps_of}
+    logs = _read_logs(setup)
+    part = setup.decode if setup.prefilled else setup.endpoints
     run = RunInfo(
         setup=setup.name,
         policy=policy,
         repeat=repeat,
         load=info,
-        engines=_engine_infos(setup),
+        engines=_engine_infos(setup, logs),
         prefilled=setup.prefilled,
         model=campaign.config,
         max_model_len=options.max_model_len,
         versions=versions(),
         machine=machine(),
     )
-    record_run(out, run, requests, logs, setup.endpoints, options.model)
+    steps_of = {endpoint.name: logs[endpoint.name] for endpoint in part}
+    record_run(out, run, requests, steps_of, setup.endpoints, options.model)
 
 
-def _engine_infos(setup: Setup) -> list[EngineInfo]:
+def _read_logs(setup: Setup) -> dict[str, EngineLog]:
+    return {endpoint.name: read_engine_log(endpoint.log) for endpoint in setup.endpoints}
+
+
+def _engine_infos(setup: Setup, logs: Mapping[str, EngineLog]) -> list[EngineInfo]:
     """Describe the engines as they run, prefill first."""
     found = []
     for endpoint in setup.endpoints:
-        engine = read_engine_log(endpoint.log).engine
+        engine = logs[endpoint.name].engine
         known = {name: engine[name] for name in EngineInfo.model_fields if name in engine}
         found.append(EngineInfo(name=endpoint.name, role=endpoint.role, **known))
     return found
@@ -484,11 +487,6 @@ def _of(log: EngineLog, prefix: str) -> EngineLog:
     """Return the steps of the log whose requests all have a name with this in it."""
     steps = [s for s in log.steps if all(prefix in name for name, _, _ in s.rows)]
     return EngineLog(log.engine, log.received_s, steps, log.pulled_s)
-
-
-def _block_bytes(campaign: Campaign, log: EngineLog) -> int:
-    """Bytes of one KV block of all layers."""
-    return log.engine["block_size"] * model_of(campaign.config).kv_bytes_per_token
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.capture.step_log import LogReader
+from eldr_sim.traces.capture.step_log import LogReader, external_ids
 
-__all__ = ["EngineLog", "EngineStep", "read_engine_log"]
+__all__ = ["EngineLog", "EngineStep", "read_engine_log", "request_rows"]
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ class EngineLog:
     def cycles_s(self) -> NDArray[np.float64]:
         """Seconds from each step's start to the next one's, where that followed at once.
 
-        NaN where the engine had nothing to do in between: the requests of the next step are all
-        new, or the gap is longer than an engine needs between two steps.
+        NaN where the engine may have had nothing to do in between: no request is in both steps.
         """
         cycles = np.full(len(self.steps), np.nan)
         for i, (step, following) in enumerate(zip(self.steps, self.steps[1:], strict=False)):
@@ -128,6 +128,16 @@ def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
         steps,
         {line["pulled"]: (line["start"], line["end"]) for line in worker if "pulled" in line},
     )
+
+
+def request_rows(names: Iterable[str], rows: Mapping[str, int]) -> dict[str, int]:
+    """Return the row of each name that an engine uses, of those requests that are known."""
+    found = {}
+    for name in names:
+        row = next((rows[known] for known in external_ids(name) if known in rows), None)
+        if row is not None:
+            found[name] = row
+    return found
 
 
 def _lines(base: Path, pattern: str) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ for all processes of a machine:
     token budget, KV blocks.
 ``worker-<pid>.jsonl``
     One line for each of those steps, in the same order: ``start`` and ``end`` of the model's run,
-    ``moe`` and ``attention`` (seconds of each layer; gates belong to ``moe``), ``rows`` as the
-    capture logs them; and ``{"pulled": request, "start", "end"}`` for every KV transfer.
+    ``moe`` and ``attention`` (seconds of each layer; gates belong to ``moe``); and
+    ``{"pulled": request, "start", "end"}`` for every KV transfer.
 
 Steps with a request whose name begins with ``forced-`` are for calibration: instead of what the
 gates choose, their tokens choose among a set of experts, whose size goes step by step through

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,16 +14,16 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.profile.device import cpu_model
 from eldr_sim.outputs import whole_folder
 from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.prompts import Prompt
 from eldr_sim.traces.capture.recording import write_recording
-from eldr_sim.traces.capture.step_log import external_ids
-from eldr_sim.validation.live.engine_log import EngineLog
+from eldr_sim.validation.live.engine_log import EngineLog, request_rows
 from eldr_sim.validation.live.recording import STEPS, RunInfo, write_live_run
 from eldr_sim.validation.live.setups import Endpoint
 
-__all__ = ["machine", "record_run", "request_rows", "steps_table", "versions", "write_trace_of"]
+__all__ = ["machine", "record_run", "steps_table", "versions", "write_trace_of"]
 
 _TIMES = ("sent_s", "prefilled_s", "routed_s")
 
@@ -98,16 +98,6 @@ def write_trace_of(
     )
 
 
-def request_rows(steps: Iterable[str], rows: Mapping[str, int]) -> dict[str, int]:
-    """Return the row of each name that an engine uses, of those requests that are known."""
-    found = {}
-    for name in steps:
-        row = next((rows[known] for known in external_ids(name) if known in rows), None)
-        if row is not None:
-            found[name] = row
-    return found
-
-
 def steps_table(logs: Mapping[str, EngineLog], rows: Mapping[str, int], start: float) -> pa.Table:
     """Return ``recording.STEPS`` of the steps whose requests are all known."""
     columns: dict[str, list[Any]] = {name: [] for name in STEPS.names}
@@ -157,11 +147,9 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """Describe the machine."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = {
-        "processor": names[0] if names else platform.machine(),
+        "processor": cpu_model(),
         "cores": str(os.cpu_count()),
         "memory": f"{memory / 2**30:.0f} GiB",
         "kernel": platform.release(),

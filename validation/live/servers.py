@@ -21,7 +21,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.capture.vllm_plugin import ENVIRONMENT_VARIABLE as CAPTURE_VARIABLE
 from eldr_sim.validation.live.plugin import TIMING_VARIABLE
 
-__all__ = ["Engine", "EngineOptions", "free_port", "require_vllm"]
+__all__ = ["Engine", "EngineOptions", "answers", "free_port", "require_vllm"]
 
 _START_LIMIT_S = 900.0
 _STOP_LIMIT_S = 60.0
@@ -103,21 +103,12 @@ class Engine:
 
     def wait(self) -> None:
         """Wait until it answers, then pin its threads."""
-        deadline = time.monotonic() + _START_LIMIT_S
-        while True:
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    break
-            except OSError:
-                assert self._process is not None
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    self.stop()
-                    raise InputError(
-                        "vllm",
-                        f"{self.name} did not start: {self._last_error()}",
-                        str(self._output),
-                    ) from None
-                time.sleep(0.5)
+        assert self._process is not None
+        if not answers(self.url, self._process, _START_LIMIT_S):
+            self.stop()
+            raise InputError(
+                "vllm", f"{self.name} did not start: {self._last_error()}", str(self._output)
+            )
         self.check_alive()
         if self.host_core is not None:
             self._pin(self.host_core)
@@ -227,6 +218,18 @@ def require_vllm() -> None:
         raise InputError(
             "vllm", "vLLM is not installed in this environment", "pip install vllm, or docs/live.md"
         )
+
+
+def answers(url: str, process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Wait until a server answers; False where its process ends or the time is up before."""
+    deadline = time.monotonic() + limit_s
+    while process.poll() is None and time.monotonic() <= deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return True
+        except OSError:
+            time.sleep(0.1)
+    return False
 
 
 def free_port() -> int:

@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from eldr_sim.errors import InputError
-from eldr_sim.validation.live.servers import Engine, EngineOptions, free_port
+from eldr_sim.validation.live.servers import Engine, EngineOptions, answers, free_port
 
 __all__ = ["SETUPS", "Endpoint", "Setup", "existing", "start_proxy", "started"]
 
@@ -204,16 +202,9 @@ def start_proxy(
             core = _PROXY_CORES.get(setup.name, setup.client_core)
             os.sched_setaffinity(process.pid, {core})
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + _PROXY_LIMIT_S
-        while True:
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
-                    break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    lines = output.read_text(encoding="utf-8").splitlines() or ["no output"]
-                    raise InputError("proxy", f"did not start: {lines[-1]}") from None
-                time.sleep(0.1)
+        if not answers(url, process, _PROXY_LIMIT_S):
+            lines = output.read_text(encoding="utf-8").splitlines() or ["no output"]
+            raise InputError("proxy", f"did not start: {lines[-1]}")
         yield url
     finally:
         process.terminate()
