@@ -80,7 +80,7 @@ class Parts:
             self.gemm = self._gemm("bfloat16")
             own = self.model.linear_dtype
             self.linear = self.gemm if own == "bfloat16" else self._gemm(own)
-            self.collectives = self._collectives()
+            self.collective_tables = self._collectives()
             self.elementwise = self._elementwise()
         weights = parallelism.weight_bytes(whole)
         if weights > 0.9 * gpu.memory_bytes:
@@ -248,13 +248,13 @@ class Parts:
 
     def _all_reduce_s(self, n_bytes: FloatArray) -> FloatArray:
         n_gpus = self.parallelism.tensor_parallel_size
-        if "nccl" in self.collectives:
-            seconds = self.collectives["nccl"].time_s("all_reduce", n_gpus, n_bytes)
+        if "nccl" in self.collective_tables:
+            seconds = self.collective_tables["nccl"].time_s("all_reduce", n_gpus, n_bytes)
         else:
             seconds = roofline.all_reduce_s(self.gpu, n_gpus, n_bytes)
-        if "custom" not in self.collectives:
+        if "custom" not in self.collective_tables:
             return seconds
-        custom = self.collectives["custom"].time_s("all_reduce", n_gpus, n_bytes)
+        custom = self.collective_tables["custom"].time_s("all_reduce", n_gpus, n_bytes)
         return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
 
     def _sums_s(self, rows: FloatArray) -> FloatArray:
@@ -268,8 +268,8 @@ class Parts:
 
     def _gather_s(self, n_bytes: FloatArray) -> FloatArray:
         n_gpus = self.parallelism.tensor_parallel_size
-        if "nccl" in self.collectives:
-            return self.collectives["nccl"].time_s("all_gather", n_gpus, n_bytes)
+        if "nccl" in self.collective_tables:
+            return self.collective_tables["nccl"].time_s("all_gather", n_gpus, n_bytes)
         return roofline.all_gather_s(self.gpu, n_gpus, n_bytes)
 
     def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
@@ -325,6 +325,16 @@ class Parts:
         if self.engine_step is not None:
             return self.engine_step.token_part_s(rows)
         return self._dense_s(rows) + self._sums_s(rows) + gap_s
+
+    def dense_part_s(self, rows: FloatArray) -> FloatArray:
+        """What a step of ``rows`` tokens computes but for MoE layers, attention and lm_head."""
+        if self.engine_step is not None:
+            return self.engine_step.token_part_s(rows)
+        return self._dense_s(rows)
+
+    def collectives_s(self, rows: FloatArray) -> FloatArray:
+        """What the GPUs of a worker exchange in a step of ``rows`` tokens."""
+        return np.zeros_like(rows) if self.engine_step is not None else self._sums_s(rows)
 
     def sequence_part_s(self, rows: FloatArray) -> FloatArray:
         """What ``rows`` sequences add to a step that samples their next tokens."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,28 @@ from eldr_sim.kernel_profiles.parts import Parts
 from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, weakest
 
 FloatArray = NDArray[np.float64]
+
+
+class StepCost(NamedTuple):
+    """The tables of a step's time, as compiled code takes them; all times are seconds.
+
+    See :mod:`~eldr_sim.kernel_profiles.step_cost` for the formula.
+    """
+
+    n_moe_layers: int
+    moe_s: FloatArray  #: ``[sequences + 1, experts + 1]`` one MoE layer of a decode step
+    mixed_moe_s: FloatArray  #: ``[tokens + 1, experts + 1]`` where contexts are computed, too
+    uniform_moe_s: FloatArray  #: ``[tokens + 1]`` likewise, under uniform routing
+    dense_s: FloatArray  #: ``[tokens + 1]`` all layers but experts and attention, embedding
+    collectives_s: FloatArray  #: ``[tokens + 1]``
+    host_s: float
+    head_s: FloatArray  #: ``[sequences + 1]`` lm_head
+    attention_s: FloatArray  #: ``[sequences + 1, knots]`` of all layers, decode, by mean context
+    context_stride: int  #: tokens between two knots
+    prompt_alone_s: FloatArray  #: ``[context + 1]`` of all layers, a prompt by its length
+    prompt_share_s: FloatArray  #: ``[context + 1]`` likewise, beside others
+    prompt_floor_s: float
+    prompt_token_s: float  #: of reading one cached token
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +118,7 @@ class StepTimeModel:
     host_gap_s: float
     provenance: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
+    cost: StepCost = field(repr=False)
     _prefill_base_s: array[float] = field(repr=False)
     _prefill_head_s: array[float] = field(repr=False)
     _mixed_base_s: array[float] = field(repr=False)
@@ -282,9 +305,27 @@ def build_step_time_model(
     chunk = np.arange(max_num_batched_tokens + 1.0)
     mixed = parts.token_part_s(chunk, gap)
     base = dims.n_moe_layers * parts.moe.prefill_s(chunk) + mixed
+    tokens = np.arange(max(max_num_seqs, max_num_batched_tokens) + 1.0)
     windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     measured = [decode for _, decode, _ in parts.attention]
+    cost = StepCost(
+        n_moe_layers=dims.n_moe_layers,
+        moe_s=parts.moe.grid_s(max_num_seqs),
+        mixed_moe_s=parts.moe.mixed_grid_s(max_num_batched_tokens if mixed_steps else 0),
+        uniform_moe_s=parts.moe.prefill_s(tokens),
+        dense_s=parts.dense_part_s(tokens),
+        collectives_s=parts.collectives_s(tokens),
+        host_s=gap,
+        head_s=head,
+        attention_s=np.tensordot(layers, decode, 1),
+        context_stride=stride,
+        prompt_alone_s=layers @ alone,
+        prompt_share_s=layers @ share,
+        prompt_floor_s=float(sum(n * p.floor_s for n, _, p in parts.attention)),
+        prompt_token_s=float(sum(n * p.token_s for n, _, p in windowless)),
+    )
     return StepTimeModel(
+        cost=cost,
         model=dims,
         gpu=device,
         parallelism=parallelism,

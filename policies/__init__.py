@@ -25,7 +25,7 @@ Modules:
 - ``base``: the protocols, ``RequestInfo`` and ``PolicyContext`` (what a policy is built from);
 - ``registry``: policies by name, open to other packages through the entry-point group
   ``eldr_sim.policies`` (a worked example stands in ``docs/example_policy``);
-- ``balancing``: least-loaded choice with fairly rotated ties, shared by the others;
+- ``shortlist``: the rule that most routers end in: of some workers the least loaded or the next;
 - ``decode``, ``prefill``, ``eldr``: the policies above;
 - ``signature``: expert signature under six transforms, its quality (Spearman rho), layer masks;
 - ``clustering``: K-means on the unit sphere, Hungarian-balanced or vanilla;

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.balancing import LeastLoaded
 from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
 
 
 class RandomPolicy:
@@ -33,29 +33,37 @@ class RoundRobinPolicy:
     name = "round_robin"
     decision: ClassVar[str] = "decode"
 
+    shortlist_by: ClassVar[ShortlistBy] = "nothing"
+
     def __init__(self, context: PolicyContext) -> None:
-        self._n = context.n_workers
-        self._next = 0
+        self._everyone = Shortlist(range(context.n_workers), by_load=False)
+
+    def shortlist(self, request: RequestInfo) -> Shortlist:
+        """Return all workers, in turn."""
+        return self._everyone
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the next worker in turn."""
-        chosen = self._next
-        self._next = (chosen + 1) % self._n
-        return chosen
+        return self.shortlist(request).pick(loads)
 
 
 class JoinShortestQueuePolicy:
-    """The worker with the fewest in-flight requests; ties in turn (see ``balancing``)."""
+    """The worker with the fewest in-flight requests; ties in turn (see ``shortlist``)."""
 
     name = "jsq"
     decision: ClassVar[str] = "decode"
+    shortlist_by: ClassVar[ShortlistBy] = "nothing"
 
     def __init__(self, context: PolicyContext) -> None:
-        self._least_loaded = LeastLoaded(range(context.n_workers))
+        self._everyone = Shortlist(range(context.n_workers))
+
+    def shortlist(self, request: RequestInfo) -> Shortlist:
+        """Return all workers, the least loaded first."""
+        return self._everyone
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the least loaded worker."""
-        return self._least_loaded.pick(loads)
+        return self.shortlist(request).pick(loads)
 
 
 class PowerOfTwoChoicesPolicy:
@@ -91,21 +99,26 @@ class DomainPolicy:
 
     name = "domain"
     decision: ClassVar[str] = "decode"
+    shortlist_by: ClassVar[ShortlistBy] = "domain"
 
     def __init__(self, context: PolicyContext) -> None:
         calibration = context.require_calibration(self.name)
         counts = np.bincount(calibration.domain, minlength=len(calibration.domains))
         self._pools = [
-            LeastLoaded(workers if workers else range(context.n_workers))
+            Shortlist(workers if workers else range(context.n_workers))
             for workers in split_workers(counts, context.n_workers)
         ]
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
-        """Return the least loaded worker of the request's domain."""
+    def shortlist(self, request: RequestInfo) -> Shortlist:
+        """Return the workers of the request's domain."""
         if not 0 <= request.domain < len(self._pools):
             allowed = f"0 to {len(self._pools) - 1}"
             raise InputError("domain", f"no domain has the index {request.domain}", allowed)
-        return self._pools[request.domain].pick(loads)
+        return self._pools[request.domain]
+
+    def select(self, request: RequestInfo, loads: Loads) -> int:
+        """Return the least loaded worker of the request's domain."""
+        return self.shortlist(request).pick(loads)
 
 
 def split_workers(counts: NDArray[np.int64], n_workers: int) -> list[list[int]]:

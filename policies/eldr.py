@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.balancing import LeastLoaded
 from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
 from eldr_sim.policies.signature import Floats, score_of
 from eldr_sim.traces.gate_scores import PromptScore
 
@@ -31,6 +31,7 @@ class EldrPolicy:
     name = "eldr"
     decision: ClassVar[str] = "decode"
     reads_signature: ClassVar[bool] = True
+    shortlist_by: ClassVar[ShortlistBy] = "signature"
 
     def __init__(self, context: PolicyContext) -> None:
         artifact = context.require_artifact(self.name)
@@ -39,8 +40,8 @@ class EldrPolicy:
             raise InputError("artifact", problem, "a fit at this number of workers")
         self._artifact = artifact
         self._tau = context.tau
-        self._everyone = LeastLoaded(range(context.n_workers))
-        self._bands: dict[int, list[int]] = {}
+        self._everyone = Shortlist(range(context.n_workers))
+        self._shortlists: dict[int, Shortlist] = {}
 
     @property
     def signature_score(self) -> PromptScore:
@@ -64,25 +65,30 @@ class EldrPolicy:
         """Return the workers in the request's locality band, the most similar one first.
 
         Empty where the request says nothing of locality. Equal similarities keep the order of the
-        workers. Remembered for every ``signature_id`` while the policy lives.
+        workers.
         """
         if request.signature is None:
             return []
-        known = request.signature_id
-        if known is not None and known in self._bands:
-            return self._bands[known]
         similar = self.similarities(request.signature)
         order = np.argsort(-similar, kind="stable")
         inside = similar[order] >= similar[order[0]] - self._tau
         band: list[int] = order[inside].tolist() if similar.any() else []
-        if known is not None:
-            self._bands[known] = band
         return band
+
+    def shortlist(self, request: RequestInfo) -> Shortlist:
+        """Return the workers of the locality band, or all where there is none.
+
+        Remembered for every ``signature_id`` while the policy lives.
+        """
+        known = request.signature_id
+        if known is not None and known in self._shortlists:
+            return self._shortlists[known]
+        band = self.band(request)
+        found = Shortlist(band, in_turn=False) if band else self._everyone
+        if known is not None:
+            self._shortlists[known] = found
+        return found
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the least loaded worker of the locality band."""
-        band = self.band(request)
-        if not band:
-            return self._everyone.pick(loads)
-        everyone = loads.tolist()
-        return min(band, key=everyone.__getitem__)
+        return self.shortlist(request).pick(loads)

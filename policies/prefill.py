@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from eldr_sim.policies.balancing import LeastLoaded
 from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
 from eldr_sim.policies.decode import RoundRobinPolicy
+from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
 
 _MASK64 = (1 << 64) - 1
 
@@ -18,17 +18,22 @@ class PrefillRoundRobinPolicy(RoundRobinPolicy):
 
 
 class LeastLoadedPolicy:
-    """The prefill worker with the fewest requests; ties in turn (see ``balancing``)."""
+    """The prefill worker with the fewest requests; ties in turn (see ``shortlist``)."""
 
     name = "least_loaded"
     decision: ClassVar[str] = "prefill"
+    shortlist_by: ClassVar[ShortlistBy] = "nothing"
 
     def __init__(self, context: PolicyContext) -> None:
-        self._least_loaded = LeastLoaded(range(context.n_workers))
+        self._everyone = Shortlist(range(context.n_workers))
+
+    def shortlist(self, request: RequestInfo) -> Shortlist:
+        """Return all workers, the least loaded first."""
+        return self._everyone
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the least loaded worker."""
-        return self._least_loaded.pick(loads)
+        return self.shortlist(request).pick(loads)
 
 
 class PrefixHashPolicy:
@@ -44,13 +49,14 @@ class PrefixHashPolicy:
 
     name = "prefix_hash"
     decision: ClassVar[str] = "prefill"
+    shortlist_by: ClassVar[ShortlistBy] = "prefix"
     prefix_tokens: ClassVar[int] = 256
     load_factor: ClassVar[float] = 1.25
 
     def __init__(self, context: PolicyContext) -> None:
         self._n = context.n_workers
         self._key_blocks = -(-self.prefix_tokens // context.prefix_block_tokens)
-        self._least_loaded = LeastLoaded(range(context.n_workers))
+        self._everyone = Shortlist(range(context.n_workers))
         self._salts = [_mix64(worker + 1) for worker in range(context.n_workers)]
 
     def home(self, key: int) -> int:
@@ -58,17 +64,21 @@ class PrefixHashPolicy:
         weights = [_mix64((key ^ salt) & _MASK64) for salt in self._salts]
         return weights.index(max(weights))
 
+    def shortlist(self, request: RequestInfo) -> Shortlist:
+        """Return all workers, the least loaded first: for prompts without hashes."""
+        return self._everyone
+
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the prefix's worker, or the least loaded one if that is overloaded."""
         hashes = request.prefix_hash
         if len(hashes) == 0:
-            return self._least_loaded.pick(loads)
+            return self._everyone.pick(loads)
         # Block hashes are chained, so the last of the key's blocks stands for all of them.
         worker = self.home(int(hashes[min(len(hashes), self._key_blocks) - 1]))
         average = (int(loads.sum()) + 1) / self._n
         if loads[worker] <= self.load_factor * average:
             return worker
-        return self._least_loaded.pick(loads)
+        return self._everyone.pick(loads)
 
 
 def _mix64(value: int) -> int:

@@ -1,11 +1,13 @@
-"""The cluster: client, routers, prefill workers, transfers and decode workers on one clock."""
+"""One run of a cluster: its arrays, the compiled loop over them, and the routers' decisions.
+
+What a request lives through is told in :mod:`~eldr_sim.simulator.loop`.
+"""
 
 from __future__ import annotations
 
-import gc
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -19,18 +21,20 @@ from eldr_sim.policies.base import (
     PrefillPolicy,
     RequestInfo,
 )
-from eldr_sim.simulator import request as outcomes
+from eldr_sim.policies.shortlist import Shortlist, ShortlistPolicy
+from eldr_sim.simulator import loop, state
 from eldr_sim.simulator.clock import Clock
-from eldr_sim.simulator.decode import DecodePool
-from eldr_sim.simulator.prefill import PrefillWorker
-from eldr_sim.simulator.prefix_cache import Prompt
-from eldr_sim.simulator.replay import Replay, prompt_experts
-from eldr_sim.simulator.request import Request
-from eldr_sim.simulator.transfer import TransferModel, TransferNetwork
-from eldr_sim.traces.prompts import Ranges, clip_ranges
+from eldr_sim.simulator.engine import Engines, Scratch
+from eldr_sim.simulator.expert_union import PromptRows
+from eldr_sim.simulator.kv_cache import make_kv_cache
+from eldr_sim.simulator.network import make_network
+from eldr_sim.simulator.replay import Replay
+from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.traces.prompts import Ranges, clip_ranges, join_ranges
 from eldr_sim.traces.workload import Workload
 
-_NEVER = float("inf")
+#: Events after which the loop comes back for progress and Ctrl-C.
+_EVENTS_A_CALL = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -70,20 +74,54 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What happened: every request, every step.
+    """What happened.
 
-    ``decode_steps`` are records of ``kernel.STEP``; ``prefill_steps`` holds one list a worker of
-    (start s, end s, requests, tokens); ``window`` is the measured window, s. ``first_token_s`` is
-    indexed by request and negative where there was no token.
+    Attributes
+    ----------
+    requests
+        ``state.REQUEST``, every request that arrived, in order of arrival.
+    steps
+        ``state.STEP``, every step in the order in which they began, prefill workers' first by
+        number: worker ``w`` is decode (or co-located) worker ``w - n_prefill``.
+    gaps
+        ``state.GAP``, where preemption came between two tokens.
+    n_prefill
+        Prefill workers.
+    window
+        The measured window, s.
+    end_s
+        When the run ended.
     """
 
-    requests: list[Request]
-    first_token_s: NDArray[np.float64]
-    decode_steps: NDArray[np.void]
-    prefill_steps: list[list[tuple[float, float, int, int]]]
-    preempted_gaps: list[tuple[float, float]]
+    requests: NDArray[np.void]
+    steps: NDArray[np.void]
+    gaps: NDArray[np.void]
+    n_prefill: int
     window: tuple[float, float]
     end_s: float
+
+    @property
+    def prefill_steps(self) -> NDArray[np.void]:
+        """The steps of prefill workers that ended."""
+        steps = self.steps
+        return steps[(steps["worker"] < self.n_prefill) & (steps["end"] <= self.end_s)]
+
+    @property
+    def decode_steps(self) -> NDArray[np.void]:
+        """The steps of decode or co-located workers, numbered from 0 in a copy."""
+        steps = self.steps[self.steps["worker"] >= self.n_prefill]
+        if self.n_prefill:
+            steps["worker"] -= self.n_prefill
+        return steps
+
+    @property
+    def completed(self) -> NDArray[np.bool_]:
+        """Which requests generated all their tokens."""
+        return np.asarray(self.requests["outcome"] == state.COMPLETED)
+
+    def outcomes(self) -> list[str]:
+        """Return how each request ended, see `state.OUTCOMES`."""
+        return [state.OUTCOMES[code] for code in self.requests["outcome"].tolist()]
 
 
 class Cluster:
@@ -106,11 +144,11 @@ class Cluster:
     time_limit_s
         Simulated time after which the run gives the rest up as unserved.
     expert_masks
-        The experts on each expert-parallel GPU of each decode worker, see
+        The experts on each expert-parallel GPU of each worker, prefill workers first, see
         :func:`~eldr_sim.simulator.replay.rank_masks`; None where there is one such rank.
-    prompt_replay
-        The bit sets of the prompts; co-located workers need them, and prefill workers that have
-        them take the time of the distinct experts of their steps.
+    prompts
+        The rows of the prompts' tokens, see :func:`~eldr_sim.simulator.replay.prompt_rows`: what
+        the steps that compute them activate. None expects uniform routing there.
     """
 
     def __init__(
@@ -125,269 +163,339 @@ class Cluster:
         window: tuple[float, float],
         time_limit_s: float,
         expert_masks: NDArray[np.uint64] | None = None,
-        prompt_replay: Replay | None = None,
+        prompts: PromptRows | None = None,
     ) -> None:
-        self.env = Clock()
         self.spec = spec
-        self.model = model
         self.workload = workload
         self.signatures = signatures
-        self.prefill_policy = prefill_policy
-        self.decode_policy = decode_policy
-        self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
         self.window = window
         self.time_limit_s = time_limit_s
         self.requests = _requests(workload, replay, window)
-        self.open_measured = sum(request.measured for request in self.requests)
-        self.prefill_loads = np.zeros(spec.n_prefill, np.int64)
-        self.decode_loads = np.zeros(spec.n_decode, np.int64)
-        self.network = TransferNetwork(self.env, spec.transfer)
-        self._replay, self._prompt_replay = replay, prompt_replay
-        experts = None if prompt_replay is None else self._context_experts
-        self.prefill_workers = [
-            PrefillWorker(
-                self.env,
-                index,
-                step_time=spec.prefill.step_time,
-                max_num_batched_tokens=spec.prefill.max_num_batched_tokens,
-                max_num_seqs=spec.prefill.max_num_seqs,
-                block_size=spec.block_size,
-                n_blocks=spec.prefill.n_blocks,
-                on_prefilled=self._hand_off,
-                capture_s=spec.capture_s,
-                prompt_of=self._prompt,
-                prompt_experts=experts,
-            )
-            for index in range(spec.n_prefill)
-        ]
-        self.pool = DecodePool(
-            self.env,
-            n_workers=spec.n_decode,
-            max_num_seqs=spec.decode.max_num_seqs,
-            block_size=spec.block_size,
-            n_blocks=spec.decode.n_blocks,
-            max_num_batched_tokens=spec.decode.max_num_batched_tokens,
-            step_time=spec.decode.step_time,
-            bits=replay.bits,
-            n_requests=len(self.requests),
-            start_transfer=self._transfer,
-            on_finish=self._complete,
-            expert_masks=expert_masks,
-            async_scheduling=spec.async_scheduling,
-            prompt_experts=experts if spec.n_prefill == 0 else None,
+        self.routers = (
+            _Router(prefill_policy, spec.n_prefill, workload),
+            _Router(decode_policy, spec.n_decode, workload),
         )
-        self.pool.requests = self.requests
-        self._in_flight = 0
-        self._at_client: deque[Request] = deque()
-        self._arrived = 0
+        self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
+        self._heard = 0
+        self.log = np.zeros(1 << 14, state.STEP)
+        self.gaps = np.zeros(1 << 12, state.GAP)
+        self.arrays = self._arrays(model, replay, expert_masks, prompts)
+
+    def _arrays(
+        self,
+        model: ModelDims,
+        replay: Replay,
+        expert_masks: NDArray[np.uint64] | None,
+        prompts: PromptRows | None,
+    ) -> loop.Run:
+        spec, n_workers = self.spec, self.spec.n_prefill + self.spec.n_decode
+        n_requests, width = len(self.requests), replay.bits.shape[1]
+        most_seqs = max(spec.prefill.max_num_seqs, spec.decode.max_num_seqs)
+        pools = _pools(spec, self.workload, prompts is not None)
+        pool_of = np.repeat([0, 1], [spec.n_prefill, spec.n_decode])
+        clock = np.zeros(1, state.CLOCK)
+        clock["answer"] = -1
+        clock["open_measured"] = int(self.requests["measured"].sum())
+        # At most one event a worker and kind, and what a request and its transfer schedule.
+        events = np.zeros(6 * n_requests + 4 * n_workers + 64, state.EVENT)
+        if n_requests:
+            first = (float(self.requests["arrival_s"][0]), 0, state.ARRIVAL, 0)
+            events[0], clock["n_events"] = first, 1
+        n_layers = spec.decode.step_time.n_moe_layers
+        one_rank = np.zeros((n_workers, 1, 0), np.uint64)
+        return loop.Run(
+            clock=clock,
+            events=events,
+            engines=Engines(
+                settings=_settings(spec, model, self.workload, self._listener is not None),
+                pools=pools,
+                pool_of=pool_of,
+                workers=_workers(pools, pool_of),
+                sequences=np.zeros((n_workers, most_seqs), state.SEQUENCE),
+                requests=self.requests,
+                tables=np.zeros((n_requests, 2), state.BLOCK_TABLE),
+                kv=make_kv_cache(
+                    self.workload,
+                    spec.block_size,
+                    max(spec.prefill.n_blocks, spec.decode.n_blocks),
+                    n_workers if pools["prefix_caching"].any() else 0,
+                ),
+                pending=np.zeros((most_seqs + 1, 2), np.int64),
+            ),
+            routers=(self.routers[0].arrays, self.routers[1].arrays),
+            net=make_network(n_requests, n_workers),
+            reported=np.zeros(n_requests, np.int32),
+            bits=replay.bits,
+            masks=one_rank if expert_masks is None else np.ascontiguousarray(expert_masks),
+            prompts=_no_prompts() if prompts is None else prompts,
+            costs=(spec.prefill.step_time.cost, spec.decode.step_time.cost),
+            scratch=Scratch(
+                rows=np.zeros(most_seqs, np.int64),
+                first=np.zeros(most_seqs, np.int64),
+                count=np.zeros(most_seqs, np.int64),
+                union=np.zeros(width, np.uint64),
+                activated=np.zeros(n_layers, np.int64),
+            ),
+        )
 
     def run(self, progress: Callable[[float], None] | None = None) -> RunRecord:
         """Run until every measured request has ended, or the time limit.
 
         ``progress`` is called now and then with the share of measured requests that have ended.
         """
-        env, pool = self.env, self.pool
-        total = max(1, self.open_measured)
-        if self.requests:
-            env.at(self.requests[0].arrival_s, self._arrive)
-        gc.freeze()  # what exists now outlives the run: the collector need not walk it again
-        try:
-            self._run_events(total, progress)
-        finally:
-            gc.unfreeze()
+        clock = self.arrays.clock
+        total = max(1, int(clock["open_measured"][0]))
+        env = Clock()
+        if np.isfinite(self.time_limit_s):
+            env.at(self.time_limit_s, lambda _event: None)
+        while env.now < self.time_limit_s:
+            why = self.advance(env.peek())
+            if why == loop.ENDED:
+                break
+            if why == loop.UNTIL:
+                if env.peek() == np.inf:
+                    raise RuntimeError(
+                        f"no event left at {clock['now'][0]:.3f} s "
+                        f"with {clock['open_measured'][0]} requests open"
+                    )
+                env.step()
+            elif progress is not None:
+                progress(1.0 - int(clock["open_measured"][0]) / total)
         if progress is not None:
             progress(1.0)
-        reason = outcomes.OVERLOADED if self.open_measured > 0 else outcomes.AFTER_WINDOW
-        for request in self.requests[: self._arrived]:
-            if not request.outcome:
-                request.outcome = reason
+        return self._record(max(env.now, float(clock["now"][0])))
+
+    def advance(self, until: float) -> int:
+        """Let happen what happens before ``until`` seconds; returns why the loop stopped.
+
+        One of `loop.ENDED`, `loop.UNTIL` and `loop.PAUSED`; routers' decisions are made on the way.
+        """
+        clock = self.arrays.clock
+        while True:
+            why: int = loop.advance(self.arrays, self.log, self.gaps, until, _EVENTS_A_CALL)
+            if why == loop.FULL:
+                self.log, self.gaps = _grown(self.log), _grown(self.gaps)
+            elif why == loop.ASK_PREFILL:
+                self._decide(0, int(clock["asked"][0]))
+            elif why == loop.ASK_DECODE:
+                self._decide(1, int(clock["asked"][0]))
+            else:
+                return why
+
+    def _record(self, end_s: float) -> RunRecord:
+        clock = self.arrays.clock[0]
+        arrived = self.requests[: int(clock["arrived"])]
+        reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
+        arrived["outcome"][arrived["outcome"] == state.OPEN] = reason
         return RunRecord(
-            requests=self.requests[: self._arrived],
-            first_token_s=pool.token_times["first"],
-            decode_steps=pool.steps(),
-            prefill_steps=[worker.steps for worker in self.prefill_workers],
-            preempted_gaps=pool.preempted_gaps,
+            requests=arrived,
+            steps=self.log[: int(clock["n_steps"])],
+            gaps=self.gaps[: int(clock["n_gaps"])],
+            n_prefill=self.spec.n_prefill,
             window=self.window,
-            end_s=env.now,
+            end_s=end_s,
         )
 
-    def _run_events(self, total: int, progress: Callable[[float], None] | None) -> None:
-        """Run until the measured requests, ``total`` of them, have ended, or the time limit."""
-        env, pool = self.env, self.pool
-        events = 0
-        while self.open_measured > 0 and env.now <= self.time_limit_s:
-            until = env.peek()
-            if until > pool.next_start:
-                pool.advance(until)
-            if until == _NEVER and env.peek() == _NEVER:
-                raise RuntimeError(
-                    f"no event left at {env.now:.3f} s with {self.open_measured} requests open"
-                )
-            env.step()
-            events += 1
-            if progress is not None and events % 4096 == 0:
-                progress(1.0 - self.open_measured / total)
+    # --- decisions ---
 
-    # --- the life of a request ---
-
-    def _arrive(self, _event: object) -> None:
-        request = self.requests[self._arrived]
-        self._arrived += 1
-        if self._arrived < len(self.requests):
-            self.env.at(self.requests[self._arrived].arrival_s, self._arrive)
-        self._at_client.append(request)
-        self._send()
-
-    def _send(self) -> None:
-        limit = self.spec.max_concurrency
-        while self._at_client and (limit is None or self._in_flight < limit):
-            request = self._at_client.popleft()
-            request.sent_s = self.env.now
-            reason = self._refusal(request)
-            if reason:
-                self._end(request, reason)
-                continue
-            self._in_flight += 1
-            if self.prefill_policy is None:
-                self._route(request, self._info(request))
-                continue
-            worker = self.prefill_policy.select(self._info(request), self.prefill_loads)
-            self.prefill_loads[worker] += 1
-            self.prefill_workers[worker].enqueue(request)
-
-    def _refusal(self, request: Request) -> str:
-        """Say why a request can never be served; empty if it can."""
-        spec, tokens = self.spec, request.prompt_len + request.output_len
-        if tokens > spec.max_model_len:
-            return outcomes.TOO_LONG
-        if (
-            request.prompt_len > spec.prefill.n_blocks * spec.block_size
-            or tokens > spec.decode.n_blocks * spec.block_size
-        ):
-            return outcomes.NO_KV_ROOM
-        return ""
-
-    def _info(
-        self,
-        request: Request,
-        signature: NDArray[Any] | None = None,
-        signature_id: int | None = None,
-    ) -> RequestInfo:
-        start, end = self.workload.prefix_indptr[request.index : request.index + 2]
-        return RequestInfo(
-            request_id=request.index,
-            prompt_len=request.prompt_len,
-            domain=request.domain,
+    def _decide(self, pool: int, request: int) -> None:
+        """Ask a router for a worker, or for the shortlist of requests like this one."""
+        router, signature, number = self.routers[pool], None, None
+        if self._listener is not None:
+            reported = int(self.arrays.clock["n_reported"][0])
+            for index in self.arrays.reported[self._heard : reported].tolist():
+                self._listener.on_complete(index, int(self.requests["decode_worker"][index]))
+            self._heard = reported
+        if pool == 1 and self.spec.n_prefill:
+            number, signature = self.signatures(self._signature_rows(request))
+        start, end = self.workload.prefix_indptr[request : request + 2]
+        info = RequestInfo(
+            request_id=request,
+            prompt_len=int(self.requests["prompt_len"][request]),
+            domain=int(self.requests["domain"][request]),
             prefix_hash=self.workload.prefix_hash[start:end].tolist() if end > start else (),
             signature=signature,
-            signature_id=signature_id,
+            signature_id=number,
         )
-
-    def _prompt(self, request: Request) -> Prompt:
-        """Return what a prefill worker's cache knows of a prompt."""
-        workload, caching = self.workload, self.spec.enable_prefix_caching
-        if workload.prefix_block_tokens == 0:
-            ranges = ((request.trace_request, 0, request.prompt_len),)
-            return Prompt(request.prompt_len, (), ranges)
-        return Prompt(
-            request.prompt_len,
-            workload.block_hashes(request.index, self.spec.block_size) if caching else (),
-            workload.prompt_ranges(request.index),
-        )
-
-    def _hand_off(self, request: Request) -> None:
-        self._report(self.prefill_loads, request.prefill_worker)
-        delay_s = self.spec.routing_s + self.spec.routing_token_s * request.prompt_len
-        if delay_s == 0.0:
-            self._dispatch(request)
+        if router.shortlisting:
+            router.learn(request, router.policy.shortlist(info))
+            self.arrays = self.arrays._replace(
+                routers=(self.routers[0].arrays, self.routers[1].arrays)
+            )
         else:
-            self.env.at(self.env.now + delay_s, lambda _event: self._dispatch(request))
+            worker = router.policy.select(info, router.arrays.loads)
+            if not 0 <= worker < len(router.arrays.loads):
+                raise ValueError(f"policy {router.policy.name!r} chose worker {worker}")
+            self.arrays.clock["answer"] = worker
 
-    def _dispatch(self, request: Request) -> None:
-        assert request.block_table is not None
-        number, counts = self.signatures(request.block_table.ranges(self.spec.block_size))
-        self._route(request, self._info(request, counts, number))
+    def _signature_rows(self, request: int) -> Ranges:
+        """Return the trace rows that a prompt's signature is the sum of.
 
-    def _route(self, request: Request, info: RequestInfo) -> None:
-        """Send a request to the decode or co-located worker that the policy picks."""
-        worker = self.decode_policy.select(info, self.decode_loads)
-        self.decode_loads[worker] += 1
-        request.decode_worker = worker
-        self.pool.workers[worker].enqueue(request)
+        Blocks found in the prefix cache carry the signature of whichever prompt was computed into
+        them.
+        """
+        workload, engines = self.workload, self.arrays.engines
+        size, n_tokens = self.spec.block_size, int(workload.prompt_len[request])
+        found = int(engines.tables["found"][request, 0])
+        if found == 0:
+            return workload.prompt_ranges(request)
+        first = int(engines.kv.first_listed[request])
+        blocks = engines.kv.listed[0, first : first + found]
+        worker = int(self.requests["prefill_worker"][request])
+        parts: list[tuple[int, int, int]] = []
+        start = 0
+        for writer, group in groupby(engines.kv.blocks["writer"][worker, blocks].tolist()):
+            stop = start + size * sum(1 for _ in group)
+            parts += clip_ranges(workload.prompt_ranges(writer), start, stop)
+            start = stop
+        parts += clip_ranges(workload.prompt_ranges(request), start, n_tokens)
+        return join_ranges(parts)
 
-    def _context_experts(self, request: Request, start: int, stop: int) -> NDArray[np.uint64]:
-        """Return the experts of some tokens of a request's context, prompt and generated ones."""
-        assert self._prompt_replay is not None
-        ranges = self.workload.prompt_ranges(request.index)
-        end = min(stop, request.prompt_len)
-        union = prompt_experts(self._prompt_replay, tuple(clip_ranges(ranges, start, end)))
-        first, span = request.window_row, request.window_len
-        for position in range(max(start, request.prompt_len), stop):
-            # The window begins with the last prompt token.
-            row = (request.window_offset + position - request.prompt_len + 1) % span
-            union |= self._replay.bits[first + row]
-        return union
 
-    def _transfer(self, request: Request) -> None:
-        request.transfer_start_s = self.env.now
-        model, spec = self.model, self.spec
-        blocks = -(-request.prompt_len // spec.block_size)
+class _Router:
+    """A router and what the compiled loop knows of it."""
 
-        def arrived() -> None:
-            request.transfer_end_s = self.env.now
-            self.prefill_workers[request.prefill_worker].release(request)
-            self.pool.workers[request.decode_worker].kv_arrived(request)
-
-        # NIXL moves whole blocks, one descriptor a block and KV tensor. The GPUs of a worker move
-        # their parts at the same time, each over its own NIC: one of them stands for all.
-        self.network.start(
-            request.prefill_worker,
-            request.decode_worker,
-            blocks * spec.block_size * model.kv_bytes_per_token,
-            blocks * model.n_kv_tensors,
-            arrived,
-        )
-
-    def _complete(self, request: Request) -> None:
-        listener, index, worker = self._listener, request.index, request.decode_worker
-        on_report = None if listener is None else lambda: listener.on_complete(index, worker)
-        self._report(self.decode_loads, worker, on_report)
-        self._in_flight -= 1
-        self._end(request, outcomes.COMPLETED)
-        self._send()
-
-    def _end(self, request: Request, outcome: str) -> None:
-        request.outcome = outcome
-        self.open_measured -= request.measured
-
-    def _report(
-        self, loads: NDArray[np.int64], worker: int, on_report: Callable[[], None] | None = None
+    def __init__(
+        self, policy: PrefillPolicy | DecodePolicy | None, n_workers: int, workload: Workload
     ) -> None:
-        """Tell a router that a worker has one request less, as late as the configuration says."""
+        self.policy: Any = policy
+        shares = workload.prefix_block_tokens > 0
+        self.shortlisting = isinstance(policy, ShortlistPolicy) and not (
+            shares and policy.shortlist_by == "prefix"
+        )
+        kind, n_classes = _classes(policy, workload) if self.shortlisting else (None, 0)
+        self._known: dict[Any, int] = {}
+        self._class_of_list: dict[int, int] = {}
+        self._kept: list[Shortlist] = []  # an id is good for as long as its object lives
+        self.arrays = loop.Router(
+            loads=np.zeros(n_workers, np.int64),
+            class_of=np.full(len(workload), -1, np.int32) if kind is None else kind,
+            list_of=np.full(n_classes, -1, np.int32),
+            members=np.zeros((4, n_workers), np.int32),
+            size=np.zeros(4, np.int32),
+            by_load=np.zeros(4, np.bool_),
+            in_turn=np.zeros(4, np.bool_),
+            turn=np.zeros(4, np.int32),
+        )
 
-        def arrived(_event: object = None) -> None:
-            loads[worker] -= 1
-            if on_report is not None:
-                on_report()
+    def learn(self, request: int, rule: Shortlist) -> None:
+        """Note the shortlist of a request's class."""
+        number = self._number(rule)
+        arrays = self.arrays
+        if arrays.class_of[request] >= 0:
+            arrays.list_of[arrays.class_of[request]] = number
+            return
+        if number not in self._class_of_list:
+            self._class_of_list[number] = len(arrays.list_of)
+            grown = np.append(arrays.list_of, np.int32(number))
+            self.arrays = arrays = arrays._replace(list_of=grown)
+        arrays.class_of[request] = self._class_of_list[number]
 
-        if self.spec.load_report_delay_s == 0.0:
-            arrived()
-        else:
-            self.env.at(self.env.now + self.spec.load_report_delay_s, arrived)
+    def _number(self, rule: Shortlist) -> int:
+        """Return the number of a shortlist; those that remember nothing are equal by contents."""
+        key = id(rule) if rule.in_turn else (rule.workers, rule.by_load)
+        if key in self._known:
+            return self._known[key]
+        number = len(self._known)
+        if number == len(self.arrays.size):
+            self.arrays = self.arrays._replace(
+                **{
+                    name: _grown(getattr(self.arrays, name))
+                    for name in ("members", "size", "by_load", "in_turn", "turn")
+                }
+            )
+        arrays = self.arrays
+        arrays.members[number, : len(rule.workers)] = rule.workers
+        arrays.size[number] = len(rule.workers)
+        arrays.by_load[number], arrays.in_turn[number] = rule.by_load, rule.in_turn
+        self._known[key] = number
+        self._kept.append(rule)
+        return number
 
 
-def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -> list[Request]:
-    measured = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
-    columns = (
-        workload.arrival_s,
-        workload.prompt_len,
-        workload.output_len,
-        workload.domain,
-        workload.trace_request,
-        replay.first_row[workload.decode_request],
-        replay.length[workload.decode_request],
-        workload.replay_offset,
-        measured,
+def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], int]:
+    """Return the class of each request that a policy treats alike, -1 where unknown, and how many."""
+    n = len(workload)
+    if policy.shortlist_by == "domain":
+        return workload.domain.astype(np.int32), int(workload.domain.max(initial=0)) + 1
+    if policy.shortlist_by == "signature":
+        if workload.prefix_block_tokens:  # what the prefix cache holds decides, too
+            return np.full(n, -1, np.int32), 0
+        pairs = workload.trace_request.astype(np.int64) << 32 | workload.prompt_len
+        values, kind = np.unique(pairs, return_inverse=True)
+        return kind.astype(np.int32), len(values)
+    return np.zeros(n, np.int32), 1
+
+
+def _grown(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array of twice the length, zeros at its end."""
+    return np.concatenate([array, np.zeros_like(array)])
+
+
+def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -> NDArray[np.void]:
+    requests = np.zeros(len(workload), state.REQUEST)
+    for name in state.REQUEST.names or ():
+        if name.endswith("_s"):
+            requests[name] = -1.0
+    for name in ("prefill_worker", "decode_worker", "cached_tokens", "next"):
+        requests[name] = -1
+    for name in ("arrival_s", "prompt_len", "output_len", "domain", "trace_request"):
+        requests[name] = getattr(workload, name)
+    requests["window_row"] = replay.first_row[workload.decode_request]
+    requests["window_len"] = replay.length[workload.decode_request]
+    requests["window_offset"] = workload.replay_offset
+    requests["measured"] = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
+    return requests
+
+
+def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[np.void]:
+    pools = np.zeros(2, state.POOL)
+    colocated = spec.n_prefill == 0
+    pools["role"] = state.PREFILL, state.COLOCATED if colocated else state.DECODE
+    pools["first_worker"] = 0, spec.n_prefill
+    pools["n_workers"] = spec.n_prefill, spec.n_decode
+    for name in ("max_num_seqs", "max_num_batched_tokens", "n_blocks"):
+        pools[name] = getattr(spec.prefill, name), getattr(spec.decode, name)
+    caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
+    pools["prefix_caching"] = caching, False
+    pools["own_experts"] = own_experts, own_experts and colocated
+    pools["async_scheduling"] = False, spec.async_scheduling
+    pools["capture_s"] = spec.capture_s, 0.0
+    return pools
+
+
+def _workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray[np.void]:
+    workers = np.zeros(len(pool_of), state.WORKER)
+    workers["n_blank"] = pools["n_blocks"][pool_of]
+    for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "arrived_head",
+                 "preempted_head", "late_head"):  # fmt: skip
+        workers[name] = -1
+    return workers
+
+
+def _settings(
+    spec: ClusterSpec, model: ModelDims, workload: Workload, listens: bool
+) -> NDArray[np.void]:
+    settings = np.zeros(1, state.SETTINGS)
+    settings["block_size"] = spec.block_size
+    settings["max_model_len"] = spec.max_model_len
+    settings["max_concurrency"] = -1 if spec.max_concurrency is None else spec.max_concurrency
+    settings["report_delay_s"] = spec.load_report_delay_s
+    settings["routing_s"], settings["routing_token_s"] = spec.routing_s, spec.routing_token_s
+    settings["kv_bytes_per_token"] = model.kv_bytes_per_token
+    settings["n_kv_tensors"] = model.n_kv_tensors
+    settings["setup_s"] = spec.transfer.setup_s
+    settings["descriptor_s"] = spec.transfer.descriptor_s
+    settings["egress"], settings["ingress"] = spec.transfer.bandwidth, spec.transfer.ingress
+    settings["prefix_block_tokens"] = workload.prefix_block_tokens
+    settings["listens"] = listens
+    return settings
+
+
+def _no_prompts() -> PromptRows:
+    bits = np.zeros((1, 1), np.uint64)
+    bits.flags.writeable = False
+    none = np.zeros(1, np.int64)
+    return PromptRows(
+        bits, none, none.astype(np.int32), none, none.astype(np.int32), 0, np.zeros(1, np.uint64)
     )
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [Request(index, *row) for index, row in enumerate(rows)]

@@ -13,7 +13,6 @@ window and complete; ITL is that of the window's steps, whoever's tokens they ar
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.config import RunConfig, ServiceLevel
-from eldr_sim.simulator.request import COMPLETED, NO_KV_ROOM, TOO_LONG, Request
+from eldr_sim.simulator.state import NO_KV_ROOM, OUTCOMES, TOO_LONG
 
 PERCENTILES = (50, 90, 99)
 
@@ -74,11 +73,8 @@ def describe(
 def request_times(record: RunRecord) -> dict[str, NDArray[np.float64]]:
     """Return ``ttft, tpot, e2el`` in seconds per request; NaN where a request has none."""
     requests = record.requests
-    sent = np.array([r.sent_s for r in requests])
-    finish = np.array([r.finish_s for r in requests])
-    tokens = np.array([r.output_len for r in requests])
-    done = np.array([r.outcome == COMPLETED for r in requests], bool)
-    first = record.first_token_s[: len(requests)]
+    sent, first, finish = (requests[f"{at}_s"] for at in ("sent", "first_token", "finish"))
+    tokens, done = requests["output_len"], record.completed
     gaps = np.where(tokens > 1, tokens - 1, np.nan)
     return {
         "ttft": np.where(first >= 0.0, first - sent, np.nan),
@@ -100,9 +96,9 @@ def good_requests(times: dict[str, NDArray[np.float64]], level: ServiceLevel) ->
 def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[str, Any]:
     """Return the figures of ``summary.json`` that the run itself yields."""
     requests = record.requests
-    measured = np.array([r.measured for r in requests], bool)
-    done = measured & np.array([r.outcome == COMPLETED for r in requests], bool)
-    reasons = Counter(r.outcome for r in requests if r.measured and r.outcome != COMPLETED)
+    measured, done = requests["measured"], record.completed
+    reasons = Counter(requests["outcome"][measured & ~done].tolist())
+    done = measured & done
     times = request_times(record)
     start = record.window[0]
     end = min(record.window[1], record.end_s)
@@ -113,39 +109,42 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     decoding = batch > 0
     tokens = int(batch.sum())
     # The last request may end the run, so its end belongs to it.
-    finished = sum(start <= r.finish_s <= end and r.outcome == COMPLETED for r in requests)
-    prompt_tokens = sum(
-        n for worker in record.prefill_steps for s, _, _, n in worker if start <= s < end
-    )
+    finish = requests["finish_s"]
+    finished = int((record.completed & (start <= finish) & (finish <= end)).sum())
     if config.colocated:
-        prompt_tokens = int(steps["chunked"][inside].sum())
+        prompt_tokens = int(steps["chunk_tokens"][inside].sum())
+    else:
+        prefills = record.prefill_steps
+        begun = (prefills["start"] >= start) & (prefills["start"] < end)
+        prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
     good = good_requests(times, config.goodput) & measured
 
     carried = batch - steps["joined"][inside]
     gaps = (steps["end"] - steps["start"])[inside]
-    preempted = [b - a for a, b in record.preempted_gaps if start <= b <= end]
-    itl = np.concatenate([gaps, np.array(preempted)])
+    resumed = record.gaps["resumed_s"]
+    preempted = (resumed - record.gaps["last_token_s"])[(start <= resumed) & (resumed <= end)]
+    itl = np.concatenate([gaps, preempted])
     itl_weights = np.concatenate([carried, np.ones(len(preempted), np.int64)])
     active = steps["active"][inside][decoding] / n_moe_layers
     busiest = steps["busiest"][inside][decoding] / n_moe_layers
 
     hours, price = seconds / 3600.0, config.price_per_hour
     gpu_hours = config.n_gpus * hours
-    looked_up = [r for r in requests if r.measured and r.cached_tokens >= 0]
-    queries = sum(r.prompt_len for r in looked_up) if config.enable_prefix_caching else 0
-    hits = sum(r.cached_tokens for r in looked_up)
+    looked_up = requests[measured & (requests["cached_tokens"] >= 0)]
+    queries = int(looked_up["prompt_len"].sum()) if config.enable_prefix_caching else 0
+    hits = int(looked_up["cached_tokens"].sum())
     per_million = gpu_hours / tokens * 1e6 if tokens else None
     return {
         "num_prompts": int(measured.sum()),
         "completed": int(done.sum()),
         "failed": int(sum(reasons.values())),
-        "failed_reasons": dict(sorted(reasons.items())),
+        "failed_reasons": dict(sorted((OUTCOMES[code], n) for code, n in reasons.items())),
         "request_rate": config.effective_rate,
         "burstiness": config.burstiness,
         "max_concurrency": config.max_concurrency,
         "duration": seconds,
-        "total_input_tokens": sum(r.prompt_len for r in itertools.compress(requests, done)),
-        "total_output_tokens": sum(r.output_len for r in itertools.compress(requests, done)),
+        "total_input_tokens": int(requests["prompt_len"][done].sum()),
+        "total_output_tokens": int(requests["output_len"][done].sum()),
         "request_throughput": finished / seconds,
         "request_goodput": float(good.sum()) / seconds,
         "slo_attainment": float(good.sum()) / max(1, int(measured.sum())),
@@ -172,7 +171,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "prefix_cache_queries": queries,
         "prefix_cache_hits": hits,
         "prefix_cache_hit_rate": hits / queries if queries else None,
-        "preemptions": sum(r.preemptions for r in requests),
+        "preemptions": int(requests["preemptions"].sum()),
         "gpus": config.n_gpus,
         "gpu_hours_per_million_output_tokens": per_million,
         "cost_per_million_output_tokens": (
@@ -222,24 +221,23 @@ def _percentile(values: NDArray[np.float64], q: float) -> float | None:
 
 def _in_flight(record: RunRecord, at: float) -> int:
     """Return how many requests had arrived and not ended at a time, s."""
-    return sum(
-        r.arrival_s <= at and not 0.0 <= r.finish_s <= at and not _refused(r)
-        for r in record.requests
-    )
+    requests, finish = record.requests, record.requests["finish_s"]
+    ended = (finish >= 0.0) & (finish <= at)
+    return int(((requests["arrival_s"] <= at) & ~ended & ~_refused(record)).sum())
 
 
-def _refused(request: Request) -> bool:
-    return request.outcome in (TOO_LONG, NO_KV_ROOM)
+def _refused(record: RunRecord) -> NDArray[np.bool_]:
+    return np.isin(record.requests["outcome"], (TOO_LONG, NO_KV_ROOM))
 
 
 def _peak_concurrency(record: RunRecord) -> int:
     """Return the most requests that were in flight at one time of the window."""
     start, end = record.window
-    changes = sorted(
-        (max(at, start), change)  # what went before shows in the state at the start
-        for r in record.requests
-        if r.sent_s >= 0.0 and not _refused(r)
-        for at, change in ((r.sent_s, 1), (r.finish_s if r.finish_s >= 0.0 else math.inf, -1))
-    )
-    in_flight = itertools.accumulate(change for at, change in changes if at < end)
-    return max(in_flight, default=0)
+    sent = record.requests[(record.requests["sent_s"] >= 0.0) & ~_refused(record)]
+    finish = np.where(sent["finish_s"] >= 0.0, sent["finish_s"], np.inf)
+    # What went before shows in the state at the start; who leaves does so before who comes.
+    at = np.maximum(np.concatenate([finish, sent["sent_s"]]), start)
+    change = np.repeat([-1, 1], len(sent))
+    order = np.argsort(at, kind="stable")
+    in_flight = np.cumsum(change[order])[at[order] < end]
+    return int(in_flight.max(initial=0))

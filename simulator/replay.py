@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.simulator.kernel import popcount
+from eldr_sim.simulator.expert_union import PromptRows, popcount
 from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.prompts import Ranges
+from eldr_sim.traces.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -137,33 +137,28 @@ def make_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.int64])
     return _lay_out(trace, n_layers, wanted, *trace.decode_window(wanted))
 
 
-def make_prompt_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.integer]) -> Replay:
-    """Lay out the prompts of trace requests over ``n_layers`` MoE layers, one row a token."""
-    trace.require_prompts("co-located workers")
-    wanted = np.unique(requests)
-    return _lay_out(trace, n_layers, wanted, trace.first_row[wanted], trace.prompt_len[wanted])
+def prompt_rows(trace: RoutingTrace, workload: Workload | None = None) -> PromptRows:
+    """Return which trace rows prompts' tokens replay, over any number of MoE layers.
 
+    Without a workload no prompt shares blocks with another.
 
-def prompt_experts(replay: Replay, ranges: Ranges) -> NDArray[np.uint64]:
-    """Return the experts of a prompt's tokens, ``uint64 [moe_layers * words]``.
-
-    Parameters
-    ----------
-    replay
-        Prompts of the trace, see :func:`make_prompt_replay`.
-    ranges
-        Which trace request each token replays, see :mod:`eldr_sim.traces.prompts`.
+    Raises
+    ------
+    InputError
+        If the trace is decode-only.
     """
-    union = np.zeros(replay.bits.shape[1], np.uint64)
-    for request, start, stop in ranges:
-        first, span = int(replay.first_row[request]), int(replay.length[request])
-        begin = start % span
-        end = begin + min(stop - start, span)
-        rows = replay.bits[first : first + span]
-        union |= np.bitwise_or.reduce(rows[begin:end])
-        if end > span:
-            union |= np.bitwise_or.reduce(rows[: end - span])
-    return union
+    trace.require_prompts("the experts of prompts")
+    bits = trace.bits.reshape(len(trace.bits), -1)
+    bits.flags.writeable = False  # as cached ones are: to the compiler that is another type
+    return PromptRows(
+        bits,
+        trace.first_row.astype(np.int64),
+        trace.prompt_len.astype(np.int32),
+        np.zeros(1, np.int64) if workload is None else workload.prefix_indptr,
+        np.zeros(1, np.int32) if workload is None else workload.prefix_trace_request,
+        0 if workload is None else workload.prefix_block_tokens,
+        np.zeros(bits.shape[1], np.uint64),
+    )
 
 
 def _lay_out(

@@ -32,7 +32,7 @@ from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.replay import (
     fit_trace,
-    make_prompt_replay,
+    prompt_rows,
     rank_masks,
 )
 from eldr_sim.simulator.shared_replay import replay_of
@@ -302,11 +302,10 @@ def build_cluster(
             future=future,
         ),
     )
-    prefill, prompt_replay = None, None
+    prefill, rows = None, None
     if config.colocated:
         _check_colocated(config, workload, decode)
-        asked = np.union1d(workload.trace_request, workload.prefix_trace_request)
-        prompt_replay = make_prompt_replay(trace, step_time.n_moe_layers, asked)
+        rows = prompt_rows(trace, workload)
     else:
         prefill = prefill_policy(
             config.prefill_policy,
@@ -342,7 +341,7 @@ def build_cluster(
         if config.num_requests
         else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
         expert_masks=_expert_masks(config, setting, fitted),
-        prompt_replay=prompt_replay,
+        prompts=rows,
     )
 
 
@@ -381,12 +380,19 @@ def _check_colocated(config: RunConfig, workload: Workload, policy: DecodePolicy
 def _expert_masks(
     config: RunConfig, setting: Setting, fitted: RoutingArtifact | None
 ) -> NDArray[np.uint64] | None:
-    """Return the experts on each GPU of each decode worker; None where no GPU holds a part."""
+    """Return the experts on each GPU of each worker; None where no GPU holds a part.
+
+    Prefill workers come first; their experts are placed linearly.
+    """
     n_ranks, model = setting.parallelism.n_expert_ranks, setting.model
     if n_ranks == 1:
         return None
     if config.expert_placement == "linear":
-        shape = (config.n_decode, setting.trace.manifest.n_layers, model.n_experts)
+        shape = (
+            config.n_prefill + config.n_decode,
+            setting.trace.manifest.n_layers,
+            model.n_experts,
+        )
         ranks = np.broadcast_to(linear_placement(model.n_experts, n_ranks), shape)
     elif fitted is None:
         raise InputError(
@@ -397,6 +403,9 @@ def _expert_masks(
         )
     else:
         ranks = greedy_placement(fitted.cluster_activation, n_ranks)
+        linear = linear_placement(model.n_experts, n_ranks)
+        prefill = np.broadcast_to(linear, (config.n_prefill, *ranks.shape[1:]))
+        ranks = np.concatenate([prefill, ranks])
     return rank_masks(ranks, n_ranks, model.n_moe_layers)
 
 

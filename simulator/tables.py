@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.metrics import request_times
+from eldr_sim.simulator.state import OUTCOMES
 
 
 def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
@@ -18,26 +23,25 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
     requests = record.requests
     times = request_times(record)
 
-    def at(field: str) -> pa.Array:
-        return _known(np.array([getattr(r, field) for r in requests], float))
+    def plain(name: str, kind: str = "int32") -> pa.Array:
+        return pa.array(requests[name], kind)
 
-    def ints(field: str, kind: str = "int32") -> pa.Array:
-        return pa.array([getattr(r, field) for r in requests], kind)
+    def at(name: str) -> pa.Array:
+        return _known(requests[name])
 
-    first = record.first_token_s[: len(requests)]
     return pa.table(
         {
-            "request_id": ints("index"),
-            "domain": pa.array([domains[r.domain] for r in requests], "string"),
-            "measured": pa.array([r.measured for r in requests], "bool"),
-            "outcome": pa.array([r.outcome for r in requests], "string"),
-            "prompt_len": ints("prompt_len"),
-            "output_len": ints("output_len"),
-            "trace_request": ints("trace_request"),
-            "cached_tokens": _known(np.array([r.cached_tokens for r in requests], np.int32)),
-            "prefill_worker": ints("prefill_worker", "int16"),
-            "decode_worker": ints("decode_worker", "int16"),
-            "preemptions": ints("preemptions"),
+            "request_id": pa.array(np.arange(len(requests)), "int32"),
+            "domain": _names(domains, requests["domain"]),
+            "measured": plain("measured", "bool"),
+            "outcome": _names(OUTCOMES, requests["outcome"]),
+            "prompt_len": plain("prompt_len"),
+            "output_len": plain("output_len"),
+            "trace_request": plain("trace_request"),
+            "cached_tokens": _known(requests["cached_tokens"]),
+            "prefill_worker": plain("prefill_worker", "int16"),
+            "decode_worker": plain("decode_worker", "int16"),
+            "preemptions": plain("preemptions"),
             "arrival_s": at("arrival_s"),
             "sent_s": at("sent_s"),
             "prefill_start_s": at("prefill_start_s"),
@@ -45,13 +49,18 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
             "transfer_start_s": at("transfer_start_s"),
             "transfer_end_s": at("transfer_end_s"),
             "decode_start_s": at("decode_start_s"),
-            "first_token_s": _known(first),
+            "first_token_s": at("first_token_s"),
             "finish_s": at("finish_s"),
             "ttft_ms": _figures(1e3 * times["ttft"]),
             "tpot_ms": _figures(1e3 * times["tpot"]),
             "e2el_ms": _figures(1e3 * times["e2el"]),
         }
     )
+
+
+def _names(names: Sequence[str], codes: NDArray[np.integer]) -> pa.Array:
+    """Return the names that codes stand for."""
+    return pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(names, "string")).cast("string")
 
 
 def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
@@ -62,19 +71,14 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     distinct experts of a MoE layer (``active_experts``), and the mean of those on the layer's
     busiest expert-parallel GPU (``busiest_rank_experts``; with one GPU the same).
     """
-    prefill = sorted(
-        (start, worker, end, requests, tokens)
-        for worker, steps in enumerate(record.prefill_steps)
-        for start, end, requests, tokens in steps
-    )
-    columns = [np.array(c) for c in zip(*prefill, strict=True)] or [np.zeros(0)] * 5
-    decode = record.decode_steps
+    prefill, decode = record.prefill_steps, record.decode_steps
+    prefill = prefill[np.lexsort((prefill["worker"], prefill["start"]))]
     n_prefill, n_decode = len(prefill), len(decode)
 
-    def both(first: np.ndarray, second: np.ndarray, kind: str) -> pa.Array:
-        return pa.array(np.concatenate([first, second]).astype(kind))
+    def both(first: NDArray[Any], second: NDArray[Any], kind: str) -> pa.Array:
+        return pa.array(np.concatenate([first, second]).astype(kind, copy=False))
 
-    def decode_only(values: np.ndarray, kind: str) -> pa.Array:
+    def decode_only(values: NDArray[Any], kind: str) -> pa.Array:
         nulls = pa.nulls(n_prefill, kind)
         return pa.concat_arrays([nulls, pa.array(values).cast(kind)])
 
@@ -84,11 +88,13 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     return pa.table(
         {
             "role": role,
-            "worker": both(columns[1], decode["worker"], "int16"),
-            "start_s": both(columns[0], decode["start"], "float64"),
-            "end_s": both(columns[2], decode["end"], "float64"),
-            "batch": both(columns[3], decode["batch"], "int32"),
-            "tokens": both(columns[4], decode["batch"] + decode["chunked"], "int32"),
+            "worker": both(prefill["worker"], decode["worker"], "int16"),
+            "start_s": both(prefill["start"], decode["start"], "float64"),
+            "end_s": both(prefill["end"], decode["end"], "float64"),
+            "batch": both(prefill["chunks"], decode["batch"], "int32"),
+            "tokens": both(
+                prefill["chunk_tokens"], decode["batch"] + decode["chunk_tokens"], "int32"
+            ),
             "joined": decode_only(decode["joined"], "int32"),
             "context_tokens": decode_only(decode["context"], "int64"),
             "active_experts": decode_only(decode["active"] / n_moe_layers, "float64"),
@@ -97,9 +103,9 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     )
 
 
-def _known(values: np.ndarray) -> pa.Array:
+def _known(values: NDArray[Any]) -> pa.Array:
     return pa.array(values, mask=values < 0.0)
 
 
-def _figures(values: np.ndarray) -> pa.Array:
+def _figures(values: NDArray[Any]) -> pa.Array:
     return pa.array(values, mask=np.isnan(values))

@@ -22,14 +22,15 @@ def copies_met(
     if the mean batch of a request were drawn at random, by the mix.
     """
     begin, end = record.window[0], min(record.window[1], record.end_s)
-    decoded = [r for r in record.requests if r.decode_start_s >= 0]
-    finish = np.array([r.finish_s if r.finish_s >= 0 else end for r in decoded])
-    start = np.clip([r.decode_start_s for r in decoded], begin, end)
+    joined = np.flatnonzero(record.requests["decode_start_s"] >= 0)
+    decoded = record.requests[joined]
+    finish = np.where(decoded["finish_s"] >= 0, decoded["finish_s"], end)
+    start = np.clip(decoded["decode_start_s"], begin, end)
     beside = copy_share(
-        np.array([r.decode_worker for r in decoded], np.int64),
+        decoded["decode_worker"].astype(np.int64),
         start,
         np.maximum(np.clip(finish, begin, end), start),
-        workload.decode_request[[r.index for r in decoded]].astype(np.int64),
+        workload.decode_request[joined].astype(np.int64),
     )
     batch = steps["batch"].astype(float)
     shares = workload.description["domain_mix"]

@@ -1,18 +1,12 @@
-"""KV-cache transfers between workers over shared links.
+"""What a KV transfer between workers costs.
 
-A transfer first pays its set-up and one posting cost a descriptor, then its bytes flow at a rate
-that the egress link of the prefill worker and the ingress link of the decode worker share
-max-min fairly with the other transfers in flight (progressive filling, Bertsekas and Gallager,
-Data Networks, section 6.5.2).
+A transfer first pays its set-up and one posting cost a descriptor, then its bytes flow over links
+that it shares with others (:mod:`~eldr_sim.simulator.network`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-from eldr_sim.simulator.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -73,117 +67,3 @@ PRESETS = {
         "from the Mooncake + vLLM fit",
     ),
 }
-
-
-def max_min_rates(flows: Sequence[tuple[int, int]], egress: float, ingress: float) -> list[float]:
-    """Share links among flows max-min fairly.
-
-    Parameters
-    ----------
-    flows
-        (source, destination) of each flow; each source has one egress link and each destination
-        one ingress link.
-    egress, ingress
-        Capacity of every egress and ingress link, bytes/s.
-
-    Returns
-    -------
-    list of float
-        Rate of each flow, bytes/s: no flow can get more without taking from one that has less.
-    """
-    capacity: dict[tuple[str, int], float] = {}
-    users: dict[tuple[str, int], list[int]] = {}
-    for i, (source, destination) in enumerate(flows):
-        for link, rate in ((("out", source), egress), (("in", destination), ingress)):
-            capacity[link] = rate
-            users.setdefault(link, []).append(i)
-    rates = [-1.0] * len(flows)
-    while users:
-        link = min(users, key=lambda k: (capacity[k] / len(users[k]), k))
-        share = max(0.0, capacity[link] / len(users[link]))
-        for i in users[link]:
-            rates[i] = share
-            source, destination = flows[i]
-            for other in (("out", source), ("in", destination)):
-                if other != link:
-                    capacity[other] -= share
-                    users[other].remove(i)
-                    if not users[other]:
-                        del users[other]
-        del users[link]
-    return rates
-
-
-@dataclass(slots=True)
-class _Flow:
-    source: int
-    destination: int
-    bytes_left: float
-    rate: float
-    on_done: Callable[[], None]
-
-
-class TransferNetwork:
-    """The transfers in flight between prefill and decode workers."""
-
-    def __init__(self, env: Clock, model: TransferModel) -> None:
-        self.env = env
-        self.model = model
-        self._flows: list[_Flow] = []
-        self._updated_s = 0.0
-        self._timer = 0  # only the event that carries the current number counts
-
-    def start(
-        self,
-        source: int,
-        destination: int,
-        n_bytes: float,
-        descriptors: int,
-        on_done: Callable[[], None],
-    ) -> None:
-        """Move ``n_bytes`` from prefill worker ``source`` to decode worker ``destination``."""
-        latency = self.model.setup_s + descriptors * self.model.descriptor_s
-        flow = _Flow(source, destination, float(n_bytes), 0.0, on_done)
-
-        def begin(_event: object) -> None:
-            self._progress()
-            self._flows.append(flow)
-            self._share()
-
-        self.env.at(self.env.now + latency, begin)
-
-    def _progress(self) -> None:
-        elapsed = self.env.now - self._updated_s
-        self._updated_s = self.env.now
-        for flow in self._flows:
-            flow.bytes_left -= flow.rate * elapsed
-
-    def _share(self) -> None:
-        flows, egress, ingress = self._flows, self.model.bandwidth, self.model.ingress
-        self._timer += 1
-        if not flows:
-            return
-        if len(flows) == 1:
-            flows[0].rate = min(egress, ingress)
-        else:
-            rates = max_min_rates([(f.source, f.destination) for f in flows], egress, ingress)
-            for flow, rate in zip(flows, rates, strict=True):
-                flow.rate = rate
-        soonest = min(flow.bytes_left / flow.rate for flow in flows)
-        timer = self._timer
-
-        def expire(_event: object) -> None:
-            if timer == self._timer:
-                self._complete()
-
-        self.env.at(self.env.now + max(0.0, soonest), expire)
-
-    def _complete(self) -> None:
-        self._progress()
-        # What flows in a nanosecond, or in the clock's own resolution, is rounding and not data.
-        rounding_s = max(1e-9, math.ulp(self.env.now))
-        done = [flow for flow in self._flows if flow.bytes_left <= flow.rate * rounding_s]
-        self._flows = [flow for flow in self._flows if flow.bytes_left > flow.rate * rounding_s]
-        self._share()
-        for flow in done:
-            flow.on_done()

@@ -10,8 +10,7 @@ late as the client.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +19,10 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
-from eldr_sim.simulator.replay import fit_trace, make_prompt_replay, make_replay
-from eldr_sim.simulator.request import COMPLETED
+from eldr_sim.simulator.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
@@ -157,7 +154,7 @@ def replay_run(run: LiveRun, calibrated: Calibrated, artifact: Path | None = Non
         policy,
         (0.0, np.inf),
         time_limit_s=np.inf,
-        prompt_replay=make_prompt_replay(trace, n_layers, everyone),
+        prompts=prompt_rows(trace),
     )
     record = cluster.run()
     _check_record(record)
@@ -195,15 +192,14 @@ def check_run(run: LiveRun) -> ModelDims:
 
 def _ahead(engine: EngineSpec) -> EngineSpec:
     """Return a prefill engine whose prompts are computed already: its steps take no time."""
-    free = _NoTime(**{f.name: getattr(engine.step_time, f.name) for f in fields(StepTimeModel)})
+    cost = engine.step_time.cost
+    nothing = {
+        name: np.zeros_like(value) if isinstance(value, np.ndarray) else 0.0
+        for name, value in cost._asdict().items()
+        if name.endswith("_s")
+    }
+    free = replace(engine.step_time, cost=cost._replace(**nothing))
     return replace(engine, step_time=free)
-
-
-class _NoTime(StepTimeModel):
-    def prefill_s(
-        self, tokens: Sequence[int], contexts: Sequence[int], moe_s: float | None = None
-    ) -> float:
-        return 0.0
 
 
 def _common(engines: list[EngineInfo]) -> EngineInfo:
@@ -215,10 +211,12 @@ def _common(engines: list[EngineInfo]) -> EngineInfo:
 
 
 def _check_record(record: RunRecord) -> None:
-    for request in record.requests:
-        if request.outcome != COMPLETED:
-            raise InputError("run", f"the simulation ends a request with {request.outcome!r}")
-        if request.preemptions:
+    for outcome, preemptions in zip(
+        record.outcomes(), record.requests["preemptions"].tolist(), strict=True
+    ):
+        if outcome != "completed":
+            raise InputError("run", f"the simulation ends a request with {outcome!r}")
+        if preemptions:
             raise InputError(
                 "run", "the simulation preempts requests", "KV blocks for all that run together"
             )
@@ -235,28 +233,31 @@ def _in_rows(
     """Put a record into the client's terms and the recording's rows."""
     requests, colocated = record.requests, spec.n_prefill == 0
     names = [e.name for e in run.info.engines]
+    prompt_len, output_len = requests["prompt_len"].tolist(), requests["output_len"].tolist()
     steps: list[tuple[str, float, float, dict[int, tuple[int, int]], int | None]] = []
-    for worker, log in enumerate(record.prefill_steps):
-        own = [r for r in requests if r.prefill_worker == worker]  # first come, first served
-        chunks = _dealt([(r.index, r.prompt_len) for r in own], [n for *_, n in log])
+    for worker in range(spec.n_prefill):
+        own = np.flatnonzero(requests["prefill_worker"] == worker)  # first come, first served
+        log = record.prefill_steps[record.prefill_steps["worker"] == worker]
+        chunks = _dealt([(r, prompt_len[r]) for r in own.tolist()], log["chunk_tokens"].tolist())
         steps += [
-            (names[worker], start, end, members, None)
-            for (start, end, _, _), members in zip(log, chunks, strict=True)
+            (names[worker], float(row["start"]), float(row["end"]), members, None)
+            for row, members in zip(log, chunks, strict=True)
         ]
     ends: dict[int, NDArray[np.float64]] = {}  # of the steps that yield each request's tokens
     for worker in range(spec.n_decode):
         rows = record.decode_steps[record.decode_steps["worker"] == worker]
-        own = [r for r in requests if r.decode_worker == worker]
-        begun = sorted(own, key=lambda r: (r.prefill_start_s, r.index)) if colocated else []
-        members = _dealt([(r.index, r.prompt_len - 1) for r in begun], rows["chunked"].tolist())
-        for r in own:
-            begin = int(np.searchsorted(rows["end"], record.first_token_s[r.index]))
-            ends[r.index] = rows["end"][begin : begin + r.output_len]
-            assert ends[r.index][-1] == r.finish_s, "a request skips no step once it decodes"
-            for k in range(r.output_len):
-                position = r.prompt_len - 1 + k
-                start, tokens = members[begin + k].get(r.index, (position, 0))
-                members[begin + k][r.index] = (start, tokens + 1)
+        own = np.flatnonzero(requests["decode_worker"] == worker)
+        order_begun = np.argsort(requests["prefill_start_s"][own], kind="stable")
+        begun = own[order_begun].tolist() if colocated else []
+        members = _dealt([(r, prompt_len[r] - 1) for r in begun], rows["chunk_tokens"].tolist())
+        for r in own.tolist():
+            begin = int(np.searchsorted(rows["end"], requests["first_token_s"][r]))
+            ends[r] = rows["end"][begin : begin + output_len[r]]
+            assert ends[r][-1] == requests["finish_s"][r], "no step is skipped while decoding"
+            for k in range(output_len[r]):
+                position = prompt_len[r] - 1 + k
+                start, tokens = members[begin + k].get(r, (position, 0))
+                members[begin + k][r] = (start, tokens + 1)
         steps += [
             (names[spec.n_prefill + worker], float(row["start"]), float(row["end"]), m, int(a))
             for row, m, a in zip(rows, members, rows["active"], strict=True)
@@ -266,14 +267,14 @@ def _in_rows(
     back = np.argsort(order)
 
     def at(field: str) -> NDArray[np.float64]:
-        return np.array([getattr(requests[i], field) for i in back], np.float64)
+        return requests[field][back].astype(np.float64)
 
     prefill_end = at("prefill_end_s")
-    first = record.first_token_s[back]
+    first = at("first_token_s")
     handed, decode_start = prefill_end, prefill_end
     if not colocated:
-        prompt_len = run.requests["prompt_len"].to_numpy()
-        handed = prefill_end + (spec.routing_s + spec.routing_token_s * prompt_len)
+        lengths = run.requests["prompt_len"].to_numpy()
+        handed = prefill_end + (spec.routing_s + spec.routing_token_s * lengths)
         decode_start = at("decode_start_s")
     return Replayed(
         Milestones(

@@ -14,9 +14,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.kernel_profiles.step_cost import decode_attention_s
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
-from eldr_sim.simulator import kernel
-from eldr_sim.simulator.replay import make_prompt_replay, make_replay, prompt_experts
+from eldr_sim.simulator.expert_union import add_prompt, count_experts, union_rows
+from eldr_sim.simulator.replay import make_replay, prompt_rows
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.validation.live.recording import LiveRun
 
@@ -96,29 +97,27 @@ class StepUnions:
 
     def __init__(self, trace: RoutingTrace) -> None:
         everyone = np.arange(trace.n_requests)
-        self._layers = trace.n_layers
+        self._activated = np.zeros(trace.n_layers, np.int64)
+        self._one_rank = np.zeros((1, 0), np.uint64)
         self._prompt_len = trace.prompt_len.tolist()
         self._decodes = make_replay(trace, trace.n_layers, everyone)
-        self._prompts = make_prompt_replay(trace, trace.n_layers, everyone)
+        self._prompts = prompt_rows(trace)
         self._union = np.zeros(self._decodes.bits.shape[1], np.uint64)
 
     def distinct(self, step: Composition) -> NDArray[np.int64]:
         """Return the distinct experts of each MoE layer of a step."""
         first, union = self._decodes.first_row, self._union
         rows = [first[request] + n - self._prompt_len[request] for request, n in step.seats]
-        ranges = []
         for request, start, stop in step.chunks:
-            prompt = self._prompt_len[request]
-            ranges.append((request, start, min(stop, prompt)))
-            again = range(max(start, prompt), stop)  # generated tokens, computed again
-            rows += [first[request] + position - prompt + 1 for position in again]
-        slots = np.zeros(len(rows), kernel.SLOT)
-        slots["row"] = rows
-        kernel.union_rows(self._decodes.bits, slots, len(rows), union)
-        union |= prompt_experts(self._prompts, tuple(r for r in ranges if r[1] < r[2]))
-        nothing = np.zeros(union.size * 64 // self._layers + 1)
-        layers = union.reshape(self._layers, -1)
-        return np.array([kernel.moe_time(layer, nothing, 1)[1] for layer in layers], np.int64)
+            again = range(max(start, self._prompt_len[request]), stop)  # generated tokens
+            rows += [first[request] + at - self._prompt_len[request] + 1 for at in again]
+        union_rows(self._decodes.bits, np.array(rows, np.int64), len(rows), union)
+        for request, start, stop in step.chunks:
+            add_prompt(
+                self._prompts, request, request, start, min(stop, self._prompt_len[request]), union
+            )
+        count_experts(union, self._one_rank, self._activated)
+        return self._activated.copy()
 
 
 @dataclass(frozen=True)
@@ -160,9 +159,7 @@ def predict(
     layer_s = step_time.mixed_moe_s[step.tokens] if news else step_time.moe_s[n]
     attention_s, rest_s = chunks_s, float(step_time.fixed_s[n])
     if n:
-        attention_s += kernel.attention_time(
-            step_time.attention_s[n], step_time.context_stride, step.context, n
-        )
+        attention_s += decode_attention_s(step_time.cost, n, step.context)
     if news:
         rest_s += step_time.mixed_extra_s(n, news, cached) - chunks_s
     return Prediction(float(layer_s[distinct].sum()), attention_s, rest_s)

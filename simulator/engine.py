@@ -1,0 +1,573 @@
+"""The engine of a worker: vLLM's v1 scheduler (``vllm/v1/core/sched/scheduler.py``), compiled.
+
+At a step boundary the engine takes out what has ended, gives running sequences the KV blocks that
+their next tokens need, admits who waits, and so makes the plan of the next step: sequences that get
+their next token, and chunks of contexts that are still being computed.
+
+- First come, first served. A request is admitted if there is a place in the batch, a token of the
+  step's budget, and KV blocks for its whole prompt.
+- Running sequences come first. When their blocks are not free, the one that joined last is
+  preempted: it goes to the front of the queue and recomputes its context later; nobody is admitted
+  in that step.
+- A context is computed in chunks, as the token budget allows. Its last token is not part of them
+  but decoded, in the step of its last chunk, except on a prefill worker, which hands the request
+  over when the prompt is computed.
+- With a KV connector the blocks are reserved before the transfer starts.
+- With asynchronous scheduling the next step is scheduled when one starts, so a request that comes
+  meanwhile joins the one after.
+
+There is one engine; a worker's role says where a sequence comes from and what happens at the end of
+its prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.kernel_profiles.step_cost import (
+    chunk_attention_s,
+    decode_attention_s,
+    moe_layers_s,
+)
+from eldr_sim.simulator import expert_union
+from eldr_sim.simulator.compiled import compiled
+from eldr_sim.simulator.events import schedule, schedule_step
+from eldr_sim.simulator.kv_cache import (
+    KVCache,
+    blocks_of,
+    find,
+    hold,
+    n_free,
+    publish,
+    release,
+    take_blank,
+)
+from eldr_sim.simulator.state import BOUNDARY, COLOCATED, DECODE, PREFILL, TRANSFER_START
+
+#: What a boundary leaves to be done, beside the request: see `loop.drain`.
+PENDING_END, PENDING_HAND_OVER = np.int64(0), np.int64(1)
+_NONE = np.int64(0)
+
+
+class Engines(NamedTuple):
+    """The arrays of all workers and their requests."""
+
+    settings: NDArray[np.void]  #: ``SETTINGS [1]``
+    pools: NDArray[np.void]  #: ``POOL [2]``: prefill workers, decode or co-located ones
+    pool_of: NDArray[np.int64]  #: ``[workers]``
+    workers: NDArray[np.void]  #: ``WORKER [workers]``
+    sequences: NDArray[np.void]  #: ``SEQUENCE [workers, max_num_seqs]``
+    requests: NDArray[np.void]  #: ``REQUEST [requests]``
+    tables: NDArray[np.void]  #: ``BLOCK_TABLE [requests, pools]``
+    kv: KVCache
+    pending: NDArray[np.int64]  #: ``[capacity, 2]``: what to do, request
+
+
+class Scratch(NamedTuple):
+    """Working memory of a step."""
+
+    rows: NDArray[np.int64]  #: ``[max_num_seqs]``
+    first: NDArray[np.int64]  #: ``[max_num_seqs]``
+    count: NDArray[np.int64]  #: ``[max_num_seqs]``
+    union: NDArray[np.uint64]  #: ``[layers * words]``
+    activated: NDArray[np.int64]  #: ``[layers]``
+
+
+# --- queues ---
+
+
+@compiled()
+def _append(requests: Any, worker: Any, request: int) -> None:
+    """Put a request at the end of the queue for those like it."""
+    requests[request].next = -1
+    if requests[request].kv_here:
+        if worker.arrived_head < 0:
+            worker.arrived_head = request
+        else:
+            requests[worker.arrived_tail].next = request
+        worker.arrived_tail = request
+    else:
+        if worker.new_head < 0:
+            worker.new_head = request
+        else:
+            requests[worker.new_tail].next = request
+        worker.new_tail = request
+
+
+@compiled()
+def _append_late(requests: Any, worker: Any) -> None:
+    """Queue those who came too late for the step that is scheduled."""
+    request = worker.late_head
+    while request >= 0:
+        behind = requests[request].next
+        _append(requests, worker, request)
+        request = behind
+    worker.late_head = -1
+
+
+@compiled()
+def wake(clock: Any, events: Any, workers: Any, w: int) -> None:
+    """Schedule a boundary at the end of the step in progress, or now if the worker is idle."""
+    at = max(clock[0].now, workers[w].next_start)
+    if at != workers[w].wake:
+        workers[w].wake = at
+        schedule(clock, events, at, BOUNDARY, w)
+
+
+@compiled()
+def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
+    """Take a request: a new one, or one whose KV cache has arrived."""
+    worker, requests = engines.workers[w], engines.requests
+    busy = worker.batch + worker.prefilling > 0
+    if engines.pools[engines.pool_of[w]].async_scheduling and busy:
+        requests[request].next = -1
+        if worker.late_head < 0:
+            worker.late_head = request
+        else:
+            requests[worker.late_tail].next = request
+        worker.late_tail = request
+    else:
+        _append(requests, worker, request)
+    wake(clock, events, engines.workers, w)
+
+
+# --- KV blocks ---
+
+
+@compiled()
+def _fits(engines: Engines, w: int, blocks: int) -> bool:
+    """Whether ``blocks`` are free beside those that the batch needs for its next tokens."""
+    batch = engines.workers[w].batch
+    spare = n_free(engines.workers, w) - blocks
+    if spare >= batch:  # a sequence needs one at most
+        return True
+    if spare < 0:
+        return False
+    need = 0
+    for i in range(batch):
+        if engines.sequences[w, i].free_slots == 0:
+            need += 1
+    return need <= spare
+
+
+@compiled()
+def _allocate(engines: Engines, w: int, request: int, tokens: int) -> int:
+    """Take the KV blocks of a context of ``tokens`` tokens; return how many of them are cached.
+
+    Returns -1, and changes nothing, if too few are free.
+    """
+    pool = engines.pool_of[w]
+    found, idle, size = _NONE, _NONE, engines.settings[0].block_size
+    if engines.pools[pool].prefix_caching:
+        prefix = engines.settings[0].prefix_block_tokens
+        found, idle = find(engines.kv, engines.workers, w, pool, request, tokens, size, prefix)
+    new = blocks_of(tokens, size) - found
+    if not _fits(engines, w, new + idle):
+        return -1
+    engines.tables[request, pool].found = found
+    hold(engines.kv, engines.tables, engines.workers, w, pool, request, new)
+    return int(found * size)
+
+
+@compiled()
+def _publish(engines: Engines, w: int, request: int, tokens: int) -> None:
+    pool = engines.pool_of[w]
+    if engines.pools[pool].prefix_caching:
+        size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
+        publish(engines.kv, engines.tables, engines.workers, w, pool, request, tokens, size, prefix)
+
+
+@compiled()
+def _release_context(engines: Engines, w: int, request: int, context: int) -> None:
+    """Give the blocks of a sequence back that has grown to ``context`` tokens."""
+    pool = engines.pool_of[w]
+    table = engines.tables[request, pool]
+    table.private = blocks_of(context, engines.settings[0].block_size) - table.listed
+    release(engines.kv, engines.tables, engines.workers, w, pool, request)
+
+
+# --- a boundary ---
+
+
+@compiled()
+def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
+    """Do what an engine does between two steps: end, preempt, admit, plan."""
+    worker = engines.workers[w]
+    worker.wake = -1.0
+    worker.next_start = clock[0].now
+    if worker.ended:
+        worker.ended = False
+        if engines.pools[engines.pool_of[w]].role == PREFILL:
+            _hand_over(clock, engines, w)
+        else:
+            _finish(clock, engines, w)
+    if worker.batch + worker.prefilling == 0:
+        _append_late(engines.requests, worker)  # no step has been scheduled yet
+    if not _fits(engines, w, _NONE):
+        _preempt(clock, engines, w)
+        _fill(engines, w)
+        # Nobody is admitted in this step if there is one, but perhaps in the next.
+        worker.one_step = _has_step(worker)
+    if not worker.one_step:
+        _admit(clock, events, engines, w)
+    if _has_step(worker) and engines.pools[engines.pool_of[w]].role != PREFILL:
+        schedule_step(clock, events, engines.workers, w)
+    if worker.late_head >= 0:
+        _append_late(engines.requests, worker)
+        if _has_step(worker):
+            worker.one_step = True
+        else:  # the last sequence was preempted: nothing is scheduled after all
+            wake(clock, events, engines.workers, w)
+
+
+@compiled()
+def _has_step(worker: Any) -> bool:
+    return bool(worker.batch > 0 or worker.chunk_tokens > 0)
+
+
+@compiled()
+def _ask(clock: Any, engines: Engines, what: int, request: int) -> None:
+    tail = clock[0].pending_tail
+    engines.pending[tail, 0], engines.pending[tail, 1] = what, request
+    clock[0].pending_tail = tail + 1
+
+
+@compiled()
+def _hand_over(clock: Any, engines: Engines, w: int) -> None:
+    """Take the sequences out whose prompts are computed."""
+    worker, sequences = engines.workers[w], engines.sequences
+    kept = 0
+    for i in range(worker.prefilling):
+        if sequences[w, i].todo == 0:
+            request = sequences[w, i].request
+            engines.requests[request].prefill_end_s = clock[0].now
+            _ask(clock, engines, PENDING_HAND_OVER, request)
+            continue
+        if kept != i:
+            sequences[w, kept] = sequences[w, i]
+        kept += 1
+    worker.prefilling = kept
+
+
+@compiled()
+def _finish(clock: Any, engines: Engines, w: int) -> None:
+    """Take the sequences out that have all their tokens; the others keep their order."""
+    worker, sequences = engines.workers[w], engines.sequences
+    kept = 0
+    for i in range(worker.batch):
+        if sequences[w, i].left == 0:
+            request = sequences[w, i].request
+            record = engines.requests[request]
+            record.finish_s = clock[0].now
+            if engines.pools[engines.pool_of[w]].role == COLOCATED:
+                record.prefill_end_s = record.decode_start_s = record.first_token_s
+            context = record.prompt_len - 1 + record.output_len
+            worker.context -= context
+            _release_context(engines, w, request, context)
+            _ask(clock, engines, PENDING_END, request)
+            continue
+        if kept != i:
+            sequences[w, kept] = sequences[w, i]
+        kept += 1
+    gone = worker.batch - kept
+    for i in range(worker.batch, worker.batch + worker.prefilling):
+        sequences[w, i - gone] = sequences[w, i]
+    worker.batch = kept
+
+
+@compiled()
+def _preempt(clock: Any, engines: Engines, w: int) -> None:
+    """Take sequences back, last joined first, until the others have the blocks they need."""
+    worker, sequences = engines.workers[w], engines.sequences
+    while not _fits(engines, w, _NONE):
+        last = worker.batch + worker.prefilling - 1
+        request = sequences[w, last].request
+        record = engines.requests[request]
+        if worker.prefilling > 0:  # not in the batch yet, so behind all that are
+            worker.prefilling -= 1
+            pool = engines.pool_of[w]
+            release(engines.kv, engines.tables, engines.workers, w, pool, request)
+        else:
+            worker.batch -= 1
+            record.generated = record.output_len - sequences[w, last].left
+            record.last_token_s = clock[0].now
+            context = record.prompt_len - 1 + record.generated
+            worker.context -= context
+            _release_context(engines, w, request, context)
+        record.preemptions += 1
+        record.next = worker.preempted_head
+        worker.preempted_head = request
+
+
+@compiled()
+def _is_open(engines: Engines, w: int) -> bool:
+    """Whether the next step has a place and a token of its budget left."""
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    places = pool.max_num_seqs - worker.batch - worker.prefilling
+    budget = pool.max_num_batched_tokens - worker.batch - worker.chunk_tokens
+    return bool(places > 0 and budget > 0)
+
+
+@compiled()
+def _admit(clock: Any, events: Any, engines: Engines, w: int) -> None:
+    """Fill the batch: who holds blocks already, then who lost them, then who is new."""
+    worker, requests = engines.workers[w], engines.requests
+    role = engines.pools[engines.pool_of[w]].role
+    now = clock[0].now
+    _fill(engines, w)
+    while worker.arrived_head >= 0 and _is_open(engines, w):
+        request = worker.arrived_head
+        worker.arrived_head = requests[request].next
+        requests[request].decode_start_s = now
+        first = worker.batch
+        for i in range(worker.batch + worker.prefilling, first, -1):
+            engines.sequences[w, i] = engines.sequences[w, i - 1]
+        context = requests[request].prompt_len - 1
+        _begin(engines, w, first, request, context, context)
+        worker.prefilling += 1
+        _join(engines, w)
+    while worker.preempted_head >= 0 and _is_open(engines, w):
+        request = worker.preempted_head
+        context = requests[request].prompt_len - 1 + requests[request].generated
+        cached = _allocate(engines, w, request, context + 1)
+        if cached < 0:
+            return  # first come, first served: nobody new overtakes a preempted request
+        worker.preempted_head = requests[request].next
+        _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
+        worker.prefilling += 1
+        _fill(engines, w)
+    while worker.new_head >= 0 and _is_open(engines, w):
+        request = worker.new_head
+        prompt = requests[request].prompt_len
+        cached = _allocate(engines, w, request, prompt)
+        if cached < 0:
+            return
+        worker.new_head = requests[request].next
+        if role == DECODE:  # fetch the KV cache into the blocks reserved for it
+            requests[request].transfer_start_s = now
+            settings = engines.settings[0]
+            blocks = blocks_of(prompt, settings.block_size)
+            latency = settings.setup_s + blocks * settings.n_kv_tensors * settings.descriptor_s
+            schedule(clock, events, now + latency, TRANSFER_START, request)
+            continue
+        requests[request].prefill_start_s = now
+        if role == PREFILL:
+            requests[request].cached_tokens = cached
+        else:
+            requests[request].prefill_worker = requests[request].decode_worker
+        context = prompt if role == PREFILL else prompt - 1
+        _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
+        worker.prefilling += 1
+        _fill(engines, w)
+
+
+@compiled()
+def _begin(engines: Engines, w: int, i: int, request: int, computed: int, context: int) -> None:
+    """Make a request the running sequence ``i``, with ``computed`` of ``context`` tokens."""
+    sequence, record = engines.sequences[w, i], engines.requests[request]
+    sequence.request = request
+    sequence.row = record.window_row + (record.window_offset + record.generated) % record.window_len
+    sequence.row_end = record.window_row + record.window_len
+    sequence.row_span = record.window_len
+    sequence.left = record.output_len - record.generated
+    table = engines.tables[request, engines.pool_of[w]]
+    sequence.free_slots = (table.listed + table.private) * engines.settings[0].block_size - context
+    sequence.computed = computed
+    sequence.todo = context - computed
+    sequence.chunk = 0
+
+
+@compiled()
+def _join(engines: Engines, w: int) -> None:
+    """Let the first prefilling sequence decode in the next step."""
+    worker = engines.workers[w]
+    sequence = engines.sequences[w, worker.batch]
+    worker.context += sequence.computed + sequence.todo
+    worker.batch += 1
+    worker.prefilling -= 1
+    worker.joined += 1
+
+
+@compiled()
+def _fill(engines: Engines, w: int) -> None:
+    """Fill the next step's token budget with contexts to compute, the one begun first."""
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    while True:
+        i = worker.filled if pool.role == PREFILL else worker.batch
+        budget = pool.max_num_batched_tokens - worker.batch - worker.chunk_tokens
+        if i == worker.batch + worker.prefilling or budget <= 0:
+            return
+        sequence = engines.sequences[w, i]
+        chunk = min(sequence.todo - sequence.chunk, budget)
+        if chunk > 0:
+            sequence.chunk += chunk
+            worker.chunk_tokens += chunk
+            _publish(engines, w, sequence.request, sequence.computed + sequence.chunk)
+        if sequence.chunk < sequence.todo:
+            return
+        if pool.role == PREFILL:
+            worker.filled += 1
+        elif chunk == budget:  # none left for the token to decode
+            return
+        else:
+            _join(engines, w)
+
+
+# --- a step ---
+
+
+@compiled()
+def step(
+    clock: Any, events: Any, engines: Engines, w: int, bits: Any, masks: Any, prompts: Any,
+    cost: Any, scratch: Scratch, log: Any, gaps: Any,
+) -> None:  # fmt: skip
+    """Run the step that worker ``w`` has planned, which starts now.
+
+    Parameters
+    ----------
+    bits
+        uint64 ``[rows, layers * words]``: the replay windows.
+    masks
+        uint64 ``[workers, ranks, layers * words]``, see `expert_union.count_experts`.
+    prompts, cost, scratch
+        Rows of the prompts, the worker's step times, working memory.
+    log, gaps
+        ``STEP [capacity]``, one of them free, and ``GAP [capacity]``, one a sequence.
+    """
+    worker, sequences = engines.workers[w], engines.sequences[w]
+    pool = engines.pools[engines.pool_of[w]]
+    start, batch = worker.next_start, worker.batch
+    needed = _NONE
+    for i in range(batch):
+        scratch.rows[i] = sequences[i].row
+        if sequences[i].free_slots == 0:
+            needed += 1
+    if needed > 0:
+        if needed > n_free(engines.workers, w):
+            wake(clock, events, engines.workers, w)  # the engine has to preempt
+            return
+        take_blank(engines.kv, engines.workers, w, needed)
+
+    n_chunks = _NONE
+    if worker.chunk_tokens > 0:
+        for i in range(batch - worker.joined, batch + worker.prefilling):
+            if sequences[i].chunk > 0:
+                scratch.first[n_chunks] = sequences[i].computed
+                scratch.count[n_chunks] = sequences[i].chunk
+                n_chunks += 1
+    active, busiest = 0, 0
+    if batch > 0 or pool.own_experts:
+        expert_union.union_rows(bits, scratch.rows, batch, scratch.union)
+        if n_chunks > 0 and pool.own_experts:
+            _add_chunks(engines, w, bits, prompts, scratch.union)
+        active, busiest = expert_union.count_experts(scratch.union, masks[w], scratch.activated)
+    worker.context += batch
+    duration = _duration_s(
+        cost, pool.role, pool.own_experts, batch, worker.context, scratch, n_chunks
+    )
+    end = start + (duration + pool.capture_s)
+
+    ended = False
+    for i in range(batch):
+        sequence = sequences[i]
+        if sequence.free_slots == 0:
+            sequence.free_slots = engines.settings[0].block_size
+        sequence.free_slots -= 1
+        sequence.left -= 1
+        if sequence.left == 0:
+            ended = True
+        sequence.row += 1
+        if sequence.row == sequence.row_end:
+            sequence.row -= sequence.row_span
+    for i in range(batch - worker.joined, batch):
+        record = engines.requests[sequences[i].request]
+        if record.first_token_s < 0.0:
+            record.first_token_s = end
+        else:
+            gap = gaps[clock[0].n_gaps]
+            clock[0].n_gaps += 1
+            gap.last_token_s, gap.resumed_s = record.last_token_s, end
+    if n_chunks > 0:
+        for i in range(batch - worker.joined, batch + worker.prefilling):
+            sequences[i].computed += sequences[i].chunk
+            sequences[i].todo -= sequences[i].chunk
+            sequences[i].chunk = 0
+        ended = ended or worker.filled > 0
+
+    row = log[clock[0].n_steps]
+    clock[0].n_steps += 1
+    row.start, row.end, row.context, row.worker = start, end, worker.context, w
+    row.batch, row.joined, row.active, row.busiest = batch, worker.joined, active, busiest
+    row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
+
+    planned_ahead = worker.one_step or n_chunks > 0
+    worker.one_step = False
+    worker.joined = worker.chunk_tokens = worker.filled = 0
+    worker.next_start = end
+    if ended or planned_ahead:
+        worker.ended = ended
+        wake(clock, events, engines.workers, w)
+    else:
+        schedule_step(clock, events, engines.workers, w)
+
+
+@compiled()
+def _add_chunks(engines: Engines, w: int, bits: Any, prompts: Any, union: Any) -> None:
+    """OR the experts of the contexts that the step computes into ``union``."""
+    worker, sequences = engines.workers[w], engines.sequences[w]
+    for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
+        if sequences[i].chunk == 0:
+            continue
+        request = sequences[i].request
+        record = engines.requests[request]
+        start = sequences[i].computed
+        stop = start + sequences[i].chunk
+        prompt = record.prompt_len
+        if start < prompt:
+            expert_union.add_prompt(
+                prompts, request, record.trace_request, start, min(stop, prompt), union
+            )
+        for position in range(max(start, prompt), stop):
+            # The window begins with the last prompt token.
+            row = (record.window_offset + position - prompt + 1) % record.window_len
+            for k in range(union.shape[0]):
+                union[k] |= bits[record.window_row + row, k]
+
+
+@compiled()
+def _duration_s(
+    cost: Any, role: int, own_experts: bool, batch: int, context: int, scratch: Scratch,
+    n_chunks: int,
+) -> float:  # fmt: skip
+    chunk_tokens = 0
+    for i in range(n_chunks):
+        chunk_tokens += scratch.count[i]
+    tokens = batch + chunk_tokens
+    fixed = 0.0
+    if batch > 0:
+        fixed = cost.dense_s[batch] + cost.collectives_s[batch] + cost.host_s + cost.head_s[batch]
+    extra = 0.0
+    if n_chunks > 0:
+        attention = chunk_attention_s(cost, scratch.first, scratch.count, n_chunks)
+        if role == COLOCATED:
+            base = cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.host_s
+            head = cost.head_s[min(batch + 1, cost.head_s.shape[0] - 1)]
+            extra = max(0.0, base + head + attention - fixed)
+        else:
+            base = cost.dense_s[chunk_tokens] + cost.collectives_s[chunk_tokens] + cost.host_s
+            if own_experts:
+                base += moe_layers_s(cost.mixed_moe_s[chunk_tokens], scratch.activated)
+            else:
+                base += cost.n_moe_layers * cost.uniform_moe_s[chunk_tokens]
+            extra = base + cost.head_s[n_chunks] + attention
+    duration = extra
+    if role == COLOCATED and n_chunks > 0:
+        duration += fixed + moe_layers_s(cost.mixed_moe_s[tokens], scratch.activated)
+    elif batch > 0:
+        duration += fixed + moe_layers_s(cost.moe_s[batch], scratch.activated)
+    if batch > 0:
+        duration += decode_attention_s(cost, batch, context)
+    return duration

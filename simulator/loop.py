@@ -1,0 +1,332 @@
+"""The compiled event loop: everything that happens between two decisions of a router.
+
+The life of a request, top to bottom::
+
+    ARRIVAL          it waits at the client while --max-concurrency requests are in flight,
+                     then a prefill router picks its prefill worker             `drain`
+    BOUNDARY         the engine admits it and plans its chunks                  `engine.boundary`
+    STEP_START       its prompt is computed, step by step                       `engine.step`
+    BOUNDARY         the prompt is computed: hand it over                       `engine.boundary`
+    DISPATCH         signature and router: the decode worker is picked          `drain`
+    BOUNDARY         the decode worker's engine reserves its KV blocks          `engine.boundary`
+    TRANSFER_START   its KV cache flows over shared links                       `network.begin`
+    TRANSFER_END     the prefill worker's blocks are free, the request can join `network.end`
+    BOUNDARY         it joins the decode batch                                  `engine.boundary`
+    STEP_START       one token a step                                           `engine.step`
+    BOUNDARY         it has all its tokens: its blocks are free, it has ended   `drain`
+    REPORT           the routers hear of it                                     `drain`
+
+A co-located worker is picked at the arrival and keeps the request to its end.
+
+A router whose rule is a :class:`~eldr_sim.policies.shortlist.Shortlist` is asked once for each
+class of requests that it treats alike and then applied here; any other is asked each time, and
+the loop returns to Python for that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from eldr_sim.simulator import network
+from eldr_sim.simulator.compiled import compiled
+from eldr_sim.simulator.engine import (
+    PENDING_END,
+    PENDING_HAND_OVER,
+    Engines,
+    boundary,
+    step,
+    take,
+    wake,
+)
+from eldr_sim.simulator.events import drop_first, schedule
+from eldr_sim.simulator.kv_cache import release
+from eldr_sim.simulator.state import (
+    ARRIVAL,
+    BOUNDARY,
+    COMPLETED,
+    DISPATCH,
+    NO_KV_ROOM,
+    REPORT,
+    STEP_START,
+    TOO_LONG,
+    TRANSFER_END,
+    TRANSFER_START,
+)
+
+#: Why `advance` returned: nothing is left before ``until``, a router has to decide, the log is
+#: full, enough has happened for now, or all measured requests have ended.
+UNTIL, ASK_PREFILL, ASK_DECODE, FULL, PAUSED, ENDED = map(np.int64, range(6))
+_PREFILL_POOL, _DECODE_POOL = np.int64(0), np.int64(1)
+_PENDING_DISPATCH = np.int64(2)  # beside those of the engine: the decode router decides now
+
+
+class Router(NamedTuple):
+    """What the loop knows of a router; see `cluster._Router`."""
+
+    loads: NDArray[np.int64]  #: ``[workers]``: requests in flight, as the router knows
+    class_of: NDArray[np.int32]  #: ``[requests]``: requests of a class have one shortlist; -1: ask
+    list_of: NDArray[np.int32]  #: ``[classes]``: shortlist of a class, -1 while unknown
+    members: NDArray[np.int32]  #: ``[shortlists, workers]``
+    size: NDArray[np.int32]  #: ``[shortlists]``
+    by_load: NDArray[np.bool_]  #: ``[shortlists]``: the least loaded member, else the next one
+    in_turn: NDArray[np.bool_]  #: ``[shortlists]``: begin behind the member picked last
+    turn: NDArray[np.int32]  #: ``[shortlists]``: where to begin
+
+
+class Run(NamedTuple):
+    """Everything that the loop works on."""
+
+    clock: NDArray[np.void]  #: ``CLOCK [1]``
+    events: NDArray[np.void]  #: ``EVENT [capacity]``
+    engines: Engines
+    routers: tuple[Router, Router]  #: prefill, decode
+    net: network.Network
+    reported: NDArray[np.int32]  #: ``[requests]``: completions in the order of their reports
+    bits: NDArray[np.uint64]  #: replay windows
+    masks: NDArray[np.uint64]  #: ``[workers, ranks, layers * words]``
+    prompts: Any  #: `expert_union.PromptRows`
+    costs: tuple[Any, Any]  #: `StepCost` of the two pools
+    scratch: Any  #: `engine.Scratch`
+
+
+@compiled()
+def pick(clock: Any, router: Router, request: int) -> int:
+    """Return the worker that a router chooses, -1 if it has to be asked."""
+    if clock[0].answer >= 0:
+        worker = clock[0].answer
+        clock[0].answer = -1
+        return int(worker)
+    kind = router.class_of[request]
+    rule = router.list_of[kind] if kind >= 0 else -1
+    if rule < 0:
+        return -1
+    size = router.size[rule]
+    best, place = -1, router.turn[rule]
+    if not router.by_load[rule]:
+        best = place
+    else:
+        least = np.int64(0)
+        for _ in range(size):
+            load = router.loads[router.members[rule, place]]
+            if best < 0 or load < least:
+                best, least = place, load
+            place += 1
+            if place == size:
+                place = 0
+    if router.in_turn[rule]:
+        router.turn[rule] = best + 1 if best + 1 < size else 0
+    return int(router.members[rule, best])
+
+
+@compiled()
+def _refusal(engines: Engines, request: int) -> int:
+    """Say why a request can never be served; 0 if it can."""
+    settings, pools, record = engines.settings[0], engines.pools, engines.requests[request]
+    tokens = record.prompt_len + record.output_len
+    if tokens > settings.max_model_len:
+        return TOO_LONG
+    if (
+        record.prompt_len > pools[0].n_blocks * settings.block_size
+        or tokens > pools[1].n_blocks * settings.block_size
+    ):
+        return NO_KV_ROOM
+    return 0
+
+
+@compiled()
+def _end(clock: Any, engines: Engines, request: int, outcome: int) -> None:
+    engines.requests[request].outcome = outcome
+    clock[0].open_measured -= engines.requests[request].measured
+
+
+@compiled()
+def _hear(
+    clock: Any, engines: Engines, routers: Any, reported: Any, request: int, pool: int
+) -> None:
+    """Let a router know that a worker has one request less."""
+    record = engines.requests[request]
+    if pool == 0:
+        routers[0].loads[record.prefill_worker] -= 1
+        return
+    routers[1].loads[record.decode_worker] -= 1
+    if engines.settings[0].listens:
+        reported[clock[0].n_reported] = request
+        clock[0].n_reported += 1
+
+
+@compiled()
+def _report(
+    clock: Any, events: Any, engines: Engines, routers: Any, reported: Any, request: int, pool: int
+) -> None:
+    """Let a router know, as late as the configuration says."""
+    delay = engines.settings[0].report_delay_s
+    if delay == 0.0:
+        _hear(clock, engines, routers, reported, request, pool)
+    else:
+        schedule(clock, events, clock[0].now + delay, REPORT, 2 * request + pool)
+
+
+@compiled()
+def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any) -> int:
+    """Do what the last event asks for: sends, hand-overs, ends; returns ASK_... or 0.
+
+    Called again with an answer it goes on where a router was asked.
+    """
+    settings, pools, requests = engines.settings[0], engines.pools, engines.requests
+    limit = settings.max_concurrency
+    while True:
+        if clock[0].sent < clock[0].arrived and (limit < 0 or clock[0].in_flight < limit):
+            request = clock[0].sent
+            requests[request].sent_s = clock[0].now
+            reason = _refusal(engines, request)
+            if reason:
+                clock[0].sent += 1
+                _end(clock, engines, request, reason)
+                continue
+            pool = 0 if pools[0].n_workers > 0 else 1
+            worker = pick(clock, routers[pool], request)
+            if worker < 0:
+                clock[0].asked = request
+                return ASK_PREFILL if pool == 0 else ASK_DECODE
+            clock[0].sent += 1
+            clock[0].in_flight += 1
+            routers[pool].loads[worker] += 1
+            if pool == 0:
+                requests[request].prefill_worker = worker
+            else:
+                requests[request].decode_worker = worker
+            take(clock, events, engines, pools[pool].first_worker + worker, request)
+            continue
+        head = clock[0].pending_head
+        if head == clock[0].pending_tail:
+            clock[0].pending_head = clock[0].pending_tail = 0
+            return 0
+        what, request = engines.pending[head, 0], engines.pending[head, 1]
+        if what == PENDING_END:
+            _report(clock, events, engines, routers, reported, request, _DECODE_POOL)
+            clock[0].in_flight -= 1
+            _end(clock, engines, request, COMPLETED)
+        elif what == PENDING_HAND_OVER:
+            _report(clock, events, engines, routers, reported, request, _PREFILL_POOL)
+            delay = settings.routing_s + settings.routing_token_s * requests[request].prompt_len
+            if delay == 0.0:
+                engines.pending[head, 0] = _PENDING_DISPATCH
+                continue
+            schedule(clock, events, clock[0].now + delay, DISPATCH, request)
+        else:
+            worker = pick(clock, routers[1], request)
+            if worker < 0:
+                clock[0].asked = request
+                return ASK_DECODE
+            routers[1].loads[worker] += 1
+            requests[request].decode_worker = worker
+            take(clock, events, engines, pools[1].first_worker + worker, request)
+        clock[0].pending_head += 1
+
+
+@compiled()
+def _start_transfer(clock: Any, events: Any, engines: Engines, net: Any, request: int) -> None:
+    """Let the bytes flow.
+
+    NIXL moves whole blocks, one descriptor a block and KV tensor. The GPUs of a worker move their
+    parts at the same time, each over its own NIC: one of them stands for all.
+    """
+    settings, record = engines.settings[0], engines.requests[request]
+    blocks = -(-record.prompt_len // settings.block_size)
+    n_bytes = blocks * settings.block_size * settings.kv_bytes_per_token
+    egress = engines.pools[1].n_workers + record.prefill_worker
+    network.begin(
+        clock, events, net, egress, record.decode_worker, n_bytes, request, settings.egress,
+        settings.ingress,
+    )  # fmt: skip
+
+
+@compiled()
+def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
+    """Free the prefill workers' blocks of the transfers that end now; the requests can join."""
+    settings = engines.settings[0]
+    for i in range(network.end(clock, events, net, settings.egress, settings.ingress)):
+        request = net.done[i]
+        record = engines.requests[request]
+        record.transfer_end_s = clock[0].now
+        w = record.prefill_worker
+        release(engines.kv, engines.tables, engines.workers, w, _PREFILL_POOL, request)
+        if engines.workers[w].new_head >= 0:
+            wake(clock, events, engines.workers, w)
+        record.kv_here = True
+        take(clock, events, engines, engines.pools[1].first_worker + record.decode_worker, request)
+
+
+@njit(cache=True, _nrt=False)
+def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int) -> int:
+    """Let happen what happens before ``until`` seconds, up to a router's decision.
+
+    Parameters
+    ----------
+    run
+        The run; ``clock.answer`` holds the decision if the last call asked for one.
+    log, gaps
+        ``STEP [capacity]`` and ``GAP [capacity]``.
+    until
+        Time limit, s.
+    n_events
+        Return PAUSED after so many events, that the caller may look around.
+
+    Returns
+    -------
+    int
+        Why it returned. After FULL grow ``log`` and ``gaps`` and call again.
+    """
+    clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
+    requests, workers = engines.requests, engines.workers
+    asked = drain(clock, events, engines, routers, run.reported)
+    if asked:
+        return asked
+    while clock[0].open_measured > 0 and clock[0].n_events > 0 and events[0].time < until:
+        if clock[0].n_steps == log.shape[0] or (
+            clock[0].n_gaps + engines.sequences.shape[1] > gaps.shape[0]
+        ):
+            return FULL
+        if n_events == 0:
+            return PAUSED
+        n_events -= 1
+        kind, subject = events[0].kind, events[0].subject
+        clock[0].now = events[0].time
+        drop_first(clock, events)
+        if kind == BOUNDARY:
+            boundary(clock, events, engines, subject)
+        prefills = kind == BOUNDARY and engines.pool_of[subject] == 0
+        if kind == STEP_START or prefills:
+            workers[subject].step_due = False
+            if workers[subject].batch > 0 or workers[subject].chunk_tokens > 0:
+                cost = run.costs[engines.pool_of[subject]]
+                step(
+                    clock, events, engines, subject, run.bits, run.masks, run.prompts, cost,
+                    run.scratch, log, gaps,
+                )  # fmt: skip
+            if not prefills:
+                continue
+        if kind == BOUNDARY:
+            pass
+        elif kind == ARRIVAL:
+            clock[0].arrived += 1
+            if subject + 1 < requests.shape[0]:
+                schedule(clock, events, requests[subject + 1].arrival_s, ARRIVAL, subject + 1)
+        elif kind == DISPATCH:
+            tail = clock[0].pending_tail
+            engines.pending[tail, 0], engines.pending[tail, 1] = _PENDING_DISPATCH, subject
+            clock[0].pending_tail = tail + 1
+        elif kind == REPORT:
+            _hear(clock, engines, routers, run.reported, subject // 2, subject % 2)
+        elif kind == TRANSFER_START:
+            _start_transfer(clock, events, engines, run.net, subject)
+        elif kind == TRANSFER_END and subject == clock[0].timer:
+            _end_transfers(clock, events, engines, run.net)
+        asked = drain(clock, events, engines, routers, run.reported)
+        if asked:
+            return asked
+    return UNTIL if clock[0].open_measured > 0 else ENDED

@@ -1,0 +1,234 @@
+"""The arrays of a run: one record a request, worker, running sequence, event and step.
+
+Everything that the compiled engine reads or changes lies in these arrays, so a call hands over a
+few of them, and what is left when a run has ended are columns. Numbers that compiled functions pass
+on are int64, constants among them: for every other type each function would be compiled anew.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+# --- roles of a pool's workers: what happens when a prompt is computed ---
+#: Hand the request over to a decode worker.
+PREFILL = np.int64(0)
+#: Nothing is computed but what preemption lost: requests come with their KV cache.
+DECODE = np.int64(1)
+#: Go on decoding.
+COLOCATED = np.int64(2)
+
+# --- how a request ended: ``REQUEST.outcome`` is an index into OUTCOMES ---
+OPEN, COMPLETED, TOO_LONG, NO_KV_ROOM, AFTER_WINDOW, OVERLOADED = map(np.int64, range(6))
+OUTCOMES = (
+    "",
+    #: It generated all its tokens.
+    "completed",
+    #: Its prompt and output are longer than the model's context.
+    "exceeds_max_model_len",
+    #: Its whole context would not fit into an otherwise empty KV cache.
+    "exceeds_kv_cache",
+    #: Not measured: it was still open when the last measured request ended.
+    "run_ended_after_window",
+    #: The run stopped at its time limit because the cluster could not serve the load.
+    "unserved_at_time_limit",
+)
+
+#: Times are seconds of simulated time, negative while still to come.
+REQUEST = np.dtype(
+    [
+        ("arrival_s", np.float64),
+        ("sent_s", np.float64),  # left the client; later than arrival under --max-concurrency
+        ("prefill_start_s", np.float64),
+        ("prefill_end_s", np.float64),
+        ("transfer_start_s", np.float64),
+        ("transfer_end_s", np.float64),
+        ("decode_start_s", np.float64),  # joined the decode batch
+        ("first_token_s", np.float64),
+        ("finish_s", np.float64),
+        ("last_token_s", np.float64),  # of the token before its last preemption
+        # The replay window in the bit sets: first row, length, and where the replay begins.
+        ("window_row", np.int64),
+        ("prompt_len", np.int64),
+        ("output_len", np.int64),
+        ("window_len", np.int64),
+        ("window_offset", np.int64),
+        ("trace_request", np.int64),
+        ("prefill_worker", np.int64),
+        ("decode_worker", np.int64),
+        ("preemptions", np.int32),
+        ("cached_tokens", np.int32),  # prompt tokens found in the prefix cache; -1 before
+        ("generated", np.int64),  # output tokens, kept up to date at preemption only
+        ("next", np.int64),  # request behind it in a queue of a worker
+        ("domain", np.int16),
+        ("outcome", np.int8),
+        ("measured", np.bool_),
+        ("kv_here", np.bool_),  # its KV cache has arrived at the decode worker
+    ],
+    align=True,
+)
+
+#: The KV blocks of a request on one worker: ``found`` of its ``listed`` blocks were in the prefix
+#: cache when it was admitted, ``private`` ones nobody can find. One record a request and pool.
+BLOCK_TABLE = np.dtype([("found", np.int32), ("listed", np.int32), ("private", np.int32)])
+
+#: A full KV block that can be found by its hash.
+BLOCK = np.dtype(
+    [
+        ("block_hash", np.int64),
+        ("writer", np.int32),  # request whose prompt was computed into it
+        ("n_held", np.int32),  # requests that hold it
+        ("before", np.int32),  # neighbours in the list of blocks that nobody holds
+        ("behind", np.int32),  # (or the next spare block)
+        ("copy", np.int32),  # next block of the same contents
+    ]
+)
+
+#: Settings of all workers of a pool.
+POOL = np.dtype(
+    [
+        ("role", np.int64),
+        ("first_worker", np.int64),
+        ("n_workers", np.int64),
+        ("max_num_seqs", np.int64),
+        ("max_num_batched_tokens", np.int64),
+        ("n_blocks", np.int64),
+        ("prefix_caching", np.bool_),
+        ("own_experts", np.bool_),  # prompts read the experts of their tokens, else uniform ones
+        ("async_scheduling", np.bool_),
+        ("capture_s", np.float64),  # what recording signatures adds to a step
+    ],
+    align=True,
+)
+
+#: One record a worker. Its running sequences are ``[:batch]``, which decode, and the
+#: ``prefilling`` ones behind them, whose context is still being computed.
+WORKER = np.dtype(
+    [
+        ("batch", np.int64),
+        ("prefilling", np.int64),
+        ("next_start", np.float64),  # when the next step may begin, s
+        ("wake", np.float64),  # time of the boundary that is scheduled, s; negative: none
+        ("step_due", np.bool_),  # the start of a step is scheduled
+        ("ended", np.bool_),  # the last step completed a sequence
+        ("one_step", np.bool_),  # the next step was scheduled ahead, without who came since
+        ("joined", np.int64),  # last sequences of the batch, new since the last step
+        ("filled", np.int64),  # prefill workers: sequences whose prompts end in the next step
+        ("chunk_tokens", np.int64),  # tokens of contexts that the next step computes
+        ("context", np.int64),  # tokens of KV cache of the batch
+        ("n_blank", np.int64),  # KV blocks without contents
+        ("n_idle", np.int64),  # KV blocks with contents that nobody holds
+        ("n_made", np.int64),  # records of BLOCK in use so far
+        ("spare", np.int64),  # first of the records that are free again
+        ("idle_head", np.int64),  # least recently freed
+        ("idle_tail", np.int64),
+        # Queues of requests, linked by REQUEST.next; -1 where empty.
+        ("new_head", np.int64),
+        ("new_tail", np.int64),
+        ("arrived_head", np.int64),  # KV cache is here; wait for a place in the batch
+        ("arrived_tail", np.int64),
+        ("preempted_head", np.int64),  # wait for blocks to recompute their context
+        ("late_head", np.int64),  # came when the next step had been scheduled
+        ("late_tail", np.int64),
+    ],
+    align=True,
+)
+
+#: A running sequence.
+SEQUENCE = np.dtype(
+    [
+        ("request", np.int64),
+        ("row", np.int64),  # bit-set row of the token that the next step feeds
+        ("row_end", np.int64),  # one past the last row of the replay window
+        ("row_span", np.int64),  # length of the window: at row_end, go back by it
+        ("left", np.int64),  # output tokens still to generate
+        ("free_slots", np.int64),  # tokens that fit into the blocks already held
+        ("computed", np.int64),  # tokens of its context that are in the KV cache
+        ("todo", np.int64),  # tokens of its context still to compute
+        ("chunk", np.int64),  # of which the next step computes so many
+    ]
+)
+
+#: One record a step, of whatever worker.
+STEP = np.dtype(
+    [
+        ("start", np.float64),  # s
+        ("end", np.float64),  # s
+        ("context", np.int64),  # KV tokens that decode attention read, summed over the batch
+        ("worker", np.int32),  # prefill workers first
+        ("batch", np.int32),  # sequences that got their next token
+        ("joined", np.int32),  # of which so many for the first time since they joined
+        ("active", np.int32),  # activated experts, summed over the MoE layers
+        ("busiest", np.int32),  # those of the layer's busiest rank, summed over the MoE layers
+        ("chunks", np.int32),  # sequences whose context was computed further
+        ("chunk_tokens", np.int32),  # by so many tokens
+    ]
+)
+
+#: The gap between a request's last token before a preemption and the first one after it, s.
+GAP = np.dtype([("last_token_s", np.float64), ("resumed_s", np.float64)])
+
+#: A scheduled event; of those at one time, the lowest order is first.
+EVENT = np.dtype(
+    [("time", np.float64), ("order", np.int64), ("kind", np.int64), ("subject", np.int64)]
+)
+ARRIVAL, BOUNDARY, STEP_START, DISPATCH, TRANSFER_START, TRANSFER_END, REPORT = map(
+    np.int64, range(7)
+)
+#: Steps start when all that happens at their instant has happened, by worker.
+STEP_ORDER = np.int64(1 << 60)
+
+#: A KV transfer in flight.
+FLOW = np.dtype(
+    [
+        ("egress", np.int64),  # link that it leaves by
+        ("ingress", np.int64),  # link that it comes in by
+        ("bytes_left", np.float64),
+        ("rate", np.float64),
+        ("request", np.int64),
+        ("open", np.int64),  # has no rate yet
+    ]
+)
+
+#: The one record of what is going on.
+CLOCK = np.dtype(
+    [
+        ("now", np.float64),  # s
+        ("updated", np.float64),  # when the bytes in flight were brought up to date, s
+        ("order", np.int64),  # events scheduled so far
+        ("n_events", np.int64),  # events waiting
+        ("n_flows", np.int64),
+        ("timer", np.int64),  # only the end of a transfer that carries this number counts
+        ("n_steps", np.int64),  # records of STEP filled
+        ("n_gaps", np.int64),
+        ("arrived", np.int64),  # requests that have arrived,
+        ("sent", np.int64),  # and left the client
+        ("in_flight", np.int64),
+        ("open_measured", np.int64),  # measured requests that have not ended
+        ("pending_head", np.int64),  # what the last event asks for, not yet done
+        ("pending_tail", np.int64),
+        ("n_reported", np.int64),  # completions that the decode router has heard of
+        ("asked", np.int64),  # request that waits for a router's decision
+        ("answer", np.int64),  # the decision; -1: none
+    ]
+)
+
+#: Constants of a run that the loop reads.
+SETTINGS = np.dtype(
+    [
+        ("block_size", np.int64),
+        ("max_model_len", np.int64),
+        ("max_concurrency", np.int64),  # negative: no limit
+        ("report_delay_s", np.float64),
+        ("routing_s", np.float64),
+        ("routing_token_s", np.float64),
+        ("kv_bytes_per_token", np.float64),
+        ("n_kv_tensors", np.int64),
+        ("setup_s", np.float64),
+        ("descriptor_s", np.float64),
+        ("egress", np.float64),  # bytes/s of a prefill worker's link
+        ("ingress", np.float64),
+        ("prefix_block_tokens", np.int64),
+        ("listens", np.bool_),  # the decode router wants to know of completions
+    ],
+    align=True,
+)
