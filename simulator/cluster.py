@@ -414,7 +414,10 @@ class _Router:
 
 
 def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], int]:
-    """Return the class of each request that a policy treats alike, -1 where unknown, and how many."""
+    """Return the class of each request that a policy treats alike, and how many there are.
+
+    -1 where the class is not known beforehand.
+    """
     n = len(workload)
     if policy.shortlist_by == "domain":
         return workload.domain.astype(np.int32), int(workload.domain.max(initial=0)) + 1
@@ -459,7 +462,7 @@ def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[
     caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
     pools["prefix_caching"] = caching, False
     pools["own_experts"] = own_experts, own_experts and colocated
-    pools["async_scheduling"] = False, spec.async_scheduling
+    pools["async_scheduling"] = spec.async_scheduling
     pools["capture_s"] = spec.capture_s, 0.0
     return pools
 

@@ -204,7 +204,7 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
             _hand_over(clock, engines, w)
         else:
             _finish(clock, engines, w)
-    if worker.batch + worker.prefilling == 0:
+    if _is_idle(worker):
         _append_late(engines.requests, worker)  # no step has been scheduled yet
     if not _fits(engines, w, _NONE):
         _preempt(clock, engines, w)
@@ -213,7 +213,7 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
         worker.one_step = _has_step(worker)
     if not worker.one_step:
         _admit(clock, events, engines, w)
-    if _has_step(worker) and engines.pools[engines.pool_of[w]].role != PREFILL:
+    if _has_step(worker):
         schedule_step(clock, events, engines.workers, w)
     if worker.late_head >= 0:
         _append_late(engines.requests, worker)
@@ -221,6 +221,13 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
             worker.one_step = True
         else:  # the last sequence was preempted: nothing is scheduled after all
             wake(clock, events, engines.workers, w)
+
+
+@compiled()
+def _is_idle(worker: Any) -> bool:
+    """Whether the worker has nothing to do, but perhaps for who has just come."""
+    waiting = max(worker.new_head, worker.arrived_head, worker.preempted_head)
+    return bool(worker.batch + worker.prefilling == 0 and waiting < 0)
 
 
 @compiled()

@@ -297,10 +297,7 @@ def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int) -> int:
         kind, subject = events[0].kind, events[0].subject
         clock[0].now = events[0].time
         drop_first(clock, events)
-        if kind == BOUNDARY:
-            boundary(clock, events, engines, subject)
-        prefills = kind == BOUNDARY and engines.pool_of[subject] == 0
-        if kind == STEP_START or prefills:
+        if kind == STEP_START:
             workers[subject].step_due = False
             if workers[subject].batch > 0 or workers[subject].chunk_tokens > 0:
                 cost = run.costs[engines.pool_of[subject]]
@@ -308,10 +305,9 @@ def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int) -> int:
                     clock, events, engines, subject, run.bits, run.masks, run.prompts, cost,
                     run.scratch, log, gaps,
                 )  # fmt: skip
-            if not prefills:
-                continue
+            continue
         if kind == BOUNDARY:
-            pass
+            boundary(clock, events, engines, subject)
         elif kind == ARRIVAL:
             clock[0].arrived += 1
             if subject + 1 < requests.shape[0]:
