@@ -242,7 +242,6 @@ def build_step_time_model(
     host_gap_s: float | None = None,
     kernel_source: str | None = None,
     tables: Sequence[LatencyTable] = (),
-    mixed_steps: bool = False,
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
 
@@ -267,8 +266,6 @@ def build_step_time_model(
     tables
         Tables of the user's own; they take precedence over the shipped ones. One of kind
         ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host gap together.
-    mixed_steps
-        Whether steps are to hold prompts and decodes (``mixed_moe_s``).
 
     Raises
     ------
@@ -311,7 +308,7 @@ def build_step_time_model(
     cost = StepCost(
         n_moe_layers=dims.n_moe_layers,
         moe_s=parts.moe.grid_s(max_num_seqs),
-        mixed_moe_s=parts.moe.mixed_grid_s(max_num_batched_tokens if mixed_steps else 0),
+        mixed_moe_s=parts.moe.mixed_grid_s(max_num_batched_tokens),
         uniform_moe_s=parts.moe.prefill_s(tokens),
         dense_s=parts.dense_part_s(tokens),
         collectives_s=parts.collectives_s(tokens),
@@ -332,7 +329,7 @@ def build_step_time_model(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         moe_s=parts.moe.grid_s(max_num_seqs),
-        mixed_moe_s=parts.moe.mixed_grid_s(max_num_batched_tokens if mixed_steps else 0),
+        mixed_moe_s=parts.moe.mixed_grid_s(max_num_batched_tokens),
         fixed_s=fixed,
         attention_s=np.tensordot(layers, decode, 1),
         context_stride=stride,

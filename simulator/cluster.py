@@ -461,7 +461,7 @@ def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[
         pools[name] = getattr(spec.prefill, name), getattr(spec.decode, name)
     caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
     pools["prefix_caching"] = caching, False
-    pools["own_experts"] = own_experts, own_experts and colocated
+    pools["own_experts"] = own_experts
     pools["async_scheduling"] = spec.async_scheduling
     pools["capture_s"] = spec.capture_s, 0.0
     return pools

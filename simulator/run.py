@@ -178,7 +178,6 @@ def _engine(
         budget,
         config.host_gap_ms,
         config.tables,
-        config.colocated,
     )
     return EngineSpec(step_time, max_num_seqs, budget, n_blocks)
 
@@ -192,7 +191,6 @@ def _step_time(
     max_num_batched_tokens: int,
     host_gap_ms: float | None,
     tables: str | None,
-    mixed_steps: bool,
 ) -> StepTimeModel:
     return build_step_time_model(
         model,
@@ -203,7 +201,6 @@ def _step_time(
         parallelism=parallelism,
         host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
         tables=[] if tables is None else _tables(Path(tables)),
-        mixed_steps=mixed_steps,
     )
 
 
@@ -302,10 +299,9 @@ def build_cluster(
             future=future,
         ),
     )
-    prefill, rows = None, None
+    prefill = None
     if config.colocated:
         _check_colocated(config, workload, decode)
-        rows = prompt_rows(trace, workload)
     else:
         prefill = prefill_policy(
             config.prefill_policy,
@@ -341,7 +337,7 @@ def build_cluster(
         if config.num_requests
         else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
         expert_masks=_expert_masks(config, setting, fitted),
-        prompts=rows,
+        prompts=prompt_rows(trace, workload) if trace.has_prompts else None,
     )
 
 
@@ -503,6 +499,7 @@ def _summary(
         "provenance": provenance,
         "lookups_outside_tables": outside,
         "latency_warnings": list(dict.fromkeys(warnings)),
+        "prompt_experts": "recorded" if trace.has_prompts else "uniform",
         "trace": {
             "name": Path(config.trace).name,
             "model": trace.manifest.model,

@@ -46,8 +46,9 @@ def trace_warnings(trace: RoutingTrace, copies: dict[str, float], trace_replay: 
     warnings = []
     if not trace.has_prompts:
         warnings.append(
-            "the routing trace is decode-only: first tokens replay the experts of the token after "
-            "them, and nothing here says how policies with signatures would do"
+            "the routing trace is decode-only: prompts are priced at uniform routing, first tokens "
+            "replay the experts of the token after them, and nothing here says how policies with "
+            "signatures would do"
         )
     if copies["copies_share"] > WARN_ABOVE:
         warnings.append(

@@ -122,7 +122,6 @@ class Calibrated:
             max_model_len=max_model_len,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             tables=self.tables,
-            mixed_steps=True,
         )
         missing = {"moe", "attention", "engine_step"} - {
             part for part, entry in step_time.provenance.items() if "framework" in entry
