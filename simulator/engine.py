@@ -27,11 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.kernel_profiles.step_cost import (
-    chunk_attention_s,
-    decode_attention_s,
-    moe_layers_s,
-)
+from eldr_sim.kernel_profiles.step_cost import step_parts, total_s
 from eldr_sim.simulator import expert_union
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.events import schedule, schedule_step
@@ -458,13 +454,15 @@ def step(
             return
         take_blank(engines.kv, engines.workers, w, needed)
 
-    n_chunks = _NONE
+    n_chunks, rows = _NONE, batch  # rows of lm_head: one a sequence of the step
     if worker.chunk_tokens > 0:
         for i in range(batch - worker.joined, batch + worker.prefilling):
             if sequences[i].chunk > 0:
                 scratch.first[n_chunks] = sequences[i].computed
                 scratch.count[n_chunks] = sequences[i].chunk
                 n_chunks += 1
+                if i >= batch:
+                    rows += 1
     active, busiest = 0, 0
     if batch > 0 or pool.own_experts:
         expert_union.union_rows(bits, scratch.rows, batch, scratch.union)
@@ -472,10 +470,11 @@ def step(
             _add_chunks(engines, w, bits, prompts, scratch.union)
         active, busiest = expert_union.count_experts(scratch.union, masks[w], scratch.activated)
     worker.context += batch
-    duration = _duration_s(
-        cost, pool.role, pool.own_experts, batch, worker.context, scratch, n_chunks
-    )
-    end = start + (duration + pool.capture_s)
+    parts = step_parts(
+        cost, batch, worker.context, scratch.first, scratch.count, n_chunks, rows,
+        scratch.activated, not pool.own_experts,
+    )  # fmt: skip
+    end = start + (total_s(parts) + pool.capture_s)
 
     ended = False
     for i in range(batch):
@@ -542,39 +541,3 @@ def _add_chunks(engines: Engines, w: int, bits: Any, prompts: Any, union: Any) -
             row = (record.window_offset + position - prompt + 1) % record.window_len
             for k in range(union.shape[0]):
                 union[k] |= bits[record.window_row + row, k]
-
-
-@compiled()
-def _duration_s(
-    cost: Any, role: int, own_experts: bool, batch: int, context: int, scratch: Scratch,
-    n_chunks: int,
-) -> float:  # fmt: skip
-    chunk_tokens = 0
-    for i in range(n_chunks):
-        chunk_tokens += scratch.count[i]
-    tokens = batch + chunk_tokens
-    fixed = 0.0
-    if batch > 0:
-        fixed = cost.dense_s[batch] + cost.collectives_s[batch] + cost.host_s + cost.head_s[batch]
-    extra = 0.0
-    if n_chunks > 0:
-        attention = chunk_attention_s(cost, scratch.first, scratch.count, n_chunks)
-        if role == COLOCATED:
-            base = cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.host_s
-            head = cost.head_s[min(batch + 1, cost.head_s.shape[0] - 1)]
-            extra = max(0.0, base + head + attention - fixed)
-        else:
-            base = cost.dense_s[chunk_tokens] + cost.collectives_s[chunk_tokens] + cost.host_s
-            if own_experts:
-                base += moe_layers_s(cost.mixed_moe_s[chunk_tokens], scratch.activated)
-            else:
-                base += cost.n_moe_layers * cost.uniform_moe_s[chunk_tokens]
-            extra = base + cost.head_s[n_chunks] + attention
-    duration = extra
-    if role == COLOCATED and n_chunks > 0:
-        duration += fixed + moe_layers_s(cost.mixed_moe_s[tokens], scratch.activated)
-    elif batch > 0:
-        duration += fixed + moe_layers_s(cost.moe_s[batch], scratch.activated)
-    if batch > 0:
-        duration += decode_attention_s(cost, batch, context)
-    return duration

@@ -66,10 +66,11 @@ def _names(names: Sequence[str], codes: NDArray[np.integer]) -> pa.Array:
 def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     """Return every step of every worker: prefill workers first, each kind in order of start.
 
-    ``tokens`` counts the tokens that a step computed. Decode steps also have the KV tokens that
-    attention read (``context_tokens``), the requests new in the batch (``joined``), the mean
-    distinct experts of a MoE layer (``active_experts``), and the mean of those on the layer's
-    busiest expert-parallel GPU (``busiest_rank_experts``; with one GPU the same).
+    ``tokens`` counts the tokens that a step computed, ``active_experts`` is the mean number of
+    activated experts of a MoE layer, ``busiest_rank_experts`` the mean of those on the layer's
+    busiest expert-parallel GPU (with one GPU the same); both are null where prompts are priced at
+    uniform routing. Decode steps also have the KV tokens that attention read (``context_tokens``)
+    and the requests new in the batch (``joined``).
     """
     prefill, decode = record.prefill_steps, record.decode_steps
     prefill = prefill[np.lexsort((prefill["worker"], prefill["start"]))]
@@ -81,6 +82,10 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     def decode_only(values: NDArray[Any], kind: str) -> pa.Array:
         nulls = pa.nulls(n_prefill, kind)
         return pa.concat_arrays([nulls, pa.array(values).cast(kind)])
+
+    def experts(name: str) -> pa.Array:
+        counts = np.concatenate([prefill[name], decode[name]])
+        return pa.array(counts / n_moe_layers, mask=counts == 0)
 
     role = pa.DictionaryArray.from_arrays(
         pa.array(np.repeat([0, 1], [n_prefill, n_decode]), "int8"), ["prefill", "decode"]
@@ -97,8 +102,8 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
             ),
             "joined": decode_only(decode["joined"], "int32"),
             "context_tokens": decode_only(decode["context"], "int64"),
-            "active_experts": decode_only(decode["active"] / n_moe_layers, "float64"),
-            "busiest_rank_experts": decode_only(decode["busiest"] / n_moe_layers, "float64"),
+            "active_experts": experts("active"),
+            "busiest_rank_experts": experts("busiest"),
         }
     )
 
