@@ -440,7 +440,13 @@ def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -
     for name in state.REQUEST.names or ():
         if name.endswith("_s"):
             requests[name] = -1.0
-    for name in ("prefill_worker", "decode_worker", "cached_tokens", "next"):
+    for name in (
+        "prefill_worker",
+        "decode_worker",
+        "cached_tokens",
+        "decode_cached_tokens",
+        "next",
+    ):
         requests[name] = -1
     for name in ("arrival_s", "prompt_len", "output_len", "domain", "trace_request"):
         requests[name] = getattr(workload, name)
@@ -460,7 +466,7 @@ def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[
     for name in ("max_num_seqs", "max_num_batched_tokens", "n_blocks"):
         pools[name] = getattr(spec.prefill, name), getattr(spec.decode, name)
     caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
-    pools["prefix_caching"] = caching, False
+    pools["prefix_caching"] = caching
     pools["own_experts"] = own_experts
     pools["async_scheduling"] = spec.async_scheduling
     pools["capture_s"] = spec.capture_s, 0.0

@@ -12,7 +12,8 @@ their next token, and chunks of contexts that are still being computed.
 - A context is computed in chunks, as the token budget allows. Its last token is not part of them
   but decoded, in the step of its last chunk, except on a prefill worker, which hands the request
   over when the prompt is computed.
-- With a KV connector the blocks are reserved before the transfer starts.
+- With a KV connector the blocks are reserved before the transfer starts, and only those that are
+  not in the prefix cache are fetched. Requests whose KV cache has arrived come before others.
 - With asynchronous scheduling the next step is scheduled when one starts, so a request that comes
   meanwhile joins the one after.
 
@@ -79,12 +80,15 @@ class Scratch(NamedTuple):
 def _append(requests: Any, worker: Any, request: int) -> None:
     """Put a request at the end of the queue for those like it."""
     requests[request].next = -1
-    if requests[request].kv_here:
-        if worker.arrived_head < 0:
+    if requests[request].kv_here:  # in the order in which their blocks were reserved
+        before, behind = np.int64(-1), worker.arrived_head
+        while behind >= 0 and requests[behind].ticket < requests[request].ticket:
+            before, behind = behind, requests[behind].next
+        requests[request].next = behind
+        if before < 0:
             worker.arrived_head = request
         else:
-            requests[worker.arrived_tail].next = request
-        worker.arrived_tail = request
+            requests[before].next = request
     else:
         if worker.new_head < 0:
             worker.new_head = request
@@ -169,7 +173,8 @@ def _allocate(engines: Engines, w: int, request: int, tokens: int) -> int:
 
 
 @compiled()
-def _publish(engines: Engines, w: int, request: int, tokens: int) -> None:
+def publish_tokens(engines: Engines, w: int, request: int, tokens: int) -> None:
+    """Let other requests find the first ``tokens`` tokens of a context on worker ``w``."""
     pool = engines.pool_of[w]
     if engines.pools[pool].prefix_caching:
         size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
@@ -351,15 +356,16 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int) -> None:
         worker.new_head = requests[request].next
         if role == DECODE:  # fetch the KV cache into the blocks reserved for it
             requests[request].transfer_start_s = now
+            requests[request].decode_cached_tokens = cached
+            requests[request].ticket = clock[0].order
             settings = engines.settings[0]
-            blocks = blocks_of(prompt, settings.block_size)
+            blocks = blocks_of(prompt - cached, settings.block_size)
             latency = settings.setup_s + blocks * settings.n_kv_tensors * settings.descriptor_s
             schedule(clock, events, now + latency, TRANSFER_START, request)
             continue
         requests[request].prefill_start_s = now
-        if role == PREFILL:
-            requests[request].cached_tokens = cached
-        else:
+        requests[request].cached_tokens = cached
+        if role == COLOCATED:
             requests[request].prefill_worker = requests[request].decode_worker
         context = prompt if role == PREFILL else prompt - 1
         _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
@@ -408,7 +414,7 @@ def _fill(engines: Engines, w: int) -> None:
         if chunk > 0:
             sequence.chunk += chunk
             worker.chunk_tokens += chunk
-            _publish(engines, w, sequence.request, sequence.computed + sequence.chunk)
+            publish_tokens(engines, w, sequence.request, sequence.computed + sequence.chunk)
         if sequence.chunk < sequence.todo:
             return
         if pool.role == PREFILL:

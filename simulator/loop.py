@@ -38,12 +38,13 @@ from eldr_sim.simulator.engine import (
     PENDING_HAND_OVER,
     Engines,
     boundary,
+    publish_tokens,
     step,
     take,
     wake,
 )
 from eldr_sim.simulator.events import drop_first, schedule
-from eldr_sim.simulator.kv_cache import release
+from eldr_sim.simulator.kv_cache import blocks_of, release
 from eldr_sim.simulator.state import (
     ARRIVAL,
     BOUNDARY,
@@ -236,7 +237,7 @@ def _start_transfer(clock: Any, events: Any, engines: Engines, net: Any, request
     parts at the same time, each over its own NIC: one of them stands for all.
     """
     settings, record = engines.settings[0], engines.requests[request]
-    blocks = -(-record.prompt_len // settings.block_size)
+    blocks = blocks_of(record.prompt_len - record.decode_cached_tokens, settings.block_size)
     n_bytes = blocks * settings.block_size * settings.kv_bytes_per_token
     egress = engines.pools[1].n_workers + record.prefill_worker
     network.begin(
@@ -258,7 +259,9 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
         if engines.workers[w].new_head >= 0:
             wake(clock, events, engines.workers, w)
         record.kv_here = True
-        take(clock, events, engines, engines.pools[1].first_worker + record.decode_worker, request)
+        w = engines.pools[1].first_worker + record.decode_worker
+        publish_tokens(engines, w, request, record.prompt_len)
+        take(clock, events, engines, w, request)
 
 
 @njit(cache=True, _nrt=False)

@@ -130,9 +130,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
 
     hours, price = seconds / 3600.0, config.price_per_hour
     gpu_hours = config.n_gpus * hours
-    looked_up = requests[measured & (requests["cached_tokens"] >= 0)]
-    queries = int(looked_up["prompt_len"].sum()) if config.enable_prefix_caching else 0
-    hits = int(looked_up["cached_tokens"].sum())
+    queries, hits = _prefix_cache(record, "cached_tokens", config)
+    decode_queries, decode_hits = _prefix_cache(record, "decode_cached_tokens", config)
     per_million = gpu_hours / tokens * 1e6 if tokens else None
     return {
         "num_prompts": int(measured.sum()),
@@ -171,6 +170,9 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "prefix_cache_queries": queries,
         "prefix_cache_hits": hits,
         "prefix_cache_hit_rate": hits / queries if queries else None,
+        "decode_prefix_cache_queries": decode_queries,
+        "decode_prefix_cache_hits": decode_hits,
+        "decode_prefix_cache_hit_rate": decode_hits / decode_queries if decode_queries else None,
         "preemptions": int(requests["preemptions"].sum()),
         "gpus": config.n_gpus,
         "gpu_hours_per_million_output_tokens": per_million,
@@ -178,6 +180,15 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
             None if price is None or not tokens else price * hours / tokens * 1e6
         ),
     }
+
+
+def _prefix_cache(record: RunRecord, field: str, config: RunConfig) -> tuple[int, int]:
+    """Return the prompt tokens that were looked up in prefix caches, and those found."""
+    if not config.enable_prefix_caching:
+        return 0, 0
+    requests = record.requests
+    looked_up = requests[requests["measured"] & (requests[field] >= 0)]
+    return int(looked_up["prompt_len"].sum()), int(looked_up[field].sum())
 
 
 def table_warnings(summary: Mapping[str, Any]) -> list[str]:

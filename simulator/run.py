@@ -301,7 +301,7 @@ def build_cluster(
     )
     prefill = None
     if config.colocated:
-        _check_colocated(config, workload, decode)
+        _check_colocated(config, decode)
     else:
         prefill = prefill_policy(
             config.prefill_policy,
@@ -357,19 +357,13 @@ def _calibration(
 _fit = lru_cache(maxsize=16)(fit)
 
 
-def _check_colocated(config: RunConfig, workload: Workload, policy: DecodePolicy) -> None:
+def _check_colocated(config: RunConfig, policy: DecodePolicy) -> None:
     if getattr(policy, "reads_signature", False):
         raise InputError(
             "policy",
             f"{config.policy!r} reads expert signatures, which no prefill has made when a request "
             "arrives at co-located workers",
             "a policy that needs none, such as jsq, or a topology such as 8P16D",
-        )
-    if config.enable_prefix_caching and workload.prefix_block_tokens > 0:
-        raise InputError(
-            "enable_prefix_caching",
-            "prompts of this workload share prefixes, and co-located workers have no prefix cache",
-            "--no-enable-prefix-caching",
         )
 
 

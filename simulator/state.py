@@ -56,7 +56,11 @@ REQUEST = np.dtype(
         ("prefill_worker", np.int64),
         ("decode_worker", np.int64),
         ("preemptions", np.int32),
-        ("cached_tokens", np.int32),  # prompt tokens found in the prefix cache; -1 before
+        # Prompt tokens found in the prefix cache where the prompt is computed, and on the decode
+        # worker, which fetches the others; -1 before.
+        ("cached_tokens", np.int32),
+        ("decode_cached_tokens", np.int32),
+        ("ticket", np.int64),  # its place in the queue for those whose KV cache arrives
         ("generated", np.int64),  # output tokens, kept up to date at preemption only
         ("next", np.int64),  # request behind it in a queue of a worker
         ("domain", np.int16),
@@ -125,7 +129,6 @@ WORKER = np.dtype(
         ("new_head", np.int64),
         ("new_tail", np.int64),
         ("arrived_head", np.int64),  # KV cache is here; wait for a place in the batch
-        ("arrived_tail", np.int64),
         ("preempted_head", np.int64),  # wait for blocks to recompute their context
         ("late_head", np.int64),  # came when the next step had been scheduled
         ("late_tail", np.int64),

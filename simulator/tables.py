@@ -39,6 +39,7 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
             "output_len": plain("output_len"),
             "trace_request": plain("trace_request"),
             "cached_tokens": _known(requests["cached_tokens"]),
+            "decode_cached_tokens": _known(requests["decode_cached_tokens"]),
             "prefill_worker": plain("prefill_worker", "int16"),
             "decode_worker": plain("decode_worker", "int16"),
             "preemptions": plain("preemptions"),
