@@ -48,14 +48,13 @@ def moe_layers_s(layer_s: Any, activated: Any) -> float:
         ``[layers]``; fractions are interpolated.
     """
     total = 0.0
-    last = layer_s.shape[0] - 2
+    last = layer_s.shape[0] - 1
     for layer in range(activated.shape[0]):
         count = activated[layer]
-        i = int(count)
+        i = min(int(count), last)
         seconds = layer_s[i]
-        if count != i:
-            i = min(i, last)
-            seconds = layer_s[i] + (layer_s[i + 1] - layer_s[i]) * (count - i)
+        if count > i and i < last:
+            seconds += (layer_s[i + 1] - seconds) * (count - i)
         total += seconds
     return total
 
@@ -114,7 +113,8 @@ def step_parts(
     rows
         Sequences that lm_head is computed for.
     activated
-        ``[MoE layers]``: activated experts of each layer on its busiest rank.
+        Activated experts of each MoE layer on its busiest rank, fractions where they are
+        expectations; fewer layers than the model's stand for all of them in equal parts.
     uniform
         The experts of the chunks are not known: expect uniform routing of all tokens instead.
     """
@@ -122,12 +122,11 @@ def step_parts(
     for i in range(n_chunks):
         chunk_tokens += count[i]
     tokens = batch + chunk_tokens
-    if n_chunks == 0:
-        moe = moe_layers_s(cost.moe_s[batch], activated)
-    elif uniform:
+    if n_chunks > 0 and uniform:
         moe = cost.n_moe_layers * cost.uniform_moe_s[tokens]
     else:
-        moe = moe_layers_s(cost.mixed_moe_s[tokens], activated)
+        layer_s = cost.moe_s[batch] if n_chunks == 0 else cost.mixed_moe_s[tokens]
+        moe = moe_layers_s(layer_s, activated) * (cost.n_moe_layers / activated.shape[0])
     attention = 0.0
     if batch > 0:
         attention += decode_attention_s(cost, batch, context)

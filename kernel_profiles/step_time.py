@@ -41,6 +41,7 @@ class StepCost(NamedTuple):
     """
 
     n_moe_layers: int
+    n_experts: int  #: of a layer, on all ranks
     moe_s: FloatArray  #: ``[sequences + 1, experts + 1]`` one MoE layer of a decode step
     mixed_moe_s: FloatArray  #: ``[tokens + 1, experts + 1]`` where contexts are computed, too
     uniform_moe_s: FloatArray  #: ``[tokens + 1]`` likewise, under uniform routing
@@ -307,6 +308,7 @@ def build_step_time_model(
     measured = [decode for _, decode, _ in parts.attention]
     cost = StepCost(
         n_moe_layers=dims.n_moe_layers,
+        n_experts=dims.n_experts,
         moe_s=parts.moe.grid_s(max_num_seqs),
         mixed_moe_s=parts.moe.mixed_grid_s(max_num_batched_tokens),
         uniform_moe_s=parts.moe.prefill_s(tokens),

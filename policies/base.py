@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 
 if TYPE_CHECKING:
+    from eldr_sim.kernel_profiles.step_time import StepCost
     from eldr_sim.policies.artifact import RoutingArtifact
     from eldr_sim.traces.calibration import CalibrationSet
 
@@ -113,36 +114,6 @@ class PrefillPolicy(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class DecodeStepTimes:
-    """The latency tables that a router may be given: time of a worker's decode step, in seconds.
-
-    ``fixed_s[batch] + attention_s[batch, context] + sum over MoE layers of moe_s[batch, distinct]``
-
-    Attributes
-    ----------
-    moe_s
-        Shape [seats + 1, E / ranks + 1]: one MoE layer, by requests in the batch and distinct
-        experts, those of the busiest GPU where a worker spreads its experts over several (ranks).
-    fixed_s
-        Shape [seats + 1]: all but MoE experts and attention.
-    attention_s
-        Shape [seats + 1, knots]: all layers' attention at a mean context of ``knot *
-        context_stride`` tokens; linear in between.
-    context_stride
-        Tokens between two knots.
-    n_moe_layers, n_experts
-        MoE layers of the model, and experts of a layer (E).
-    """
-
-    moe_s: NDArray[np.float64]
-    fixed_s: NDArray[np.float64]
-    attention_s: NDArray[np.float64]
-    context_stride: int
-    n_moe_layers: int
-    n_experts: int
-
-
 @dataclass(frozen=True)
 class PolicyContext:
     """All that a policy may be built from; a policy takes what it needs.
@@ -164,7 +135,7 @@ class PolicyContext:
     prefix_block_tokens
         Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
     step_times
-        Decode step times of the model on the workers' GPU.
+        Step times of the model on a decode worker.
     future
         The future, which no real router has, for oracles only: a function of ``request_id`` that
         returns the share of the request's decode steps to come in which it will select each
@@ -182,7 +153,7 @@ class PolicyContext:
     calibration: CalibrationSet | Callable[[], CalibrationSet] | None = None
     artifact: RoutingArtifact | Callable[[], RoutingArtifact] | None = None
     prefix_block_tokens: int = 16
-    step_times: DecodeStepTimes | None = None
+    step_times: StepCost | None = None
     future: Callable[[int], NDArray[np.float64]] | None = None
 
     def __post_init__(self) -> None:
@@ -205,7 +176,7 @@ class PolicyContext:
             raise InputError(policy, "this policy needs a routing artifact and none was given")
         return self.artifact() if callable(self.artifact) else self.artifact
 
-    def require_step_times(self, policy: str) -> DecodeStepTimes:
+    def require_step_times(self, policy: str) -> StepCost:
         """Return the step times; ``InputError`` naming ``policy`` if there are none."""
         if self.step_times is None:
             raise InputError(policy, "this policy needs decode step times and none were given")

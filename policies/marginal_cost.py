@@ -28,8 +28,10 @@ from numba import njit
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.step_cost import step_parts, total_s
+from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies.activation import fit_activation
-from eldr_sim.policies.base import DecodeStepTimes, Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
 from eldr_sim.policies.signature import Floats
 from eldr_sim.policies.unions import ExpertUnions, log_idle, on_grid
 
@@ -47,15 +49,15 @@ class _Greedy:
     Parameters
     ----------
     step_times
-        The latency tables.
+        Step times of a worker.
     n_workers, n_layers
         Workers; layers of the activations that ``place`` gets.
     """
 
-    def __init__(self, step_times: DecodeStepTimes, n_workers: int, n_layers: int) -> None:
+    def __init__(self, step_times: StepCost, n_workers: int, n_layers: int) -> None:
         self._step_times = step_times
         self._unions = ExpertUnions(n_workers, n_layers, step_times.n_experts)
-        self._prompt_tokens = np.zeros(n_workers)
+        self._prompt_tokens = np.zeros(n_workers, np.int64)
         self._resident: dict[tuple[int, int], tuple[int, NDArray[np.float32]]] = {}
         self._next = 0
 
@@ -65,7 +67,16 @@ class _Greedy:
         Equal growths, to 1e-12 s^2, are served in turn.
         """
         activation, log = usage
-        costs = np.round(self._growths(activation, request.prompt_len, loads), 12)
+        unions = self._unions
+        growths = growth_of_cost(
+            self._step_times,
+            loads,
+            self._prompt_tokens,
+            request.prompt_len,
+            unions.distinct,
+            unions.growth(activation),
+        )
+        costs = np.round(growths, 12)
         worker = (int(np.roll(costs, -self._next).argmin()) + self._next) % len(costs)
         self._next = (worker + 1) % len(costs)
         self._unions.add(worker, log)
@@ -78,14 +89,6 @@ class _Greedy:
         prompt_len, log = self._resident.pop((request_id, worker))
         self._unions.remove(worker, log)
         self._prompt_tokens[worker] -= prompt_len
-
-    def _growths(self, activation: Floats, prompt_len: int, loads: Loads) -> Floats:
-        """Return how much the request would add to the cost of each worker, shape [K], s^2."""
-        distinct, tokens = self._unions.distinct, self._prompt_tokens
-        now = decode_step_s(self._step_times, loads, tokens, distinct)
-        added = self._unions.growth(activation)
-        then = decode_step_s(self._step_times, loads + 1, tokens + prompt_len, distinct + added)
-        return np.asarray((loads + 1) * then**2 - loads * now**2)
 
 
 class MarginalCostPolicy:
@@ -175,70 +178,66 @@ def _usage(activation: Floats) -> _Usage:
     return rounded, log_idle(rounded)
 
 
-def decode_step_s(
-    step_times: DecodeStepTimes, loads: Loads, context: Floats, distinct: Floats
-) -> Floats:
-    """Return the expected time of a decode step of each worker, shape [K], s.
+@njit(cache=True)
+def expected_step_s(step_times: StepCost, load: int, context: int, distinct: Any) -> float:
+    """Return the expected time of a worker's decode step, s.
 
-    The layers of ``distinct`` stand for all MoE layers of the model in equal parts. Where a worker
-    spreads its experts over several GPUs, each is taken to hold an equal share of the union.
-    Requests beyond the seats of a batch take turns: its step counts ``load / seats`` times.
+    Where a worker spreads its experts over several GPUs, each is taken to hold an equal share of
+    the union. Requests beyond the places of a batch take turns: their step counts ``load / places``
+    times.
 
     Parameters
     ----------
     step_times
-        The latency tables.
-    loads
-        Shape [K]: requests on each worker; an empty one takes no time.
-    context
-        Shape [K]: their tokens of context, summed.
+        Step times of the worker.
+    load, context
+        Requests on the worker, and their tokens of context, summed; without requests no time
+        passes.
     distinct
-        Shape [K, L]: expected distinct experts; fractions are interpolated.
+        Shape [L]: expected activated experts; the layers stand for all MoE layers of the model in
+        equal parts.
     """
-    seconds = np.empty(len(loads))
-    _decode_step_s(
-        loads,
-        context,
-        distinct,
-        step_times.moe_s,
-        step_times.fixed_s,
-        step_times.attention_s,
-        step_times.context_stride,
-        step_times.n_moe_layers / distinct.shape[1],
-        (step_times.moe_s.shape[1] - 1) / step_times.n_experts,
-        seconds,
+    if load <= 0:
+        return 0.0
+    places = step_times.head_s.shape[0] - 1
+    batch = min(load, places)
+    share = (step_times.moe_s.shape[1] - 1) / step_times.n_experts
+    nothing = np.zeros(0, np.int64)
+    parts = step_parts(
+        step_times,
+        batch,
+        context / load * batch,
+        nothing,
+        nothing,
+        0,
+        batch,
+        distinct * share,
+        False,
     )
-    return seconds
+    return float(total_s(parts) * max(1.0, load / places))
 
 
 @njit(cache=True)
-def _decode_step_s(
-    loads: Any,
-    context: Any,
-    distinct: Any,
-    moe_s: Any,
-    fixed_s: Any,
-    attention_s: Any,
-    stride: int,
-    layers_each: float,
-    experts_each: float,
-    seconds: Any,
-) -> None:
-    seats, n_layers = fixed_s.shape[0] - 1, distinct.shape[1]
+def growth_of_cost(
+    step_times: StepCost, loads: Any, context: Any, prompt_len: int, distinct: Any, added: Any
+) -> Any:
+    """Return how much a request would add to the cost of each worker, shape [K], s^2.
+
+    Parameters
+    ----------
+    step_times
+        Step times of a worker.
+    loads, context, distinct
+        Shape [K], [K] and [K, L]: what is on each worker, see :func:`expected_step_s`.
+    prompt_len, added
+        The request's prompt, and the activated experts, shape [K, L], that it would add.
+    """
+    growths = np.empty(loads.shape[0])
     for w in range(loads.shape[0]):
-        if loads[w] <= 0:
-            seconds[w] = 0.0
-            continue
-        batch = min(loads[w], seats)
-        moe = 0.0
-        for layer in range(n_layers):
-            d = distinct[w, layer] * experts_each
-            i = min(int(d), moe_s.shape[1] - 2)
-            moe += moe_s[batch, i] + (moe_s[batch, i + 1] - moe_s[batch, i]) * (d - i)
-        x = context[w] / loads[w] / stride
-        i = min(int(x), attention_s.shape[1] - 2)
-        attention = attention_s[batch, i] + (attention_s[batch, i + 1] - attention_s[batch, i]) * (
-            x - i
+        load = loads[w]
+        now = expected_step_s(step_times, load, context[w], distinct[w])
+        then = expected_step_s(
+            step_times, load + 1, context[w] + prompt_len, distinct[w] + added[w]
         )
-        step = fixed_s[batch] + attention + moe * layers_each
-        seconds[w] = step * max(1.0, loads[w] / seats)
+        growths[w] = (load + 1) * then**2 - load * now**2
+    return growths

@@ -53,13 +53,11 @@ class ExpertUnions:
 
     def add(self, worker: int, log_idle: NDArray[np.float32]) -> None:
         """Add a request, given by :func:`log_idle`, to a worker."""
-        self._log_idle[worker] += log_idle
-        self._refresh(worker)
+        _refresh(self._log_idle, log_idle, 1.0, self.idle, self.distinct, worker)
 
     def remove(self, worker: int, log_idle: NDArray[np.float32]) -> None:
         """Take a request that was added from its worker."""
-        self._log_idle[worker] -= log_idle
-        self._refresh(worker)
+        _refresh(self._log_idle, log_idle, -1.0, self.idle, self.distinct, worker)
 
     def growth(self, activation: Floats) -> Floats:
         """Return the distinct experts, shape [K, L], that a request would add to each worker.
@@ -69,11 +67,6 @@ class ExpertUnions:
         added = np.empty_like(self.distinct)
         _growth(self.idle, activation, added)
         return added
-
-    def _refresh(self, worker: int) -> None:
-        idle = np.rint(np.exp(self._log_idle[worker]) * _LOG_GRID) / _LOG_GRID
-        self.idle[worker] = idle
-        self.distinct[worker] = (1.0 - idle).sum(axis=1)
 
 
 def log_idle(activation: Floats) -> NDArray[np.float32]:
@@ -93,3 +86,17 @@ def _growth(idle: Any, activation: Any, added: Any) -> None:
             for e in range(idle.shape[2]):
                 total += idle[w, layer, e] * activation[layer, e]
             added[w, layer] = total
+
+
+@njit(cache=True)
+def _refresh(
+    log_idle: Any, change: Any, sign: float, idle: Any, distinct: Any, worker: int
+) -> None:
+    for layer in range(idle.shape[1]):
+        total = 0.0
+        for e in range(idle.shape[2]):
+            log_idle[worker, layer, e] += sign * change[layer, e]
+            share = np.rint(np.exp(log_idle[worker, layer, e]) * _LOG_GRID) / _LOG_GRID
+            idle[worker, layer, e] = share
+            total += 1.0 - share
+        distinct[worker, layer] = total

@@ -338,6 +338,8 @@ class Cluster:
         size, n_tokens = self.spec.block_size, int(workload.prompt_len[request])
         found = int(engines.tables["found"][request, 0])
         if found == 0:
+            if workload.prefix_block_tokens == 0:
+                return ((int(workload.trace_request[request]), 0, n_tokens),)
             return workload.prompt_ranges(request)
         first = int(engines.kv.first_listed[request])
         blocks = engines.kv.listed[0, first : first + found]

@@ -22,7 +22,7 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table, weakest
 from eldr_sim.policies.artifact import RoutingArtifact, fit
-from eldr_sim.policies.base import DecodePolicy, DecodeStepTimes, PolicyContext
+from eldr_sim.policies.base import DecodePolicy, PolicyContext
 from eldr_sim.policies.placement import greedy_placement, linear_placement
 from eldr_sim.policies.registry import decode_policy, prefill_policy
 from eldr_sim.policies.signature import score_of
@@ -288,14 +288,7 @@ def build_cluster(
             tau=config.tau,
             calibration=calibration,
             artifact=artifact,
-            step_times=DecodeStepTimes(
-                step_time.moe_s,
-                step_time.fixed_s,
-                step_time.attention_s,
-                step_time.context_stride,
-                step_time.n_moe_layers,
-                step_time.n_experts,
-            ),
+            step_times=step_time.cost,
             future=future,
         ),
     )
