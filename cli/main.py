@@ -8,6 +8,7 @@ from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.command import run_command
 
 _COMMANDS = {
+    "cache": ("cache:cache", "Show or clear the cache folder."),
     "compare": ("compare:compare", "Compare policies on the same requests."),
     "fit": ("fit:fit", "Fit ELDR's routing artifact."),
     "gpus": ("listing:gpus", "List the known GPUs."),

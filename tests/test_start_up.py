@@ -22,6 +22,7 @@ EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
     [
         ("--help", EVERYTHING),
         ("--version", EVERYTHING),
+        ("cache info", FIGURES | {"pydantic"}),
         ("models", FIGURES),
         ("gpus", COMPILER),
         ("tables --help", FIGURES),
