@@ -24,10 +24,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.jit import njit
 from eldr_sim.policies.activation import fit_activation
 from eldr_sim.policies.base import DecodeStepTimes, Loads, PolicyContext, RequestInfo
 from eldr_sim.policies.signature import Floats
@@ -211,7 +211,7 @@ def decode_step_s(
     return seconds
 
 
-@njit(cache=True)
+@njit()
 def _decode_step_s(
     loads: Any,
     context: Any,

@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from eldr_sim.jit import njit
 from eldr_sim.policies.signature import Floats
 
 _PROBABILITY_GRID = float(1 << 12)
@@ -85,7 +85,7 @@ def log_idle(activation: Floats) -> NDArray[np.float32]:
 
 
 # Reassociation lets the sum run in vector registers; on this grid the order changes no bit.
-@njit(cache=True, fastmath={"reassoc"})
+@njit(fastmath={"reassoc"})
 def _growth(idle: Any, activation: Any, added: Any) -> None:
     for w in range(idle.shape[0]):
         for layer in range(idle.shape[1]):

@@ -18,9 +18,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from eldr_sim.jit import njit
 
 # Why a worker stopped; kept in ``PoolState.stop``.
 RUNNING, FINISHED, OUT_OF_BLOCKS, SINGLE_STEP = 0, 1, 2, 3
@@ -96,7 +98,7 @@ def popcount(_typing: Any, _word: Any) -> Any:
     return types.uint64(types.uint64), codegen
 
 
-@njit(cache=True)
+@njit()
 def union_rows(bits: Any, slots: Any, n: int, union: Any) -> None:
     """OR the bit-set rows of ``slots[:n]`` into ``union``; eight a pass to spare the stores."""
     width = bits.shape[1]
@@ -126,7 +128,7 @@ def union_rows(bits: Any, slots: Any, n: int, union: Any) -> None:
         i += 1
 
 
-@njit(cache=True)
+@njit()
 def moe_time(union: Any, layer_s: Any, layers: int) -> tuple[float, int]:
     """Return the time of all MoE layers, s, and the distinct experts summed over them.
 
@@ -143,7 +145,7 @@ def moe_time(union: Any, layer_s: Any, layers: int) -> tuple[float, int]:
     return total, active
 
 
-@njit(cache=True)
+@njit()
 def ranked_moe_time(union: Any, masks: Any, layer_s: Any, layers: int) -> tuple[float, int, int]:
     """Return the time of all MoE layers, s, and the distinct experts: all, and the busiest ranks'.
 
@@ -168,7 +170,7 @@ def ranked_moe_time(union: Any, masks: Any, layer_s: Any, layers: int) -> tuple[
     return total, active, busiest
 
 
-@njit(cache=True)
+@njit()
 def attention_time(knots: Any, stride: int, context: int, batch: int) -> float:
     """Interpolate the attention time, s, at the mean context ``context / batch``."""
     x = context / batch / stride
@@ -176,7 +178,7 @@ def attention_time(knots: Any, stride: int, context: int, batch: int) -> float:
     return float(knots[i] + (knots[i + 1] - knots[i]) * (x - i))
 
 
-@njit(cache=True)
+@njit()
 def advance(
     workers: Any,
     slots: Any,
@@ -318,7 +320,7 @@ def advance(
             until = min(until, end)
 
 
-@njit(cache=True)
+@njit()
 def drop_finished(workers: Any, slots: Any, w: int, finished: Any) -> int:
     """Take the finished requests out of the batch of ``w``; the others keep their order.
 

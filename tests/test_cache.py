@@ -15,6 +15,7 @@ import eldr_sim
 from eldr_sim import cache
 from eldr_sim.errors import EldrSimWarning, InputError
 
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -255,3 +256,15 @@ def test_the_command_warns_in_one_line(tmp_path):
     (line,) = done.stderr.splitlines()
     assert line.startswith("Warning: nothing can be kept in the cache (cannot make ")
     assert line.endswith("ELDR_SIM_CACHE names another folder")
+
+
+def test_all_compiled_functions_go_through_the_cache():
+    rooms = ("_eldr_sim", "cli", "kernel_profiles", "policies", "simulator", "traces", "validation")
+    direct = re.compile(r"from numba import .*\bn?jit\b|numba\.n?jit")
+    found = [
+        str(path.relative_to(ROOT))
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+        if direct.search(path.read_text())
+    ]
+    assert found == [str(Path("_eldr_sim", "jit.py"))]
