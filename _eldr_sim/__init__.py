@@ -10,10 +10,10 @@ A name is imported when it is first used, so that ``import eldr_sim`` stays ligh
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from eldr_sim.simulator.compare import compare
     from eldr_sim.simulator.config import RunConfig
     from eldr_sim.simulator.planning.plan import plan
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
 
-__version__ = version("eldr-sim")
 __all__ = [
     "Objective",
     "RunConfig",
@@ -53,9 +52,16 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Import a name of the API (PEP 562)."""
-    if name not in _HOME:
+    value: Any
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("eldr-sim")
+    elif name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    else:
         raise AttributeError(f"module 'eldr_sim' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
     return value
 
 

@@ -1,4 +1,4 @@
-"""The one exception of every room for bad input: a line that a user can act on."""
+"""What every room tells a user, in a line: bad input, and what goes on but not as it should."""
 
 
 class InputError(ValueError):
@@ -21,3 +21,7 @@ class InputError(ValueError):
         self.problem = problem
         self.allowed = allowed
         super().__init__(f"{field}: {problem}" + (f" (allowed: {allowed})" if allowed else ""))
+
+
+class EldrSimWarning(UserWarning):
+    """What a user should know and may mend; the command line prints it as one line."""

@@ -29,8 +29,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from eldr_sim.simulator.planning.sweep import SweepProgress
 
-from eldr_sim.simulator.metrics import warnings_of
-
 _WIDTH = 64
 #: Headings of the figures that tables of several runs show.
 HEADINGS = {
@@ -169,6 +167,8 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def print_summary(summary: dict[str, Any]) -> None:
     """Print a run's summary with the headings of ``vllm bench serve``."""
+    from eldr_sim.simulator.metrics import warnings_of  # the simulator, which listings do without
+
     click.echo(" Serving Benchmark Result (simulated) ".center(_WIDTH, "="))
     if summary["prefill_policy"] is None:
         _line("Policy", summary["policy"])

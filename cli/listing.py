@@ -1,4 +1,7 @@
-"""``eldr-sim gpus``, ``models`` and ``tables``: what there is, and what it rests on."""
+"""``eldr-sim gpus``, ``models`` and ``tables``: what there is, and what it rests on.
+
+Each imports what it needs when it is called: listing models should not wait for tables.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,16 @@ import click
 
 from eldr_sim.cli.console import print_table
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
-from eldr_sim.kernel_profiles.models import list_models, load_model
-from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.kernel_profiles.tables import shipped_tables
 
 
 @click.command(short_help="List the known GPUs.")
 @click.option("--model", default="Qwen3-30B-A3B", show_default=True, metavar="NAME|PATH")
 def gpus(model: str) -> None:
     """List the known GPUs and how well a model's step times are known on each."""
+    from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
+    from eldr_sim.kernel_profiles.models import load_model
+    from eldr_sim.kernel_profiles.step_time import build_step_time_model
+
     dims = load_model(model)
     rows = []
     for name in list_gpus():
@@ -45,6 +47,8 @@ def gpus(model: str) -> None:
 @click.command(short_help="List the known models.")
 def models() -> None:
     """List the known models; `--model` also takes a Hugging Face config.json."""
+    from eldr_sim.kernel_profiles.models import list_models, load_model
+
     rows = []
     for name in list_models():
         model = load_model(name)
@@ -83,6 +87,8 @@ def tables() -> None:
 @tables.command("list")
 def list_tables() -> None:
     """List the latency tables of the package."""
+    from eldr_sim.kernel_profiles.tables import shipped_tables
+
     rows = [
         [path.stem, meta.kind, meta.gpu, meta.provenance, meta.origin]
         for path, meta in shipped_tables()
@@ -118,7 +124,9 @@ def import_(
 
     Use them with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`.
     """
-    from eldr_sim.kernel_profiles.aiconfigurator import import_tables  # pandas, for this alone
+    from eldr_sim.kernel_profiles.aiconfigurator import import_tables
+    from eldr_sim.kernel_profiles.models import load_model
+    from eldr_sim.kernel_profiles.parallel import Parallelism
 
     if out.exists() and not out.is_dir():
         raise InputError("out", f"{out} is a file", "a folder")

@@ -12,10 +12,6 @@ import click
 from eldr_sim.cli.console import print_summary, progress_bar
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.plots import plot_writers
-from eldr_sim.simulator.results import check_output, write_result
-from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.timeline import write_timeline
 
 
 @click.command(short_help="Simulate one cluster.")
@@ -26,6 +22,12 @@ from eldr_sim.simulator.timeline import write_timeline
 @click.option("--timeline", is_flag=True, help="Write timeline.json, a Chrome trace, into --out.")
 def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: Any) -> None:
     """Simulate one cluster and print its latencies as `vllm bench serve` does."""
+    # The simulator takes long to import: --help does without.
+    from eldr_sim.simulator.plots import plot_writers
+    from eldr_sim.simulator.results import check_output, write_result
+    from eldr_sim.simulator.run import simulate
+    from eldr_sim.simulator.timeline import write_timeline
+
     config = config_from_options(options)
     for flag, given in (("plot", plot), ("timeline", timeline), ("force", force)):
         if given and out is None:

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from eldr_sim.cli.console import print_table
+from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, builtin_traces, open_trace
 from eldr_sim.traces.importers import DECODE_ONLY, import_trace
 from eldr_sim.traces.recordings import READERS
-from eldr_sim.traces.statistics import TraceStatistics
 from eldr_sim.traces.writer import pack_trace
-from eldr_sim.validation.trace_report import inspect_trace, write_trace_report
+
+if TYPE_CHECKING:
+    from eldr_sim.traces.statistics import TraceStatistics
 
 
-@click.group(short_help="Inspect, list and import routing traces.")
+_COMMANDS = {
+    "capture": ("capture:capture", "Record a routing trace from a real engine."),
+    "fit-synthetic": (
+        "synthetic:fit_synthetic",
+        "Fit a generative model of routing to a trace.",
+    ),
+    "synthesize": ("synthetic:synthesize", "Write a synthetic trace of any shape."),
+}
+
+
+@click.group(cls=LazyGroup, lazy=_COMMANDS, short_help="Inspect, list and import routing traces.")
 def trace() -> None:
     """Routing traces: which experts a model chose, token by token."""
 
@@ -71,6 +82,10 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 @click.option("--force", is_flag=True, help="Replace the report in --out.")
 def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
     """Validate a trace and print what is in it."""
+    # Much to import, which the other commands do without.
+    from eldr_sim.simulator.results import check_output
+    from eldr_sim.validation.trace_report import inspect_trace, write_trace_report
+
     for flag, given in (("plot", plot), ("force", force)):
         if given and out is None:
             raise InputError(flag, f"--{flag} without --out", "--out DIR beside it")

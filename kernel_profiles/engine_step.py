@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.moe_latency import interpolate
@@ -54,6 +53,8 @@ class EngineStepLatency:
         InputError
             Another kind of table, or one that does not tell f from g.
         """
+        from scipy.optimize import nnls  # takes long to import
+
         if table.metadata.kind != "engine_step":
             raise InputError("table", f"kind {table.metadata.kind!r}", "engine_step")
         columns = table.columns

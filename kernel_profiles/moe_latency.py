@@ -31,7 +31,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables import LatencyTable
@@ -385,6 +384,8 @@ def _linear(
     batch: FloatArray, distinct: FloatArray, latency: FloatArray, n_experts: int, top_k: float
 ) -> MoELatency:
     """Least squares of relative errors on a + b * distinct + c * batch, all coefficients >= 0."""
+    from scipy.optimize import nnls  # takes long to import
+
     decode = batch <= _DECODE_TOKENS
 
     def solve(rows: NDArray[np.bool_]) -> MoELatency:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import njit
-
+from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.step_time import StepCost
 
 
@@ -29,14 +28,14 @@ class StepParts(NamedTuple):
     host: float  #: engine time that no kernel hides
 
 
-@njit(cache=True)
+@njit()
 def total_s(parts: StepParts) -> float:
     """Return the seconds of a step."""
     fixed = parts.dense + parts.collectives + parts.host + parts.head
     return float(fixed + parts.moe + parts.attention)
 
 
-@njit(cache=True)
+@njit()
 def moe_layers_s(layer_s: Any, activated: Any) -> float:
     """Return the time of MoE layers with so many activated experts on the busiest rank each, s.
 
@@ -59,7 +58,7 @@ def moe_layers_s(layer_s: Any, activated: Any) -> float:
     return total
 
 
-@njit(cache=True)
+@njit()
 def decode_attention_s(cost: StepCost, batch: int, context: float) -> float:
     """Return the attention time, s, of ``batch`` tokens at the mean context ``context / batch``."""
     knots = cost.attention_s[batch]
@@ -68,7 +67,7 @@ def decode_attention_s(cost: StepCost, batch: int, context: float) -> float:
     return float(knots[i] + (knots[i + 1] - knots[i]) * (x - i))
 
 
-@njit(cache=True)
+@njit()
 def chunk_attention_s(cost: StepCost, first: Any, count: Any, n_chunks: int) -> float:
     """Return the attention time, s, of chunks ``first[:n_chunks], count[:n_chunks]`` of contexts.
 
@@ -87,7 +86,7 @@ def chunk_attention_s(cost: StepCost, first: Any, count: Any, n_chunks: int) -> 
     return float(max(together, longest))
 
 
-@njit(cache=True)
+@njit()
 def step_parts(
     cost: StepCost,
     batch: int,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.signature import Floats, Ints, unit_rows
@@ -104,6 +103,8 @@ def assign_balanced(points: Floats, centroids: Floats) -> tuple[Ints, float]:
     labels, cost
         Shape [n]: the centroid of each point; and the total distance.
     """
+    from scipy.optimize import linear_sum_assignment  # takes long to import
+
     capacity = -(-len(points) // len(centroids))
     distance = _distance(points, centroids)
     _, place = linear_sum_assignment(np.repeat(distance, capacity, axis=1))

@@ -24,10 +24,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.step_cost import step_parts, total_s
 from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies.activation import fit_activation
@@ -77,7 +77,10 @@ class _Greedy:
             unions.growth(activation),
         )
         costs = np.round(growths, 12)
-        worker = (int(np.roll(costs, -self._next).argmin()) + self._next) % len(costs)
+        behind = costs[self._next :]
+        worker = self._next + int(behind.argmin())
+        if self._next > 0 and costs[: self._next].min() < behind.min():
+            worker = int(costs[: self._next].argmin())
         self._next = (worker + 1) % len(costs)
         self._unions.add(worker, log)
         self._prompt_tokens[worker] += request.prompt_len
@@ -178,7 +181,7 @@ def _usage(activation: Floats) -> _Usage:
     return rounded, log_idle(rounded)
 
 
-@njit(cache=True)
+@njit()
 def expected_step_s(step_times: StepCost, load: int, context: int, distinct: Any) -> float:
     """Return the expected time of a worker's decode step, s.
 
@@ -217,7 +220,7 @@ def expected_step_s(step_times: StepCost, load: int, context: int, distinct: Any
     return float(total_s(parts) * max(1.0, load / places))
 
 
-@njit(cache=True)
+@njit()
 def growth_of_cost(
     step_times: StepCost, loads: Any, context: Any, prompt_len: int, distinct: Any, added: Any
 ) -> Any:

@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from eldr_sim.jit import njit
 from eldr_sim.policies.signature import Floats
 
 _PROBABILITY_GRID = float(1 << 12)
@@ -53,11 +53,13 @@ class ExpertUnions:
 
     def add(self, worker: int, log_idle: NDArray[np.float32]) -> None:
         """Add a request, given by :func:`log_idle`, to a worker."""
-        _refresh(self._log_idle, log_idle, 1.0, self.idle, self.distinct, worker)
+        self._log_idle[worker] += log_idle
+        self._refresh(worker)
 
     def remove(self, worker: int, log_idle: NDArray[np.float32]) -> None:
         """Take a request that was added from its worker."""
-        _refresh(self._log_idle, log_idle, -1.0, self.idle, self.distinct, worker)
+        self._log_idle[worker] -= log_idle
+        self._refresh(worker)
 
     def growth(self, activation: Floats) -> Floats:
         """Return the distinct experts, shape [K, L], that a request would add to each worker.
@@ -67,6 +69,11 @@ class ExpertUnions:
         added = np.empty_like(self.distinct)
         _growth(self.idle, activation, added)
         return added
+
+    def _refresh(self, worker: int) -> None:
+        # numpy's exp runs in vector registers, a compiled loop's does not
+        np.exp(self._log_idle[worker], out=self.idle[worker])
+        _round_up(self.idle, self.distinct, worker)
 
 
 def log_idle(activation: Floats) -> NDArray[np.float32]:
@@ -78,7 +85,7 @@ def log_idle(activation: Floats) -> NDArray[np.float32]:
 
 
 # Reassociation lets the sum run in vector registers; on this grid the order changes no bit.
-@njit(cache=True, fastmath={"reassoc"})
+@njit(fastmath={"reassoc"})
 def _growth(idle: Any, activation: Any, added: Any) -> None:
     for w in range(idle.shape[0]):
         for layer in range(idle.shape[1]):
@@ -88,15 +95,13 @@ def _growth(idle: Any, activation: Any, added: Any) -> None:
             added[w, layer] = total
 
 
-@njit(cache=True)
-def _refresh(
-    log_idle: Any, change: Any, sign: float, idle: Any, distinct: Any, worker: int
-) -> None:
+@njit(fastmath={"reassoc"})
+def _round_up(idle: Any, distinct: Any, worker: int) -> None:
+    """Put probabilities on the grid, and sum up their complements."""
     for layer in range(idle.shape[1]):
         total = 0.0
         for e in range(idle.shape[2]):
-            log_idle[worker, layer, e] += sign * change[layer, e]
-            share = np.rint(np.exp(log_idle[worker, layer, e]) * _LOG_GRID) / _LOG_GRID
+            share = np.rint(idle[worker, layer, e] * _LOG_GRID) * (1.0 / _LOG_GRID)
             idle[worker, layer, e] = share
             total += 1.0 - share
         distinct[worker, layer] = total

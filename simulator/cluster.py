@@ -24,6 +24,7 @@ from eldr_sim.policies.base import (
 from eldr_sim.policies.shortlist import Shortlist, ShortlistPolicy
 from eldr_sim.simulator import loop, state
 from eldr_sim.simulator.clock import Clock
+from eldr_sim.simulator.compiled import Callback
 from eldr_sim.simulator.engine import Engines, Scratch
 from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.simulator.kv_cache import make_kv_cache
@@ -177,6 +178,7 @@ class Cluster:
         )
         self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
         self._heard = 0
+        self._failure: BaseException | None = None
         self.log = np.zeros(1 << 14, state.STEP)
         self.gaps = np.zeros(1 << 12, state.GAP)
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
@@ -194,7 +196,6 @@ class Cluster:
         pools = _pools(spec, self.workload, prompts is not None)
         pool_of = np.repeat([0, 1], [spec.n_prefill, spec.n_decode])
         clock = np.zeros(1, state.CLOCK)
-        clock["answer"] = -1
         clock["open_measured"] = int(self.requests["measured"].sum())
         # At most one event a worker and kind, and what a request and its transfer schedule.
         events = np.zeros(6 * n_requests + 4 * n_workers + 64, state.EVENT)
@@ -268,19 +269,17 @@ class Cluster:
     def advance(self, until: float) -> int:
         """Let happen what happens before ``until`` seconds; returns why the loop stopped.
 
-        One of `loop.ENDED`, `loop.UNTIL` and `loop.PAUSED`; routers' decisions are made on the way.
+        One of `loop.ENDED`, `loop.UNTIL` and `loop.PAUSED`.
         """
-        clock = self.arrays.clock
+        decide, self._failure = Callback(self._decide), None
         while True:
-            why: int = loop.advance(self.arrays, self.log, self.gaps, until, _EVENTS_A_CALL)
-            if why == loop.FULL:
-                self.log, self.gaps = _grown(self.log), _grown(self.gaps)
-            elif why == loop.ASK_PREFILL:
-                self._decide(0, int(clock["asked"][0]))
-            elif why == loop.ASK_DECODE:
-                self._decide(1, int(clock["asked"][0]))
-            else:
+            why: int = loop.advance(self.arrays, self.log, self.gaps, until, _EVENTS_A_CALL, decide)
+            if why == loop.FAILED:
+                assert self._failure is not None
+                raise self._failure
+            if why != loop.FULL:
                 return why
+            self.log, self.gaps = _grown(self.log), _grown(self.gaps)
 
     def _record(self, end_s: float) -> RunRecord:
         clock = self.arrays.clock[0]
@@ -298,7 +297,15 @@ class Cluster:
 
     # --- decisions ---
 
-    def _decide(self, pool: int, request: int) -> None:
+    def _decide(self, pool: int, request: int) -> int:
+        """Return what a router decides, for the compiled loop; see `loop.advance`."""
+        try:
+            return self._ask(pool, request)
+        except BaseException as error:  # it cannot pass through compiled code
+            self._failure = error
+            return int(loop.FAIL)
+
+    def _ask(self, pool: int, request: int) -> int:
         """Ask a router for a worker, or for the shortlist of requests like this one."""
         router, signature, number = self.routers[pool], None, None
         if self._listener is not None:
@@ -318,15 +325,17 @@ class Cluster:
             signature_id=number,
         )
         if router.shortlisting:
-            router.learn(request, router.policy.shortlist(info))
-            self.arrays = self.arrays._replace(
-                routers=(self.routers[0].arrays, self.routers[1].arrays)
+            if router.learn(request, router.policy.shortlist(info)):
+                return int(loop.LOOK)
+            arrays = self.routers[0].arrays, self.routers[1].arrays
+            self.arrays = self.arrays._replace(routers=arrays)
+            return int(loop.RETURN)
+        worker = int(router.policy.select(info, router.arrays.loads))
+        if not 0 <= worker < len(router.arrays.loads):
+            raise ValueError(
+                f"policy {router.policy.name!r} chose worker {worker} of {len(router.arrays.loads)}"
             )
-        else:
-            worker = router.policy.select(info, router.arrays.loads)
-            if not 0 <= worker < len(router.arrays.loads):
-                raise ValueError(f"policy {router.policy.name!r} chose worker {worker}")
-            self.arrays.clock["answer"] = worker
+        return worker
 
     def _signature_rows(self, request: int) -> Ranges:
         """Return the trace rows that a prompt's signature is the sum of.
@@ -380,18 +389,20 @@ class _Router:
             turn=np.zeros(4, np.int32),
         )
 
-    def learn(self, request: int, rule: Shortlist) -> None:
-        """Note the shortlist of a request's class."""
+    def learn(self, request: int, rule: Shortlist) -> bool:
+        """Note the shortlist of a request's class; return whether the arrays are the same."""
+        known = self.arrays
         number = self._number(rule)
         arrays = self.arrays
         if arrays.class_of[request] >= 0:
             arrays.list_of[arrays.class_of[request]] = number
-            return
+            return self.arrays is known
         if number not in self._class_of_list:
             self._class_of_list[number] = len(arrays.list_of)
             grown = np.append(arrays.list_of, np.int32(number))
             self.arrays = arrays = arrays._replace(list_of=grown)
         arrays.class_of[request] = self._class_of_list[number]
+        return self.arrays is known
 
     def _number(self, rule: Shortlist) -> int:
         """Return the number of a shortlist; those that remember nothing are equal by contents."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from scipy.special import stdtrit
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import RunConfig
@@ -75,6 +74,8 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
 
     Student's t with n - 1 degrees of freedom; the ends are NaN for one value.
     """
+    from scipy.special import stdtrit  # takes long to import
+
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
         return mean, math.nan, math.nan

@@ -1,13 +1,36 @@
-"""The decorator of functions that only compiled code calls.
-
-Compiling takes time on a new machine, and much of it goes into what such functions do not need: a
-wrapper that Python could call, and counting references to arrays that their caller holds.
-"""
+"""Compiled functions that only compiled code calls, and calls from there back to Python."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from functools import partial
 
-from numba import njit
+from numba import types
 
-compiled = partial(njit, cache=True, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+from eldr_sim.jit import njit
+
+#: The decorator of functions that only compiled code calls. Compiling takes time on a new machine,
+#: and much of it goes into what such functions do not need: a wrapper that Python could call, and
+#: counting references to arrays that their caller holds.
+compiled = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+class Callback(types.WrapperAddressProtocol):  # type: ignore[misc]
+    """A Python function of two integers that returns one, as an argument of compiled functions.
+
+    A call takes a microsecond; to return to Python and enter a compiled function again, with all
+    the arrays of a run, takes fifty. What the function raises is lost: it must not.
+    """
+
+    def __init__(self, function: Callable[[int, int], int]) -> None:
+        integer = ctypes.c_int64
+        self._function = ctypes.CFUNCTYPE(integer, integer, integer)(function)
+
+    def __wrapper_address__(self) -> int:
+        """Return where the function is."""
+        return ctypes.cast(self._function, ctypes.c_void_p).value or 0
+
+    def signature(self) -> object:
+        """Return its type."""
+        return types.int64(types.int64, types.int64)

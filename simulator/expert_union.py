@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from eldr_sim.jit import njit
 from eldr_sim.simulator.compiled import compiled
 
 
@@ -43,7 +44,7 @@ class PromptRows(NamedTuple):
     scratch: NDArray[np.uint64]  #: ``[trace layers * words]``
 
 
-@njit(cache=True, _nrt=False)
+@njit(_nrt=False)
 def union_rows(bits: Any, rows: Any, n: int, union: Any) -> None:
     """OR the rows ``rows[:n]`` of ``bits`` into ``union``; eight a pass to spare the stores."""
     width = bits.shape[1]
@@ -63,7 +64,7 @@ def union_rows(bits: Any, rows: Any, n: int, union: Any) -> None:
         i += 1
 
 
-@njit(cache=True, _nrt=False)
+@njit(_nrt=False)
 def add_prompt(
     prompts: PromptRows, request: int, own_trace_request: int, start: int, stop: int, union: Any
 ) -> None:
@@ -107,7 +108,7 @@ def _add_rows(prompts: PromptRows, source: int, start: int, n: int, union: Any) 
             union[tile * have + k] |= whole[k]
 
 
-@njit(cache=True, _nrt=False)
+@njit(_nrt=False)
 def count_experts(union: Any, masks: Any, activated: Any) -> tuple[int, int]:
     """Count the activated experts of each layer on its busiest rank, into ``activated``.
 

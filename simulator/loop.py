@@ -19,8 +19,7 @@ The life of a request, top to bottom::
 A co-located worker is picked at the arrival and keeps the request to its end.
 
 A router whose rule is a :class:`~eldr_sim.policies.shortlist.Shortlist` is asked once for each
-class of requests that it treats alike and then applied here; any other is asked each time, and
-the loop returns to Python for that.
+class of requests that it treats alike and then applied here; any other is asked each time.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from eldr_sim.jit import njit
 from eldr_sim.simulator import network
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.engine import (
@@ -58,9 +57,12 @@ from eldr_sim.simulator.state import (
     TRANSFER_START,
 )
 
-#: Why `advance` returned: nothing is left before ``until``, a router has to decide, the log is
-#: full, enough has happened for now, or all measured requests have ended.
-UNTIL, ASK_PREFILL, ASK_DECODE, FULL, PAUSED, ENDED = map(np.int64, range(6))
+#: Why `advance` returned: nothing is left before ``until``, all measured requests have ended,
+#: enough has happened for now, the log is full, or a router has failed.
+UNTIL, ENDED, PAUSED, FULL, FAILED = map(np.int64, range(5))
+#: What a router answers besides a worker's number: look at its shortlists again; the same, but
+#: their arrays are others now, so return; it has failed, so return.
+LOOK, RETURN, FAIL = np.int64(-1), np.int64(-2), np.int64(-3)
 _PREFILL_POOL, _DECODE_POOL = np.int64(0), np.int64(1)
 _PENDING_DISPATCH = np.int64(2)  # beside those of the engine: the decode router decides now
 
@@ -95,16 +97,21 @@ class Run(NamedTuple):
 
 
 @compiled()
-def pick(clock: Any, router: Router, request: int) -> int:
-    """Return the worker that a router chooses, -1 if it has to be asked."""
-    if clock[0].answer >= 0:
-        worker = clock[0].answer
-        clock[0].answer = -1
-        return int(worker)
-    kind = router.class_of[request]
-    rule = router.list_of[kind] if kind >= 0 else -1
-    if rule < 0:
-        return -1
+def _choose(router: Router, decide: Any, pool: int, request: int) -> int:
+    """Return the worker that a router chooses, RETURN or FAIL."""
+    while True:
+        kind = router.class_of[request]
+        rule = router.list_of[kind] if kind >= 0 else np.int32(-1)
+        if rule >= 0:
+            return _pick(router, rule)
+        answer = decide(pool, request)
+        if answer != LOOK:
+            return int(answer)
+
+
+@compiled()
+def _pick(router: Router, rule: int) -> int:
+    """Return the worker that a shortlist chooses, as `Shortlist.pick` does."""
     size = router.size[rule]
     best, place = -1, router.turn[rule]
     if not router.by_load[rule]:
@@ -172,10 +179,12 @@ def _report(
 
 
 @compiled()
-def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any) -> int:
-    """Do what the last event asks for: sends, hand-overs, ends; returns ASK_... or 0.
+def drain(
+    clock: Any, events: Any, engines: Engines, routers: Any, reported: Any, decide: Any
+) -> int:
+    """Do what the last event asks for: sends, hand-overs, ends.
 
-    Called again with an answer it goes on where a router was asked.
+    Returns 0, or what a router answered instead of a worker; called again it goes on there.
     """
     settings, pools, requests = engines.settings[0], engines.pools, engines.requests
     limit = settings.max_concurrency
@@ -188,11 +197,10 @@ def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any
                 clock[0].sent += 1
                 _end(clock, engines, request, reason)
                 continue
-            pool = 0 if pools[0].n_workers > 0 else 1
-            worker = pick(clock, routers[pool], request)
+            pool = _PREFILL_POOL if pools[0].n_workers > 0 else _DECODE_POOL
+            worker = _choose(routers[pool], decide, pool, request)
             if worker < 0:
-                clock[0].asked = request
-                return ASK_PREFILL if pool == 0 else ASK_DECODE
+                return worker
             clock[0].sent += 1
             clock[0].in_flight += 1
             routers[pool].loads[worker] += 1
@@ -219,10 +227,9 @@ def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any
                 continue
             schedule(clock, events, clock[0].now + delay, DISPATCH, request)
         else:
-            worker = pick(clock, routers[1], request)
+            worker = _choose(routers[1], decide, _DECODE_POOL, request)
             if worker < 0:
-                clock[0].asked = request
-                return ASK_DECODE
+                return worker
             routers[1].loads[worker] += 1
             requests[request].decode_worker = worker
             take(clock, events, engines, pools[1].first_worker + worker, request)
@@ -264,31 +271,34 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
         take(clock, events, engines, w, request)
 
 
-@njit(cache=True, _nrt=False)
-def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int) -> int:
-    """Let happen what happens before ``until`` seconds, up to a router's decision.
+@njit(_nrt=False)
+def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int, decide: Any) -> int:
+    """Let happen what happens before ``until`` seconds.
 
     Parameters
     ----------
     run
-        The run; ``clock.answer`` holds the decision if the last call asked for one.
+        The run.
     log, gaps
         ``STEP [capacity]`` and ``GAP [capacity]``.
     until
         Time limit, s.
     n_events
         Return PAUSED after so many events, that the caller may look around.
+    decide
+        Function of a pool and a request: the worker that the pool's router chooses, or LOOK, RETURN
+        or FAIL.
 
     Returns
     -------
     int
-        Why it returned. After FULL grow ``log`` and ``gaps`` and call again.
+        Why it returned: UNTIL, ENDED, PAUSED, FULL or FAILED. After FULL grow ``log`` and ``gaps``.
     """
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
     requests, workers = engines.requests, engines.workers
-    asked = drain(clock, events, engines, routers, run.reported)
-    if asked:
-        return asked
+    answer = drain(clock, events, engines, routers, run.reported, decide)
+    if answer:
+        return PAUSED if answer == RETURN else FAILED
     while clock[0].open_measured > 0 and clock[0].n_events > 0 and events[0].time < until:
         if clock[0].n_steps == log.shape[0] or (
             clock[0].n_gaps + engines.sequences.shape[1] > gaps.shape[0]
@@ -325,7 +335,7 @@ def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int) -> int:
             _start_transfer(clock, events, engines, run.net, subject)
         elif kind == TRANSFER_END and subject == clock[0].timer:
             _end_transfers(clock, events, engines, run.net)
-        asked = drain(clock, events, engines, routers, run.reported)
-        if asked:
-            return asked
+        answer = drain(clock, events, engines, routers, run.reported, decide)
+        if answer:
+            return PAUSED if answer == RETURN else FAILED
     return UNTIL if clock[0].open_measured > 0 else ENDED

@@ -60,7 +60,10 @@ def begin(
 
 @compiled()
 def end(clock: Any, events: Any, net: Any, out_rate: float, in_rate: float) -> int:
-    """Take the transfers out whose bytes have flowed; their requests are ``net.done[:returned]``."""
+    """Take the transfers out whose bytes have flowed; returns how many.
+
+    Their requests are in ``net.done``.
+    """
     _progress(clock, net)
     # What flows in a nanosecond, or in the clock's own resolution, is rounding and not data.
     _, exponent = math.frexp(clock[0].now)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.simulator.expert_union import PromptRows, popcount
 from eldr_sim.traces.format import RoutingTrace
@@ -181,7 +181,7 @@ def _lay_out(
     return Replay(bits, first_row, length)
 
 
-@njit(cache=True)
+@njit()
 def _tile(flat: Any, source: Any, target: Any, length: Any, out: Any) -> None:
     """Copy each window, tile by tile, rotated by ``tile / tiles`` of its length."""
     have, need = flat.shape[1], out.shape[1]
@@ -197,7 +197,7 @@ def _tile(flat: Any, source: Any, target: Any, length: Any, out: Any) -> None:
                     out[target[q] + p, t * have + k] = flat[row, k]
 
 
-@njit(cache=True)
+@njit()
 def _count(bits: Any, first: int, span: int, offset: int, steps: int, out: Any) -> None:
     """Count in how many of ``steps`` rows, from ``offset`` round the window, each bit is set."""
     whole, rest = steps // span, steps % span

@@ -210,8 +210,6 @@ CLOCK = np.dtype(
         ("pending_head", np.int64),  # what the last event asks for, not yet done
         ("pending_tail", np.int64),
         ("n_reported", np.int64),  # completions that the decode router has heard of
-        ("asked", np.int64),  # request that waits for a router's decision
-        ("answer", np.int64),  # the decision; -1: none
     ]
 )
 

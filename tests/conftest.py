@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import settings
+
+# The suite has a cache of its own, which lasts: kernels are compiled where it is first imported.
+os.environ["ELDR_SIM_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "eldr-sim")
+os.environ.pop("ELDR_SIM_CACHE_SIZE", None)
 
 from eldr_sim.cli.main import main
 from eldr_sim.kernel_profiles import tables

@@ -1,10 +1,15 @@
 """Bit sets: packing against Python sets, and a cache that is never trusted blindly."""
 
+import struct
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldr_sim import cache
+from eldr_sim.errors import EldrSimWarning
 from eldr_sim.traces import bitsets
 from eldr_sim.traces.bitsets import bit_sets, pack_bits
 from eldr_sim.traces.writer import write_trace
@@ -45,13 +50,11 @@ def test_pack_across_chunks(monkeypatch):
     np.testing.assert_array_equal(pack_bits(experts, 128), whole)
 
 
-@pytest.fixture
-def trace(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rng = np.random.default_rng(3)
+def make_trace(folder, seed=3):
+    rng = np.random.default_rng(seed)
     experts = np.argsort(rng.random((12, 2, 100)), axis=-1)[..., :4]
     return write_trace(
-        tmp_path / "t",
+        folder,
         experts=experts,
         request_id=["a"],
         domain=["x"],
@@ -68,78 +71,109 @@ def trace(tmp_path, monkeypatch):
     )
 
 
-def cache_beside(trace):
-    return trace.path / f"bitsets-{trace.manifest.checksum[:12]}.npy"
+@pytest.fixture
+def trace(tmp_path, monkeypatch):
+    monkeypatch.setenv("ELDR_SIM_CACHE", str(tmp_path / "cache"))
+    return make_trace(tmp_path / "t")
 
 
-def test_cache_is_made_beside_the_trace_and_used(trace, monkeypatch):
+def cached(trace):
+    name = f"{trace.manifest.checksum[:16]}-top{trace.top_k}-v1.bits"
+    return cache.folder() / "bitsets" / name
+
+
+def test_bit_sets_are_kept_in_the_cache_folder_and_used(trace):
+    before = sorted(trace.path.iterdir())
     want = pack_bits(trace.experts, 100)
     np.testing.assert_array_equal(bit_sets(trace), want)
-    made = cache_beside(trace)
-    stamp = made.stat().st_mtime_ns
+    assert [*cache.folder().rglob("*.*")] == [cached(trace)]
+    assert sorted(trace.path.iterdir()) == before
+    made = cached(trace).stat().st_ino
     again = bit_sets(trace)
     assert isinstance(again, np.memmap)
     assert not again.flags.writeable
-    assert made.stat().st_mtime_ns == stamp
+    assert again.ctypes.data % again.itemsize == 0
+    assert cached(trace).stat().st_ino == made
     np.testing.assert_array_equal(again, want)
-    assert [p for p in trace.path.iterdir() if p.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "shape", "dtype", "other trace"])
-def test_damaged_cache_is_rebuilt(trace, damage):
-    want = pack_bits(trace.experts, 100)
-    made = cache_beside(trace)
-    if damage == "truncated":
-        bit_sets(trace)
-        made.write_bytes(made.read_bytes()[:-8])
-    elif damage == "garbage":
-        made.write_bytes(b"garbage")
-    elif damage == "shape":
-        np.save(made, want[:-1])
-    elif damage == "dtype":
-        np.save(made, want.astype(np.int64))
-    else:
-        np.save(made, want ^ np.uint64(1))
+def test_file_in_the_cache_is_mapped_and_not_made(trace, monkeypatch):
+    want = np.array(bit_sets(trace))
+    monkeypatch.setattr(bitsets, "pack_bits", None)
     np.testing.assert_array_equal(bit_sets(trace), want)
-    np.testing.assert_array_equal(np.load(made), want)
 
 
-def refuse_beside(trace, monkeypatch, everywhere=False):
-    """Make writing fail as in a read-only place; file modes do not stop the superuser."""
-    save = bitsets._save
-
-    def guarded(path, bits):
-        if everywhere or path.parent == trace.path:
-            raise PermissionError(path)
-        save(path, bits)
-
-    monkeypatch.setattr(bitsets, "_save", guarded)
+def other_expert(data):
+    """Swap an expert of the first set for one that it has not."""
+    words = np.frombuffer(data, np.uint64).copy()
+    word = int(words[0])
+    new = next(bit for bit in range(64) if not word >> bit & 1)
+    words[0] = (word & (word - 1)) | 1 << new
+    return words.tobytes()
 
 
-def test_read_only_trace_uses_the_cache_folder(trace, tmp_path, monkeypatch):
-    refuse_beside(trace, monkeypatch)
-    bits = bit_sets(trace)
-    assert not cache_beside(trace).exists()
-    assert (tmp_path / "cache" / "eldr-sim" / cache_beside(trace).name).is_file()
-    assert isinstance(bits, np.memmap)
+def resized(trace, data):
+    """The same bytes as sets of one layer of twice as many words."""
+    checksum = trace.manifest.checksum.encode()
+    header = struct.pack("<8sII64s3Q", b"eldrbits", 1, 4, checksum, 12, 1, 4)
+    return header + data[len(header) :]
+
+
+FORGERIES = {
+    "empty": lambda trace, data: b"",
+    "garbage": lambda trace, data: b"garbage",
+    "truncated": lambda trace, data: data[:-8],
+    "truncated in the header": lambda trace, data: data[:100],
+    "longer": lambda trace, data: data + bytes(8),
+    "without header": lambda trace, data: data[128:],
+    "of another version": lambda trace, data: data[:8] + b"\x02" + data[9:],
+    "of another top-k": lambda trace, data: data[:12] + b"\x05" + data[13:],
+    "of another shape": resized,
+    "zeros": lambda trace, data: data[:128] + bytes(len(data) - 128),
+    # Right shape, and four experts in each set:
+    "tokens in another order": lambda trace, data: data[:128] + data[-32:] + data[128:-32],
+    "one other expert": lambda trace, data: data[:128] + other_expert(data[128:]),
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+def test_forged_file_is_built_anew(trace, forge):
+    want = np.array(bit_sets(trace))
+    data = cached(trace).read_bytes()
+    forged = forge(trace, data)
+    assert forged != data
+    cached(trace).write_bytes(forged)
+    np.testing.assert_array_equal(bit_sets(trace), want)
+    assert cached(trace).read_bytes() == data
+
+
+def test_file_of_another_trace_is_built_anew(trace, tmp_path):
+    other = make_trace(tmp_path / "other", seed=4)
+    bit_sets(other)
+    cached(other).rename(cached(trace))
     np.testing.assert_array_equal(bit_sets(trace), pack_bits(trace.experts, 100))
 
 
-def test_without_any_writable_place_they_stay_in_memory(trace, tmp_path, monkeypatch):
-    refuse_beside(trace, monkeypatch, everywhere=True)
-    bits = bit_sets(trace)
-    assert not isinstance(bits, np.memmap)
-    assert not bits.flags.writeable
-    np.testing.assert_array_equal(bits, pack_bits(trace.experts, 100))
-    assert not (tmp_path / "cache").exists()
+def test_other_formats_are_left_alone(trace):
+    want = pack_bits(trace.experts, 100)
+    old = cached(trace).with_name(cached(trace).name.replace("v1", "v0"))
+    old.parent.mkdir(parents=True)
+    old.write_bytes(b"what version 0 was")
+    np.save(trace.path / f"bitsets-{trace.manifest.checksum[:12]}.npy", want ^ np.uint64(1))
+    np.testing.assert_array_equal(bit_sets(trace), want)
+    assert old.read_bytes() == b"what version 0 was"
 
 
-def test_failed_write_leaves_no_file(trace, tmp_path, monkeypatch):
-    def full_disk(*_args):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(bitsets.np, "save", full_disk)
-    before = sorted(trace.path.iterdir())
-    bit_sets(trace)
-    assert sorted(trace.path.iterdir()) == before
-    assert list((tmp_path / "cache" / "eldr-sim").iterdir()) == []
+def test_where_nothing_can_be_written_they_stay_in_memory(trace, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()  # modes do not stop the superuser
+    monkeypatch.setenv("ELDR_SIM_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(cache, "_warned", False)
+    want = pack_bits(trace.experts, 100)
+    with pytest.warns(EldrSimWarning, match=r"nothing can be kept .*Not a directory"):
+        first = bit_sets(trace)
+    with warnings.catch_warnings(action="error"):  # once is enough
+        again = bit_sets(trace)
+    for bits in (first, again):
+        assert not isinstance(bits, np.memmap)
+        assert not bits.flags.writeable
+        np.testing.assert_array_equal(bits, want)

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -557,7 +558,12 @@ def test_same_input_same_bytes(report_folders, tmp_path):
         [*command, "--out", str(there)],
         check=True,
         capture_output=True,
-        env={"PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo", "LC_ALL": "C"},
+        env={
+            "PYTHONHASHSEED": "7",
+            "TZ": "Asia/Tokyo",
+            "LC_ALL": "C",
+            "ELDR_SIM_CACHE": os.environ["ELDR_SIM_CACHE"],
+        },
     )
     assert here.read_bytes() == there.read_bytes()
 

@@ -372,7 +372,7 @@ def test_infinite_rates_come_back_as_numbers(tmp_path):
 
 def test_start_of_the_command_stays_light():
     code = (
-        "import sys; import eldr_sim.cli.main; "
+        "import sys; import eldr_sim.cli.sweep; "
         "sys.exit(any(name in sys.modules for name in ('scipy.stats', 'ray')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)

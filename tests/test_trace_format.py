@@ -365,10 +365,7 @@ def test_embedded_trace():
     assert trace.is_calibration[scored].all()
     assert np.bincount(trace.domain[scored]).tolist() == [32] * 8
     # What a wheel carries: 20.2 MB of experts, 2.6 MB of gate scores.
-    assert (
-        sum(p.stat().st_size for p in trace.path.iterdir() if not p.name.startswith("bitsets-"))
-        < 25e6
-    )
+    assert sum(p.stat().st_size for p in trace.path.iterdir()) < 25e6
 
 
 def test_embedded_trace_is_packaged():

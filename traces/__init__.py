@@ -14,7 +14,7 @@ writer
 gate_scores
     `GateScores`: an optional part of a trace, the gate's scores summed over prompts.
 bitsets
-    Expert ids as bit sets for the hot loop, built once and cached beside the trace.
+    Expert ids as bit sets for the hot loop, built once and kept in the user's cache folder.
 domains
     Domain mixes of the named workloads ``task`` and ``language``, with their sources.
 workload

@@ -6,17 +6,18 @@ of a batch in a layer are the population count of the OR of its tokens' words.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
+import struct
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from eldr_sim import cache
 from eldr_sim.errors import InputError
+from eldr_sim.jit import njit
 
 if TYPE_CHECKING:
     from eldr_sim.traces.format import RoutingTrace
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["bit_sets", "check_ids", "count_rows", "pack_bits"]
 
 _CHUNK_ROWS = 1 << 13
-_SPOT_ROWS = 256
+FORMAT_VERSION = 1
+"""Of the files in the cache."""
+#: Whose bit sets a file holds: what it is, version, experts a token, the trace's checksum, shape.
+_OWNER = struct.Struct("<8sII64s3Q")
+_CRC = struct.Struct("<I")
+_HEADER_BYTES = 128
 
 
 def pack_bits(experts: NDArray[Any], n_experts: int, where: str = "experts") -> NDArray[np.uint64]:
@@ -80,7 +86,7 @@ def _pack_chunk(
     raise InputError(where, f"expert {twice} twice {place}", "distinct experts")
 
 
-@njit(cache=True)
+@njit()
 def _pack(ids: Any, n_experts: int, bits: Any) -> Any:
     """Set the bits of ``ids``; return the first ``row * layers + layer`` that is bad, else -1."""
     tokens, layers, top_k = ids.shape
@@ -122,62 +128,46 @@ def count_rows(bits: NDArray[np.uint64], n_experts: int) -> NDArray[np.uint32]:
 
 
 def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
-    """Return a trace's bit sets, memory-mapped from a cache that is built on first use.
+    """Return a trace's bit sets, memory-mapped from `eldr_sim.cache`, where they are built once.
 
-    The cache is ``bitsets-<first 12 digits of the checksum>.npy`` beside the trace (``-top4``
-    after the checksum if only 4 experts a token are taken); where that cannot be written, in
-    ``$XDG_CACHE_HOME/eldr-sim`` or ``~/.cache/eldr-sim``; and where neither can, the bit sets stay
-    in memory. A cache that does not fit the trace is rebuilt.
+    A file there is ``bitsets/<first 16 digits of the trace's checksum>-top<k>-v<version>.bits``:
+    128 bytes of header, then the sets as they lie in memory. The header says whose sets they are
+    (`_OWNER`) and has a CRC-32 of them, which is verified whenever the file is opened; a file that
+    is not right in every bit is built anew. Where nothing can be kept the sets stay in memory.
 
     Returns
     -------
     bits
         uint64 ``[n_tokens, n_layers, ceil(n_experts / 64)]``, read-only.
     """
-    part = "" if trace.top_k == trace.manifest.top_k else f"-top{trace.top_k}"
-    name = f"bitsets-{trace.manifest.checksum[:12]}{part}.npy"
-    places = [trace.path]
-    with contextlib.suppress(RuntimeError):  # no home folder
-        cache = os.environ.get("XDG_CACHE_HOME")
-        places.append((Path(cache) if cache else Path.home() / ".cache") / "eldr-sim")
-    for place in places:
-        bits = _load(place / name, trace)
-        if bits is not None:
-            return bits
-    bits = pack_bits(trace.experts, trace.n_experts, str(trace.path / trace.manifest.experts_file))
-    for place in places:
-        with contextlib.suppress(OSError):
-            _save(place / name, bits)
-            mapped = _load(place / name, trace)
-            if mapped is not None:
-                return mapped
-    bits.flags.writeable = False
-    return bits
-
-
-def _load(path: Path, trace: RoutingTrace) -> NDArray[np.uint64] | None:
-    """Map a cache; none if it is absent, truncated, or a set has not ``top_k`` experts."""
-    try:
-        bits: NDArray[np.uint64] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
+    checksum, top_k = trace.manifest.checksum, trace.top_k
     shape = (trace.manifest.n_tokens, trace.n_layers, -(-trace.n_experts // 64))
-    if bits.shape != shape or bits.dtype != np.dtype("<u8") or not bits.flags.c_contiguous:
+    owner = _OWNER.pack(b"eldrbits", FORMAT_VERSION, top_k, checksum.encode(), *shape)
+    name = f"{checksum[:16]}-top{top_k}-v{FORMAT_VERSION}.bits"
+    found = _load(cache.find(name), owner, shape)
+    if found is not None:
+        return found
+    bits = pack_bits(trace.experts, trace.n_experts, str(trace.path / trace.manifest.experts_file))
+    bits.flags.writeable = False
+    header = _header(owner, bits)
+    kept = cache.keep(name, lambda file: file.writelines((header, bits.data)))
+    mapped = _load(kept, owner, shape)
+    return bits if mapped is None else mapped
+
+
+def _load(path: Path | None, owner: bytes, shape: tuple[int, ...]) -> NDArray[np.uint64] | None:
+    """Map a file; none if it is absent, not whole, another's, or not what was written."""
+    if path is None:
         return None
-    rows = np.linspace(0, shape[0] - 1, min(shape[0], _SPOT_ROWS)).astype(np.int64)
-    sizes = np.unpackbits(np.asarray(bits[rows]).view(np.uint8), axis=-1).sum(axis=-1)
-    return bits if (sizes == trace.top_k).all() else None
-
-
-def _save(path: Path, bits: NDArray[np.uint64]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
-            np.save(file, bits)
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+        with path.open("rb") as file:
+            header = file.read(_HEADER_BYTES)
+            bits = np.memmap(file, "<u8", "r", _HEADER_BYTES, shape)
+            whole = file.seek(0, os.SEEK_END) == _HEADER_BYTES + bits.nbytes
+    except (OSError, ValueError):  # absent, or shorter than its shape
+        return None
+    return bits if whole and header == _header(owner, bits) else None
+
+
+def _header(owner: bytes, bits: NDArray[np.uint64]) -> bytes:
+    return (owner + _CRC.pack(zlib.crc32(bits.data))).ljust(_HEADER_BYTES, b"\0")

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from eldr_sim.jit import njit
 from eldr_sim.traces.format import RoutingTrace
 
 __all__ = [
@@ -118,7 +118,7 @@ def next_layer_entropy(trace: RoutingTrace) -> list[NextLayer]:
     return found
 
 
-@njit(cache=True)
+@njit()
 def _count_pairs(ids: Any, take: int, joint: Any) -> None:
     """Count the pairs of neighbouring layers' experts among each token's first ``take``."""
     for t in range(ids.shape[0]):

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from scipy.special import ndtri
-
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.compare import mean_interval
 from eldr_sim.simulator.config import ServiceLevel, make_config
@@ -145,6 +143,8 @@ def attainment_interval(
     confidence
         Of both intervals.
     """
+    from scipy.special import ndtri  # takes long to import
+
     by_seed = t_interval(shares, confidence)
     p, z = by_seed.mean, float(ndtri((1 + confidence) / 2))
     shrink = 1.0 + z * z / requests

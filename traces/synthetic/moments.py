@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from eldr_sim.jit import njit
 from eldr_sim.traces.synthetic.model import BLOCK
 
 __all__ = ["LAGS", "Moments", "Requests", "information", "measure"]
@@ -175,7 +175,7 @@ def _self_overlap(
     return np.asarray(total / scale)
 
 
-@njit(cache=True)
+@njit()
 def _count(experts, prompt, counts, shared, joint):  # type: ignore[no-untyped-def]
     """Add up the choices of one request by phase, their repetition, and pairs of layers."""
     tokens, layers, top_k = experts.shape
@@ -194,7 +194,7 @@ def _count(experts, prompt, counts, shared, joint):  # type: ignore[no-untyped-d
                         joint[i, layer, e, experts[t, layer + 1 + i, other]] += 1
 
 
-@njit(cache=True)
+@njit()
 def _count_blocks(experts, counts):  # type: ignore[no-untyped-def]
     """Add up the choices of one request block by block."""
     tokens, layers, top_k = experts.shape

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_sim.jit import njit
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.synthetic.model import BLOCK, CLASSES, RoutingModel
 
@@ -114,7 +114,7 @@ def _topic(
     return out
 
 
-@njit(cache=True)
+@njit()
 def _sample_request(rng, topic, popularity, reuse, kinds, persistence, prompt, out):  # type: ignore[no-untyped-def]
     """Fill ``out [tokens, layers, top_k]`` with the experts of one request."""
     tokens, layers, top_k = out.shape
@@ -137,7 +137,7 @@ def _sample_request(rng, topic, popularity, reuse, kinds, persistence, prompt, o
             _choose(rng, weight, cumulative, chosen, out[t, layer])
 
 
-@njit(cache=True)
+@njit()
 def _choose(rng, weight, cumulative, chosen, out):  # type: ignore[no-untyped-def]
     """Draw distinct experts, each in proportion to its weight among those left.
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from scipy.optimize import nnls
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
@@ -312,6 +311,8 @@ def outside_times(
 
 def _delay(lengths: np.ndarray[Any, Any], seconds: Sequence[float]) -> Delay:
     """Fit a line to the medians by prompt length, no term negative."""
+    from scipy.optimize import nnls  # takes long to import
+
     known = np.unique(lengths)
     medians = np.array([np.median(np.array(seconds)[lengths == n]) for n in known])
     (base, slope), _ = nnls(np.stack([np.ones(len(known)), known], axis=1), medians)

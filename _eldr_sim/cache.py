@@ -1,0 +1,245 @@
+"""The user's cache folder: what takes long to make and can be made again.
+
+``ELDR_SIM_CACHE`` names it; otherwise it is the platform's place for such things, such as
+``~/.cache/eldr-sim``. It holds
+
+``bitsets/``
+    Routing traces as bit sets, ``*.bits`` (`eldr_sim.traces.bitsets`). When these are more than
+    ``ELDR_SIM_CACHE_SIZE`` bytes (2 GiB by default), those used longest ago go.
+``numba/<version of eldr-sim>-<stamp of its sources>/``
+    Compiled functions (`eldr_sim.jit`).
+
+Where the folder cannot be written the work goes on without it, after one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from eldr_sim.errors import EldrSimWarning, InputError
+from eldr_sim.outputs import whole_file
+
+__all__ = [
+    "BITSETS",
+    "FOLDER_VARIABLE",
+    "NUMBA",
+    "SIZE_VARIABLE",
+    "CacheFile",
+    "clear",
+    "files",
+    "find",
+    "folder",
+    "keep",
+    "size_limit",
+    "writable_folder",
+]
+
+FOLDER_VARIABLE = "ELDR_SIM_CACHE"
+SIZE_VARIABLE = "ELDR_SIM_CACHE_SIZE"
+BITSETS, NUMBA = "bitsets", "numba"
+
+#: What lies in each part of the folder, finished or left by a killed process. Nothing else is
+#: touched: the variable may name a folder with other things in it.
+_OURS = {
+    BITSETS: ("*.bits", ".*.bits-*"),
+    NUMBA: ("*/*/*.nbi", "*/*/*.nbc", "*/*/*.nb[ic].tmp.*"),
+}
+_DEFAULT_LIMIT = 2 << 30
+_ABANDONED_S = 24 * 3600.0  # nobody is still writing an unfinished file of this age
+
+_warned = False
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """A file of the cache: its part of the folder, its bytes, and when it was last used."""
+
+    path: Path
+    part: str
+    size: int
+    used_s: float
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it is still being written, or its writer was killed."""
+        return self.path.name.startswith(".") or ".tmp." in self.path.name
+
+
+def folder() -> Path | None:
+    """Return the cache folder, which need not exist; None without the variable and a home."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named).absolute()
+    from platformdirs import user_cache_path
+
+    try:
+        found = user_cache_path("eldr-sim", appauthor=False)
+    except RuntimeError:  # no home; older versions of platformdirs return "~/.cache/..."
+        return None
+    return found if found.is_absolute() else None
+
+
+def size_limit() -> int:
+    """Return how many bytes of bit sets are kept.
+
+    Raises
+    ------
+    InputError
+        If the variable is not a number of bytes.
+    """
+    text = os.environ.get(SIZE_VARIABLE)
+    if not text:
+        return _DEFAULT_LIMIT
+    try:
+        limit = int(float(text))
+    except (ValueError, OverflowError):
+        limit = -1
+    if limit < 0:
+        raise InputError(SIZE_VARIABLE, repr(text), "a number of bytes, such as 4e9")
+    return limit
+
+
+def files() -> list[CacheFile]:
+    """Return what is in the cache, part by part, what was used last first."""
+    home = folder()
+    found = [] if home is None else [file for part in _OURS for file in _files(home, part)]
+    return sorted(found, key=lambda file: (file.part, -file.used_s, file.path))
+
+
+def _files(home: Path, part: str) -> list[CacheFile]:
+    found = []
+    for pattern in _OURS[part]:
+        for path in (home / part).glob(pattern):
+            if not path.parent.resolve().is_relative_to(home.resolve()):
+                continue  # behind a symbolic link: somebody else's
+            with contextlib.suppress(OSError):  # another process may have removed it
+                facts = path.lstat()
+                found.append(CacheFile(path, part, facts.st_size, facts.st_mtime))
+    return found
+
+
+def find(name: str) -> Path | None:
+    """Return where a file of bit sets is, if it is there; it counts as used now."""
+    home = folder()
+    if home is None:
+        return None
+    path = home / BITSETS / name
+    with contextlib.suppress(OSError):  # not there, or another user's, which we may still read
+        os.utime(path)  # few file systems keep times of access
+    return path
+
+
+def keep(name: str, write: Callable[[BinaryIO], object]) -> Path | None:
+    """Write a file of bit sets, whole or not at all, and make room for it.
+
+    Parameters
+    ----------
+    name
+        Of the file, ``*.bits``.
+    write
+        Writes it into an open file.
+
+    Returns
+    -------
+    path
+        Where it is; None, after a warning, if it could not be written.
+    """
+    limit = size_limit()
+    home = folder()
+    if home is None:
+        _warn("there is no home folder")
+        return None
+    path = home / BITSETS / name
+    try:
+        with whole_file(path, "cache") as temporary, temporary.open("wb") as file:
+            write(file)
+    except (InputError, OSError) as error:
+        _warn(error.problem if isinstance(error, InputError) else f"{path}: {error.strerror}")
+        return None
+    _make_room(path, limit)
+    return path
+
+
+def _make_room(new: Path, limit: int) -> None:
+    """Remove the bit sets used longest ago until the limit is kept, but never ``new``."""
+    found = _files(new.parents[1], BITSETS)
+    abandoned = time.time() - _ABANDONED_S
+    gone = [file for file in found if file.unfinished and file.used_s < abandoned]
+    finished = [file for file in found if not file.unfinished]
+    left = sum(file.size for file in finished)
+    for file in sorted(finished, key=lambda file: file.used_s):
+        if left > limit and file.path != new:
+            gone.append(file)
+            left -= file.size
+    for file in gone:
+        with contextlib.suppress(OSError):
+            file.path.unlink()
+
+
+def writable_folder(part: str) -> Path | None:
+    """Return a folder of the cache, made if need be; None, after a warning, if it is read-only."""
+    home = folder()
+    if home is None:
+        _warn("there is no home folder")
+        return None
+    place = home / part
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _warn(f"cannot make {place}: {error.strerror}")
+        return None
+    if not os.access(place, os.W_OK | os.X_OK):
+        _warn(f"cannot write into {place}")
+        return None
+    return place
+
+
+def _warn(problem: str) -> None:
+    """Warn, once a process, that nothing can be kept."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"nothing can be kept in the cache ({problem}), so every process makes bit sets and "
+            f"compiled code for itself; {FOLDER_VARIABLE} names another folder",
+            EldrSimWarning,
+            stacklevel=3,
+        )
+
+
+def clear() -> list[CacheFile]:
+    """Remove everything that eldr-sim put into the cache; return what is gone.
+
+    Processes that have mapped a file keep it until they end.
+
+    Raises
+    ------
+    InputError
+        Names a file that could not be removed; all others are gone.
+    """
+    removed = []
+    failure = None
+    home = folder() or Path()
+    for file in files():
+        try:
+            file.path.unlink()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            failure = InputError("cache", f"cannot remove {file.path}: {error.strerror}")
+            continue
+        removed.append(file)
+        above = file.path.parents
+        with contextlib.suppress(OSError):  # it is not empty
+            for depth in range(above.index(home / file.part) + 1):
+                above[depth].rmdir()
+    if failure is not None:
+        raise failure
+    return removed

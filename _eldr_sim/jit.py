@@ -1,0 +1,84 @@
+"""numba's compiler, its results kept in the user's cache folder.
+
+By itself numba keeps them beside the source, which is among the installed files, and refuses to
+compile where it cannot keep them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numba
+
+import eldr_sim
+from eldr_sim.cache import NUMBA, writable_folder
+
+__all__ = ["njit"]
+
+_config: Any = numba.config  # its settings are made when it is imported, which mypy cannot see
+
+
+def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function with ``numba.njit`` and keep the result where that can be.
+
+    That is in ``NUMBA_CACHE_DIR`` if the user has set it, else in `eldr_sim.cache`.
+
+    Parameters
+    ----------
+    options
+        Of ``numba.njit``, but for ``cache``.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        if _config.CACHE_DIR:
+            return numba.njit(cache=True, **options)(function)
+        place = _place()
+        if not place:
+            return numba.njit(**options)(function)
+        # numba reads this while it decorates: other packages' functions keep their places.
+        _config.CACHE_DIR = place
+        try:
+            return numba.njit(cache=True, **options)(function)
+        finally:
+            _config.CACHE_DIR = ""
+
+    return decorate
+
+
+#: Modules whose compiled functions call each other, or whose constants they contain. numba looks
+#: whether a function's own file has changed, but not at those of the functions that it calls.
+LINKED = (
+    "kernel_profiles.step_cost",
+    "kernel_profiles.step_time",
+    "policies.marginal_cost",
+    "simulator.compiled",
+    "simulator.engine",
+    "simulator.events",
+    "simulator.expert_union",
+    "simulator.kv_cache",
+    "simulator.loop",
+    "simulator.network",
+    "simulator.replay",
+    "simulator.state",
+)
+
+
+@cache
+def _place() -> str:
+    """Return the folder of these sources' functions; empty where nothing can be kept."""
+    stamp = hashlib.sha256()
+    for name in LINKED:
+        room, module = name.split(".")
+        package = find_spec(f"eldr_sim.{room}")
+        assert package is not None
+        for folder in package.submodule_search_locations or ():
+            found = os.stat(Path(folder) / f"{module}.py")
+            stamp.update(f"{name} {found.st_mtime_ns} {found.st_size};".encode())
+    place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{stamp.hexdigest()[:8]}")
+    return "" if place is None else str(place)

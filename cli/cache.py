@@ -1,0 +1,60 @@
+"""``eldr-sim cache``: what lies in the user's cache folder, and out with it."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from eldr_sim import cache as user_cache
+from eldr_sim.cli.console import print_table
+
+
+@click.group(short_help="Show or clear the cache folder.")
+def cache() -> None:
+    """The folder where bit sets of traces and compiled code are kept."""
+
+
+@cache.command()
+def info() -> None:
+    """Show the cache folder, what is in it, and how large it may grow."""
+    limit = user_cache.size_limit()
+    files = user_cache.files()
+    rows = [
+        [file.path.name, _megabytes(file.size), _age(file.used_s)]
+        for file in files
+        if file.part == user_cache.BITSETS
+    ]
+    compiled = [file for file in files if file.part == user_cache.NUMBA]
+    if compiled:
+        size = sum(file.size for file in compiled)
+        rows.append([f"compiled code, {len(compiled)} files", _megabytes(size), ""])
+    click.echo(f"Folder: {user_cache.folder() or 'none: there is no home folder'}")
+    click.echo(
+        f"Size:   {_megabytes(sum(file.size for file in files))} MB in {len(files)} files, of bit "
+        f"sets at most {_megabytes(limit)} MB"
+    )
+    if rows:
+        click.echo()
+        print_table("Files", ["file", "MB", "last used"], rows)
+
+
+@cache.command()
+def clear() -> None:
+    """Remove what eldr-sim put into the cache folder; it is made anew when it is needed."""
+    removed = user_cache.clear()
+    size = sum(file.size for file in removed)
+    for part, what in ((user_cache.BITSETS, "bit sets"), (user_cache.NUMBA, "compiled code")):
+        files = [file for file in removed if file.part == part]
+        if files:
+            click.echo(f"Removed {what}: {len(files)} files, {sum(f.size for f in files)} bytes")
+    place = user_cache.folder() or "no folder"
+    click.echo(f"Removed {len(removed)} files, {size} bytes, from {place}")
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f}"
+
+
+def _age(used_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(used_s))

@@ -1,0 +1,48 @@
+"""Groups of commands that are imported only when they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import click
+
+__all__ = ["LazyGroup"]
+
+
+class _StandIn(click.Command):
+    """A command's name and line of help, until it is imported from ``home``."""
+
+    def __init__(self, name: str, home: str, short_help: str) -> None:
+        super().__init__(name, short_help=short_help)
+        self.home = home
+
+
+class LazyGroup(click.Group):
+    """A group some of whose commands lie in modules of their own, imported when called.
+
+    Parameters
+    ----------
+    lazy
+        By name of a command: where it is, as ``module:attribute`` of ``eldr_sim.cli``, and its
+        line in the group's help.
+    """
+
+    def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        for name, (home, short_help) in lazy.items():
+            self.add_command(_StandIn(name, home, short_help))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, imported; None if there is no such command."""
+        command = super().get_command(ctx, cmd_name)
+        if isinstance(command, _StandIn):
+            module, _, attribute = command.home.partition(":")
+            command = getattr(import_module(f"eldr_sim.cli.{module}"), attribute)
+            self.add_command(command, cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands; a plain group does so without a call of `get_command` above."""
+        click.Group(commands=self.commands).format_commands(ctx, formatter)

@@ -1,0 +1,62 @@
+"""Commands import what they need and no more, and their lines of help stand true."""
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+from eldr_sim.cli import main, trace
+from eldr_sim.cli.lazy import LazyGroup
+
+SHORT = "--topology 1P2D --request-rate 10 --duration 2 --warmup 1 --output-len 10"
+PLOTS = {"matplotlib"}
+COMPILER = PLOTS | {"numba", "simpy", "joblib"}
+TABLES = COMPILER | {"pandas", "scipy.optimize"}
+FIGURES = TABLES | {"numpy", "scipy", "pyarrow"}
+EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
+
+
+@pytest.mark.parametrize(
+    ("command", "unwanted"),
+    [
+        ("--help", EVERYTHING),
+        ("--version", EVERYTHING),
+        ("cache info", FIGURES | {"pydantic"}),
+        ("models", FIGURES),
+        ("gpus", COMPILER),
+        ("tables --help", FIGURES),
+        ("tables list", TABLES),
+        ("run --help", TABLES),
+        (f"run --policy jsq {SHORT}", PLOTS | {"scipy.optimize", "joblib"}),
+    ],
+)
+def test_a_command_imports_no_more_than_it_needs(command, unwanted):
+    code = (
+        "import sys; from eldr_sim.cli.main import cli;"
+        "cli.main(sys.argv[1:], standalone_mode=False);"
+        f"found = {unwanted!r} & set(sys.modules); assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code, *command.split()], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("home", [main, trace], ids=["eldr-sim", "trace"])
+def test_the_help_of_a_group_is_what_its_commands_say(home):
+    lazy = home._COMMANDS
+    group = LazyGroup("group", lazy=lazy)
+    listed = group.get_help(click.Context(group))
+    commands = {name: group.get_command(click.Context(group), name) for name in lazy}
+    assert {name: command.name for name, command in commands.items()} == {n: n for n in lazy}
+    said = {name: command.get_short_help_str() for name, command in commands.items()}
+    assert said == {name: short_help for name, (_, short_help) in lazy.items()}
+    plain = click.Group("group", commands=commands)
+    assert plain.get_help(click.Context(plain)) == listed
+
+
+def test_a_misspelt_command_is_told_the_right_one(run_cli):
+    code, _, err = run_cli("trace", "synthesise")
+    assert code == 2
+    assert "synthesize" in err
+    code, _, err = run_cli("compair")
+    assert code == 2
+    assert "compare" in err
