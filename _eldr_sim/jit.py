@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba import types
+from numba.extending import intrinsic
 
 import eldr_sim
 from eldr_sim.cache import NUMBA, writable_folder
 
-__all__ = ["njit"]
+__all__ = ["njit", "popcount"]
 
 _config: Any = numba.config  # its settings are made when it is imported, which mypy cannot see
 
@@ -82,3 +84,13 @@ def _place() -> str:
             stamp.update(f"{name} {found.st_mtime_ns} {found.st_size};".encode())
     place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{stamp.hexdigest()[:8]}")
     return "" if place is None else str(place)
+
+
+@intrinsic
+def popcount(_typing: Any, _word: Any) -> Any:
+    """Count the set bits of a uint64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.uint64(types.uint64), codegen

@@ -320,12 +320,6 @@ class Parts:
             return roofline.gemm_s(self.gpu, n, k, rows)
         return self.gemm.time_s(n, k, rows)
 
-    def token_part_s(self, rows: FloatArray, gap_s: float) -> FloatArray:
-        """What a step of ``rows`` tokens costs but for MoE layers, attention and lm_head."""
-        if self.engine_step is not None:
-            return self.engine_step.token_part_s(rows)
-        return self._dense_s(rows) + self._sums_s(rows) + gap_s
-
     def dense_part_s(self, rows: FloatArray) -> FloatArray:
         """What a step of ``rows`` tokens computes but for MoE layers, attention and lm_head."""
         if self.engine_step is not None:

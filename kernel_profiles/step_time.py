@@ -1,25 +1,22 @@
-"""Step times of one worker that serves one model: the sum of its kernels.
+"""Step times of one worker that serves one model: the tables that its steps are priced with.
 
-A decode step costs::
+The formula is in :mod:`~eldr_sim.kernel_profiles.step_cost`. A worker of several GPUs
+(:mod:`~eldr_sim.kernel_profiles.parallel`) takes the time of one of them, which computes its part
+of every layer, plus collectives: two all-reduces a layer (after attention and after the MLP or
+experts), one after the sharded embedding, and an all-gather of the logits. Under expert parallelism
+a MoE layer takes the activated experts of its busiest GPU: the others wait for it in the
+all-reduce.
 
-    fixed_s[batch] + attention_s[batch, context] + sum over MoE layers of moe_s[batch, distinct]
-
-A worker of several GPUs (:mod:`~eldr_sim.kernel_profiles.parallel`) takes the time of one of them,
-which computes its part of every layer, plus collectives: two all-reduces a layer (after attention
-and after the MLP or experts), one after the sharded embedding, and an all-gather of the logits.
-Under expert parallelism ``distinct`` counts the experts of the layer's busiest GPU: the others
-wait for it in the all-reduce.
-
-Everything that does not depend on what the step's tokens are is tabulated once, so that a
-simulator's inner loop only looks up and adds.
+Everything that does not depend on what a step's tokens are is tabulated once, so that a simulator's
+inner loop only looks up and adds.
 """
 
 from __future__ import annotations
 
-from array import array
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +27,9 @@ from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.parts import Parts
 from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, weakest
+
+if TYPE_CHECKING:
+    from eldr_sim.kernel_profiles.step_cost import StepParts
 
 FloatArray = NDArray[np.float64]
 
@@ -67,23 +67,8 @@ class StepTimeModel:
         What serves where, and on how many GPUs.
     max_num_seqs, max_model_len
         Extent of the tables: sequences in a decode step, tokens of one sequence.
-    moe_s
-        float64 [max_num_seqs + 1, n_experts / ranks + 1]: seconds of ONE MoE layer by batch and
-        distinct experts of the busiest expert-parallel rank (of all experts where there is one
-        rank), non-decreasing in the latter. Row 0 and column 0 are zero.
-    fixed_s
-        float64 [max_num_seqs + 1]: seconds of a decode step but MoE experts and attention: GEMMs
-        of all layers, gates, shared experts, dense layers, norms, embedding, lm_head, collectives,
-        host gap.
-        ``fixed_s[0]`` is zero.
-    attention_s
-        float64 [max_num_seqs + 1, knots]: seconds of all layers' attention in a decode step at
-        mean context ``knot * context_stride``; linear in between.
-    context_stride
-        Tokens between the knots of ``attention_s``.
-    mixed_moe_s
-        float64 [max_num_batched_tokens + 1, n_experts / ranks + 1]: as ``moe_s``, by the tokens of
-        a step that holds prompts too; one row of zeros unless asked for.
+    cost
+        The tables of its step times.
     n_moe_layers, n_experts
         Of the model.
     moe_batch_max, attention_batch_max, context_max
@@ -91,7 +76,7 @@ class StepTimeModel:
     attention_tokens_max
         Largest measured batch * context of attention.
     host_gap_s
-        Engine time per step, contained in ``fixed_s``.
+        Engine time per step.
     provenance
         By component (moe, attention, gemm, norms, host_gap, and collectives between several
         GPUs; engine_step in the place of the last four): label, origin, kernel_source, and the
@@ -105,11 +90,6 @@ class StepTimeModel:
     parallelism: Parallelism
     max_num_seqs: int
     max_model_len: int
-    moe_s: FloatArray
-    mixed_moe_s: FloatArray
-    fixed_s: FloatArray
-    attention_s: FloatArray
-    context_stride: int
     n_moe_layers: int
     n_experts: int
     moe_batch_max: int
@@ -120,116 +100,86 @@ class StepTimeModel:
     provenance: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
     cost: StepCost = field(repr=False)
-    _prefill_base_s: array[float] = field(repr=False)
-    _prefill_head_s: array[float] = field(repr=False)
-    _mixed_base_s: array[float] = field(repr=False)
-    _attention_alone_s: array[float] = field(repr=False)
-    _attention_share_s: array[float] = field(repr=False)
-    _attention_floor_s: float = field(repr=False)
-    _attention_token_s: float = field(repr=False)
 
     @property
     def label(self) -> Provenance:
         """The weakest provenance of any component."""
         return weakest(component["label"] for component in self.provenance.values())
 
-    def decode_s(self, distinct: Sequence[float], batch: int, mean_context: float) -> float:
-        """Seconds of one decode step.
+    def parts(
+        self,
+        batch: int = 0,
+        context: float = 0.0,
+        chunks: Sequence[tuple[int, int]] = (),
+        activated: Sequence[float] | None = None,
+        rows: int | None = None,
+    ) -> StepParts:
+        """Return the time of one step by component, see :mod:`.step_cost`.
 
         Parameters
         ----------
-        distinct
-            Distinct experts of each MoE layer, on its busiest rank; fractions are interpolated.
-        batch
-            Sequences in the step, at most ``max_num_seqs``.
-        mean_context
-            Mean tokens that a sequence attends to, its new token included.
+        batch, context
+            Sequences that get their next token, and the tokens that these attend to together,
+            themselves included.
+        chunks
+            (first, tokens) of each chunk of a context that the step computes: ``tokens`` new ones
+            after ``first`` that are cached.
+        activated
+            Activated experts of each MoE layer, on its busiest rank; fractions are interpolated.
+            None expects uniform routing, for steps that compute chunks.
+        rows
+            Sequences that lm_head is computed for; one for each in the batch and each chunk when
+            not given.
+
+        Raises
+        ------
+        InputError
+            If the step does not fit into the tables.
         """
+        from eldr_sim.kernel_profiles.step_cost import step_parts  # the compiler loads slowly
+
+        sizes = np.array(chunks, np.int64).reshape(-1, 2)
+        tokens = batch + int(sizes[:, 1].sum())
+        rows = batch + len(sizes) if rows is None else rows
+        most = len(self.cost.mixed_moe_s) - 1 if len(sizes) else self.max_num_seqs
         if not 0 <= batch <= self.max_num_seqs:
             raise InputError("batch", f"{batch}", f"0 to {self.max_num_seqs}")
-        if len(distinct) != self.n_moe_layers:
-            raise InputError("distinct", f"{len(distinct)} layers", str(self.n_moe_layers))
-        knots = np.arange(self.attention_s.shape[1]) * self.context_stride
-        attention = np.interp(mean_context, knots, self.attention_s[batch])
-        moe = np.interp(distinct, np.arange(self.moe_s.shape[1]), self.moe_s[batch]).sum()
-        return float(self.fixed_s[batch] + attention + moe)
+        if not 0 <= rows <= self.max_num_seqs:
+            raise InputError("rows", f"{rows}", f"0 to {self.max_num_seqs}")
+        if tokens > most:
+            raise InputError("tokens", f"{tokens} in a step", f"{most} or fewer")
+        if (sizes[:, 1] < 1).any() or (sizes.sum(axis=1) > self.max_model_len).any():
+            raise InputError("chunks", f"{list(chunks)}", f"up to {self.max_model_len} tokens")
+        if activated is None and not len(sizes):
+            raise InputError("activated", "none for a decode step", "a number a MoE layer")
+        if activated is not None and len(activated) != self.n_moe_layers:
+            raise InputError("activated", f"{len(activated)} layers", str(self.n_moe_layers))
+        counts = np.zeros(self.n_moe_layers) if activated is None else np.asarray(activated, float)
+        first, count = np.ascontiguousarray(sizes[:, 0]), np.ascontiguousarray(sizes[:, 1])
+        parts: StepParts = step_parts(
+            self.cost, batch, context, first, count, len(sizes), rows, counts, activated is None
+        )
+        return parts
+
+    def decode_s(self, activated: Sequence[float], batch: int, mean_context: float) -> float:
+        """Return the seconds of one decode step of a batch at its mean context; see `parts`."""
+        return math.fsum(self.parts(batch, batch * mean_context, activated=activated))
 
     def prefill_s(
-        self, tokens: Sequence[int], contexts: Sequence[int], moe_s: float | None = None
+        self,
+        tokens: Sequence[int],
+        contexts: Sequence[int],
+        activated: Sequence[float] | None = None,
     ) -> float:
-        """Seconds of one prefill step.
+        """Return the seconds of one prefill step: new and cached tokens of each prompt; `parts`."""
+        chunks = list(zip(contexts, tokens, strict=True))
+        return math.fsum(self.parts(chunks=chunks, activated=activated)) if chunks else 0.0
 
-        Request i computes ``tokens[i]`` new tokens after ``contexts[i]`` tokens that are cached.
-        Attention pays for the pairs under the causal mask, which for a chunk is the cost of the
-        whole prompt less the cost of its cached part; but no less than reading the cached KV, and
-        no less than the slowest request alone. Every request pays for a row of lm_head. A decode
-        beside the prefill is a request with one new token.
-
-        Parameters
-        ----------
-        tokens
-            New tokens of each request, at least 1 each.
-        contexts
-            Cached tokens of each request; ``tokens[i] + contexts[i] <= max_model_len``.
-        moe_s
-            Seconds of the step's MoE layers, where their experts are known; None expects uniform
-            routing.
-        """
-        if not tokens:
-            return 0.0
-        rows = len(tokens)
-        if moe_s is None:
-            base = _prolonged(self._prefill_base_s, sum(tokens))
-        else:
-            base = _prolonged(self._mixed_base_s, sum(tokens)) + moe_s
-        head_s = self._prefill_head_s
-        last = len(head_s) - 1
-        head = head_s[rows] if rows <= last else head_s[last] * (rows / last)
-        return base + head + self.prompt_attention_s(tokens, contexts)
-
-    def mixed_extra_s(self, batch: int, tokens: Sequence[int], contexts: Sequence[int]) -> float:
-        """Seconds that chunks of prompts add to a decode step, but for its MoE layers.
-
-        The layers' GEMMs, norms and collectives take the step's tokens together; decode attention
-        and that of the chunks follow each other. With the MoE layers of all tokens
-        (``mixed_moe_s``), decode attention and ``fixed_s[batch]`` this makes the step.
-
-        Parameters
-        ----------
-        batch
-            Tokens that decode in the step.
-        tokens, contexts
-            Of each chunk the new tokens, at least 1, and those cached before; with the batch at
-            most ``max_num_batched_tokens``.
-        """
-        base = _prolonged(self._mixed_base_s, batch + sum(tokens))
-        head = self._prefill_head_s[min(batch + 1, self.max_num_seqs)]
-        chunks = self.prompt_attention_s(tokens, contexts)
-        return max(0.0, base + head + chunks - float(self.fixed_s[batch]))
-
-    def prompt_attention_s(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
-        """Seconds of all layers' attention over chunks of prompts, see :meth:`prefill_s`."""
-        alone_s, share_s = self._attention_alone_s, self._attention_share_s
-        floor_s, token_s = self._attention_floor_s, self._attention_token_s
-        longest = together = floor_s
-        for new, cached in zip(tokens, contexts, strict=True):
-            end = new + cached
-            read = token_s * end
-            cost = share_s[end] - share_s[cached]
-            together += cost if cost > read else read
-            alone = floor_s + alone_s[end] - alone_s[cached]
-            if alone > longest:
-                longest = alone
-        return together if together > longest else longest
-
-
-def _prolonged(curve: array[float], x: int) -> float:
-    """Return ``curve[x]``; beyond its end it goes on with the slope of its upper half."""
-    last = len(curve) - 1
-    if x <= last:
-        return curve[x]
-    half = last // 2
-    return curve[last] + (x - last) * (curve[last] - curve[half]) / (last - half)
+    def prompt_s(self, tokens: int) -> float:
+        """Return the seconds in which a prompt is computed alone, in chunks of the token budget."""
+        budget = len(self.cost.mixed_moe_s) - 1
+        starts = range(0, tokens, budget)
+        return math.fsum(self.prefill_s([min(budget, tokens - at)], [at]) for at in starts)
 
 
 def build_step_time_model(
@@ -290,8 +240,6 @@ def build_step_time_model(
     gap = parts.host_gap_s(host_gap_s)
     rows = np.arange(max_num_seqs + 1.0)
     head = parts.sequence_part_s(rows)
-    fixed = parts.token_part_s(rows, gap) + head
-    fixed[0] = 0.0
     stride = 16
     while stride * 512 < max_model_len:
         stride *= 2
@@ -300,9 +248,6 @@ def build_step_time_model(
     decode = np.stack([part.time_s(rows, context) for _, part, _ in parts.attention])
     alone = np.stack([part.alone_s for _, _, part in parts.attention])
     share = np.stack([part.share_s for _, _, part in parts.attention])
-    chunk = np.arange(max_num_batched_tokens + 1.0)
-    mixed = parts.token_part_s(chunk, gap)
-    base = dims.n_moe_layers * parts.moe.prefill_s(chunk) + mixed
     tokens = np.arange(max(max_num_seqs, max_num_batched_tokens) + 1.0)
     windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     measured = [decode for _, decode, _ in parts.attention]
@@ -330,11 +275,6 @@ def build_step_time_model(
         parallelism=parallelism,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        moe_s=parts.moe.grid_s(max_num_seqs),
-        mixed_moe_s=parts.moe.mixed_grid_s(max_num_batched_tokens),
-        fixed_s=fixed,
-        attention_s=np.tensordot(layers, decode, 1),
-        context_stride=stride,
         n_moe_layers=dims.n_moe_layers,
         n_experts=dims.n_experts,
         moe_batch_max=parts.moe.batch_max,
@@ -344,11 +284,4 @@ def build_step_time_model(
         host_gap_s=gap,
         provenance=parts.provenance,
         warnings=tuple(parts.warnings),
-        _prefill_base_s=array("d", base),
-        _prefill_head_s=array("d", head),
-        _mixed_base_s=array("d", mixed),
-        _attention_alone_s=array("d", layers @ alone),
-        _attention_share_s=array("d", layers @ share),
-        _attention_floor_s=sum(n * p.floor_s for n, _, p in parts.attention),
-        _attention_token_s=sum(n * p.token_s for n, _, p in windowless),
     )

@@ -76,11 +76,9 @@ class _Greedy:
             unions.distinct,
             unions.growth(activation),
         )
-        costs = np.round(growths, 12)
-        behind = costs[self._next :]
-        worker = self._next + int(behind.argmin())
-        if self._next > 0 and costs[: self._next].min() < behind.min():
-            worker = int(costs[: self._next].argmin())
+        costs = np.round(growths, 12).tolist()
+        order = [*range(self._next, len(costs)), *range(self._next)]
+        worker = min(order, key=costs.__getitem__)
         self._next = (worker + 1) % len(costs)
         self._unions.add(worker, log)
         self._prompt_tokens[worker] += request.prompt_len

@@ -5,7 +5,7 @@ What a request lives through is told in :mod:`~eldr_sim.simulator.loop`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -179,9 +179,12 @@ class Cluster:
         self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
         self._heard = 0
         self._failure: BaseException | None = None
-        self.log = np.zeros(1 << 14, state.STEP)
+        self.log = np.zeros(1 << 16, state.STEP)
         self.gaps = np.zeros(1 << 12, state.GAP)
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
+        # Views of fields that each decision reads: to make one takes a microsecond.
+        self._n_reported = self.arrays.clock["n_reported"]
+        self._decode_worker = self.requests["decode_worker"]
 
     def _arrays(
         self,
@@ -307,20 +310,19 @@ class Cluster:
 
     def _ask(self, pool: int, request: int) -> int:
         """Ask a router for a worker, or for the shortlist of requests like this one."""
-        router, signature, number = self.routers[pool], None, None
+        router, workload, signature, number = self.routers[pool], self.workload, None, None
         if self._listener is not None:
-            reported = int(self.arrays.clock["n_reported"][0])
-            for index in self.arrays.reported[self._heard : reported].tolist():
-                self._listener.on_complete(index, int(self.requests["decode_worker"][index]))
-            self._heard = reported
+            self._tell(self._listener)
         if pool == 1 and self.spec.n_prefill:
             number, signature = self.signatures(self._signature_rows(request))
-        start, end = self.workload.prefix_indptr[request : request + 2]
+        hashes: Sequence[int] = ()
+        if workload.prefix_block_tokens:
+            hashes = workload.blocks(request).tolist()
         info = RequestInfo(
             request_id=request,
-            prompt_len=int(self.requests["prompt_len"][request]),
-            domain=int(self.requests["domain"][request]),
-            prefix_hash=self.workload.prefix_hash[start:end].tolist() if end > start else (),
+            prompt_len=int(workload.prompt_len[request]),
+            domain=int(workload.domain[request]),
+            prefix_hash=hashes,
             signature=signature,
             signature_id=number,
         )
@@ -336,6 +338,13 @@ class Cluster:
                 f"policy {router.policy.name!r} chose worker {worker} of {len(router.arrays.loads)}"
             )
         return worker
+
+    def _tell(self, listener: CompletionListener) -> None:
+        """Tell a policy of the completions that the router has heard of since the last time."""
+        reported = int(self._n_reported[0])
+        for index in self.arrays.reported[self._heard : reported].tolist():
+            listener.on_complete(index, int(self._decode_worker[index]))
+        self._heard = reported
 
     def _signature_rows(self, request: int) -> Ranges:
         """Return the trace rows that a prompt's signature is the sum of.
@@ -445,7 +454,9 @@ def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], int]:
 
 def _grown(array: NDArray[Any]) -> NDArray[Any]:
     """Return an array of twice the length, zeros at its end."""
-    return np.concatenate([array, np.zeros_like(array)])
+    grown = np.zeros((2 * len(array), *array.shape[1:]), array.dtype)
+    grown[: len(array)] = array
+    return grown
 
 
 def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -> NDArray[np.void]:

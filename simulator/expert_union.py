@@ -14,22 +14,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from eldr_sim.jit import njit
+from eldr_sim.jit import njit, popcount
 from eldr_sim.simulator.compiled import compiled
-
-
-@intrinsic
-def popcount(_typing: Any, _word: Any) -> Any:
-    """Count the set bits of a uint64."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.uint64(types.uint64), codegen
 
 
 class PromptRows(NamedTuple):

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.jit import njit
+from eldr_sim.jit import njit, popcount
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.simulator.expert_union import PromptRows, popcount
+from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
 

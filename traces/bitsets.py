@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from eldr_sim import cache
 from eldr_sim.errors import InputError
-from eldr_sim.jit import njit
+from eldr_sim.jit import njit, popcount
 
 if TYPE_CHECKING:
     from eldr_sim.traces.format import RoutingTrace
@@ -118,13 +118,22 @@ def count_rows(bits: NDArray[np.uint64], n_experts: int) -> NDArray[np.uint32]:
     counts
         uint32 ``[layers, n_experts]``.
     """
-    rows, layers, words = bits.shape
+    _, layers, words = bits.shape
     counts = np.zeros((layers, 64 * words), np.uint32)
-    for start in range(0, rows, _CHUNK_ROWS):
-        chunk = np.ascontiguousarray(bits[start : start + _CHUNK_ROWS], dtype="<u8")
-        single = np.unpackbits(chunk.view(np.uint8), axis=-1, bitorder="little")
-        counts += single.sum(axis=0, dtype=np.uint16)  # _CHUNK_ROWS fit
+    _count(bits, counts)
     return counts[:, :n_experts]
+
+
+@njit()
+def _count(bits: Any, counts: Any) -> None:
+    for row in range(bits.shape[0]):
+        for layer in range(bits.shape[1]):
+            for w in range(bits.shape[2]):
+                word = bits[row, layer, w]
+                while word != 0:
+                    low = word & (~word + np.uint64(1))
+                    counts[layer, 64 * w + popcount(low - np.uint64(1))] += 1
+                    word ^= low
 
 
 def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
@@ -162,7 +171,7 @@ def _load(path: Path | None, owner: bytes, shape: tuple[int, ...]) -> NDArray[np
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER_BYTES)
-            bits = np.memmap(file, "<u8", "r", _HEADER_BYTES, shape)
+            bits = np.asarray(np.memmap(file, "<u8", "r", _HEADER_BYTES, shape))
             whole = file.seek(0, os.SEEK_END) == _HEADER_BYTES + bits.nbytes
     except (OSError, ValueError):  # absent, or shorter than its shape
         return None

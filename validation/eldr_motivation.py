@@ -24,12 +24,12 @@ def figure_2(model: str, gpu: str) -> Reproduction:
     )
     experts = [8, 16, 32, 48, 64, 96, 128]
     rows = [
-        {"batch": b, "active_experts": d, "latency_us": 1e6 * float(step_time.moe_s[b, d])}
+        {"batch": b, "active_experts": d, "latency_us": 1e6 * float(step_time.cost.moe_s[b, d])}
         for b in _BATCHES
         for d in experts
     ]
-    ratio = float(step_time.moe_s[64, 128] / step_time.moe_s[64, 16])
-    by_batch = float(step_time.moe_s[128, 64] / step_time.moe_s[16, 64])
+    ratio = float(step_time.cost.moe_s[64, 128] / step_time.cost.moe_s[64, 16])
+    by_batch = float(step_time.cost.moe_s[128, 64] / step_time.cost.moe_s[16, 64])
     moe = step_time.provenance["moe"]
     claims = [
         Claim(

@@ -62,7 +62,10 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     if not cached:
         mean = max(1, int(lengths.mean()))
         n = max(1, min(prefill.max_num_batched_tokens // mean, prefill.max_num_seqs))
-        n_prefill = _workers(rate * prefill.step_time.prefill_s([mean] * n, [0] * n) / n)
+        step_s = prefill.step_time.prompt_s(mean)
+        if n > 1:
+            step_s = prefill.step_time.prefill_s([mean] * n, [0] * n) / n
+        n_prefill = _workers(rate * step_s)
         late = 0.0 if level.ttft is None else _late(prefill.step_time, lengths, level.ttft / 1e3)
         if 1.0 - late < objective.attainment:
             return Bounds(
@@ -99,7 +102,7 @@ def _workers(load: float) -> int:
 def _late(step_time: StepTimeModel, lengths: NDArray[np.int64], bound_s: float) -> float:
     """Return the share of prompts whose prefill alone takes longer than a bound."""
     values, counts = np.unique(lengths, return_counts=True)
-    late = [step_time.prefill_s([n], [0]) > bound_s for n in values.tolist()]
+    late = [step_time.prompt_s(n) > bound_s for n in values.tolist()]
     return float(counts[late].sum() / counts.sum())
 
 
@@ -107,7 +110,6 @@ def _fastest_steps(
     step_time: StepTimeModel, n_ranks: int, top_k: int, context: float
 ) -> NDArray[np.float64]:
     """Return the least time of a decode step of 1, 2, ... requests, s."""
-    distinct = -(-top_k // n_ranks)
-    moe = step_time.n_moe_layers * step_time.moe_s[1:, distinct]
-    knot = int(context // step_time.context_stride)
-    return np.asarray(step_time.fixed_s[1:] + step_time.attention_s[1:, knot] + moe)
+    activated = [-(-top_k // n_ranks)] * step_time.n_moe_layers
+    batches = range(1, step_time.max_num_seqs + 1)
+    return np.array([step_time.decode_s(activated, n, context) for n in batches])

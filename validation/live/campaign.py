@@ -373,7 +373,7 @@ def capacity(campaign: Campaign, setup: Setup, calibrated: Calibrated) -> float:
     step = calibrated.step_time(dims, engine, options.max_model_len)
     distinct = [float(uniform_distinct(seats, dims.n_experts, dims.top_k))] * dims.n_moe_layers
     decode_s = output * step.decode_s(distinct, seats, prompt + output / 2) / seats
-    prefill_s = step.prefill_s([prompt], [0])
+    prefill_s = step.prompt_s(prompt)
     if setup.prefilled:
         return len(setup.decode) / decode_s
     if not setup.prefill:

@@ -238,8 +238,7 @@ def _steps(
         wrong_layers += wrong
         wrong_steps += wrong > 0
         live_sums[step.members] = int(logged.sum())
-        prefills = engine.role == "prefill"
-        time = predict(step_times[_unnamed(engine)], step, counted, prefills)
+        time = predict(step_times[_unnamed(engine)], step, counted)
         parts = {"moe": moe[i], "attention": attention[i]}
         parts["rest"] = taken[i] - parts["moe"] - parts["attention"]
         kind = "prefill" if not step.seats else "mixed" if step.chunks else "decode"

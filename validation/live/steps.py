@@ -14,7 +14,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.kernel_profiles.step_cost import decode_attention_s
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.simulator.expert_union import add_prompt, count_experts, union_rows
 from eldr_sim.simulator.replay import make_replay, prompt_rows
@@ -135,7 +134,7 @@ class Prediction:
 
 
 def predict(
-    step_time: StepTimeModel, step: Composition, distinct: NDArray[np.integer], prefills: bool
+    step_time: StepTimeModel, step: Composition, distinct: NDArray[np.integer]
 ) -> Prediction:
     """Return the time that the simulator gives a step of this composition.
 
@@ -145,24 +144,13 @@ def predict(
         Step times of the engine, with tables of mixed steps.
     step, distinct
         The step, and its distinct experts in each MoE layer.
-    prefills
-        Whether a prefill engine runs it.
     """
-    news = [stop - start for _, start, stop in step.chunks]
-    cached = [start for _, start, _ in step.chunks]
-    chunks_s = step_time.prompt_attention_s(news, cached) if news else 0.0
-    if prefills:
-        moe_s = float(step_time.mixed_moe_s[step.tokens][distinct].sum())
-        whole_s = step_time.prefill_s(news, cached, moe_s)
-        return Prediction(moe_s, chunks_s, whole_s - moe_s - chunks_s)
-    n = len(step.seats)
-    layer_s = step_time.mixed_moe_s[step.tokens] if news else step_time.moe_s[n]
-    attention_s, rest_s = chunks_s, float(step_time.fixed_s[n])
-    if n:
-        attention_s += decode_attention_s(step_time.cost, n, step.context)
-    if news:
-        rest_s += step_time.mixed_extra_s(n, news, cached) - chunks_s
-    return Prediction(float(layer_s[distinct].sum()), attention_s, rest_s)
+    chunks = [(start, stop - start) for _, start, stop in step.chunks]
+    batch, seated = len(step.seats), {request for request, _ in step.seats}
+    rows = batch + sum(request not in seated for request, _, _ in step.chunks)
+    parts = step_time.parts(batch, step.context, chunks, distinct.tolist(), rows)
+    rest_s = parts.dense + parts.head + parts.collectives + parts.host
+    return Prediction(parts.moe, parts.attention, rest_s)
 
 
 def durations(
