@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 import eldr_sim
 from eldr_sim.cache import NUMBA, writable_folder
 
-__all__ = ["njit", "popcount"]
+__all__ = ["is_cold", "njit", "popcount"]
 
 _config: Any = numba.config  # its settings are made when it is imported, which mypy cannot see
 
@@ -51,6 +51,12 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             _config.CACHE_DIR = ""
 
     return decorate
+
+
+def is_cold() -> bool:
+    """Whether the simulator's functions have still to be compiled on this machine."""
+    place = _config.CACHE_DIR or _place()
+    return not place or next(Path(place).glob("*/loop.advance*.nbi"), None) is None
 
 
 #: Modules whose compiled functions call each other, or whose constants they contain. numba looks

@@ -51,14 +51,18 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
-    ) as progress:
-        task = progress.add_task(title, total=1.0)
+    console, shown = Console(stderr=True), sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
+        first = title
+        if shown:
+            from eldr_sim.jit import is_cold  # the compiler loads slowly
+
+            if is_cold():
+                first = f"{title}: compiling, once on this machine"
+        task = progress.add_task(first, total=1.0)
 
         def update(share: float) -> None:
-            progress.update(task, completed=share)
+            progress.update(task, completed=share, description=title)
 
         yield update
 

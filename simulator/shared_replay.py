@@ -1,4 +1,4 @@
-"""Replays laid out once and mapped by many processes.
+"""Replays laid out once for the runs of a process, and mapped by many processes.
 
 The bit sets of a run are its largest array, and runs of one trace and model have the same. The
 process that starts others lays them out in a file without a name and tells the others where: each
@@ -34,16 +34,25 @@ class SharedReplay:
 
 _made: dict[Key, SharedReplay] = {}
 _mapped: dict[Key, Replay] = {}
+_kept: dict[Key, Replay] = {}
 
 
 def replay_of(
     trace: RoutingTrace, top_k: int, n_layers: int, requests: NDArray[np.int64]
 ) -> Replay:
-    """Return a replay of some trace requests: the shared one if it has them, else a new one."""
-    shared = _mapped.get((trace.manifest.checksum, top_k, n_layers))
-    if shared is not None and bool((shared.length[requests] > 0).all()):
-        return shared
-    return make_replay(trace, n_layers, requests)
+    """Return a replay of some trace requests: one that is there if it has them, else a new one.
+
+    The last one made is kept for the next run of this process.
+    """
+    key = trace.manifest.checksum, top_k, n_layers
+    for known in (_mapped, _kept):
+        if key in known and bool((known[key].length[requests] > 0).all()):
+            return known[key]
+    if key in _kept:
+        requests = np.union1d(requests, np.flatnonzero(_kept[key].length))
+    _kept.clear()  # first: two of them need not be in memory together
+    _kept[key] = make_replay(trace, n_layers, requests)
+    return _kept[key]
 
 
 def share(trace: RoutingTrace, top_k: int, n_layers: int) -> SharedReplay | None:
