@@ -283,6 +283,7 @@ class Cluster:
                 return why
 
     def _record(self, end_s: float) -> RunRecord:
+        self._tell_listener()
         clock = self.arrays.clock[0]
         arrived = self.requests[: int(clock["arrived"])]
         reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
@@ -301,11 +302,7 @@ class Cluster:
     def _decide(self, pool: int, request: int) -> None:
         """Ask a router for a worker, or for the shortlist of requests like this one."""
         router, signature, number = self.routers[pool], None, None
-        if self._listener is not None:
-            reported = int(self.arrays.clock["n_reported"][0])
-            for index in self.arrays.reported[self._heard : reported].tolist():
-                self._listener.on_complete(index, int(self.requests["decode_worker"][index]))
-            self._heard = reported
+        self._tell_listener()
         if pool == 1 and self.spec.n_prefill:
             number, signature = self.signatures(self._signature_rows(request))
         start, end = self.workload.prefix_indptr[request : request + 2]
@@ -327,6 +324,14 @@ class Cluster:
             if not 0 <= worker < len(router.arrays.loads):
                 raise ValueError(f"policy {router.policy.name!r} chose worker {worker}")
             self.arrays.clock["answer"] = worker
+
+    def _tell_listener(self) -> None:
+        """Let the decode policy know of the completions that were reported since the last time."""
+        if self._listener is not None:
+            reported = int(self.arrays.clock["n_reported"][0])
+            for index in self.arrays.reported[self._heard : reported].tolist():
+                self._listener.on_complete(index, int(self.requests["decode_worker"][index]))
+            self._heard = reported
 
     def _signature_rows(self, request: int) -> Ranges:
         """Return the trace rows that a prompt's signature is the sum of.
