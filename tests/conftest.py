@@ -25,6 +25,7 @@ from eldr_sim.kernel_profiles import tables
 from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
+from eldr_sim.simulator import cluster as cluster_module
 from eldr_sim.simulator import loop
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import make_config
@@ -329,6 +330,21 @@ def run_to_rest():
                 paused(0.0)
         clock["open_measured"] -= 1 << 40
         return cluster._record(float(clock["now"]))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_watched():
+    """Run a cluster one event at a time; ``watch()`` is called in between and at the end.
+
+    Now and then two events pass, where a router is asked between them.
+    """
+
+    def run(cluster, watch):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cluster_module, "_EVENTS_A_CALL", 1)
+            return cluster.run(lambda _share: watch())
 
     return run
 

@@ -338,7 +338,7 @@ def test_nothing_measured_is_nothing_run(make_cluster, make_workload):
 
 def test_progress_rises_to_one(make_cluster, make_workload):
     rng = np.random.default_rng(0)
-    n = 30_000
+    n = 80_000
     workload = make_workload(np.cumsum(rng.exponential(0.01, n)), 4, 5)
     told = []
     make_cluster(workload).run(told.append)
