@@ -212,8 +212,8 @@ def make_cluster(make_step_time):
             )
         rng = np.random.default_rng([seed, 1])
         windows = 1 + max(
-            int(which.max(initial=0))
-            for which in (workload.trace_request, workload.prefix_trace_request)
+            int(getattr(workload, name).max(initial=0))
+            for name in ("trace_request", "decode_request", "prefix_trace_request")
         )
         length = rng.integers(3, 9, size=windows)
         first = np.cumsum(length) - length
