@@ -329,7 +329,9 @@ def test_a_long_run_sees_every_kind_of_hit():
     make, make_twin = make_pair(arguments)
     record, twin = make().run(), make_twin().run()
     assert_same(record, twin)
-    hit, most = record.requests["cached_tokens"], (record.requests["prompt_len"] - 1) // 3 * 3
+    prompts, hit = record.requests["prompt_len"], record.requests["cached_tokens"]
+    assert record.prefill_steps["chunk_tokens"].sum() == (prompts - hit).sum()
+    most = (prompts - 1) // 3 * 3
     happened = {
         "miss": np.sum(hit == 0),
         "partial": np.sum((hit > 0) & (hit < most)),
