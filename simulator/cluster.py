@@ -21,7 +21,7 @@ from eldr_sim.policies.base import (
     PrefillPolicy,
     RequestInfo,
 )
-from eldr_sim.policies.shortlist import Shortlist, ShortlistPolicy
+from eldr_sim.policies.shortlist import Shortlist, picks_from_shortlists
 from eldr_sim.simulator import loop, state
 from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.engine import Engines, Scratch
@@ -321,8 +321,7 @@ class Cluster:
             )
         else:
             worker = router.policy.select(info, router.arrays.loads)
-            if not 0 <= worker < len(router.arrays.loads):
-                raise ValueError(f"policy {router.policy.name!r} chose worker {worker}")
+            router.check(worker)
             self.arrays.clock["answer"] = worker
 
     def _tell_listener(self) -> None:
@@ -365,8 +364,8 @@ class _Router:
     ) -> None:
         self.policy: Any = policy
         shares = workload.prefix_block_tokens > 0
-        self.shortlisting = isinstance(policy, ShortlistPolicy) and not (
-            shares and policy.shortlist_by == "prefix"
+        self.shortlisting = picks_from_shortlists(policy) and not (
+            shares and self.policy.shortlist_by == "prefix"
         )
         kind, n_classes = _classes(policy, workload) if self.shortlisting else (None, 0)
         self._known: dict[Any, int] = {}
@@ -382,6 +381,11 @@ class _Router:
             in_turn=np.zeros(4, np.bool_),
             turn=np.zeros(4, np.int32),
         )
+
+    def check(self, worker: int) -> None:
+        """Raise ValueError if there is no such worker: compiled code would not notice."""
+        if not 0 <= worker < len(self.arrays.loads):
+            raise ValueError(f"policy {self.policy.name!r} chose worker {worker}")
 
     def learn(self, request: int, rule: Shortlist) -> None:
         """Note the shortlist of a request's class."""
@@ -410,6 +414,8 @@ class _Router:
                 }
             )
         arrays = self.arrays
+        for worker in rule.workers:
+            self.check(worker)
         arrays.members[number, : len(rule.workers)] = rule.workers
         arrays.size[number] = len(rule.workers)
         arrays.by_load[number], arrays.in_turn[number] = rule.by_load, rule.in_turn
