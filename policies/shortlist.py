@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
 from eldr_sim.policies.base import Loads, RequestInfo
 
@@ -67,7 +67,7 @@ class ShortlistPolicy(Protocol):
         ...
 
 
-def picks_from_shortlists(policy: object) -> bool:
+def picks_from_shortlists(policy: object) -> TypeGuard[ShortlistPolicy]:
     """Whether a policy is a `ShortlistPolicy`, and no subclass has given it another ``select``."""
     if not isinstance(policy, ShortlistPolicy):
         return False

@@ -365,7 +365,7 @@ class _Router:
         self.policy: Any = policy
         shares = workload.prefix_block_tokens > 0
         self.shortlisting = picks_from_shortlists(policy) and not (
-            shares and self.policy.shortlist_by == "prefix"
+            shares and policy.shortlist_by == "prefix"
         )
         kind, n_classes = _classes(policy, workload) if self.shortlisting else (None, 0)
         self._known: dict[Any, int] = {}
