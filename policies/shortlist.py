@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
 from eldr_sim.policies.base import Loads, RequestInfo
 
@@ -65,3 +65,14 @@ class ShortlistPolicy(Protocol):
     def shortlist(self, request: RequestInfo) -> Shortlist:
         """Return the workers that a request may go to; the same object for equal requests."""
         ...
+
+
+def picks_from_shortlists(policy: object) -> TypeGuard[ShortlistPolicy]:
+    """Whether a policy is a `ShortlistPolicy`, and no subclass has given it another ``select``."""
+    if not isinstance(policy, ShortlistPolicy):
+        return False
+    for owner in (policy, *type(policy).__mro__):
+        own = getattr(owner, "__dict__", {})
+        if "select" in own or "shortlist" in own:
+            return "shortlist" in own
+    return True

@@ -21,7 +21,7 @@ from eldr_sim.policies.base import (
     PrefillPolicy,
     RequestInfo,
 )
-from eldr_sim.policies.shortlist import Shortlist, ShortlistPolicy
+from eldr_sim.policies.shortlist import Shortlist, picks_from_shortlists
 from eldr_sim.simulator import loop, state
 from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.compiled import Callback
@@ -285,6 +285,7 @@ class Cluster:
             self.log, self.gaps = _grown(self.log), _grown(self.gaps)
 
     def _record(self, end_s: float) -> RunRecord:
+        self._tell_listener()
         clock = self.arrays.clock[0]
         arrived = self.requests[: int(clock["arrived"])]
         reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
@@ -311,8 +312,7 @@ class Cluster:
     def _ask(self, pool: int, request: int) -> int:
         """Ask a router for a worker, or for the shortlist of requests like this one."""
         router, workload, signature, number = self.routers[pool], self.workload, None, None
-        if self._listener is not None:
-            self._tell(self._listener)
+        self._tell_listener()
         if pool == 1 and self.spec.n_prefill:
             number, signature = self.signatures(self._signature_rows(request))
         hashes: Sequence[int] = ()
@@ -333,17 +333,16 @@ class Cluster:
             self.arrays = self.arrays._replace(routers=arrays)
             return int(loop.RETURN)
         worker = int(router.policy.select(info, router.arrays.loads))
-        if not 0 <= worker < len(router.arrays.loads):
-            raise ValueError(
-                f"policy {router.policy.name!r} chose worker {worker} of {len(router.arrays.loads)}"
-            )
+        router.check(worker)
         return worker
 
-    def _tell(self, listener: CompletionListener) -> None:
-        """Tell a policy of the completions that the router has heard of since the last time."""
+    def _tell_listener(self) -> None:
+        """Let the decode policy know of the completions that were reported since the last time."""
+        if self._listener is None:
+            return
         reported = int(self._n_reported[0])
         for index in self.arrays.reported[self._heard : reported].tolist():
-            listener.on_complete(index, int(self._decode_worker[index]))
+            self._listener.on_complete(index, int(self._decode_worker[index]))
         self._heard = reported
 
     def _signature_rows(self, request: int) -> Ranges:
@@ -380,7 +379,7 @@ class _Router:
     ) -> None:
         self.policy: Any = policy
         shares = workload.prefix_block_tokens > 0
-        self.shortlisting = isinstance(policy, ShortlistPolicy) and not (
+        self.shortlisting = picks_from_shortlists(policy) and not (
             shares and policy.shortlist_by == "prefix"
         )
         kind, n_classes = _classes(policy, workload) if self.shortlisting else (None, 0)
@@ -397,6 +396,11 @@ class _Router:
             in_turn=np.zeros(4, np.bool_),
             turn=np.zeros(4, np.int32),
         )
+
+    def check(self, worker: int) -> None:
+        """Raise ValueError if there is no such worker: compiled code would not notice."""
+        if not 0 <= worker < len(self.arrays.loads):
+            raise ValueError(f"policy {self.policy.name!r} chose worker {worker}")
 
     def learn(self, request: int, rule: Shortlist) -> bool:
         """Note the shortlist of a request's class; return whether the arrays are the same."""
@@ -427,6 +431,8 @@ class _Router:
                 }
             )
         arrays = self.arrays
+        for worker in rule.workers:
+            self.check(worker)
         arrays.members[number, : len(rule.workers)] = rule.workers
         arrays.size[number] = len(rule.workers)
         arrays.by_load[number], arrays.in_turn[number] = rule.by_load, rule.in_turn

@@ -12,11 +12,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,10 +27,14 @@ os.environ.pop("ELDR_SIM_CACHE_SIZE", None)
 
 from eldr_sim.cli.main import main
 from eldr_sim.kernel_profiles import tables
+from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
+from eldr_sim.simulator import cluster as cluster_module
+from eldr_sim.simulator import loop
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.results import write_json, write_result, write_table
 from eldr_sim.simulator.run import simulate
@@ -56,29 +58,30 @@ FREE_TRANSFER = TransferModel(0.0, 0.0, 1e30, "test")
 
 @dataclass
 class FakeStepTime:
-    """What the simulator reads of a ``StepTimeModel``; every entry is set by the test."""
+    """What the simulator reads of a ``StepTimeModel``: the tables that a test has made up."""
 
-    moe_s: np.ndarray
-    fixed_s: np.ndarray
-    attention_s: np.ndarray
-    context_stride: int
-    n_moe_layers: int
+    cost: StepCost
     n_experts: int
-    prefill_s: Callable[[list[int], list[int]], float]
-    mixed_moe_s: np.ndarray
-    mixed_extra_s: Callable[[int, list[int], list[int]], float] = lambda batch, tokens, contexts: (
-        1e-5 * batch + 1e-4 * sum(tokens) + 1e-6 * sum(contexts)
-    )
-    moe_batch_max: int = 1 << 30
-    attention_batch_max: int = 1 << 30
-    context_max: int = 1 << 30
-    provenance: dict[str, Any] = field(default_factory=dict)
-    label: str = "measured"
+
+    @property
+    def n_moe_layers(self):
+        return self.cost.n_moe_layers
 
 
 @pytest.fixture(scope="session")
 def make_step_time():
-    """Step times: all random, or ``constant`` seconds a decode step whatever its batch."""
+    """Step times: all tables random, or ``constant`` seconds a step that decodes.
+
+    With ``constant`` nothing but the number of tokens counts. Computing ``n`` tokens of contexts
+    takes ``prefill = (base, slope)``: ``base + slope * n`` seconds, on a prefill worker as a step
+    of its own, on a decode worker (what preemption lost) in addition to ``constant``. A step of a
+    co-located worker that holds prompts takes ``base + slope * n`` for its ``n`` tokens, the
+    decoded ones among them. Exact in binary where base, slope and ``constant`` are, with one or
+    two layers.
+
+    The tables end at ``max_num_seqs`` sequences, ``max_tokens`` tokens a step and ``max_context``
+    tokens a sequence.
+    """
 
     def make(
         max_num_seqs=8,
@@ -87,21 +90,55 @@ def make_step_time():
         *,
         seed=0,
         constant=None,
-        prefill_s=lambda tokens, contexts: 1e-3 + 1e-4 * sum(tokens) + 1e-6 * sum(contexts),
+        prefill=(1e-3, 1e-4),
+        max_tokens=256,
+        max_context=256,
         stride=16,
-        knots=8,
     ):
         rng = np.random.default_rng(seed)
-        shape = max_num_seqs + 1, n_experts + 1
+        sequences, tokens = max_num_seqs + 1, max(max_tokens, max_num_seqs) + 1
+        knots = -(-max_context // stride) + 2
+
+        def rising(*shape):
+            return np.cumsum(rng.random(shape), -1)
+
         if constant is None:
-            moe = np.cumsum(rng.random(shape), 1) * 1e-5
-            fixed = rng.random(shape[0]) * 1e-3 + 1e-4
-            attention = np.cumsum(rng.random((shape[0], knots)), 1) * 1e-5
+            cost = StepCost(
+                n_moe_layers=n_layers,
+                moe_s=rising(sequences, n_experts + 1) * 1e-5,
+                mixed_moe_s=rising(tokens, n_experts + 1) * 1e-5,
+                uniform_moe_s=rising(tokens) * 2e-5,
+                dense_s=rising(tokens) * 1e-4 + 1e-4,
+                collectives_s=rng.random(tokens) * 1e-4,
+                host_s=float(rng.random()) * 1e-4,
+                head_s=rng.random(sequences) * 1e-4,
+                attention_s=rising(sequences, knots) * 1e-5,
+                context_stride=stride,
+                prompt_alone_s=rising(max_context + 1) * 2e-6,
+                prompt_share_s=rising(max_context + 1) * 1e-6,
+                prompt_floor_s=1e-5,
+                prompt_token_s=5e-7,
+            )
         else:
-            moe, fixed = np.zeros(shape), np.full(shape[0], constant)
-            attention = np.zeros((shape[0], knots))
-        mixed = np.cumsum(rng.random((129, n_experts + 1)), 1) * 1e-5
-        return FakeStepTime(moe, fixed, attention, stride, n_layers, n_experts, prefill_s, mixed)
+            base, slope = prefill
+            chunk_s = base + slope * np.arange(float(tokens))
+            cost = StepCost(
+                n_moe_layers=n_layers,
+                moe_s=np.full((sequences, n_experts + 1), constant / n_layers),
+                mixed_moe_s=np.tile(chunk_s[:, None] / n_layers, n_experts + 1),
+                uniform_moe_s=chunk_s / n_layers,
+                dense_s=np.zeros(tokens),
+                collectives_s=np.zeros(tokens),
+                host_s=0.0,
+                head_s=np.zeros(sequences),
+                attention_s=np.zeros((sequences, knots)),
+                context_stride=stride,
+                prompt_alone_s=np.zeros(max_context + 1),
+                prompt_share_s=np.zeros(max_context + 1),
+                prompt_floor_s=0.0,
+                prompt_token_s=0.0,
+            )
+        return FakeStepTime(cost, n_experts)
 
     return make
 
@@ -135,7 +172,13 @@ def make_workload():
 
 @pytest.fixture(scope="session")
 def make_cluster(make_step_time):
-    """A cluster over a workload; every engine setting can be given."""
+    """A cluster over a workload; every engine setting can be given.
+
+    ``prefill`` and ``decode`` hold what an ``EngineSpec`` of that pool has of its own. Policies
+    are names or objects. ``prompts`` are ``PromptRows``, or True for random ones; co-located
+    workers (``n_prefill=0``) always have them. By default a prompt's signature is a zero matrix
+    that stands for the trace request of its first token.
+    """
 
     def make(
         workload,
@@ -148,85 +191,165 @@ def make_cluster(make_step_time):
         max_model_len=1 << 20,
         block_size=4,
         n_blocks=1 << 20,
+        prefill=None,
+        decode=None,
         transfer=FREE_TRANSFER,
         load_report_delay_s=0.0,
         async_scheduling=False,
         max_concurrency=None,
+        enable_prefix_caching=True,
         decode_policy="jsq",
         prefill_policy="least_loaded",
+        signatures=None,
+        prompts=None,
+        expert_masks=None,
         window=(0.0, np.inf),
         time_limit_s=np.inf,
         kv_bytes_per_token=1,
+        n_kv_tensors=2,
         seed=0,
+        **rest,
     ):
         if step_time is None:
-            step_time = make_step_time(max_num_seqs, seed=seed)
+            longest = int((workload.prompt_len + workload.output_len).max(initial=1))
+            step_time = make_step_time(
+                max_num_seqs, seed=seed, max_tokens=max_num_batched_tokens, max_context=longest
+            )
         rng = np.random.default_rng([seed, 1])
-        windows = int(workload.trace_request.max(initial=0)) + 1
+        windows = 1 + max(
+            int(getattr(workload, name).max(initial=0))
+            for name in ("trace_request", "decode_request", "prefix_trace_request")
+        )
         length = rng.integers(3, 9, size=windows)
         first = np.cumsum(length) - length
-        words = -(-step_time.n_experts // 64)
-        shape = int(length.sum()), step_time.n_moe_layers * words
-        bits = np.zeros(shape, np.uint64)
-        for row in bits.reshape(-1, words):  # three experts a layer
-            for expert in rng.choice(step_time.n_experts, 3, replace=False):
-                row[expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
+        layers, experts = step_time.n_moe_layers, step_time.n_experts
+        bits = random_rows(rng, int(length.sum()), layers, experts)
+        if prompts is True or (prompts is None and n_prefill == 0):
+            prompts = random_prompts(rng, workload, windows, layers, experts)
         engine = EngineSpec(step_time, max_num_seqs, max_num_batched_tokens, n_blocks)
         spec = ClusterSpec(
             n_prefill=n_prefill,
             n_decode=n_decode,
-            prefill=engine,
-            decode=engine,
+            prefill=replace(engine, **(prefill or {})),
+            decode=replace(engine, **(decode or {})),
             max_model_len=max_model_len,
             block_size=block_size,
             transfer=transfer,
             load_report_delay_s=load_report_delay_s,
             async_scheduling=async_scheduling,
             max_concurrency=max_concurrency,
+            enable_prefix_caching=enable_prefix_caching,
+            **rest,
         )
+        check_tables(spec, workload)
         counts = {q: np.zeros((1, 1), np.int64) for q in range(windows)}
-        model = SimpleNamespace(n_kv_tensors=2, kv_bytes_per_token=kv_bytes_per_token)
+        routers = []
+        for policy, make_policy, n, stream in (
+            (prefill_policy, registry.prefill_policy, n_prefill, 2),
+            (decode_policy, registry.decode_policy, n_decode, 3),
+        ):
+            if isinstance(policy, str) and n > 0:
+                policy = make_policy(
+                    policy, PolicyContext(n, np.random.default_rng([seed, stream]))
+                )
+            routers.append(policy if n > 0 else None)
         return Cluster(
             spec,
-            model,
+            SimpleNamespace(n_kv_tensors=n_kv_tensors, kv_bytes_per_token=kv_bytes_per_token),
             workload,
             Replay(bits, first, length),
-            lambda ranges: (ranges[0][0], counts[ranges[0][0]]),
-            registry.prefill_policy(
-                prefill_policy, PolicyContext(n_prefill, np.random.default_rng([seed, 2]))
-            ),
-            registry.decode_policy(
-                decode_policy, PolicyContext(n_decode, np.random.default_rng([seed, 3]))
-            ),
+            signatures or (lambda ranges: (ranges[0][0], counts[ranges[0][0]])),
+            *routers,
             window,
             time_limit_s,
+            expert_masks,
+            prompts,
         )
 
     return make
 
 
+def random_rows(rng, n, n_layers, n_experts):
+    """``n`` bit sets of three (or all) random experts a layer."""
+    words = -(-n_experts // 64)
+    bits = np.zeros((n, n_layers * words), np.uint64)
+    for row in bits.reshape(-1, words):
+        for expert in rng.choice(n_experts, min(3, n_experts), replace=False):
+            row[expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
+    return bits
+
+
+def random_prompts(rng, workload, windows, n_layers, n_experts):
+    """Recorded prompts of 2 to 9 random rows, which longer ones replay again and again."""
+    length = rng.integers(2, 10, size=windows)
+    bits = random_rows(rng, int(length.sum()), n_layers, n_experts)
+    bits.flags.writeable = False
+    return PromptRows(
+        bits,
+        np.cumsum(length) - length,
+        length.astype(np.int32),
+        workload.prefix_indptr,
+        workload.prefix_trace_request,
+        workload.prefix_block_tokens,
+        np.zeros(bits.shape[1], np.uint64),
+    )
+
+
+def check_tables(spec, workload):
+    """Compiled code reads beyond the end of a table without a word."""
+    served = workload.prompt_len.astype(int) + workload.output_len
+    capacity = min(spec.max_model_len, spec.decode.n_blocks * spec.block_size)
+    longest = int(served[served <= capacity].max(initial=0))
+    for engine in (spec.prefill, spec.decode):
+        cost = engine.step_time.cost
+        sequences = min(engine.max_num_seqs, len(workload))
+        tokens = min(engine.max_num_batched_tokens, int(served.sum()))
+        assert len(cost.moe_s) == len(cost.attention_s) == len(cost.head_s) > sequences
+        assert len(cost.dense_s) == len(cost.collectives_s) == len(cost.uniform_moe_s)
+        assert len(cost.dense_s) > max(tokens, sequences), "make_step_time(max_tokens=...)"
+        assert len(cost.mixed_moe_s) == len(cost.dense_s)
+        assert len(cost.prompt_alone_s) == len(cost.prompt_share_s)
+        assert len(cost.prompt_alone_s) > longest, "make_step_time(max_context=...)"
+
+
 @pytest.fixture(scope="session")
 def run_to_rest():
-    """Run a cluster and then its leftovers: requests not measured, load reports on their way."""
+    """Run a cluster and then its leftovers: requests not measured, load reports on their way.
 
-    def run(cluster, max_events=200_000):
-        env = cluster.env
-        step, events = env.step, 0
+    The record is that of the whole time; a run without an end fails.
+    """
 
-        def counted():
-            nonlocal events
-            events += 1
-            assert events <= max_events, f"no end in sight at {env.now} s"
-            step()
+    def run(cluster, max_pauses=2):
+        pauses = 0
 
-        env.step = counted
-        record = cluster.run()
-        while env.peek() < np.inf or cluster.pool.next_start < np.inf:
-            if env.peek() > cluster.pool.next_start:
-                cluster.pool.advance(env.peek())
-            if env.peek() < np.inf:
-                env.step()
-        return record
+        def paused(share):
+            nonlocal pauses
+            pauses += share < 1.0
+            assert pauses <= max_pauses, f"no end in sight at {clock['now']} s"
+
+        clock = cluster.arrays.clock[0]
+        cluster.run(paused)
+        clock["open_measured"] += 1 << 40
+        while clock["n_events"] > 0:
+            if cluster.advance(np.inf) == loop.PAUSED:
+                paused(0.0)
+        clock["open_measured"] -= 1 << 40
+        return cluster._record(float(clock["now"]))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_watched():
+    """Run a cluster one event at a time; ``watch()`` is called in between and at the end.
+
+    Now and then two events pass, where a router is asked between them.
+    """
+
+    def run(cluster, watch):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cluster_module, "_EVENTS_A_CALL", 1)
+            return cluster.run(lambda _share: watch())
 
     return run
 

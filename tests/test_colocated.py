@@ -1,4 +1,4 @@
-"""Co-located workers: what a mixed step costs, whose experts it reads, and whole runs."""
+"""Co-located workers: what a step of prompts and decodes costs, and whole runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.step_cost import step_parts, total_s
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.simulator.config import make_config, parse_topology
-from eldr_sim.simulator.replay import make_prompt_replay, prompt_experts
 from eldr_sim.simulator.run import simulate
-from eldr_sim.traces.bitsets import bit_sets
-from eldr_sim.traces.format import open_trace
-
-
-@pytest.fixture(scope="module")
-def trace():
-    return open_trace("reference-moe")
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +22,19 @@ def step_time():
     )  # fmt: skip
 
 
-def mixed_s(model, batch, tokens, contexts, distinct, mean_context):
-    """Seconds of a mixed step, put together as the compiled loop does."""
-    total = batch + sum(tokens)
-    moe = model.n_moe_layers * model.mixed_moe_s[total, distinct]
-    knots = np.arange(model.attention_s.shape[1]) * model.context_stride
-    attention = np.interp(mean_context, knots, model.attention_s[batch]) if batch else 0.0
-    extra = model.mixed_extra_s(batch, tokens, contexts)
-    return extra + model.fixed_s[batch] + moe + attention
+def step_s(model, batch, tokens, cached, context):
+    """Seconds of a step that activates every expert; a chunk of ``tokens`` behind ``cached``."""
+    chunks = [np.array([n] * (tokens > 0), np.int64) for n in (cached, tokens)]
+    activated = np.full(model.n_moe_layers, model.n_experts)
+    n, rows = len(chunks[0]), batch + (tokens > 0)
+    parts = step_parts(model.cost, batch, float(context), *chunks, n, rows, activated, False)
+    return total_s(parts)
 
 
 def test_a_step_of_prompts_alone_costs_what_a_prefill_worker_pays(step_time):
     """All 128 experts are touched by 1,000 tokens; lm_head has one row in both."""
-    got = mixed_s(step_time, 0, [1000], [0], 128, 0)
-    assert got == pytest.approx(step_time.prefill_s([1000], [0]), rel=1e-6)
+    uniform = step_time.prefill_s([1000], [0])
+    assert step_s(step_time, 0, 1000, 0, 0) == pytest.approx(uniform, rel=1e-6)
 
 
 @given(
@@ -54,10 +46,9 @@ def test_a_step_of_prompts_alone_costs_what_a_prefill_worker_pays(step_time):
 def test_a_mixed_step_costs_no_more_than_its_parts_and_no_less_than_either(
     step_time, batch, chunk, cached, context
 ):
-    every = step_time.n_experts
-    mixed = mixed_s(step_time, batch, [chunk], [cached], every, context)
-    decode = step_time.decode_s([every] * step_time.n_moe_layers, batch, context)
-    prefill = mixed_s(step_time, 0, [chunk], [cached], every, 0)
+    mixed = step_s(step_time, batch, chunk, cached, batch * context)
+    decode = step_s(step_time, batch, 0, 0, batch * context)
+    prefill = step_s(step_time, 0, chunk, cached, 0)
     assert max(decode, prefill) <= mixed * (1 + 1e-9)
     assert mixed <= (decode + prefill) * (1 + 1e-9)
 
@@ -65,25 +56,6 @@ def test_a_mixed_step_costs_no_more_than_its_parts_and_no_less_than_either(
 def test_mixed_tables_only_where_asked_for():
     model = build_step_time_model("Qwen3-30B-A3B", "H100", max_num_seqs=8, max_model_len=4096)
     assert model.mixed_moe_s.shape == (1, 129)
-
-
-@given(
-    seed=st.integers(0, 2**32),
-    spans=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 300)), min_size=1, max_size=3),
-)
-def test_experts_of_prompt_tokens_equal_a_union_token_by_token(trace, seed, spans):
-    """Model layers 0 to 5 are the trace's own; token p replays prompt row p mod prompt_len."""
-    replay = make_prompt_replay(trace, trace.n_layers, np.arange(6))
-    ranges, position = [], int(np.random.default_rng(seed).integers(500))
-    for request, length in spans:
-        ranges.append((request, position, position + length))
-        position += length
-    sets = bit_sets(trace).reshape(trace.manifest.n_tokens, -1)
-    expected = np.zeros(sets.shape[1], np.uint64)
-    for request, start, stop in ranges:
-        for p in range(start, stop):
-            expected |= sets[trace.first_row[request] + p % trace.prompt_len[request]]
-    assert (prompt_experts(replay, tuple(ranges)) == expected).all()
 
 
 def run(**fields):

@@ -97,9 +97,14 @@ def test_proxy_and_simulator_decide_alike(name, make_workload, make_cluster, run
     rng = np.random.default_rng(1)
     arrivals = np.cumsum(rng.exponential(0.002, n))
     workload = make_workload(arrivals, rng.integers(1, 20, n), rng.integers(1, 60, n))
-    cluster = make_cluster(workload, n_prefill=2, n_decode=workers)
-    cluster.signatures = lambda ranges: (ranges[0][0], counted(chosen(9, seed=ranges[0][0])))
-    witness = cluster.decode_policy = cluster._listener = Witness(policy())
+    witness = Witness(policy())
+    cluster = make_cluster(
+        workload,
+        n_prefill=2,
+        n_decode=workers,
+        decode_policy=witness,
+        signatures=lambda ranges: (ranges[0][0], counted(chosen(9, seed=ranges[0][0]))),
+    )
     run_to_rest(cluster)
     dispatches = [event for event in witness.events if event[0] == "dispatch"]
     assert len(dispatches) == n

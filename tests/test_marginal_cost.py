@@ -1,6 +1,5 @@
 """Routing by predicted step time: a twin from scratch, and what the cluster tells the policy."""
 
-import inspect
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,6 @@ from eldr_sim.policies.activation import fit_activation
 from eldr_sim.policies.base import CompletionListener, DecodeStepTimes, PolicyContext, RequestInfo
 from eldr_sim.policies.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy, decode_step_s
-from eldr_sim.simulator import kernel
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
 from eldr_sim.traces.calibration import CalibrationSet
@@ -220,51 +218,89 @@ def small_cluster(**values):
 
 @pytest.mark.parametrize("delay_ms", [0.0, 200.0])
 @pytest.mark.parametrize("policy", ["marginal_cost", "oracle"])
-def test_residents_are_the_loads_and_leave_nothing_behind(policy, delay_ms):
+def test_residents_are_the_loads_and_leave_nothing_behind(run_to_rest, policy, delay_ms):
     cluster = small_cluster(policy=policy, load_report_delay_ms=delay_ms)
-    real = cluster.decode_policy.select
+    decode = cluster.routers[1].policy
+    real, seen = decode.select, []
 
     def select(request, loads):
-        workers = [worker for _, worker in cluster.decode_policy._greedy._resident]
+        workers = [worker for _, worker in decode._greedy._resident]
         assert np.bincount(workers, minlength=len(loads)).tolist() == loads.tolist()
+        seen.append(request.request_id)
         return real(request, loads)
 
-    cluster.decode_policy.select = select
-    record = cluster.run()
-    while cluster.env.peek() < float("inf"):  # reports that are still under way
-        cluster.env.step()
-    assert all(request.outcome == "completed" for request in record.requests)
-    greedy = cluster.decode_policy._greedy
+    decode.select = select
+    record = run_to_rest(cluster)  # with the reports that are still under way when the run ends
+    assert record.completed.all()
+    assert sorted(seen) == list(range(80))
+    greedy = decode._greedy
     assert not greedy._resident
     assert (greedy._unions.idle == 1.0).all()
     assert (greedy._unions.distinct == 0.0).all()
     assert (greedy._prompt_tokens == 0.0).all()
 
 
-def test_completions_are_reported_when_the_load_falls():
-    cluster = small_cluster(policy="jsq", load_report_delay_ms=30.0)
-    heard = []
+class Listener:
+    """Joins the shortest queue and writes down what it has heard at every decision."""
 
-    class Listener(JoinShortestQueuePolicy):
-        def on_complete(self, request_id, worker):
-            heard.append((request_id, worker, cluster.env.now))
+    name = "listener"
 
-    policy = Listener(PolicyContext(4, np.random.default_rng(0)))
+    def __init__(self, n_workers=4):
+        self.shortest = JoinShortestQueuePolicy(PolicyContext(n_workers, np.random.default_rng(0)))
+        self.heard, self.decisions, self.cluster = [], [], None
+
+    def select(self, request, loads):
+        now = float(self.cluster.arrays.clock["now"][0])
+        self.decisions.append((now, len(self.heard)))
+        return self.shortest.select(request, loads)
+
+    def on_complete(self, request_id, worker):
+        self.heard.append((request_id, worker))
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.03])
+def test_completions_are_reported_when_the_load_falls(
+    make_cluster, make_workload, run_to_rest, delay_s
+):
+    """At every decision the policy knows those that have ended ``delay_s`` ago; later, all."""
+    rng = np.random.default_rng(3)
+    n, policy = 80, Listener()
+    workload = make_workload(
+        np.cumsum(rng.exponential(0.004, n)), rng.integers(1, 30, n), rng.integers(1, 40, n)
+    )
     assert isinstance(policy, CompletionListener)
-    assert not isinstance(cluster.decode_policy, CompletionListener)
-    cluster.decode_policy = cluster._listener = policy
+    assert not isinstance(policy.shortest, CompletionListener)
+    policy.cluster = cluster = make_cluster(
+        workload, n_prefill=2, n_decode=4, load_report_delay_s=delay_s, decode_policy=policy
+    )
+    requests = run_to_rest(cluster).requests
+    order = np.argsort(requests["finish_s"], kind="stable")
+    ends = requests["finish_s"][order] + delay_s
+    assert len(policy.decisions) == n
+    assert len({known for _, known in policy.decisions}) > 10
+    for now, known in policy.decisions:
+        assert known == (ends <= now).sum()
+    expected = list(zip(order.tolist(), requests["decode_worker"][order].tolist(), strict=True))
+    assert sorted(policy.heard) == sorted(expected)
+    times = requests["finish_s"][[request for request, _ in policy.heard]]
+    assert (np.diff(times) >= 0).all()
+
+
+def test_a_run_that_ends_has_told_of_every_completion(make_cluster, make_workload):
+    """Also of those after the last decision."""
+    policy = Listener(2)
+    policy.cluster = cluster = make_cluster(
+        make_workload(np.zeros(6), 4, [1, 2, 3, 4, 5, 6]), n_decode=2, decode_policy=policy
+    )
     record = cluster.run()
-    while cluster.env.peek() < float("inf"):
-        cluster.env.step()
-    expected = {(r.index, r.decode_worker, r.finish_s + 0.03) for r in record.requests}
-    assert {(request, worker) for request, worker, _ in heard} == {e[:2] for e in expected}
-    assert sorted(t for *_, t in heard) == pytest.approx(sorted(e[2] for e in expected))
+    assert record.completed.all()
+    assert sorted(request for request, _ in policy.heard) == list(range(6))
 
 
 @pytest.mark.parametrize("output_len", [40, 300])
 @pytest.mark.parametrize("replay", ["own", "same_domain"])
-def test_oracle_sees_the_rows_that_the_worker_replays(monkeypatch, output_len, replay):
-    """Every step of the compiled loop is run on its own and its bit-set rows are noted."""
+def test_oracle_sees_the_rows_that_the_worker_replays(run_watched, output_len, replay):
+    """The run is watched event by event and the bit-set rows of each step are noted."""
     cluster = small_cluster(
         policy="oracle",
         topology="1P1D",
@@ -272,32 +308,25 @@ def test_oracle_sees_the_rows_that_the_worker_replays(monkeypatch, output_len, r
         output_len=output_len,
         trace_replay=replay,
     )
-    rows = {request: [] for request in range(6)}
-    advance = kernel.advance
-    names = list(inspect.signature(advance.py_func).parameters)
+    rows, seen = {request: [] for request in range(6)}, 0
+    arrays = cluster.arrays
 
-    def one_by_one(*values):
-        given = dict(zip(names, values, strict=True))
-        worker, slots, until = given["workers"][0], given["slots"], given["until"]
-        while True:
-            start = float(worker["next_start"])
-            idle = worker["stop"] != kernel.RUNNING or worker["batch"] == 0 or start >= until
-            if not idle:
-                for seat in slots[0, : worker["batch"]]:
-                    rows[int(seat["request"])].append(int(seat["row"]))
-                given["until"] = float(np.nextafter(start, np.inf))
-            out = advance(*given.values())
-            if idle or out[1] or out[0] == len(given["log"]):
-                return out
-            given["logged"], given["until"] = out[0], until
+    def note():
+        nonlocal seen
+        new = cluster.log[seen : int(arrays.clock["n_steps"][0])]
+        seen += len(new)
+        decoding = new[new["batch"] > 0]
+        assert len(decoding) <= 1
+        for step in decoding:
+            members = arrays.engines.sequences["request"][step["worker"], : step["batch"]]
+            for request, row in zip(members.tolist(), arrays.scratch.rows.tolist(), strict=False):
+                rows[request].append(row)
 
-    monkeypatch.setattr(kernel, "advance", one_by_one)
-    futures = [cluster.decode_policy._future(request) for request in range(6)]
-    cluster.run()
-    bits = cluster.pool._bits
+    futures = [cluster.routers[1].policy._future(request) for request in range(6)]
+    run_watched(cluster, note)
     for request in range(6):
         assert len(rows[request]) == output_len
-        active = np.unpackbits(bits[rows[request]].view(np.uint8), axis=1, bitorder="little")
+        active = np.unpackbits(arrays.bits[rows[request]].view(np.uint8), axis=1, bitorder="little")
         expected = active.mean(axis=0).reshape(48, 128)
         np.testing.assert_allclose(futures[request], expected, rtol=1e-12)
     assert all(np.isclose(future.sum(axis=1), 8).all() for future in futures)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator import kernel
-from eldr_sim.simulator import request as outcomes
+from eldr_sim.simulator import state
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.config import ServiceLevel, make_config
 from eldr_sim.simulator.metrics import (
@@ -20,7 +17,6 @@ from eldr_sim.simulator.metrics import (
     summarise,
     weighted_percentile,
 )
-from eldr_sim.simulator.request import Request
 
 finite = st.floats(-1e6, 1e6)
 
@@ -63,37 +59,25 @@ def test_describe_nothing():
 
 
 @pytest.fixture(scope="module")
-def run_noting_tokens():
-    """Run a cluster one step a kernel call and note who got a token when: {request: times}."""
+def run_noting_tokens(run_watched):
+    """Run a cluster event by event and note who got a token when: {request: times}."""
 
     def run(cluster):
-        tokens = {r.index: [] for r in cluster.requests}
-        advance = kernel.advance
+        tokens = {index: [] for index in range(len(cluster.requests))}
+        clock, sequences = cluster.arrays.clock, cluster.arrays.engines.sequences
+        seen = 0
 
-        def one_by_one(*arguments):
-            workers, slots, *rest, until, union, log, logged, stopped = arguments
-            now_stopped = []
-            while True:
-                members = [
-                    slots["request"][w, : workers["batch"][w]].tolist() for w in range(len(workers))
-                ]
-                before = logged
-                logged, n, next_start = advance(
-                    workers, slots, *rest, until, union, log[: logged + 1], logged, stopped
-                )
-                if logged > before:
-                    for request in members[log[before]["worker"]]:
-                        tokens[request].append(float(log[before]["end"]))
-                for w in stopped[:n].tolist():
-                    now_stopped.append(w)
-                    until = min(until, workers["next_start"][w])
-                if logged == before or logged == len(log):
-                    stopped[: len(now_stopped)] = now_stopped
-                    return logged, len(now_stopped), next_start
+        def note():
+            """A step has just begun; who is in its batch leaves with its end at the earliest."""
+            nonlocal seen
+            for step in cluster.log[seen : int(clock["n_steps"][0])]:
+                for request in sequences["request"][step["worker"], : step["batch"]].tolist():
+                    tokens[request].append(float(step["end"]))
+                seen += 1
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel, "advance", one_by_one)
-            return cluster.run(), tokens
+        record = run_watched(cluster, note)
+        assert seen == clock["n_steps"]
+        return record, tokens
 
     return run
 
@@ -136,39 +120,37 @@ def test_summary_against_every_token(
     )
     figures = summarise(record, config, 2)
     requests = record.requests
-    assert [len(tokens[r.index]) for r in requests] == [r.output_len for r in requests]
+    assert [len(tokens[i]) for i in range(n)] == requests["output_len"].tolist()
 
-    ttft = np.array([tokens[r.index][0] - r.sent_s for r in requests])
-    e2el = np.array([tokens[r.index][-1] - r.sent_s for r in requests])
-    long = [r for r in requests if r.output_len > 1]
-    tpot = {r.index: (tokens[r.index][-1] - tokens[r.index][0]) / (r.output_len - 1) for r in long}
+    ttft = np.array([tokens[i][0] for i in range(n)]) - requests["sent_s"]
+    e2el = np.array([tokens[i][-1] for i in range(n)]) - requests["sent_s"]
+    long = [i for i in range(n) if len(tokens[i]) > 1]
+    tpot = {i: (tokens[i][-1] - tokens[i][0]) / (len(tokens[i]) - 1) for i in long}
     in_ms(figures, "ttft", ttft)
     in_ms(figures, "e2el", e2el)
     in_ms(figures, "tpot", list(tpot.values()))
     in_ms(figures, "itl", np.concatenate([np.diff(times) for times in tokens.values()]))
 
-    good = sum(ttft[r.index] <= 0.06 and tpot.get(r.index, 0.0) <= 2e-3 for r in requests)
+    good = sum(ttft[i] <= 0.06 and tpot.get(i, 0.0) <= 2e-3 for i in range(n))
     seconds = max(times[-1] for times in tokens.values())
-    produced = sum(r.output_len for r in requests)
+    produced, prompts = requests["output_len"].sum(), requests["prompt_len"].sum()
+    sent, finish = requests["sent_s"], requests["finish_s"]
     expected = {
         "num_prompts": n,
         "completed": n,
         "failed": 0,
         "duration": seconds,
-        "total_input_tokens": sum(r.prompt_len for r in requests),
+        "total_input_tokens": prompts,
         "total_output_tokens": produced,
         "request_throughput": n / seconds,
         "request_goodput": good / seconds,
         "slo_attainment": good / n,
         "output_throughput": produced / seconds,
-        "total_token_throughput": (produced + sum(r.prompt_len for r in requests)) / seconds,
+        "total_token_throughput": (produced + prompts) / seconds,
         "gpu_hours_per_million_output_tokens": 4 * seconds / 3600 / produced * 1e6,
         "cost_per_million_output_tokens": 3.0 * 4 * seconds / 3600 / produced * 1e6,
-        "preemptions": sum(r.preemptions for r in requests),
-        "max_concurrent_requests": max(
-            sum(r.sent_s <= at < r.finish_s for r in requests)
-            for at in [r.sent_s for r in requests]
-        ),
+        "preemptions": requests["preemptions"].sum(),
+        "max_concurrent_requests": max(((sent <= at) & (at < finish)).sum() for at in sent),
     }
     assert {key: figures[key] for key in expected} == pytest.approx(expected)
     ends = {at for times in tokens.values() for at in times}
@@ -189,9 +171,10 @@ def test_a_window_counts_its_own_steps_and_its_own_requests(
     record, tokens = run_noting_tokens(cluster)
     assert record.end_s > end
     figures = summarise(record, make_config({"topology": "2P2D"}), 2)
-    measured = [r for r in record.requests if start <= r.arrival_s < end]
+    requests = record.requests
+    measured = np.flatnonzero((start <= requests["arrival_s"]) & (requests["arrival_s"] < end))
     assert figures["completed"] == figures["num_prompts"] == len(measured)
-    in_ms(figures, "ttft", [tokens[r.index][0] - r.sent_s for r in measured])
+    in_ms(figures, "ttft", [tokens[i][0] - requests["sent_s"][i] for i in measured])
     steps = record.decode_steps
     begin_of = {
         (w, at): begin
@@ -201,46 +184,57 @@ def test_a_window_counts_its_own_steps_and_its_own_requests(
     }
     inside = [
         (i, r)
-        for r in record.requests
-        for i, at in enumerate(tokens[r.index])
-        if start <= begin_of[r.decode_worker, at] < end
+        for r, worker in enumerate(requests["decode_worker"].tolist())
+        for i, at in enumerate(tokens[r])
+        if start <= begin_of[worker, at] < end
     ]
     assert figures["output_throughput"] == pytest.approx(len(inside) / (end - start))
-    in_ms(figures, "itl", [np.diff(tokens[r.index])[i - 1] for i, r in inside if i > 0])
-    finished = sum(start <= r.finish_s < end for r in record.requests)
+    in_ms(figures, "itl", [np.diff(tokens[r])[i - 1] for i, r in inside if i > 0])
+    finished = ((start <= requests["finish_s"]) & (requests["finish_s"] < end)).sum()
     assert figures["request_throughput"] == pytest.approx(finished / (end - start))
 
 
 # -- by hand -----------------------------------------------------------------------------------
 
 
-def a_request(index, sent, finish, output_len=2, outcome=outcomes.COMPLETED, measured=True):
-    return Request(
-        index, sent, 4, output_len, 0, 0, 0, 1, 0, measured,
-        sent_s=sent, finish_s=finish, outcome=outcome,
-    )  # fmt: skip
+def a_request(sent, finish, output_len=2, outcome="completed", measured=True):
+    request = np.zeros((), state.REQUEST)
+    for name in state.REQUEST.names:
+        if name.endswith("_s"):
+            request[name] = -1.0
+    request["arrival_s"] = request["sent_s"] = sent
+    request["finish_s"] = finish
+    request["prompt_len"], request["output_len"] = 4, output_len
+    request["outcome"] = state.OUTCOMES.index(outcome)
+    request["measured"] = measured
+    return request
 
 
-def a_record(requests, first, window=(0.0, np.inf), end_s=10.0, steps=()):
-    return RunRecord(
-        requests=requests,
-        first_token_s=np.array(first, float),
-        decode_steps=np.array(list(steps), kernel.STEP),
-        prefill_steps=[[]],
-        preempted_gaps=[],
-        window=window,
-        end_s=end_s,
-    )
+def a_record(requests, first, window=(0.0, np.inf), end_s=10.0, steps=(), gaps=()):
+    """A record of one prefill worker that did nothing and one decode worker, with its steps'
+    (start, end, context, worker, batch, joined, active, busiest, tokens of contexts).
+    """
+    requests = np.array(requests, state.REQUEST)
+    requests["first_token_s"] = first
+    log = np.zeros(len(steps), state.STEP)
+    names = ["start", "end", "context", "worker", "batch", "joined", "active", "busiest"]
+    names.append("chunk_tokens")
+    for row, values in zip(log, steps, strict=True):
+        for name, value in zip(names, values, strict=True):
+            row[name] = value
+        row["chunks"] = row["chunk_tokens"] > 0
+    log["worker"] += 1
+    return RunRecord(requests, log, np.array(list(gaps), state.GAP), 1, window, end_s)
 
 
 def test_goodput_takes_every_bound_and_no_tpot_of_single_tokens():
     record = a_record(
         [
-            a_request(0, 0.0, 3.0, 3),  # TTFT 1, TPOT 1, E2EL 3
-            a_request(1, 1.0, 6.0, 2),  # TTFT 1, TPOT 4, E2EL 5
-            a_request(2, 2.0, 4.0, 1),  # TTFT 2, no TPOT, E2EL 2
-            a_request(3, 3.0, -1.0, 5, outcomes.OVERLOADED),  # TTFT 0.5 and never done
-            a_request(4, 4.0, -1.0, 5, outcomes.TOO_LONG),
+            a_request(0.0, 3.0, 3),  # TTFT 1, TPOT 1, E2EL 3
+            a_request(1.0, 6.0, 2),  # TTFT 1, TPOT 4, E2EL 5
+            a_request(2.0, 4.0, 1),  # TTFT 2, no TPOT, E2EL 2
+            a_request(3.0, -1.0, 5, "unserved_at_time_limit"),  # TTFT 0.5 and never done
+            a_request(4.0, -1.0, 5, "exceeds_max_model_len"),
         ],
         [1.0, 2.0, 4.0, 3.5, -1.0],
     )
@@ -263,16 +257,16 @@ def test_goodput_takes_every_bound_and_no_tpot_of_single_tokens():
 def test_failures_are_counted_by_their_reason():
     record = a_record(
         [
-            a_request(0, 0.0, 3.0),
-            a_request(1, 0.0, -1.0, outcome=outcomes.TOO_LONG),
-            a_request(2, 0.0, -1.0, outcome=outcomes.NO_KV_ROOM),
-            a_request(3, 0.0, -1.0, outcome=outcomes.TOO_LONG),
-            a_request(4, 0.0, -1.0, outcome=outcomes.AFTER_WINDOW, measured=False),
+            a_request(0.0, 3.0),
+            a_request(0.0, -1.0, outcome="exceeds_max_model_len"),
+            a_request(0.0, -1.0, outcome="exceeds_kv_cache"),
+            a_request(0.0, -1.0, outcome="exceeds_max_model_len"),
+            a_request(0.0, -1.0, outcome="run_ended_after_window", measured=False),
         ],
         [1.0, -1.0, -1.0, -1.0, -1.0],
     )
     figures = summarise(record, make_config({"topology": "1P1D", "goodput": {"ttft": 2000.0}}), 2)
-    assert figures["failed_reasons"] == {outcomes.NO_KV_ROOM: 1, outcomes.TOO_LONG: 2}
+    assert figures["failed_reasons"] == {"exceeds_kv_cache": 1, "exceeds_max_model_len": 2}
     assert (figures["num_prompts"], figures["completed"], figures["failed"]) == (4, 1, 3)
     assert figures["slo_attainment"] == 0.25
     assert figures["mean_ttft_ms"] == 1000.0
@@ -285,13 +279,13 @@ def test_failures_are_counted_by_their_reason():
 def test_peak_concurrency_counts_what_was_in_flight_at_the_start(window, peak):
     """In flight: 0-4, 1-6, 2-2.5 and 4-5 (which begins as the first ends)."""
     spans = [(0.0, 4.0), (1.0, 6.0), (2.0, 2.5), (4.0, 5.0)]
-    record = a_record([a_request(i, *span) for i, span in enumerate(spans)], [3.0] * 4, window)
+    record = a_record([a_request(*span) for span in spans], [3.0] * 4, window)
     figures = summarise(record, make_config({"topology": "1P1D"}), 2)
     assert figures["max_concurrent_requests"] == peak
 
 
 def test_the_request_that_ends_the_run_counts_in_its_throughput():
-    record = a_record([a_request(0, 0.0, 5.0), a_request(1, 0.0, 10.0)], [1.0, 1.0])
+    record = a_record([a_request(0.0, 5.0), a_request(0.0, 10.0)], [1.0, 1.0])
     assert summarise(record, make_config({}), 2)["request_throughput"] == pytest.approx(0.2)
 
 
@@ -307,7 +301,7 @@ def test_a_run_of_nothing_has_no_figures():
 
 def test_a_run_of_single_tokens_has_no_gaps():
     steps = [(1.0, 2.0, 5, 0, 2, 2, 7, 3, 0)]
-    record = a_record([a_request(i, 0.0, 2.0, 1) for i in range(2)], [2.0, 2.0], steps=steps)
+    record = a_record([a_request(0.0, 2.0, 1)] * 2, [2.0, 2.0], steps=steps)
     figures = summarise(record, make_config({}), 2)
     assert figures["mean_itl_ms"] is None
     assert figures["mean_tpot_ms"] is None
@@ -322,8 +316,8 @@ def test_recomputation_alone_is_no_decode_step():
         (2.0, 5.0, 0, 0, 0, 0, 0, 0, 9),
         (5.0, 6.0, 6, 0, 1, 1, 4, 2, 0),
     ]
-    record = a_record([a_request(0, 0.0, 6.0)], [2.0], steps=steps)
-    record = dataclasses.replace(record, preempted_gaps=[(2.0, 6.0), (-9.0, -1.0)])
+    gaps = [(2.0, 6.0), (-9.0, -1.0)]
+    record = a_record([a_request(0.0, 6.0)], [2.0], steps=steps, gaps=gaps)
     figures = summarise(record, make_config({}), 2)
     assert figures["decode_steps"] == 2
     assert figures["mean_decode_batch"] == 1.0

@@ -10,7 +10,6 @@ from click.testing import CliRunner
 
 from eldr_sim.cli.main import cli
 from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.prefix_cache import PrefixCache, Prompt
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.prompts import count_experts
@@ -52,19 +51,28 @@ def test_blocks_are_all_free_at_the_end(
         prefix_block_tokens=8,
     )
     cluster = make_cluster(
-        workload, n_prefill=2, n_decode=2, n_blocks=25, prefill_policy=prefill_policy
-    )
-    cluster.spec = dataclasses.replace(cluster.spec, enable_prefix_caching=caching)
+        workload, n_prefill=2, n_decode=2, n_blocks=25, prefill_policy=prefill_policy,
+        enable_prefix_caching=caching,
+    )  # fmt: skip
     record = run_to_rest(cluster)
-    assert [r.outcome for r in record.requests] == ["completed"] * n
-    for worker in cluster.prefill_workers:
-        assert worker.free_blocks == 25
-        assert all(block.n_held == 0 for block in worker.cache._evictable)
-        assert bool(worker.cache._by_hash) is caching
-    cached = [r.cached_tokens for r in record.requests]
-    assert (sum(cached) > 0) is caching
-    computed = sum(tokens for steps in record.prefill_steps for *_, tokens in steps)
-    assert computed == workload.prompt_len.sum() - sum(cached)
+    assert record.outcomes() == ["completed"] * n
+    engines = cluster.arrays.engines
+    assert (engines.workers["n_blank"] + engines.workers["n_idle"] == 25).all()
+    assert (engines.kv.blocks["n_held"] == 0).all()
+    assert (engines.workers["n_idle"] > 0).tolist() == [caching, caching, False, False]
+    # A hash in the index stands for one block and its copies: they are those with contents.
+    for w in range(len(engines.kv.index)):
+        chain = engines.kv.index[w][engines.kv.index[w] > 0] - 1
+        known = []
+        while len(chain):
+            known += chain.tolist()
+            chain = engines.kv.blocks["copy"][w, chain]
+            chain = chain[chain >= 0]
+        assert len(set(known)) == len(known) == engines.workers["n_idle"][w]
+    cached = record.requests["cached_tokens"]
+    assert (cached.sum() > 0) == caching
+    computed = record.prefill_steps["chunk_tokens"].sum()
+    assert computed == workload.prompt_len.sum() - cached.sum()
 
 
 def test_routers_see_cold_signatures():
@@ -73,17 +81,19 @@ def test_routers_see_cold_signatures():
     setting = prepare(config)
     workload, window = offered_load(config, setting.trace)
     cluster = build_cluster(config, setting, workload, window)
-    hits, select = [], cluster.decode_policy.select
+    policy, hits = cluster.routers[1].policy, []
+    shortlist = policy.shortlist
 
-    def checked(info, loads):
+    def checked(info):
         request = cluster.requests[info.request_id]
-        expected = setting.trace.prompt_counts([request.trace_request])[0]
+        expected = setting.trace.prompt_counts([request["trace_request"]])[0]
         np.testing.assert_array_equal(info.signature, expected)
-        hits.append(request.cached_tokens > 0)
-        return select(info, loads)
+        hits.append(request["cached_tokens"] > 0)
+        return shortlist(info)
 
-    cluster.decode_policy.select = checked
-    cluster.run()
+    policy.shortlist = checked
+    record = cluster.run()
+    assert len(hits) == (record.requests["decode_worker"] >= 0).sum()
     assert 0.2 < np.mean(hits) < 1.0
 
 
@@ -167,28 +177,45 @@ def endless_hits(n, block_size=16):
 
 
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="the recorded request log is not here")
-def test_an_endless_cache_finds_what_mooncake_shares():
+def test_an_endless_cache_finds_what_mooncake_shares(make_cluster, make_step_time):
+    """One request after the other, each alone on the worker."""
     n = 700
     trace = open_trace()
-    workload = workload_of(trace, workload=MOONCAKE, num_requests=n)
-    endless, small = PrefixCache(10**9, 16), PrefixCache(10_000, 16)
-    hits = {endless: [], small: []}
-    for i in range(n):
-        ranges = workload.prompt_ranges(i)
-        prompt = Prompt(int(workload.prompt_len[i]), workload.block_hashes(i, 16), ranges)
-        for cache, found in hits.items():
-            table = cache.allocate(prompt)
-            cache.publish(table, prompt.n_tokens)
+    logged = workload_of(trace, workload=MOONCAKE, num_requests=n)
+    workload = dataclasses.replace(
+        logged, arrival_s=10.0 * np.arange(n), output_len=np.ones(n, np.int32)
+    )
+    longest = int(workload.prompt_len.max())
+    step_time = make_step_time(
+        n_layers=1, n_experts=8, constant=1.0, prefill=(1.0, 0.0), max_tokens=longest,
+        max_context=longest + 1,
+    )  # fmt: skip
+
+    def hits(n_blocks):
+        seen = []
+
+        def signatures(ranges):
+            i = len(seen)
             if i % 50 == 0:
-                np.testing.assert_array_equal(
-                    count_experts(trace, table.ranges(16)), count_experts(trace, ranges)
-                )
-            found.append(table.n_cached)
-            cache.free(table)
+                cold = count_experts(trace, workload.prompt_ranges(i))
+                np.testing.assert_array_equal(count_experts(trace, ranges), cold)
+            seen.append(i)
+            return i, None
+
+        cluster = make_cluster(
+            workload, step_time=step_time, block_size=16, n_blocks=n_blocks,
+            max_num_batched_tokens=longest, decode_policy="random", signatures=signatures,
+        )  # fmt: skip
+        record = cluster.run()
+        assert record.completed.all()
+        assert len(seen) == n
+        return record.requests["cached_tokens"]
+
     expected = endless_hits(n)
-    assert hits[endless] == expected.tolist()
-    assert 0 < sum(hits[small]) < expected.sum()
-    assert (np.array(hits[small]) <= expected).all()
+    assert hits(int((workload.prompt_len // 16 + 1).sum())).tolist() == expected.tolist()
+    small = hits(10_000)
+    assert 0 < small.sum() < expected.sum()
+    assert (small <= expected).all()
 
 
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="the recorded request log is not here")

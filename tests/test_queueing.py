@@ -15,11 +15,7 @@ import pytest
 from scipy import stats
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.clock import Clock
-from eldr_sim.simulator.decode import DecodePool
-from eldr_sim.simulator.prefill import PrefillWorker
-from eldr_sim.simulator.request import Request
-from eldr_sim.simulator.transfer import TransferModel, TransferNetwork
+from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.validation import queueing
 
 SEEDS = range(25)
@@ -103,37 +99,22 @@ def test_no_wait_without_a_steady_state(call, field):
 
 
 @pytest.fixture(scope="module")
-def decode_waits_of(make_step_time):
-    """Times from arrival to joining the batch of one decode worker, s, one a request."""
+def decode_waits_of(make_cluster, make_workload, make_step_time):
+    """Times from arrival to joining the batch of one decode worker, s, one a request.
+
+    Prefill and transfer are free, so a request is at the decode worker when it arrives.
+    """
 
     def waits(step_s, arrivals, outputs, seats):
-        env = Clock()
-        requests = [
-            Request(i, at, 1, n, 0, 0, 0, 1, 0, True)
-            for i, (at, n) in enumerate(zip(arrivals.tolist(), outputs.tolist(), strict=True))
-        ]
-        pool = DecodePool(
-            env,
-            n_workers=1,
-            max_num_seqs=seats,
-            block_size=16,
-            n_blocks=1 << 40,
-            max_num_batched_tokens=1 << 20,
-            step_time=make_step_time(seats, 1, 8, constant=step_s),
-            bits=np.ones((1, 1), np.uint64),
-            n_requests=len(requests),
-            start_transfer=lambda request: pool.workers[0].kv_arrived(request),
-            on_finish=lambda request: None,
+        step_time = make_step_time(
+            seats, 1, 8, constant=step_s, prefill=(0.0, 0.0), max_context=int(outputs.max()) + 1
         )
-        pool.requests = requests
-        for request in requests:
-            env.at(request.arrival_s, lambda _, r=request: pool.workers[0].enqueue(r))
-        while True:
-            pool.advance(env.peek())
-            if env.peek() == np.inf:
-                break
-            env.step()
-        return [r.decode_start_s - r.arrival_s for r in requests]
+        cluster = make_cluster(
+            make_workload(arrivals, 1, outputs), step_time=step_time, max_num_seqs=seats
+        )
+        record = cluster.run()
+        assert record.completed.all()
+        return record.requests["decode_start_s"] - arrivals
 
     return waits
 
@@ -185,16 +166,14 @@ def test_decode_worker_with_coarse_steps(decode_waits, scale):
 def test_a_whole_cluster_is_its_decode_queue(make_cluster, make_workload, make_step_time, scale):
     """With free prefill and transfer; the wait is counted from arrival to the decode batch."""
     rate, steps, seats, n = 1.0, 5, 2, 1500 * scale
-    step_time = make_step_time(
-        seats, 1, 8, constant=1.0 / steps, prefill_s=lambda tokens, contexts: 0.0
-    )
+    step_time = make_step_time(seats, 1, 8, constant=1.0 / steps, prefill=(0.0, 0.0))
     waits = []
     for seed in SEEDS:
         rng = np.random.default_rng([seed, 14])
         arrivals = np.cumsum(rng.exponential(1.0 / rate, n))
         workload = make_workload(arrivals, 1, rng.geometric(1 / steps, n))
         requests = make_cluster(workload, step_time=step_time, max_num_seqs=seats).run().requests
-        waits.append(np.mean([r.decode_start_s - r.arrival_s for r in requests[WARM_UP:]]))
+        waits.append(np.mean((requests["decode_start_s"] - requests["arrival_s"])[WARM_UP:]))
     agrees(waits, queueing.stepwise_wait(rate, 1.0 / steps, steps, seats), scale)
 
 
@@ -215,46 +194,40 @@ def test_every_wait_of_one_seat_obeys_lindley(decode_waits_of):
 # -- a prefill worker --------------------------------------------------------------------------
 
 
-def prefill_waits(rate, prompts, max_num_batched_tokens, n):
-    """Mean time from arrival to the first chunk, s; a step takes a millisecond a token."""
+@pytest.fixture(scope="module")
+def prefill_waits(make_cluster, make_workload, make_step_time):
+    """Mean time from arrival to the first chunk, s, one a seed; a step takes a millisecond a token.
 
-    class StepTime:
-        def prefill_s(self, tokens, contexts):
-            return 1e-3 * sum(tokens)
+    Transfer and decode are free.
+    """
 
-    means = []
-    for seed in SEEDS:
-        rng = np.random.default_rng([seed, 12])
-        env = Clock()
-        worker = PrefillWorker(
-            env,
-            0,
-            step_time=StepTime(),
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=1,
-            block_size=16,
-            n_blocks=1 << 40,
-            on_prefilled=lambda request: None,
-        )
-        arrivals = np.cumsum(rng.exponential(1.0 / rate, n)).tolist()
-        requests = [
-            Request(i, at, int(prompt), 1, 0, 0, 0, 1, 0, True)
-            for i, (at, prompt) in enumerate(zip(arrivals, prompts(rng, n), strict=True))
-        ]
-        for request in requests:
-            env.at(request.arrival_s, lambda _, r=request, w=worker: w.enqueue(r))
-        env.run()
-        wait = [r.prefill_start_s - r.arrival_s for r in requests[WARM_UP:]]
-        means.append(float(np.mean(wait)))
+    def means(rate, prompts, max_num_batched_tokens, n):
+        found = []
+        for seed in SEEDS:
+            rng = np.random.default_rng([seed, 12])
+            arrivals, prompt_len = np.cumsum(rng.exponential(1.0 / rate, n)), prompts(rng, n)
+            step_time = make_step_time(
+                1, 1, 8, constant=0.0, prefill=(0.0, 1e-3), max_tokens=max_num_batched_tokens,
+                max_context=int(prompt_len.max()) + 1,
+            )  # fmt: skip
+            record = make_cluster(
+                make_workload(arrivals, prompt_len, 1), step_time=step_time, max_num_seqs=1,
+                max_num_batched_tokens=max_num_batched_tokens, block_size=16,
+            ).run()  # fmt: skip
+            assert record.completed.all()
+            waits = record.requests["prefill_start_s"] - arrivals
+            found.append(float(np.mean(waits[WARM_UP:])))
+        return found
+
     return means
 
 
-def test_prefill_worker_with_equal_prompts_is_md1(scale):
+def test_prefill_worker_with_equal_prompts_is_md1(prefill_waits, scale):
     waits = prefill_waits(0.6, lambda rng, n: np.full(n, 1000), 1000, 2000 * scale)
     agrees(waits, queueing.md1_wait(0.6, 1.0), scale)
 
 
-def test_prefill_worker_with_geometric_prompts_is_mm1(scale):
+def test_prefill_worker_with_geometric_prompts_is_mm1(prefill_waits, scale):
     """Chunks of 512 tokens do not change the wait: a begun prompt goes on first."""
     waits = prefill_waits(0.5, lambda rng, n: rng.geometric(1e-3, n), 512, 2000 * scale)
     agrees(waits, queueing.mm1_wait(0.5, 1.0), scale)
@@ -263,27 +236,38 @@ def test_prefill_worker_with_geometric_prompts_is_mm1(scale):
 # -- a link ------------------------------------------------------------------------------------
 
 
-def link_sojourns(rate, sizes, n):
-    """Mean time of a transfer over one link, s, whose mean size takes a second alone."""
-    means = []
-    for seed in SEEDS:
-        rng = np.random.default_rng([seed, 13])
-        env = Clock()
-        network = TransferNetwork(env, TransferModel(0.0, 0.0, 1e9, "test"))
-        begin = np.cumsum(rng.exponential(1.0 / rate, n)).tolist()
-        seconds = sizes(rng, n).tolist()
-        end = [math.nan] * n
-        for i, (at, alone_s) in enumerate(zip(begin, seconds, strict=True)):
+#: A mean transfer is one of so many tokens.
+TOKENS = 10_000
 
-            def done(i=i, end=end, env=env):
-                end[i] = env.now
 
-            def start(_, i=i, alone_s=alone_s, network=network, done=done):
-                network.start(0, i, 1e9 * alone_s, 0, done)
+@pytest.fixture(scope="module")
+def link_sojourns(make_cluster, make_workload, make_step_time):
+    """Mean time of a transfer over one link, s, one a seed, whose mean size takes a second alone.
 
-            env.at(at, start)
-        env.run()
-        means.append(float(np.mean(np.subtract(end, begin)[WARM_UP:])))
+    A prefill worker that computes in no time; all KV caches leave by its link. The decode worker's
+    link is never a limit.
+    """
+    longest = 20 * TOKENS
+    step_time = make_step_time(
+        1, 1, 8, constant=0.0, prefill=(0.0, 0.0), max_tokens=longest, max_context=longest
+    )
+
+    def means(rate, sizes, n):
+        found = []
+        for seed in SEEDS:
+            rng = np.random.default_rng([seed, 13])
+            begin = np.cumsum(rng.exponential(1.0 / rate, n))
+            cluster = make_cluster(
+                make_workload(begin, np.ceil(TOKENS * sizes(rng, n)), 1), step_time=step_time,
+                max_num_seqs=1, max_num_batched_tokens=longest, block_size=1, n_blocks=1 << 40,
+                transfer=TransferModel(0.0, 0.0, 1e9, "test", 1e30),
+                kv_bytes_per_token=1e9 / TOKENS,
+            )  # fmt: skip
+            requests = cluster.run().requests
+            assert (requests["transfer_start_s"] == begin).all()
+            found.append(float(np.mean((requests["transfer_end_s"] - begin)[WARM_UP:])))
+        return found
+
     return means
 
 
@@ -292,8 +276,8 @@ def link_sojourns(rate, sizes, n):
     [lambda rng, n: np.ones(n), lambda rng, n: rng.exponential(1.0, n)],
     ids=["constant", "exponential"],
 )
-def test_a_shared_link_is_a_processor_sharing_queue(sizes, scale):
-    """One egress link, a decode worker of its own for each transfer."""
+def test_a_shared_link_is_a_processor_sharing_queue(link_sojourns, sizes, scale):
+    """One egress link; rounding sizes up to whole tokens makes them longer by 1/20,000."""
     agrees(
         link_sojourns(0.6, sizes, 1500 * scale), queueing.processor_sharing_sojourn(0.6, 1.0), scale
     )

@@ -63,7 +63,7 @@ def test_output_tokens_per_cpu_second(benchmark, topology, rate, policy):
         record = cluster.run()
         seconds.append(time.process_time() - start)
         tokens = int(record.decode_steps["batch"].sum())
-        row_bytes = cluster.pool._bits.shape[1] * 8
+        row_bytes = cluster.arrays.bits.shape[1] * 8
 
     benchmark.pedantic(run, setup=setup, rounds=3, warmup_rounds=1)
     cpu = sorted(seconds[1:])[1]
