@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 from numba import types
 
 from eldr_sim.jit import njit
+
+import_module("numba.experimental.function_type")  # makes callbacks an argument's type
 
 #: The decorator of functions that only compiled code calls. Compiling takes time on a new machine,
 #: and much of it goes into what such functions do not need: a wrapper that Python could call, and

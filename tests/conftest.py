@@ -105,6 +105,7 @@ def make_step_time():
         if constant is None:
             cost = StepCost(
                 n_moe_layers=n_layers,
+                n_experts=n_experts,
                 moe_s=rising(sequences, n_experts + 1) * 1e-5,
                 mixed_moe_s=rising(tokens, n_experts + 1) * 1e-5,
                 uniform_moe_s=rising(tokens) * 2e-5,
@@ -124,6 +125,7 @@ def make_step_time():
             chunk_s = base + slope * np.arange(float(tokens))
             cost = StepCost(
                 n_moe_layers=n_layers,
+                n_experts=n_experts,
                 moe_s=np.full((sequences, n_experts + 1), constant / n_layers),
                 mixed_moe_s=np.tile(chunk_s[:, None] / n_layers, n_experts + 1),
                 uniform_moe_s=chunk_s / n_layers,

@@ -17,7 +17,7 @@ from eldr_sim.simulator.run import simulate
 @pytest.fixture(scope="module")
 def step_time():
     return build_step_time_model(
-        "Qwen3-30B-A3B", "H100", max_num_seqs=256, max_model_len=8192, mixed_steps=True,
+        "Qwen3-30B-A3B", "H100", max_num_seqs=256, max_model_len=8192,
         max_num_batched_tokens=2048,
     )  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_a_mixed_step_costs_no_more_than_its_parts_and_no_less_than_either(
 
 def test_mixed_tables_only_where_asked_for():
     model = build_step_time_model("Qwen3-30B-A3B", "H100", max_num_seqs=8, max_model_len=4096)
-    assert model.mixed_moe_s.shape == (1, 129)
+    assert model.cost.mixed_moe_s.shape == (1, 129)
 
 
 def run(**fields):

@@ -52,6 +52,7 @@ def random_cost(rng, seqs, budget, n_experts, n_layers, grid):
         attention[:] = attention[:, :1]  # the mean context is no whole number
     return StepCost(
         n_moe_layers=n_layers,
+        n_experts=n_experts,
         moe_s=draw(seqs + 1, n_experts + 1),
         mixed_moe_s=draw(budget + 1, n_experts + 1),
         uniform_moe_s=draw(tokens),
@@ -168,7 +169,9 @@ TIMES = (
     "sent_s", "prefill_start_s", "prefill_end_s", "transfer_start_s", "transfer_end_s",
     "decode_start_s", "first_token_s", "finish_s",
 )  # fmt: skip
-NUMBERS = ("prefill_worker", "decode_worker", "preemptions", "cached_tokens")
+NUMBERS = (
+    "prefill_worker", "decode_worker", "preemptions", "cached_tokens", "decode_cached_tokens",
+)  # fmt: skip
 COUNTS = ("worker", "batch", "joined", "chunks", "chunk_tokens", "active", "busiest", "context")
 
 
@@ -315,7 +318,7 @@ def test_a_long_run_sees_every_kind_of_hit():
     arguments = random_cluster(3, (2, 2), 4, 0, 2, False, True, True)
     rng, spec = np.random.default_rng(7), arguments["spec"]
     arguments["workload"] = random_workload(rng, 400, 0.01, 4, 40, 25)
-    few = {"n_blocks": 30, "max_num_seqs": 4}
+    few = {"n_blocks": 26, "max_num_seqs": 4}
     arguments["spec"] = dataclasses.replace(
         spec,
         block_size=3,
@@ -438,6 +441,7 @@ def by_hand(step_s=0.0, token_s=0.0, chunk_step_s=0.0, seqs=8, tokens=300):
     """
     cost = StepCost(
         n_moe_layers=2,
+        n_experts=70,
         moe_s=np.zeros((seqs + 1, 71)),
         mixed_moe_s=np.zeros((tokens + 1, 71)),
         uniform_moe_s=np.zeros(tokens + 1),

@@ -19,6 +19,8 @@ from eldr_sim.kernel_profiles.tables import (
     table_name,
 )
 
+from .step_times import fixed_s
+
 DECODES = [(b, b) for b in (1, 2, 4, 8, 16, 32)]
 PROMPTS = [(64, 1), (128, 1), (128, 4), (256, 2), (512, 1), (512, 8)]
 QWEN = load_model("Qwen3-30B-A3B")
@@ -106,18 +108,20 @@ def test_a_table_of_engine_steps_stands_for_all_but_moe_and_attention(tmp_path):
     table.save(tmp_path / table_name(table.metadata))
     table = load_table(tmp_path / table_name(table.metadata))
     sizes = {"max_num_seqs": 32, "max_model_len": 2048, "max_num_batched_tokens": 512}
-    plain = build_step_time_model(QWEN, "H100", mixed_steps=True, **sizes)
-    model = build_step_time_model(QWEN, "H100", mixed_steps=True, tables=[table], **sizes)
-    assert model.fixed_s[0] == 0.0
+    plain = build_step_time_model(QWEN, "H100", **sizes)
+    model = build_step_time_model(QWEN, "H100", tables=[table], **sizes)
+    assert fixed_s(model)[0] == 0.0
     batches = np.arange(1, 33)
-    np.testing.assert_allclose(model.fixed_s[1:], truth(batches, batches), rtol=1e-6)
-    assert (model.moe_s == plain.moe_s).all()
-    assert (model.attention_s == plain.attention_s).all()
-    attention = plain.prompt_attention_s([200, 100], [0, 50])
-    prompts = model.prefill_s([200, 100], [0, 50], moe_s=0.25)
-    assert prompts == pytest.approx(0.25 + truth(300, 2) + attention)
-    extra = model.mixed_extra_s(7, [200, 100], [0, 50])
-    assert extra == pytest.approx(truth(307, 8) + attention - truth(7, 7))
+    np.testing.assert_allclose(fixed_s(model)[1:], truth(batches, batches), rtol=1e-6)
+    assert (model.cost.moe_s == plain.cost.moe_s).all()
+    assert (model.cost.attention_s == plain.cost.attention_s).all()
+    chunks = [(0, 200), (50, 100)]
+    prompts, beside = model.parts(chunks=chunks), plain.parts(chunks=chunks)
+    assert (prompts.moe, prompts.attention) == (beside.moe, beside.attention)
+    assert prompts.dense + prompts.head == pytest.approx(truth(300, 2))
+    assert prompts.collectives == prompts.host == 0.0
+    mixed = model.parts(7, 700, chunks)
+    assert mixed.dense + mixed.head == pytest.approx(truth(307, 9))
     assert set(model.provenance) == {"moe", "attention", "engine_step"}
     assert model.provenance["engine_step"]["fit_error"]["rows_max"] < 1e-6
     with pytest.raises(InputError, match="host_gap_s"):
@@ -127,12 +131,8 @@ def test_a_table_of_engine_steps_stands_for_all_but_moe_and_attention(tmp_path):
 def test_known_experts_replace_the_expected_ones():
     model = build_step_time_model(
         QWEN, "H100", max_num_seqs=8, max_model_len=2048, max_num_batched_tokens=512,
-        mixed_steps=True,
     )  # fmt: skip
     expected = model.prefill_s([300], [0])
-    few, many = (
-        model.prefill_s([300], [0], moe_s=QWEN.n_moe_layers * float(model.mixed_moe_s[300][d]))
-        for d in (8, 128)
-    )
+    few, many = (model.prefill_s([300], [0], [d] * QWEN.n_moe_layers) for d in (8, 128))
     assert few < expected <= many * (1 + 1e-9)
     assert many == pytest.approx(expected, rel=1e-3)  # 300 tokens touch nearly all experts

@@ -1,18 +1,16 @@
 """Routing by predicted step time: a twin from scratch, and what the cluster tells the policy."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.step_time import StepCost, build_step_time_model
 from eldr_sim.policies.activation import fit_activation
-from eldr_sim.policies.base import CompletionListener, DecodeStepTimes, PolicyContext, RequestInfo
+from eldr_sim.policies.base import CompletionListener, PolicyContext, RequestInfo
 from eldr_sim.policies.decode import JoinShortestQueuePolicy
-from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy, decode_step_s
+from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy, expected_step_s
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
 from eldr_sim.traces.calibration import CalibrationSet
@@ -32,8 +30,23 @@ def make_step_times(seed=0):
 
     moe = rising(SEATS + 1, N_EXPERTS + 1)
     moe[0] = moe[:, 0] = 0.0
-    return DecodeStepTimes(
-        moe, rising(SEATS + 1), rising(SEATS + 1, 5), 64, MODEL_LAYERS, N_EXPERTS
+    nothing = np.zeros(SEATS + 1)
+    return StepCost(
+        n_moe_layers=MODEL_LAYERS,
+        n_experts=N_EXPERTS,
+        moe_s=moe,
+        mixed_moe_s=moe,
+        uniform_moe_s=nothing,
+        dense_s=rising(SEATS + 1),
+        collectives_s=rising(SEATS + 1),
+        host_s=1e-4 * r.random(),
+        head_s=rising(SEATS + 1),
+        attention_s=rising(SEATS + 1, 5),
+        context_stride=64,
+        prompt_alone_s=nothing,
+        prompt_share_s=nothing,
+        prompt_floor_s=0.0,
+        prompt_token_s=0.0,
     )
 
 
@@ -74,7 +87,8 @@ def growths_from_scratch(times, residents, load, new):
         knots = times.context_stride * np.arange(times.attention_s.shape[1])
         mean_context = sum(prompt for _, prompt in here) / batch
         attention = np.interp(mean_context, knots, times.attention_s[at])
-        whole = times.fixed_s[at] + attention + moe * times.n_moe_layers / len(new[0])
+        fixed = times.dense_s[at] + times.collectives_s[at] + times.host_s + times.head_s[at]
+        whole = fixed + attention + moe * times.n_moe_layers / len(new[0])
         return whole * max(1.0, batch / SEATS)
 
     now, then = step(residents, load), step([*residents, new], load + 1)
@@ -128,14 +142,14 @@ def test_every_decision_is_that_of_a_twin_from_scratch(seed, n_workers, oracle):
 
 def test_step_times_are_those_of_the_step_time_model():
     model = build_step_time_model("Qwen3-30B-A3B", "H100", max_num_seqs=64, max_model_len=4096)
-    times = DecodeStepTimes(
-        model.moe_s, model.fixed_s, model.attention_s, model.context_stride, 48, 128
-    )
     r = np.random.default_rng(0)
     loads = np.array([0, 1, 7, 64, 96])
     mean_context = r.uniform(1, 4000, len(loads))
     distinct = r.uniform(0, 128, (len(loads), 6))
-    seconds = decode_step_s(times, loads, mean_context * loads, distinct)
+    seconds = [
+        expected_step_s(model.cost, loads[w], mean_context[w] * loads[w], distinct[w])
+        for w in range(len(loads))
+    ]
     assert seconds[0] == 0.0
     for w in range(1, len(loads)):
         layers = np.tile(distinct[w], 8)
@@ -147,10 +161,9 @@ def test_step_times_are_those_of_the_step_time_model():
 def test_gpus_of_a_worker_share_its_experts():
     """Half the experts a GPU: the table has half the columns, and is read at half the union."""
     whole = make_step_times()
-    half = replace(whole, moe_s=np.ascontiguousarray(whole.moe_s[:, : N_EXPERTS // 2 + 1]))
-    loads, context = np.array([3]), np.array([90.0])
-    at_half = decode_step_s(whole, loads, context, np.array([[2.0, 3.5]]))
-    assert decode_step_s(half, loads, context, np.array([[4.0, 7.0]])) == pytest.approx(at_half)
+    half = whole._replace(moe_s=np.ascontiguousarray(whole.moe_s[:, : N_EXPERTS // 2 + 1]))
+    at_half = expected_step_s(whole, 3, 90.0, np.array([2.0, 3.5]))
+    assert expected_step_s(half, 3, 90.0, np.array([4.0, 7.0])) == pytest.approx(at_half)
 
 
 def test_workers_that_look_alike_are_served_in_turn():
@@ -198,7 +211,7 @@ def test_what_a_policy_needs_must_be_there():
         MarginalCostPolicy(context(calibration=None))
     with pytest.raises(InputError, match="future"):
         OraclePolicy(context())
-    narrow = DecodeStepTimes(np.zeros((3, 5)), np.zeros(3), np.zeros((3, 2)), 16, 4, 4)
+    narrow = make_step_times()._replace(n_experts=4)
     with pytest.raises(InputError, match="8 experts, but the model has 4"):
         MarginalCostPolicy(context(step_times=narrow))
     with pytest.raises(KeyError):

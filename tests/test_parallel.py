@@ -15,6 +15,8 @@ from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables import find_table, moe_shape
 from eldr_sim.simulator.memory import kv_blocks
 
+from .step_times import fixed_s
+
 LARGE = load_model("Qwen3-235B-A22B")
 TP4, EP4 = Parallelism(4), Parallelism(4, True)
 
@@ -115,8 +117,8 @@ def test_a_worker_of_one_gpu_is_as_before():
     alone = build_step_time_model("Qwen3-30B-A3B", "H100", **limits)
     for parallelism in (SINGLE_GPU, Parallelism(1, True)):
         other = build("Qwen3-30B-A3B", "H100", parallelism, **limits, max_num_batched_tokens=16384)
-        for name in ("moe_s", "fixed_s", "attention_s"):
-            assert (getattr(other, name) == getattr(alone, name)).all()
+        for name in ("moe_s", "dense_s", "head_s", "attention_s"):
+            assert (getattr(other.cost, name) == getattr(alone.cost, name)).all()
         assert other.prefill_s([300, 5], [0, 9]) == alone.prefill_s([300, 5], [0, 9])
         assert "collectives" not in other.provenance
 
@@ -126,16 +128,16 @@ def test_a_worker_of_one_gpu_is_as_before():
 def test_four_gpus_beat_one_but_not_fourfold(gpu, expert_parallel):
     spread = build(gpu=gpu, parallelism=Parallelism(4, expert_parallel))
     alone = build(gpu=gpu, parallelism=SINGLE_GPU)
-    every = [spread.moe_s.shape[1] - 1] * 94
+    every = [spread.cost.moe_s.shape[1] - 1] * 94
     ratio = alone.decode_s([128] * 94, 64, 1000) / spread.decode_s(every, 64, 1000)
     assert 1.5 < ratio < 4
     assert 1.5 < alone.prefill_s([4000], [0]) / spread.prefill_s([4000], [0]) < 4
 
 
 def test_columns_count_the_experts_of_a_rank():
-    assert build().moe_s.shape == (129, 33)
-    assert build(parallelism=TP4).moe_s.shape == (129, 129)
-    assert (np.diff(build().moe_s, axis=1) >= 0).all()  # the busiest rank is the slowest
+    assert build().cost.moe_s.shape == (129, 33)
+    assert build(parallelism=TP4).cost.moe_s.shape == (129, 129)
+    assert (np.diff(build().cost.moe_s, axis=1) >= 0).all()  # the busiest rank is the slowest
 
 
 def test_collectives_of_a_step_by_hand():
@@ -147,7 +149,7 @@ def test_collectives_of_a_step_by_hand():
     sums = 189 * custom.time_s("all_reduce", 4, 2 * 4096 * batch)
     gather = nccl.time_s("all_gather", 4, 2 * 151936 * batch)
     free = _without_collectives()
-    assert spread.fixed_s[batch] - free.fixed_s[batch] == pytest.approx(float(sums + gather))
+    assert fixed_s(spread)[batch] - fixed_s(free)[batch] == pytest.approx(float(sums + gather))
     tokens = 2048  # 16.8 MB: beyond the custom kernel
     assert 2 * 4096 * tokens > CUSTOM_ALL_REDUCE_BYTES
     sums = 189 * nccl.time_s("all_reduce", 4, 2 * 4096 * tokens)

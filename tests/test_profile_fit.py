@@ -16,6 +16,8 @@ from eldr_sim.kernel_profiles.profile.timing import Timing
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, moe_shape, table_name
 
+from .step_times import fixed_s
+
 FACTS = {"device": "a card", "driver_version": "1", "torch": "2", "power.limit": "700 W"}
 SHAPE = moe_shape(2048, 768, 128, 8)
 
@@ -154,7 +156,7 @@ def test_a_measured_table_beats_the_imported_one_and_says_so():
     model = load_model("Qwen3-30B-A3B")
     step = build_step_time_model(model, "H100", max_num_seqs=64, max_model_len=4096, tables=[table])
     assert step.provenance["moe"]["label"] == "measured"
-    assert step.moe_s[64, 128] == pytest.approx(2 * linear(64, 128))
+    assert step.cost.moe_s[64, 128] == pytest.approx(2 * linear(64, 128))
 
 
 def test_elementwise_and_host_gap_tables_are_used():
@@ -172,7 +174,7 @@ def test_elementwise_and_host_gap_tables_are_used():
     assert step.provenance["norms"]["label"] == step.provenance["host_gap"]["label"] == "measured"
     assert step.host_gap_s == pytest.approx(7e-3)
     # 48 layers at a microsecond a token in place of 8 us a layer
-    assert step.fixed_s[32] - plain.fixed_s[32] == pytest.approx(7e-3 + 48 * (32e-6 - 8e-6))
+    assert fixed_s(step)[32] - fixed_s(plain)[32] == pytest.approx(7e-3 + 48 * (32e-6 - 8e-6))
     given = build_step_time_model(model, "H100", tables=tables, host_gap_s=1e-3, **size)
     assert given.host_gap_s == 1e-3
 

@@ -9,6 +9,8 @@ from eldr_sim.policies.registry import names
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import prepare, simulate
 
+from .step_times import fixed_s
+
 BASE = {"topology": "2P4D", "duration": 10, "warmup": 3, "output_len": 128, "request_rate": 40}
 
 
@@ -57,12 +59,12 @@ def test_step_times_are_those_of_the_latency_model():
     for step in steps.itertuples():
         # The sum over layers of a time convex or concave in the count is bounded by its ends.
         counts = np.arange(model.n_experts + 1)
-        line = np.interp(step.active_experts, counts, model.moe_s[step.batch])
-        knots = np.arange(model.attention_s.shape[1]) * model.context_stride
+        line = np.interp(step.active_experts, counts, model.cost.moe_s[step.batch])
+        knots = np.arange(model.cost.attention_s.shape[1]) * model.cost.context_stride
         attention = np.interp(
-            step.context_tokens / step.batch, knots, model.attention_s[step.batch]
+            step.context_tokens / step.batch, knots, model.cost.attention_s[step.batch]
         )
-        expected = model.n_moe_layers * line + attention + model.fixed_s[step.batch]
+        expected = model.n_moe_layers * line + attention + fixed_s(model)[step.batch]
         assert step.end_s - step.start_s == pytest.approx(expected, rel=0.03)
 
 

@@ -12,6 +12,8 @@ from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
 
+from .step_times import fixed_s
+
 LARGE = {
     "model": "Qwen3-235B-A22B",
     "gpu": "H200",
@@ -61,13 +63,13 @@ def test_step_times_follow_the_busiest_gpu():
     """The sum over layers of a time convex or concave in the count is bounded by its ends."""
     model = prepare(make_config(LARGE)).step_time
     for step in decode_steps(run()).head(300).itertuples():
-        counts = np.arange(model.moe_s.shape[1])
-        line = np.interp(step.busiest_rank_experts, counts, model.moe_s[step.batch])
-        knots = np.arange(model.attention_s.shape[1]) * model.context_stride
+        counts = np.arange(model.cost.moe_s.shape[1])
+        line = np.interp(step.busiest_rank_experts, counts, model.cost.moe_s[step.batch])
+        knots = np.arange(model.cost.attention_s.shape[1]) * model.cost.context_stride
         attention = np.interp(
-            step.context_tokens / step.batch, knots, model.attention_s[step.batch]
+            step.context_tokens / step.batch, knots, model.cost.attention_s[step.batch]
         )
-        expected = model.n_moe_layers * line + attention + model.fixed_s[step.batch]
+        expected = model.n_moe_layers * line + attention + fixed_s(model)[step.batch]
         assert step.end_s - step.start_s == pytest.approx(expected, rel=0.03)
 
 

@@ -29,6 +29,8 @@ from eldr_sim.kernel_profiles.tables import (
     shipped_tables,
 )
 
+from .step_times import fixed_s
+
 GPUS = ("H100", "H200", "A100", "B200", "MI300X", "L40S")
 
 
@@ -192,19 +194,19 @@ def test_h100_collective_floors_match_published_times():
 def test_every_model_on_every_gpu_is_sane_and_monotone(name, gpu):
     model = _build(name, gpu, max_num_seqs=32, max_model_len=4096, max_num_batched_tokens=4096)
     dims = load_model(name)
-    assert model.moe_s.shape == (33, dims.n_experts + 1)
-    assert model.fixed_s.shape == (33,)
-    assert model.attention_s.shape[0] == 33
-    assert (model.attention_s.shape[1] - 1) * model.context_stride >= 4096
-    for array in (model.moe_s, model.fixed_s, model.attention_s):
+    assert model.cost.moe_s.shape == (33, dims.n_experts + 1)
+    assert fixed_s(model).shape == (33,)
+    assert model.cost.attention_s.shape[0] == 33
+    assert (model.cost.attention_s.shape[1] - 1) * model.cost.context_stride >= 4096
+    for array in (model.cost.moe_s, fixed_s(model), model.cost.attention_s):
         assert np.isfinite(array).all()
         assert (array >= 0).all()
-    assert model.fixed_s[0] == 0
-    assert (model.attention_s[0] == 0).all()
-    assert (np.diff(model.moe_s[1:, 1:], axis=0) >= -1e-15).all()
-    assert (np.diff(model.moe_s[1:, 1:], axis=1) >= -1e-15).all()
-    assert (np.diff(model.attention_s, axis=1) >= -1e-15).all()
-    assert (np.diff(model.attention_s, axis=0) >= -1e-15).all()
+    assert fixed_s(model)[0] == 0
+    assert (model.cost.attention_s[0] == 0).all()
+    assert (np.diff(model.cost.moe_s[1:, 1:], axis=0) >= -1e-15).all()
+    assert (np.diff(model.cost.moe_s[1:, 1:], axis=1) >= -1e-15).all()
+    assert (np.diff(model.cost.attention_s, axis=1) >= -1e-15).all()
+    assert (np.diff(model.cost.attention_s, axis=0) >= -1e-15).all()
     # No step reads its weights faster than the memory allows. Gathered in half-empty batches,
     # small expert sets may come from the L2 cache, hence the margin.
     distinct = uniform_distinct(32, dims.n_experts, dims.top_k)
@@ -219,28 +221,28 @@ def test_every_model_on_every_gpu_is_sane_and_monotone(name, gpu):
 def test_a_step_is_the_sum_of_its_parts(qwen):
     knot = 10
     distinct = [20 + layer for layer in range(48)]
-    expected = qwen.fixed_s[16] + qwen.attention_s[16, knot]
-    expected += sum(qwen.moe_s[16, d] for d in distinct)
-    assert qwen.decode_s(distinct, 16, knot * qwen.context_stride) == pytest.approx(expected)
+    expected = fixed_s(qwen)[16] + qwen.cost.attention_s[16, knot]
+    expected += sum(qwen.cost.moe_s[16, d] for d in distinct)
+    assert qwen.decode_s(distinct, 16, knot * qwen.cost.context_stride) == pytest.approx(expected)
 
 
 def test_sliding_layers_stop_growing_with_context():
     model = _build("GPT-OSS-120B", "H100")
-    slope = np.diff(model.attention_s[64])
-    far = np.arange(len(slope)) * model.context_stride
+    slope = np.diff(model.cost.attention_s[64])
+    far = np.arange(len(slope)) * model.cost.context_stride
     full = load_model("GPT-OSS-120B").n_full_layers
     shape = {"n_heads": 64, "n_kv_heads": 8, "head_dim": 64, "window": 0}
     table = find_table("attention_decode", "H100", shape=shape)
     assert table is not None
     growth = DecodeAttention.from_table(table).time_s(np.array([64.0]), np.array([4096.0, 8192.0]))
-    expected = full * np.diff(growth[0])[0] / 4096 * model.context_stride
+    expected = full * np.diff(growth[0])[0] / 4096 * model.cost.context_stride
     assert slope[far >= 4096].mean() == pytest.approx(expected, rel=0.05)
 
 
 def test_host_gap_is_added_once_per_step():
     plain, late = _build(host_gap_s=0.0), _build(host_gap_s=0.003)
-    np.testing.assert_allclose(late.fixed_s[1:] - plain.fixed_s[1:], 0.003)
-    assert late.fixed_s[0] == 0
+    np.testing.assert_allclose(fixed_s(late)[1:] - fixed_s(plain)[1:], 0.003)
+    assert fixed_s(late)[0] == 0
     gap = late.prefill_s([100, 200], [0, 0]) - plain.prefill_s([100, 200], [0, 0])
     assert gap == pytest.approx(0.003)
     assert late.host_gap_s == 0.003
@@ -250,7 +252,7 @@ def test_kernel_source_picks_another_table():
     newest, older = _build(gpu="H200"), _build(gpu="H200", kernel_source="vllm_fused_moe")
     assert older.provenance["moe"]["kernel_source"] == "vllm_fused_moe"
     assert newest.provenance["moe"]["kernel_source"] != "vllm_fused_moe"
-    assert (newest.moe_s != older.moe_s).any()
+    assert (newest.cost.moe_s != older.cost.moe_s).any()
     with pytest.raises(InputError, match="no MoE table of 'magic'"):
         _build(kernel_source="magic")
 
@@ -277,7 +279,7 @@ def test_own_tables_take_precedence():
         },
     )
     model = _build(tables=[own])
-    assert model.moe_s[16, 64] == pytest.approx(0.064)
+    assert model.cost.moe_s[16, 64] == pytest.approx(0.064)
     assert model.provenance["moe"]["label"] == "measured"
     assert model.moe_batch_max == 64
 
@@ -297,7 +299,7 @@ def test_fp8_linear_layers_take_their_own_table():
     guessed = sum(
         roofline.gemm_s(load_gpu("H200"), n, k, rows, 1.0)[0] for n, k in dims.attention_linears()
     )
-    grown = with_table.fixed_s[16] - without.fixed_s[16]
+    grown = fixed_s(with_table)[16] - fixed_s(without)[16]
     assert grown == pytest.approx(dims.n_layers * (2e-3 - guessed))
     assert without.provenance["gemm"]["label"] != "imported"
     assert with_table.provenance["gemm"]["label"] == "imported"
@@ -344,13 +346,13 @@ def test_decode_refuses_what_is_out_of_its_tables(qwen):
 def test_the_model_survives_a_trip_to_another_process(qwen):
     other = pickle.loads(pickle.dumps(qwen))
     assert other.prefill_s([512, 7], [0, 100]) == qwen.prefill_s([512, 7], [0, 100])
-    np.testing.assert_array_equal(other.moe_s, qwen.moe_s)
+    np.testing.assert_array_equal(other.cost.moe_s, qwen.cost.moe_s)
 
 
 def test_building_twice_gives_the_same_bits(qwen):
     again = _build()
-    for name in ("moe_s", "fixed_s", "attention_s"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(qwen, name))
+    for name in ("moe_s", "dense_s", "head_s", "attention_s"):
+        np.testing.assert_array_equal(getattr(again.cost, name), getattr(qwen.cost, name))
     assert again.prefill_s([3000], [5]) == qwen.prefill_s([3000], [5])
 
 

@@ -96,31 +96,23 @@ def chunk_attention_seconds(cost, chunks):
     return max(together, *alone)
 
 
-def step_seconds(cost, role, own_experts, batch, context, chunks, activated):
-    """Seconds of a step of ``batch`` decodes and ``chunks``, pairs (cached tokens, new tokens)."""
+def step_seconds(cost, own_experts, batch, context, chunks, rows, activated):
+    """Seconds of a step: ``batch`` decodes and ``chunks``, pairs (cached tokens, new tokens).
 
-    def rest(tokens):
-        return cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.host_s
-
-    n = sum(new for _, new in chunks)
-    seconds = fixed = 0.0
-    if batch:
-        fixed = rest(batch) + cost.head_s[batch]
+    lm_head is computed for ``rows`` sequences.
+    """
+    tokens = batch + sum(new for _, new in chunks)
+    seconds = cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.host_s + cost.head_s[rows]
     if not chunks:
-        seconds = fixed + moe_seconds(cost.moe_s[batch], activated)
-    elif role == COLOCATED:  # one step of all its tokens
-        head = cost.head_s[min(batch + 1, len(cost.head_s) - 1)]
-        more = rest(batch + n) + head + chunk_attention_seconds(cost, chunks) - fixed
-        seconds = max(0.0, more) + (fixed + moe_seconds(cost.mixed_moe_s[batch + n], activated))
-    else:  # the chunks as a step of their own
-        moe = cost.n_moe_layers * cost.uniform_moe_s[n]
-        if own_experts:
-            moe = moe_seconds(cost.mixed_moe_s[n], activated)
-        seconds = rest(n) + moe + cost.head_s[len(chunks)] + chunk_attention_seconds(cost, chunks)
-        if batch:
-            seconds += fixed + moe_seconds(cost.moe_s[batch], activated)
+        seconds += moe_seconds(cost.moe_s[batch], activated)
+    elif own_experts:
+        seconds += moe_seconds(cost.mixed_moe_s[tokens], activated)
+    else:
+        seconds += cost.n_moe_layers * cost.uniform_moe_s[tokens]
     if batch:
         seconds += decode_attention_seconds(cost, batch, context)
+    if chunks:
+        seconds += chunk_attention_seconds(cost, chunks)
     return seconds
 
 
@@ -206,6 +198,8 @@ class Request:
     decode_worker: int = -1
     preemptions: int = 0
     cached_tokens: int = -1
+    decode_cached_tokens: int = -1
+    reserved: int = -1  #: its place among those whose KV cache a decode worker fetches
     generated: int = 0
     outcome: str = ""
     kv_here: bool = False
@@ -277,7 +271,11 @@ class Worker:
         self.wake()
 
     def queue(self, request):
-        (self.arrived if request.kv_here else self.new).append(request)
+        if request.kv_here:  # in the order in which their blocks were reserved
+            self.arrived.append(request)
+            self.arrived.sort(key=lambda other: other.reserved)
+        else:
+            self.new.append(request)
 
     def queue_late(self):
         for request in self.late:
@@ -300,7 +298,7 @@ class Worker:
         """End, preempt, admit, plan."""
         self.boundary_at, self.decided = None, True
         self.end_sequences()
-        if not self.running():
+        if not (self.running() or self.arrived or self.preempted or self.new):
             self.queue_late()  # no step has been scheduled yet
         if self.preempt():
             self.fill()
@@ -383,12 +381,12 @@ class Worker:
         if cached is None:
             return False
         if self.role == DECODE:
+            request.decode_cached_tokens = cached
             self.twin.fetch(request)
             return True
         request.prefill_start_s = self.twin.now
-        if self.role == PREFILL:
-            request.cached_tokens = cached
-        else:
+        request.cached_tokens = cached
+        if self.role == COLOCATED:
             request.prefill_worker = request.decode_worker
         context = request.prompt if self.role == PREFILL else request.prompt - 1
         self.prefilling.append(Sequence(request, cached, context))
@@ -467,9 +465,7 @@ class Worker:
 
     def start_when_all_have_come(self):
         """Start the next step behind all other events of its instant."""
-        if self.role == PREFILL:  # at once
-            self.step()
-        elif not self.due:
+        if not self.due:
             self.due = True
             self.twin.schedule(max(self.twin.now, self.step_end), self.start, LAST + self.number)
 
@@ -491,8 +487,9 @@ class Worker:
         chunks = [(s.cached, s.chunk) for s in chunked]
         context = sum(s.context + 1 for s in batch)
         active, activated = self.count(self.experts(batch, chunked))
+        rows = len(batch) + sum(s not in batch for s in chunked)
         seconds = step_seconds(
-            self.cost, self.role, self.pool.own_experts, len(batch), context, chunks, activated
+            self.cost, self.pool.own_experts, len(batch), context, chunks, rows, activated
         )
         end = now + (seconds + self.pool.capture_s)
         twin.steps.append(
@@ -633,7 +630,7 @@ class Twin:
         self.spec, self.model, self.time_limit_s = spec, model, time_limit_s
         self.n_layers = spec.decode.step_time.n_moe_layers
         self.now, self.order, self.events, self.todo = 0.0, 0, [], []
-        self.steps, self.gaps = [], []
+        self.steps, self.gaps, self.reservations = [], [], 0
         self.arrived = self.sent = self.in_flight = 0
         self.requests = self.make_requests(workload, replay, window, prompts)
         self.open_measured = sum(request.measured for request in self.requests)
@@ -656,12 +653,12 @@ class Twin:
         caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
         prefill = Pool(
             PREFILL, 0, spec.n_prefill, spec.prefill,
-            prefix_caching=caching, own_experts=own_experts, async_scheduling=False,
-            capture_s=spec.capture_s,
+            prefix_caching=caching, own_experts=own_experts,
+            async_scheduling=spec.async_scheduling, capture_s=spec.capture_s,
         )  # fmt: skip
         decode = Pool(
             COLOCATED if colocated else DECODE, spec.n_prefill, spec.n_decode, spec.decode,
-            prefix_caching=False, own_experts=own_experts and colocated,
+            prefix_caching=caching, own_experts=own_experts,
             async_scheduling=spec.async_scheduling, capture_s=0.0,
         )  # fmt: skip
         return prefill, decode
@@ -816,12 +813,14 @@ class Twin:
     # --- transfers ---
 
     def transfer_blocks(self, request):
-        """How many KV blocks a decode worker fetches: all of the prompt."""
-        return -(-request.prompt // self.spec.block_size)
+        """How many KV blocks a decode worker fetches: those of the prompt that it lacks."""
+        return -(-(request.prompt - request.decode_cached_tokens) // self.spec.block_size)
 
     def fetch(self, request):
         """Post the descriptors, one a block and KV tensor; then the bytes flow."""
         request.transfer_start_s = self.now
+        self.reservations += 1
+        request.reserved = self.reservations
         transfer, blocks = self.spec.transfer, self.transfer_blocks(request)
         latency = transfer.setup_s + blocks * self.model.n_kv_tensors * transfer.descriptor_s
         n_bytes = blocks * self.spec.block_size * self.model.kv_bytes_per_token
@@ -835,7 +834,9 @@ class Twin:
         if source.new:
             source.wake()
         request.kv_here = True
-        self.workers[1][request.decode_worker].take(request)
+        target = self.workers[1][request.decode_worker]
+        target.publish(request, request.prompt)
+        target.take(request)
 
 
 def prompt_sources(workload, request):

@@ -11,7 +11,7 @@ import pytest
 
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.policies.activation import fit_activation
-from eldr_sim.policies.base import DecodeStepTimes, PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
 from eldr_sim.traces.calibration import CalibrationSet
 
@@ -36,9 +36,7 @@ def calibration(n_layers, n=200, seed=0):
 @pytest.fixture(scope="module")
 def step_times():
     made = build_step_time_model("Qwen3-30B-A3B", "H100", max_num_seqs=256, max_model_len=4096)
-    return DecodeStepTimes(
-        made.moe_s, made.fixed_s, made.attention_s, made.context_stride, 48, N_EXPERTS
-    )
+    return made.cost
 
 
 def build(name, n_workers, known, step_times):
