@@ -83,12 +83,13 @@ def test_eldr_placement_relieves_the_busiest_gpu_on_the_embedded_trace():
 
 
 def test_one_rank_through_masks_gives_the_same_bytes(tmp_path, monkeypatch):
-    """A second rank without experts changes nothing: the two paths of the kernel agree."""
+    """A second rank without experts changes nothing: the two ways of counting agree."""
     config = make_config({"topology": "2P4D", "duration": 8, "warmup": 2, "output_len": 128})
 
     def everything_on_rank_zero(config, setting, _fitted):
         words = -(-setting.model.n_experts // 64)
-        masks = np.zeros((config.n_decode, 2, setting.model.n_moe_layers * words), np.uint64)
+        shape = config.n_prefill + config.n_decode, 2, setting.model.n_moe_layers * words
+        masks = np.zeros(shape, np.uint64)
         masks[:, 0] = ~np.uint64(0)
         return masks
 
@@ -116,9 +117,11 @@ def test_every_gpu_sends_its_part_of_the_kv_cache():
 def test_masks_of_eldr_differ_between_workers():
     config = make_config(LARGE | {"policy": "eldr", "expert_placement": "eldr"})
     setting = prepare(config)
-    masks = build_cluster(config, setting, *offered_load(config, setting.trace)).pool._masks
-    assert masks.shape == (8, 4, 94 * 2)
-    assert (masks[0] != masks[1]).any()
+    masks = build_cluster(config, setting, *offered_load(config, setting.trace)).arrays.masks
+    n = config.n_prefill
+    assert masks.shape == (n + 8, 4, 94 * 2)
+    assert (masks[:n] == masks[0]).all()  # linear
+    assert (masks[n] != masks[n + 1]).any()
     assert (np.bitwise_or.reduce(masks, axis=1) == ~np.uint64(0)).all()
     assert (np.unpackbits(masks.view(np.uint8), axis=2).sum(axis=2) == 94 * 32).all()
 
