@@ -1,7 +1,6 @@
 """Step times: sums of kernels, checked against tables, brute force and measured TPOT."""
 
 import pickle
-import time
 
 import numpy as np
 import pytest
@@ -412,23 +411,26 @@ def test_prefill_of_nothing_takes_no_time(qwen):
     assert qwen.prefill_s([], []) == 0.0
 
 
-def test_steps_beyond_the_tabulated_tokens_scale(qwen):
+def test_a_prompt_beyond_the_token_budget_is_computed_in_chunks(qwen):
     small = _build(max_num_batched_tokens=2048)
-    tokens = [1000] * 8
-    assert small.prefill_s(tokens, [0] * 8) == pytest.approx(
-        qwen.prefill_s(tokens, [0] * 8), rel=0.15
-    )
+    with pytest.raises(InputError, match=r"tokens: 8000 in a step \(allowed: 2048 or fewer"):
+        small.prefill_s([1000] * 8, [0] * 8)
+    chunks = small.prefill_s([2048], [0]) + small.prefill_s([952], [2048])
+    assert small.prompt_s(3000) == pytest.approx(chunks, rel=1e-12)
+    assert qwen.prompt_s(3000) == qwen.prefill_s([3000], [0]) < chunks
 
 
-def test_prefill_is_cheap_to_ask(qwen):
-    tokens, contexts = [700] * 8, [128] * 8
-    best = min(
-        _elapsed(lambda: [qwen.prefill_s(tokens, contexts) for _ in range(500)]) for _ in range(5)
-    )
-    assert best / 500 < 25e-6  # 3 us alone on the machine that this was written on
-
-
-def _elapsed(call):
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def test_parts_of_a_step_are_named_and_sum_up(qwen):
+    """A mixed step reads every weight once: it costs less than its two halves apart."""
+    every = [qwen.n_experts] * qwen.n_moe_layers
+    mixed = qwen.parts(8, 8 * 500, [(100, 400)], every)
+    decode, prompt = qwen.parts(8, 8 * 500, activated=every), qwen.parts(chunks=[(100, 400)])
+    assert mixed.attention == pytest.approx(decode.attention + prompt.attention)
+    assert mixed.dense < decode.dense + prompt.dense
+    assert mixed.collectives == mixed.host == 0.0
+    assert qwen.decode_s(every, 8, 500) == pytest.approx(sum(decode))
+    wrong = [{"batch": -1}, {"batch": 65, "activated": every}, {"batch": 1}]
+    wrong += [{"chunks": [(0, 0)]}, {"chunks": [(8000, 4000)]}, {"batch": 1, "activated": [1]}]
+    for step in wrong:
+        with pytest.raises(InputError):
+            qwen.parts(**step)
