@@ -11,7 +11,8 @@ Modules, from facts to answers:
 - ``moe_latency``: one MoE layer's time over (batch, distinct experts).
 - ``kernel_latency``: attention, GEMM and collective times, interpolated from tables.
 - ``roofline``: what stands in where no table exists.
-- ``step_time``: ``StepTimeModel``, the sum of all of them for one worker.
+- ``step_time``: ``StepTimeModel``, the tables of all of them for one worker.
+- ``step_cost``: the time of a step, from those tables, compiled.
 
 Times are seconds, sizes bytes, rates bytes or FLOP per second, unless a name says otherwise.
 """

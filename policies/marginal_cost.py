@@ -76,9 +76,9 @@ class _Greedy:
             unions.distinct,
             unions.growth(activation),
         )
-        costs = np.round(growths, 12).tolist()
+        costs: list[float] = np.round(growths, 12).tolist()
         order = [*range(self._next, len(costs)), *range(self._next)]
-        worker = min(order, key=costs.__getitem__)
+        worker = min(order, key=lambda place: costs[place])
         self._next = (worker + 1) % len(costs)
         self._unions.add(worker, log)
         self._prompt_tokens[worker] += request.prompt_len

@@ -5,13 +5,19 @@ Modules
 config, run
     `RunConfig` says what to run; `simulate` runs it and returns a `Result`.
 cluster
-    The client, the routers and the life of a request, on one clock (`clock`).
-prefill, prefix_cache, transfer, decode
-    Prefill workers and their prefix cache, KV transfers over shared links, decode workers.
-kernel, replay, shared_replay
-    The compiled step loop; the routing trace laid out as its bit sets, once for many processes.
-request, memory
-    A request and how it ended; how many KV blocks a worker has.
+    One run: its arrays, and the routers' decisions (`clock`: SimPy's, for what happens outside).
+loop, events
+    The compiled event loop; the life of a request stands there. Its queue of events.
+engine, kv_cache
+    vLLM's scheduler for workers of every role; KV blocks with prefix caching.
+transfer, network
+    What a KV transfer costs; transfers in flight over shared links.
+expert_union, replay, shared_replay
+    Which experts a step activates; the routing trace laid out for that, once for many processes.
+state, compiled
+    The arrays of a run; how functions are compiled.
+memory
+    How many KV blocks a worker has.
 metrics, tables, results, plots, timeline
     What a run leaves behind: figures, tables, the result folder, pictures, a Chrome trace.
 compare

@@ -194,6 +194,9 @@ class Cluster:
         prompts: PromptRows | None,
     ) -> loop.Run:
         spec, n_workers = self.spec, self.spec.n_prefill + self.spec.n_decode
+        longest = int((self.requests["prompt_len"] + self.requests["output_len"]).max(initial=0))
+        for engine in (spec.prefill, spec.decode):
+            _check_tables(engine, min(longest, spec.max_model_len))
         n_requests, width = len(self.requests), replay.bits.shape[1]
         most_seqs = max(spec.prefill.max_num_seqs, spec.decode.max_num_seqs)
         pools = _pools(spec, self.workload, prompts is not None)
@@ -235,8 +238,8 @@ class Cluster:
             costs=(spec.prefill.step_time.cost, spec.decode.step_time.cost),
             scratch=Scratch(
                 rows=np.zeros(most_seqs, np.int64),
-                first=np.zeros(most_seqs, np.int64),
-                count=np.zeros(most_seqs, np.int64),
+                cached=np.zeros(most_seqs, np.int64),
+                new=np.zeros(most_seqs, np.int64),
                 union=np.zeros(width, np.uint64),
                 activated=np.zeros(n_layers, np.int64),
             ),
@@ -485,6 +488,27 @@ def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -
     requests["window_offset"] = workload.replay_offset
     requests["measured"] = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
     return requests
+
+
+def _check_tables(engine: EngineSpec, longest: int) -> None:
+    """Raise ValueError unless an engine's step times cover its steps.
+
+    Compiled code reads whatever lies beyond the end of an array.
+    """
+    cost, places, budget = (
+        engine.step_time.cost,
+        engine.max_num_seqs,
+        engine.max_num_batched_tokens,
+    )
+    needed = dict.fromkeys(("moe_s", "head_s", "attention_s"), places)
+    needed |= dict.fromkeys(("mixed_moe_s", "uniform_moe_s"), budget)
+    needed |= dict.fromkeys(("dense_s", "collectives_s"), max(places, budget))
+    needed |= dict.fromkeys(("prompt_alone_s", "prompt_share_s"), longest)
+    for name, last in needed.items():
+        if len(getattr(cost, name)) <= last:
+            raise ValueError(
+                f"step times: {name} has {len(getattr(cost, name))} entries, not {last + 1}"
+            )
 
 
 def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[np.void]:

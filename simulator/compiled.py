@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 from numba import types
 
@@ -19,7 +20,7 @@ import_module("numba.experimental.function_type")  # makes callbacks an argument
 compiled = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-class Callback(types.WrapperAddressProtocol):  # type: ignore[misc]
+class Callback(types.WrapperAddressProtocol):
     """A Python function of two integers that returns one, as an argument of compiled functions.
 
     A call takes a microsecond; to return to Python and enter a compiled function again, with all
@@ -34,6 +35,6 @@ class Callback(types.WrapperAddressProtocol):  # type: ignore[misc]
         """Return where the function is."""
         return ctypes.cast(self._function, ctypes.c_void_p).value or 0
 
-    def signature(self) -> object:
+    def signature(self) -> Any:
         """Return its type."""
         return types.int64(types.int64, types.int64)

@@ -67,8 +67,8 @@ class Scratch(NamedTuple):
     """Working memory of a step."""
 
     rows: NDArray[np.int64]  #: ``[max_num_seqs]``
-    first: NDArray[np.int64]  #: ``[max_num_seqs]``
-    count: NDArray[np.int64]  #: ``[max_num_seqs]``
+    cached: NDArray[np.int64]  #: ``[max_num_seqs]``
+    new: NDArray[np.int64]  #: ``[max_num_seqs]``
     union: NDArray[np.uint64]  #: ``[layers * words]``
     activated: NDArray[np.int64]  #: ``[layers]``
 
@@ -138,7 +138,7 @@ def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Non
 
 
 @compiled()
-def _fits(engines: Engines, w: int, blocks: int) -> bool:
+def _fits(engines: Engines, w: int, blocks: int) -> Any:
     """Whether ``blocks`` are free beside those that the batch needs for its next tokens."""
     batch = engines.workers[w].batch
     spare = n_free(engines.workers, w) - blocks
@@ -154,7 +154,7 @@ def _fits(engines: Engines, w: int, blocks: int) -> bool:
 
 
 @compiled()
-def _allocate(engines: Engines, w: int, request: int, tokens: int) -> int:
+def _allocate(engines: Engines, w: int, request: int, tokens: int) -> Any:
     """Take the KV blocks of a context of ``tokens`` tokens; return how many of them are cached.
 
     Returns -1, and changes nothing, if too few are free.
@@ -225,14 +225,14 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
 
 
 @compiled()
-def _is_idle(worker: Any) -> bool:
+def _is_idle(worker: Any) -> Any:
     """Whether the worker has nothing to do, but perhaps for who has just come."""
     waiting = max(worker.new_head, worker.arrived_head, worker.preempted_head)
     return bool(worker.batch + worker.prefilling == 0 and waiting < 0)
 
 
 @compiled()
-def _has_step(worker: Any) -> bool:
+def _has_step(worker: Any) -> Any:
     return bool(worker.batch > 0 or worker.chunk_tokens > 0)
 
 
@@ -311,7 +311,7 @@ def _preempt(clock: Any, engines: Engines, w: int) -> None:
 
 
 @compiled()
-def _is_open(engines: Engines, w: int) -> bool:
+def _is_open(engines: Engines, w: int) -> Any:
     """Whether the next step has a place and a token of its budget left."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     places = pool.max_num_seqs - worker.batch - worker.prefilling
@@ -464,8 +464,8 @@ def step(
     if worker.chunk_tokens > 0:
         for i in range(batch - worker.joined, batch + worker.prefilling):
             if sequences[i].chunk > 0:
-                scratch.first[n_chunks] = sequences[i].computed
-                scratch.count[n_chunks] = sequences[i].chunk
+                scratch.cached[n_chunks] = sequences[i].computed
+                scratch.new[n_chunks] = sequences[i].chunk
                 n_chunks += 1
                 if i >= batch:
                     rows += 1
@@ -477,7 +477,7 @@ def step(
         active, busiest = expert_union.count_experts(scratch.union, masks[w], scratch.activated)
     worker.context += batch
     parts = step_parts(
-        cost, batch, worker.context, scratch.first, scratch.count, n_chunks, rows,
+        cost, batch, worker.context, scratch.cached, scratch.new, n_chunks, rows,
         scratch.activated, not pool.own_experts,
     )  # fmt: skip
     end = start + (total_s(parts) + pool.capture_s)

@@ -36,7 +36,9 @@ class KVCache(NamedTuple):
     """
 
     blocks: NDArray[np.void]  #: ``BLOCK [workers, blocks]``
-    index: NDArray[np.int32]  #: ``[workers, slots]`` hash table of block number + 1, 0 is empty
+    hash_slots: NDArray[
+        np.int32
+    ]  #: ``[workers, slots]`` hash table of block number + 1, 0 is empty
     listed: NDArray[np.int32]  #: ``[pools, listed blocks]``: the blocks that each request holds
     first_listed: NDArray[np.int64]  #: ``[requests + 1]``: where its blocks begin in ``listed``
     prefix_hash: NDArray[np.uint64]  #: as in ``Workload``
@@ -67,19 +69,19 @@ def make_kv_cache(workload: Workload, block_size: int, n_blocks: int, n_workers:
 
 
 @compiled()
-def n_free(workers: Any, w: int) -> int:
+def n_free(workers: Any, w: int) -> Any:
     """Return the KV blocks that no request holds, those with contents included."""
     return int(workers[w].n_blank + workers[w].n_idle)
 
 
 @compiled()
-def blocks_of(tokens: int, block_size: int) -> int:
+def blocks_of(tokens: int, block_size: int) -> Any:
     """Return how many KV blocks hold ``tokens`` tokens."""
     return -(-tokens // block_size)
 
 
 @compiled()
-def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_tokens: int) -> int:
+def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_tokens: int) -> Any:
     """Return the hash of a full KV block of a prompt.
 
     A KV block is told by its number and by the prefix block that its last token lies in, for that
@@ -90,12 +92,14 @@ def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_token
 
 
 @compiled()
-def _slot(kv: Any, w: int, key: int) -> int:
+def _slot(kv: Any, w: int, key: int) -> Any:
     """Return the slot of the hash table that holds ``key``, or the empty one where it belongs."""
-    mask = kv.index.shape[1] - 1
+    mask = kv.hash_slots.shape[1] - 1
     mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
     slot = np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
-    while kv.index[w, slot] != 0 and kv.blocks[w, kv.index[w, slot] - 1].block_hash != key:
+    while (
+        kv.hash_slots[w, slot] != 0 and kv.blocks[w, kv.hash_slots[w, slot] - 1].block_hash != key
+    ):
         slot = (slot + 1) & mask
     return slot
 
@@ -103,21 +107,21 @@ def _slot(kv: Any, w: int, key: int) -> int:
 @compiled()
 def _forget(kv: Any, w: int, slot: int) -> None:
     """Empty a slot and move back those behind it that it had pushed away."""
-    mask = kv.index.shape[1] - 1
+    mask = kv.hash_slots.shape[1] - 1
     hole = slot
     while True:
-        kv.index[w, hole] = 0
+        kv.hash_slots[w, hole] = 0
         moved = hole
         while True:
             moved = (moved + 1) & mask
-            if kv.index[w, moved] == 0:
+            if kv.hash_slots[w, moved] == 0:
                 return
-            key = kv.blocks[w, kv.index[w, moved] - 1].block_hash
+            key = kv.blocks[w, kv.hash_slots[w, moved] - 1].block_hash
             mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
             home = np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
             if ((moved - home) & mask) >= ((moved - hole) & mask):
                 break
-        kv.index[w, hole] = kv.index[w, moved]
+        kv.hash_slots[w, hole] = kv.hash_slots[w, moved]
         hole = moved
 
 
@@ -125,7 +129,7 @@ def _forget(kv: Any, w: int, slot: int) -> None:
 def find(
     kv: Any, workers: Any, w: int, pool: int, request: int, tokens: int, block_size: int,
     prefix_tokens: int,
-) -> tuple[int, int]:  # fmt: skip
+) -> Any:  # fmt: skip
     """Note the cached blocks of the longest prefix of a context of ``tokens`` tokens.
 
     Returns how many there are, and how many of them nobody holds.
@@ -135,7 +139,7 @@ def find(
     idle = 0
     for number in range(limit):
         key = block_hash(kv, request, number, block_size, prefix_tokens)
-        block = kv.index[w, _slot(kv, w, key)] - 1
+        block = kv.hash_slots[w, _slot(kv, w, key)] - 1
         if block < 0:
             return number, idle
         kv.listed[pool, first + number] = block
@@ -195,9 +199,9 @@ def publish(
         record.block_hash, record.writer, record.n_held, record.copy = key, request, 1, -1
         kv.listed[pool, first + number] = block
         slot = _slot(kv, w, key)
-        known = kv.index[w, slot] - 1
+        known = kv.hash_slots[w, slot] - 1
         if known < 0:
-            kv.index[w, slot] = block + 1
+            kv.hash_slots[w, slot] = block + 1
         else:  # as in vLLM a block that is computed twice is there twice
             while kv.blocks[w, known].copy >= 0:
                 known = kv.blocks[w, known].copy
@@ -253,13 +257,13 @@ def _evict(kv: Any, workers: Any, w: int, n: int) -> None:
         block = workers[w].idle_head
         _take_from_idle(kv, workers, w, block)
         slot = _slot(kv, w, kv.blocks[w, block].block_hash)
-        known, copy = kv.index[w, slot] - 1, kv.blocks[w, block].copy
+        known, copy = kv.hash_slots[w, slot] - 1, kv.blocks[w, block].copy
         if known != block:
             while kv.blocks[w, known].copy != block:
                 known = kv.blocks[w, known].copy
             kv.blocks[w, known].copy = copy
         elif copy >= 0:  # the copies take over in order of age
-            kv.index[w, slot] = copy + 1
+            kv.hash_slots[w, slot] = copy + 1
         else:
             _forget(kv, w, slot)
         kv.blocks[w, block].behind = workers[w].spare

@@ -97,7 +97,7 @@ class Run(NamedTuple):
 
 
 @compiled()
-def _choose(router: Router, decide: Any, pool: int, request: int) -> int:
+def _choose(router: Router, decide: Any, pool: int, request: int) -> Any:
     """Return the worker that a router chooses, RETURN or FAIL."""
     while True:
         kind = router.class_of[request]
@@ -110,7 +110,7 @@ def _choose(router: Router, decide: Any, pool: int, request: int) -> int:
 
 
 @compiled()
-def _pick(router: Router, rule: int) -> int:
+def _pick(router: Router, rule: int) -> Any:
     """Return the worker that a shortlist chooses, as `Shortlist.pick` does."""
     size = router.size[rule]
     best, place = -1, router.turn[rule]
@@ -131,7 +131,7 @@ def _pick(router: Router, rule: int) -> int:
 
 
 @compiled()
-def _refusal(engines: Engines, request: int) -> int:
+def _refusal(engines: Engines, request: int) -> Any:
     """Say why a request can never be served; 0 if it can."""
     settings, pools, record = engines.settings[0], engines.pools, engines.requests[request]
     tokens = record.prompt_len + record.output_len
@@ -181,7 +181,7 @@ def _report(
 @compiled()
 def drain(
     clock: Any, events: Any, engines: Engines, routers: Any, reported: Any, decide: Any
-) -> int:
+) -> Any:
     """Do what the last event asks for: sends, hand-overs, ends.
 
     Returns 0, or what a router answered instead of a worker; called again it goes on there.
@@ -272,7 +272,7 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
 
 
 @njit(_nrt=False)
-def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int, decide: Any) -> int:
+def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int, decide: Any) -> Any:
     """Let happen what happens before ``until`` seconds.
 
     Parameters

@@ -59,7 +59,7 @@ def begin(
 
 
 @compiled()
-def end(clock: Any, events: Any, net: Any, out_rate: float, in_rate: float) -> int:
+def end(clock: Any, events: Any, net: Any, out_rate: float, in_rate: float) -> Any:
     """Take the transfers out whose bytes have flowed; returns how many.
 
     Their requests are in ``net.done``.

@@ -46,7 +46,7 @@ def take_blank(kv, workers, w, n):
 @numba.njit
 def block_at(kv, w, key):
     """Return the block that the hash table has for a key, -1 if none."""
-    return kv.index[w, kv_cache._slot(kv, w, key)] - 1
+    return kv.hash_slots[w, kv_cache._slot(kv, w, key)] - 1
 
 
 @numba.njit
@@ -178,9 +178,9 @@ def assert_same_state(cache, slow):
     for key in {key for keys in cache.keys for key in keys}:
         expected = [(b.holders, b.writer) for b in slow.blocks.published if b.key == key]
         assert cache.copies(key) == expected
-    in_use = np.count_nonzero(cache.kv.index[W])
+    in_use = np.count_nonzero(cache.kv.hash_slots[W])
     assert in_use == len({block.key for block in slow.blocks.published})
-    assert not cache.kv.index[[0, 2]].any()
+    assert not cache.kv.hash_slots[[0, 2]].any()
 
 
 @settings(max_examples=120)

@@ -132,7 +132,8 @@ def _count(bits: Any, counts: Any) -> None:
                 word = bits[row, layer, w]
                 while word != 0:
                     low = word & (~word + np.uint64(1))
-                    counts[layer, 64 * w + popcount(low - np.uint64(1))] += 1
+                    expert: Any = popcount(low - np.uint64(1))  # type: ignore[call-arg]
+                    counts[layer, 64 * w + expert] += 1
                     word ^= low
 
 

@@ -62,10 +62,10 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     if not cached:
         mean = max(1, int(lengths.mean()))
         n = max(1, min(prefill.max_num_batched_tokens // mean, prefill.max_num_seqs))
-        step_s = prefill.step_time.prompt_s(mean)
+        each_s = prefill.step_time.prompt_s(mean)
         if n > 1:
-            step_s = prefill.step_time.prefill_s([mean] * n, [0] * n) / n
-        n_prefill = _workers(rate * step_s)
+            each_s = prefill.step_time.prefill_s([mean] * n, [0] * n) / n
+        n_prefill = _workers(rate * each_s)
         late = 0.0 if level.ttft is None else _late(prefill.step_time, lengths, level.ttft / 1e3)
         if 1.0 - late < objective.attainment:
             return Bounds(

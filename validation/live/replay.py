@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -193,7 +194,7 @@ def check_run(run: LiveRun) -> ModelDims:
 def _ahead(engine: EngineSpec) -> EngineSpec:
     """Return a prefill engine whose prompts are computed already: its steps take no time."""
     cost = engine.step_time.cost
-    nothing = {
+    nothing: dict[str, Any] = {
         name: np.zeros_like(value) if isinstance(value, np.ndarray) else 0.0
         for name, value in cost._asdict().items()
         if name.endswith("_s")
