@@ -7,7 +7,6 @@ compile where it cannot keep them.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -86,8 +85,7 @@ def _place() -> str:
         package = find_spec(f"eldr_sim.{room}")
         assert package is not None
         for folder in package.submodule_search_locations or ():
-            found = os.stat(Path(folder) / f"{module}.py")
-            stamp.update(f"{name} {found.st_mtime_ns} {found.st_size};".encode())
+            stamp.update((Path(folder) / f"{module}.py").read_bytes())
     place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{stamp.hexdigest()[:8]}")
     return "" if place is None else str(place)
 

@@ -36,6 +36,8 @@ class Shortlist:
         self, workers: Sequence[int], *, by_load: bool = True, in_turn: bool = True
     ) -> None:
         self.workers = tuple(workers)
+        if not self.workers:
+            raise ValueError("a shortlist without workers")
         self.by_load = by_load
         self.in_turn = in_turn
         self.turn = 0

@@ -5,6 +5,7 @@ What a request lives through is told in :mod:`~eldr_sim.simulator.loop`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -179,6 +180,9 @@ class Cluster:
         self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
         self._heard = 0
         self._failure: BaseException | None = None
+        # A weak reference: the callback must not keep the cluster, and its arrays, alive.
+        myself = weakref.ref(self)
+        self._callback = Callback(lambda pool, request: _decided(myself, pool, request))
         self.log = np.zeros(1 << 16, state.STEP)
         self.gaps = np.zeros(1 << 12, state.GAP)
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
@@ -277,15 +281,18 @@ class Cluster:
 
         One of `loop.ENDED`, `loop.UNTIL` and `loop.PAUSED`.
         """
-        decide, self._failure = Callback(self._decide), None
+        self._failure = None
         while True:
-            why: int = loop.advance(self.arrays, self.log, self.gaps, until, _EVENTS_A_CALL, decide)
+            why: int = loop.advance(
+                self.arrays, self.log, self.gaps, until, _EVENTS_A_CALL, self._callback
+            )
             if why == loop.FAILED:
                 assert self._failure is not None
                 raise self._failure
-            if why != loop.FULL:
+            if why == loop.FULL:
+                self.log, self.gaps = _grown(self.log), _grown(self.gaps)
+            elif why != loop.OTHERS:
                 return why
-            self.log, self.gaps = _grown(self.log), _grown(self.gaps)
 
     def _record(self, end_s: float) -> RunRecord:
         self._tell_listener()
@@ -304,7 +311,7 @@ class Cluster:
 
     # --- decisions ---
 
-    def _decide(self, pool: int, request: int) -> int:
+    def decide(self, pool: int, request: int) -> int:
         """Return what a router decides, for the compiled loop; see `loop.advance`."""
         try:
             return self._ask(pool, request)
@@ -319,7 +326,7 @@ class Cluster:
         if pool == 1 and self.spec.n_prefill:
             number, signature = self.signatures(self._signature_rows(request))
         hashes: Sequence[int] = ()
-        if workload.prefix_block_tokens:
+        if len(workload.prefix_hash):
             hashes = workload.blocks(request).tolist()
         info = RequestInfo(
             request_id=request,
@@ -372,6 +379,12 @@ class Cluster:
             start = stop
         parts += clip_ranges(workload.prompt_ranges(request), start, n_tokens)
         return join_ranges(parts)
+
+
+def _decided(cluster: weakref.ref[Cluster], pool: int, request: int) -> int:
+    alive = cluster()
+    assert alive is not None, "a cluster lives while it advances"
+    return alive.decide(pool, request)
 
 
 class _Router:
@@ -439,6 +452,7 @@ class _Router:
         arrays.members[number, : len(rule.workers)] = rule.workers
         arrays.size[number] = len(rule.workers)
         arrays.by_load[number], arrays.in_turn[number] = rule.by_load, rule.in_turn
+        arrays.turn[number] = rule.turn
         self._known[key] = number
         self._kept.append(rule)
         return number

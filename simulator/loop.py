@@ -58,8 +58,8 @@ from eldr_sim.simulator.state import (
 )
 
 #: Why `advance` returned: nothing is left before ``until``, all measured requests have ended,
-#: enough has happened for now, the log is full, or a router has failed.
-UNTIL, ENDED, PAUSED, FULL, FAILED = map(np.int64, range(5))
+#: enough has happened for now, the log is full, a router's arrays are others now, or it has failed.
+UNTIL, ENDED, PAUSED, FULL, OTHERS, FAILED = map(np.int64, range(6))
 #: What a router answers besides a worker's number: look at its shortlists again; the same, but
 #: their arrays are others now, so return; it has failed, so return.
 LOOK, RETURN, FAIL = np.int64(-1), np.int64(-2), np.int64(-3)
@@ -292,13 +292,13 @@ def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int, decide: 
     Returns
     -------
     int
-        Why it returned: UNTIL, ENDED, PAUSED, FULL or FAILED. After FULL grow ``log`` and ``gaps``.
+        Why it returned. After FULL grow ``log`` and ``gaps`` before the next call.
     """
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
     requests, workers = engines.requests, engines.workers
     answer = drain(clock, events, engines, routers, run.reported, decide)
     if answer:
-        return PAUSED if answer == RETURN else FAILED
+        return OTHERS if answer == RETURN else FAILED
     while clock[0].open_measured > 0 and clock[0].n_events > 0 and events[0].time < until:
         if clock[0].n_steps == log.shape[0] or (
             clock[0].n_gaps + engines.sequences.shape[1] > gaps.shape[0]
@@ -337,5 +337,5 @@ def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int, decide: 
             _end_transfers(clock, events, engines, run.net)
         answer = drain(clock, events, engines, routers, run.reported, decide)
         if answer:
-            return PAUSED if answer == RETURN else FAILED
+            return OTHERS if answer == RETURN else FAILED
     return UNTIL if clock[0].open_measured > 0 else ENDED

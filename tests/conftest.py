@@ -749,12 +749,7 @@ def _as_recorded(run, replayed, calibrated):
         distinct = [len(np.unique(trace.experts[rows, layer])) for layer in range(trace.n_layers)]
         tokens = len(rows)
         moe_s = sum(3e-4 + 2e-5 * d + 1e-5 * tokens for d in distinct)
-        sequences = len(own)
-        if step["engine"] not in prefills and any(n > 1 for *_, n in own):
-            # The simulator's mixed steps count one prompt more, whether it is complete or not.
-            seats = sum(p + n >= prompt[r] for r, p, n in own)
-            sequences = min(seats + 1, run.info.engines[0].max_num_seqs)
-        rest_s = live_rest_s(tokens, sequences)
+        rest_s = live_rest_s(tokens, len(own))
         steps.append(
             {"engine": step["engine"], "start_s": step["start_s"], "end_s": step["end_s"]}
             | {"forward_start_s": step["start_s"], "forward_end_s": step["end_s"], "moe_s": moe_s}

@@ -53,11 +53,6 @@ def test_a_mixed_step_costs_no_more_than_its_parts_and_no_less_than_either(
     assert mixed <= (decode + prefill) * (1 + 1e-9)
 
 
-def test_mixed_tables_only_where_asked_for():
-    model = build_step_time_model("Qwen3-30B-A3B", "H100", max_num_seqs=8, max_model_len=4096)
-    assert model.cost.mixed_moe_s.shape == (1, 129)
-
-
 def run(**fields):
     return simulate(
         make_config({"topology": "2C", "policy": "jsq", "warmup": 0, "duration": 4} | fields)
@@ -112,10 +107,16 @@ def test_policies_that_need_a_prefill_are_refused(policy):
         run(policy=policy)
 
 
-def test_a_workload_with_shared_prefixes_needs_prefix_caching_off():
-    with pytest.raises(InputError, match="enable_prefix_caching"):
-        run(prompts="shared")
-    run(prompts="shared", enable_prefix_caching=False, request_rate=2, output_len=4)
+def test_prompts_that_begin_alike_are_computed_once():
+    fields = {"prompts": "shared", "num_requests": 600, "request_rate": 40, "output_len": 2}
+    shared, apart = run(**fields), run(enable_prefix_caching=False, **fields)
+    cached = shared.requests["cached_tokens"].to_numpy()
+    lengths = shared.requests["prompt_len"].to_numpy()
+    assert shared.summary["prefix_cache_hits"] == cached.sum() > 0
+    for result, found in ((shared, cached), (apart, np.zeros_like(cached))):
+        steps = result.steps.to_pandas()
+        assert (steps.tokens - steps.batch).sum() == (lengths - 1 - found).sum()
+    assert shared.summary["mean_ttft_ms"] < apart.summary["mean_ttft_ms"]
 
 
 def test_the_topology_is_read():

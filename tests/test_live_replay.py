@@ -68,7 +68,8 @@ def test_a_prefill_step_takes_the_time_of_its_own_experts(make_live_run, live_ca
     checked = 0
     for step in run.steps.to_pylist():
         if step["engine"] == "prefill0":
-            attention = step_time.prompt_attention_s(step["tokens"], step["position"])
+            chunks = list(zip(step["position"], step["tokens"], strict=True))
+            attention = step_time.parts(chunks=chunks).attention
             assert step["attention_s"] == pytest.approx(attention, rel=1e-6)
             checked += len(step["request"]) > 1
     assert checked > 3

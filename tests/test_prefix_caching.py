@@ -59,10 +59,10 @@ def test_blocks_are_all_free_at_the_end(
     engines = cluster.arrays.engines
     assert (engines.workers["n_blank"] + engines.workers["n_idle"] == 25).all()
     assert (engines.kv.blocks["n_held"] == 0).all()
-    assert (engines.workers["n_idle"] > 0).tolist() == [caching, caching, False, False]
+    assert (engines.workers["n_idle"] > 0).tolist() == [caching] * 4
     # A hash in the index stands for one block and its copies: they are those with contents.
-    for w in range(len(engines.kv.index)):
-        chain = engines.kv.index[w][engines.kv.index[w] > 0] - 1
+    for w in range(len(engines.kv.hash_slots)):
+        chain = engines.kv.hash_slots[w][engines.kv.hash_slots[w] > 0] - 1
         known = []
         while len(chain):
             known += chain.tolist()
@@ -71,6 +71,8 @@ def test_blocks_are_all_free_at_the_end(
         assert len(set(known)) == len(known) == engines.workers["n_idle"][w]
     cached = record.requests["cached_tokens"]
     assert (cached.sum() > 0) == caching
+    not_fetched = record.requests["decode_cached_tokens"]
+    assert (not_fetched.sum() > 0) == caching
     computed = record.prefill_steps["chunk_tokens"].sum()
     assert computed == workload.prompt_len.sum() - cached.sum()
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from eldr_sim.simulator import run as run_module
+from eldr_sim.simulator import shared_replay
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
+from eldr_sim.traces.format import open_trace
 
 
 @pytest.fixture
@@ -51,7 +53,8 @@ RUN = {"topology": "2P3D", "num_requests": 40, "request_rate": 40, "output_len":
     ],
     ids=str,
 )
-def test_a_run_frees_its_replay(no_collector, monkeypatch, fields):
+def test_a_process_keeps_one_replay_and_runs_nothing_else(no_collector, monkeypatch, fields):
+    shared_replay._kept.clear()
     made, replay_of = [], run_module.replay_of
 
     def noted(*arguments):
@@ -63,12 +66,30 @@ def test_a_run_frees_its_replay(no_collector, monkeypatch, fields):
     config = make_config(RUN | fields)
     result = simulate(config)
     assert result.summary["completed"] == 40
-    assert len(made) == 1
-    assert made[0]() is None
+    (kept,) = shared_replay._kept.values()
+    assert made[0]() is kept.bits
 
     setting = prepare(config)
     cluster = build_cluster(config, setting, *offered_load(config, setting.trace))
     cluster.advance(0.2)  # a run that is given up halfway
-    assert made[1]() is not None
-    del cluster
-    assert made[1]() is None
+    assert made[1]() is kept.bits
+    del cluster, kept
+    shared_replay._kept.clear()
+    assert made[0]() is None
+
+
+def test_a_kept_replay_grows_and_gives_way(no_collector, earlier_recording):
+    shared_replay._kept.clear()
+    trace, other = open_trace(), earlier_recording[0]
+    few = shared_replay.replay_of(trace, 8, 12, np.array([0, 1]))
+    assert shared_replay.replay_of(trace, 8, 12, np.array([1])) is few
+    more = shared_replay.replay_of(trace, 8, 12, np.array([2]))
+    assert (np.flatnonzero(more.length) == [0, 1, 2]).all()
+    for request in (0, 1):
+        a, b = (r.bits[r.first_row[request] :][: r.length[request]] for r in (few, more))
+        np.testing.assert_array_equal(a, b)
+    bits = weakref.ref(more.bits)
+    del few, more, a, b
+    shared_replay.replay_of(other, 8, 12, np.array([0]))
+    assert bits() is None  # two of them need not be in memory together
+    shared_replay._kept.clear()
