@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -102,13 +103,13 @@ class RunRecord:
     window: tuple[float, float]
     end_s: float
 
-    @property
+    @cached_property
     def prefill_steps(self) -> NDArray[np.void]:
         """The steps of prefill workers that ended."""
         steps = self.steps
         return steps[(steps["worker"] < self.n_prefill) & (steps["end"] <= self.end_s)]
 
-    @property
+    @cached_property
     def decode_steps(self) -> NDArray[np.void]:
         """The steps of decode or co-located workers, numbered from 0 in a copy."""
         steps = self.steps[self.steps["worker"] >= self.n_prefill]

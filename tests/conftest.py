@@ -177,9 +177,9 @@ def make_cluster(make_step_time):
     """A cluster over a workload; every engine setting can be given.
 
     ``prefill`` and ``decode`` hold what an ``EngineSpec`` of that pool has of its own. Policies
-    are names or objects. ``prompts`` are ``PromptRows``, or True for random ones; co-located
-    workers (``n_prefill=0``) always have them. By default a prompt's signature is a zero matrix
-    that stands for the trace request of its first token.
+    are names or objects. ``prompts`` are ``PromptRows``, True for random ones or False for none;
+    by default co-located workers (``n_prefill=0``) have random ones. By default a prompt's
+    signature is a zero matrix that stands for the trace request of its first token.
     """
 
     def make(
@@ -228,6 +228,8 @@ def make_cluster(make_step_time):
         bits = random_rows(rng, int(length.sum()), layers, experts)
         if prompts is True or (prompts is None and n_prefill == 0):
             prompts = random_prompts(rng, workload, windows, layers, experts)
+        elif prompts is False:
+            prompts = None
         engine = EngineSpec(step_time, max_num_seqs, max_num_batched_tokens, n_blocks)
         spec = ClusterSpec(
             n_prefill=n_prefill,

@@ -321,7 +321,7 @@ def test_a_long_run_sees_every_kind_of_hit():
     arguments = random_cluster(3, (2, 2), 4, 0, 2, False, True, True)
     rng, spec = np.random.default_rng(7), arguments["spec"]
     arguments["workload"] = random_workload(rng, 400, 0.01, 4, 40, 25)
-    few = {"n_blocks": 26, "max_num_seqs": 4}
+    few = {"n_blocks": 22, "max_num_seqs": 4}
     arguments["spec"] = dataclasses.replace(
         spec,
         block_size=3,

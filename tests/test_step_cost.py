@@ -50,7 +50,7 @@ def test_every_step_takes_what_the_model_says(
     cluster = make_cluster(
         workload, step_time=model, n_prefill=n_prefill, max_num_seqs=SEATS,
         max_num_batched_tokens=BUDGET, n_blocks=n_blocks, seed=seed, decode_policy="round_robin",
-        prefill_policy="round_robin", prompts=prompts or None,
+        prefill_policy="round_robin", prompts=prompts,
     )  # fmt: skip
     scratch, seen, checked = cluster.arrays.scratch, 0, 0
 
