@@ -78,7 +78,7 @@ class _Greedy:
         )
         costs: list[float] = np.round(growths, 12).tolist()
         order = [*range(self._next, len(costs)), *range(self._next)]
-        worker = min(order, key=lambda place: costs[place])
+        worker: int = min(order, key=costs.__getitem__)
         self._next = (worker + 1) % len(costs)
         self._unions.add(worker, log)
         self._prompt_tokens[worker] += request.prompt_len
