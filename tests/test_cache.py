@@ -196,7 +196,7 @@ import sys
 def f():
     return {value}
 
-assert "eldr_sim.simulator.kernel" not in sys.modules
+assert "eldr_sim.simulator.loop" not in sys.modules
 print(f(), sum(f.stats.cache_hits.values()))
 """
 
