@@ -163,7 +163,7 @@ def _allocate(engines: Engines, w: int, request: int, tokens: int) -> Any:
     found, idle, size = _NONE, _NONE, engines.settings[0].block_size
     if engines.pools[pool].prefix_caching:
         prefix = engines.settings[0].prefix_block_tokens
-        found, idle = find(engines.kv, engines.workers, w, pool, request, tokens, size, prefix)
+        found, idle = find(engines.kv, w, pool, request, tokens, size, prefix)
     new = blocks_of(tokens, size) - found
     if not _fits(engines, w, new + idle):
         return -1
@@ -237,7 +237,8 @@ def _has_step(worker: Any) -> Any:
 
 
 @compiled()
-def _ask(clock: Any, engines: Engines, what: int, request: int) -> None:
+def leave(clock: Any, engines: Engines, what: int, request: int) -> None:
+    """Leave something about a request to be done when the event is over: see `loop.drain`."""
     tail = clock[0].pending_tail
     engines.pending[tail, 0], engines.pending[tail, 1] = what, request
     clock[0].pending_tail = tail + 1
@@ -252,7 +253,7 @@ def _hand_over(clock: Any, engines: Engines, w: int) -> None:
         if sequences[w, i].todo == 0:
             request = sequences[w, i].request
             engines.requests[request].prefill_end_s = clock[0].now
-            _ask(clock, engines, PENDING_HAND_OVER, request)
+            leave(clock, engines, PENDING_HAND_OVER, request)
             continue
         if kept != i:
             sequences[w, kept] = sequences[w, i]
@@ -275,7 +276,7 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
             context = record.prompt_len - 1 + record.output_len
             worker.context -= context
             _release_context(engines, w, request, context)
-            _ask(clock, engines, PENDING_END, request)
+            leave(clock, engines, PENDING_END, request)
             continue
         if kept != i:
             sequences[w, kept] = sequences[w, i]

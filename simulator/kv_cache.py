@@ -127,8 +127,7 @@ def _forget(kv: Any, w: int, slot: int) -> None:
 
 @compiled()
 def find(
-    kv: Any, workers: Any, w: int, pool: int, request: int, tokens: int, block_size: int,
-    prefix_tokens: int,
+    kv: Any, w: int, pool: int, request: int, tokens: int, block_size: int, prefix_tokens: int
 ) -> Any:  # fmt: skip
     """Note the cached blocks of the longest prefix of a context of ``tokens`` tokens.
 

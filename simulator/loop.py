@@ -37,6 +37,7 @@ from eldr_sim.simulator.engine import (
     PENDING_HAND_OVER,
     Engines,
     boundary,
+    leave,
     publish_tokens,
     step,
     take,
@@ -326,9 +327,7 @@ def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int, decide: 
             if subject + 1 < requests.shape[0]:
                 schedule(clock, events, requests[subject + 1].arrival_s, ARRIVAL, subject + 1)
         elif kind == DISPATCH:
-            tail = clock[0].pending_tail
-            engines.pending[tail, 0], engines.pending[tail, 1] = _PENDING_DISPATCH, subject
-            clock[0].pending_tail = tail + 1
+            leave(clock, engines, _PENDING_DISPATCH, subject)
         elif kind == REPORT:
             _hear(clock, engines, routers, run.reported, subject // 2, subject % 2)
         elif kind == TRANSFER_START:

@@ -18,8 +18,8 @@ from .twin import KVBlocks
 
 
 @numba.njit
-def find(kv, workers, w, request, tokens, size, prefix):
-    return kv_cache.find(kv, workers, w, 0, request, tokens, size, prefix)
+def find(kv, w, request, tokens, size, prefix):
+    return kv_cache.find(kv, w, 0, request, tokens, size, prefix)
 
 
 @numba.njit
@@ -94,7 +94,7 @@ class Cache:
     def allocate(self, request, tokens=None):
         """Take the blocks of a context as the engine does; return cached tokens, None: no room."""
         tokens = self.lengths[request] if tokens is None else tokens
-        found, idle = find(self.kv, self.workers, W, request, tokens, self.size, self.prefix)
+        found, idle = find(self.kv, W, request, tokens, self.size, self.prefix)
         new = -(-tokens // self.size) - found
         if new + idle > self.n_free:
             return None
