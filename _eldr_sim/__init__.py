@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from eldr_sim.simulator.compare import compare
+    from eldr_sim.planning.compare import compare
+    from eldr_sim.planning.plan import plan
+    from eldr_sim.planning.slo import Objective
+    from eldr_sim.planning.sweep import sweep
+    from eldr_sim.planning.what_if import what_if
+    from eldr_sim.reports.page import write_report
     from eldr_sim.simulator.config import RunConfig
-    from eldr_sim.simulator.planning.plan import plan
-    from eldr_sim.simulator.planning.slo import Objective
-    from eldr_sim.simulator.planning.sweep import sweep
-    from eldr_sim.simulator.planning.what_if import what_if
-    from eldr_sim.simulator.report.page import write_report
     from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
 
@@ -38,14 +38,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "Objective": "eldr_sim.simulator.planning.slo",
+    "Objective": "eldr_sim.planning.slo",
     "RunConfig": "eldr_sim.simulator.config",
-    "compare": "eldr_sim.simulator.compare",
-    "plan": "eldr_sim.simulator.planning.plan",
+    "compare": "eldr_sim.planning.compare",
+    "plan": "eldr_sim.planning.plan",
     "simulate": "eldr_sim.simulator.run",
-    "sweep": "eldr_sim.simulator.planning.sweep",
-    "what_if": "eldr_sim.simulator.planning.what_if",
-    "write_report": "eldr_sim.simulator.report.page",
+    "sweep": "eldr_sim.planning.sweep",
+    "what_if": "eldr_sim.planning.what_if",
+    "write_report": "eldr_sim.reports.page",
     "write_result": "eldr_sim.simulator.results",
 }
 

@@ -12,8 +12,8 @@ import click
 from eldr_sim.cli.console import HEADINGS, print_table, progress_bar
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.compare import METRICS, Comparison, Difference
-from eldr_sim.simulator.compare import compare as compare_policies
+from eldr_sim.planning.compare import METRICS, Comparison, Difference
+from eldr_sim.planning.compare import compare as compare_policies
 from eldr_sim.simulator.metrics import warnings_of
 from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.planning.sweep import SweepProgress
+    from eldr_sim.planning.sweep import SweepProgress
 
 _WIDTH = 64
 #: Headings of the figures that tables of several runs show.

@@ -124,9 +124,9 @@ def import_(
 
     Use them with `eldr-sim run --tables DIR`. Needs `pip install eldr-sim[aiconfigurator]`.
     """
-    from eldr_sim.kernel_profiles.aiconfigurator import import_tables
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.kernel_profiles.parallel import Parallelism
+    from eldr_sim.kernel_profiles.sources.aiconfigurator import import_tables
 
     if out.exists() and not out.is_dir():
         raise InputError("out", f"{out} is a file", "a folder")

@@ -11,14 +11,14 @@ import click
 from eldr_sim.cli.console import print_table, run_counter
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.errors import InputError
+from eldr_sim.planning.plan import Plan, per_gpu, per_user
+from eldr_sim.planning.plan import plan as plan_cluster
+from eldr_sim.planning.plan_files import plan_record, points_table, rate_record
+from eldr_sim.planning.rates import RatePlan, plan_rate
+from eldr_sim.planning.slo import Interval, Objective, looks_up_to, parse_slo
+from eldr_sim.planning.tasks import Summary, on_processes
+from eldr_sim.planning.trial import Trial
 from eldr_sim.simulator.metrics import warnings_of
-from eldr_sim.simulator.planning.plan import Plan, per_gpu, per_user
-from eldr_sim.simulator.planning.plan import plan as plan_cluster
-from eldr_sim.simulator.planning.plan_files import plan_record, points_table, rate_record
-from eldr_sim.simulator.planning.rates import RatePlan, plan_rate
-from eldr_sim.simulator.planning.slo import Interval, Objective, looks_up_to, parse_slo
-from eldr_sim.simulator.planning.tasks import Summary, on_processes
-from eldr_sim.simulator.planning.trial import Trial
 from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
 

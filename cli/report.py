@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from eldr_sim.simulator.report.page import write_report
+from eldr_sim.reports.page import write_report
 
 
 @click.command(short_help="Make one HTML page of results.")

@@ -23,10 +23,10 @@ from eldr_sim.errors import InputError
 def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: Any) -> None:
     """Simulate one cluster and print its latencies as `vllm bench serve` does."""
     # The simulator takes long to import: --help does without.
-    from eldr_sim.simulator.plots import plot_writers
+    from eldr_sim.reports.plots import plot_writers
+    from eldr_sim.reports.timeline import write_timeline
     from eldr_sim.simulator.results import check_output, write_result
     from eldr_sim.simulator.run import simulate
-    from eldr_sim.simulator.timeline import write_timeline
 
     config = config_from_options(options)
     for flag, given in (("plot", plot), ("timeline", timeline), ("force", force)):

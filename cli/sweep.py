@@ -13,11 +13,11 @@ import pyarrow as pa
 
 from eldr_sim.cli.console import print_table, sweep_bar
 from eldr_sim.errors import InputError
+from eldr_sim.planning.runner import Engine, expected_tokens
+from eldr_sim.planning.sweep import COMPLETED, FAILED, SweepResult
+from eldr_sim.planning.sweep import sweep as run_sweep
+from eldr_sim.planning.sweep_spec import SweepSpec, read_spec
 from eldr_sim.simulator.metrics import warnings_of
-from eldr_sim.simulator.planning.runner import Engine, expected_tokens
-from eldr_sim.simulator.planning.sweep import COMPLETED, FAILED, SweepResult
-from eldr_sim.simulator.planning.sweep import sweep as run_sweep
-from eldr_sim.simulator.planning.sweep_spec import SweepSpec, read_spec
 
 _FIGURES = {
     "median_tpot_ms": "TPOT p50, ms",

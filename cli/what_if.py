@@ -9,11 +9,11 @@ import click
 
 from eldr_sim.cli.console import HEADINGS, print_table, progress_bar
 from eldr_sim.errors import InputError
+from eldr_sim.planning.tasks import on_processes
+from eldr_sim.planning.what_if import Change, Effect, read_base, runs_table, to_record
+from eldr_sim.planning.what_if import what_if as make_what_if
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.metrics import warnings_of
-from eldr_sim.simulator.planning.tasks import on_processes
-from eldr_sim.simulator.planning.what_if import Change, Effect, read_base, runs_table, to_record
-from eldr_sim.simulator.planning.what_if import what_if as make_what_if
 from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
 _HEADINGS = {

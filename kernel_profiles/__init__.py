@@ -6,11 +6,10 @@ Modules, from facts to answers:
 - ``parallel``: what one GPU of a tensor- or expert-parallel worker holds of a model.
 - ``gpus``: memory, bandwidth, compute and engine defaults of each GPU.
 - ``tables``: latency table format v1 (Parquet plus provenance) and the shipped tables.
-- ``aiconfigurator``: makes shipped tables from the optional package ``aiconfigurator-core``.
-- ``mi300x``: derives MI300X tables from published MI300X figures.
 - ``moe_latency``: one MoE layer's time over (batch, distinct experts).
 - ``kernel_latency``: attention, GEMM and collective times, interpolated from tables.
 - ``roofline``: what stands in where no table exists.
+- ``sources``: makes the shipped tables from what others publish; ``profile`` measures new ones.
 - ``step_time``: ``StepTimeModel``, the tables of all of them for one worker.
 - ``step_cost``: the time of a step, from those tables, compiled.
 

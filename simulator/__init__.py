@@ -18,12 +18,6 @@ state, compiled
     The arrays of a run; how functions are compiled.
 memory
     How many KV blocks a worker has.
-metrics, tables, results, plots, timeline
-    What a run leaves behind: figures, tables, the result folder, pictures, a Chrome trace.
-compare
-    Policies side by side on the same requests.
-planning
-    Many runs at once, and what they add up to: a package of its own.
-report
-    One HTML page of runs, comparisons, sweeps and plans.
+metrics, tables, results
+    What a run leaves behind: figures, tables, the result folder.
 """

@@ -8,13 +8,13 @@ import pandas as pd
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.aiconfigurator import (
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     balanced_distinct,
     expected_distinct,
     import_tables,
 )
-from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables import load_table, moe_shape, shipped_tables
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]

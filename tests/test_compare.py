@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from eldr_sim.simulator.compare import paired_difference
+from eldr_sim.planning.compare import paired_difference
 
 
 def test_interval_is_students_t_over_paired_differences():

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles import mi300x
 from eldr_sim.kernel_profiles.moe_latency import (
     fit_moe_latency,
     interpolate,
     monotone_envelope,
     uniform_distinct,
 )
+from eldr_sim.kernel_profiles.sources import mi300x
 from eldr_sim.kernel_profiles.tables import (
     LatencyTable,
     TableMetadata,

@@ -13,14 +13,15 @@ import pytest
 from scipy.optimize import brentq
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning import plan_files
+from eldr_sim.planning.bounds import bounds
+from eldr_sim.planning.plan import per_gpu, per_user, plan
+from eldr_sim.planning.rates import plan_rate
+from eldr_sim.planning.slo import Objective, Verdict, parse_slo
 from eldr_sim.simulator.config import make_config, parse_topology
-from eldr_sim.simulator.planning import plan_files
-from eldr_sim.simulator.planning.bounds import bounds
-from eldr_sim.simulator.planning.plan import per_gpu, per_user, plan
-from eldr_sim.simulator.planning.rates import plan_rate
-from eldr_sim.simulator.planning.slo import Objective, Verdict, parse_slo
 from eldr_sim.simulator.run import simulate_summary
-from eldr_sim.validation.queueing import erlang_c
+
+from .queueing import erlang_c
 
 GOLDEN = Path(__file__).parent / "golden"
 LEVEL = parse_slo(["ttft:500,tpot:30"])

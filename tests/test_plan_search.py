@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import ServiceLevel
-from eldr_sim.simulator.planning.search import Found, Space, cheapest, highest_rate, smallest
-from eldr_sim.simulator.planning.slo import (
+from eldr_sim.planning.search import Found, Space, cheapest, highest_rate, smallest
+from eldr_sim.planning.slo import (
     Objective,
     Verdict,
     attainment_interval,
     looks_up_to,
     parse_slo,
 )
+from eldr_sim.simulator.config import ServiceLevel
 
 
 def finish(search):

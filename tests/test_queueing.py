@@ -16,7 +16,8 @@ from scipy import stats
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.transfer import TransferModel
-from eldr_sim.validation import queueing
+
+from . import queueing
 
 SEEDS = range(25)
 WARM_UP = 200

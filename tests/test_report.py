@@ -23,14 +23,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.sweep import sweep
+from eldr_sim.reports.charts import Series, interval_chart, stacked_bars, xy_chart
+from eldr_sim.reports.figures import pareto
+from eldr_sim.reports.markup import el, number, table, to_html
+from eldr_sim.reports.page import report, write_report
+from eldr_sim.reports.runs import mean_in_phase
+from eldr_sim.reports.scales import linear
 from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.planning.sweep import sweep
-from eldr_sim.simulator.report.charts import Series, interval_chart, stacked_bars, xy_chart
-from eldr_sim.simulator.report.figures import pareto
-from eldr_sim.simulator.report.markup import el, number, table, to_html
-from eldr_sim.simulator.report.page import report, write_report
-from eldr_sim.simulator.report.runs import mean_in_phase
-from eldr_sim.simulator.report.scales import linear
 from eldr_sim.simulator.results import write_json, write_result, write_table
 from eldr_sim.simulator.run import simulate
 
@@ -131,7 +131,7 @@ def test_page_is_well_formed_and_needs_no_network(pages, name):
             if attribute in {"src", "href", "xlink:href", "srcset", "action", "data"}:
                 assert value.startswith("#") or value == "data:,"
     for asset in ("report.css", "report.js"):
-        text = (files("eldr_sim.simulator.report") / "assets" / asset).read_text()
+        text = (files("eldr_sim.reports") / "assets" / asset).read_text()
         addresses = re.findall(r"https?://[^\s\"')]+", text)
         assert set(addresses) <= {"http://www.w3.org/2000/svg"}
         assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", text)
@@ -697,7 +697,7 @@ def lab(rgb):
 
 @pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
 def test_colours_are_legible_and_told_apart_by_the_colour_blind(mode):
-    css = (files("eldr_sim.simulator.report") / "assets" / "report.css").read_text()
+    css = (files("eldr_sim.reports") / "assets" / "report.css").read_text()
     pairs = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", css)
     colours = {name: values[mode] for name, *values in pairs}
     for name in ("text", "soft", "accent"):
@@ -714,5 +714,5 @@ def test_colours_are_legible_and_told_apart_by_the_colour_blind(mode):
 
 
 def test_assets_are_small():
-    folder = Path(str(files("eldr_sim.simulator.report"))) / "assets"
+    folder = Path(str(files("eldr_sim.reports"))) / "assets"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 30_000

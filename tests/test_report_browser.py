@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eldr_sim.simulator.report.page import write_report
+from eldr_sim.reports.page import write_report
 from eldr_sim.simulator.results import write_json, write_table
 
 pytestmark = pytest.mark.live

@@ -186,8 +186,8 @@ class TestOtherModels:
 
     def test_fp8_gemms_grow_with_the_matrix(self):
         """Rows that timed the launch would not: vLLM's of the package are as slow for 128 x 128."""
-        from eldr_sim.kernel_profiles.aiconfigurator import gemm_tables
         from eldr_sim.kernel_profiles.kernel_latency import GemmLatency
+        from eldr_sim.kernel_profiles.sources.aiconfigurator import gemm_tables
 
         for gpu in ("H100", "H200", "B200"):
             (table,) = gemm_tables(gpu, "fp8_block")
@@ -262,8 +262,8 @@ class TestMarlin:
         """At 128 and 224 tokens an expert gets 4 rows in both layers."""
         import pandas as pd
 
-        from eldr_sim.kernel_profiles.aiconfigurator import data_folder
-        from eldr_sim.kernel_profiles.marlin import derive_marlin_table
+        from eldr_sim.kernel_profiles.sources.aiconfigurator import data_folder
+        from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 
         model = load_model("GPT-OSS-120B")
         table = derive_marlin_table("H200", model, Parallelism(size))
@@ -287,7 +287,7 @@ class TestMarlin:
         assert time[8192] - time[128] == pytest.approx(scale * grown, rel=1e-9)
 
     def test_reads_weights_as_fast_as_the_later_kernel_but_computes_slower(self):
-        from eldr_sim.kernel_profiles.marlin import derive_marlin_table
+        from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 
         model = load_model("GPT-OSS-120B")
         marlin = derive_marlin_table("H200", model)
@@ -302,7 +302,7 @@ class TestMarlin:
         assert marlin.metadata.provenance == "derived"
 
     def test_what_has_no_rows_is_refused(self):
-        from eldr_sim.kernel_profiles.marlin import derive_marlin_table
+        from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 
         with pytest.raises(InputError, match="mxfp4"):
             derive_marlin_table("H200", load_model("Qwen3-30B-A3B"))

@@ -18,10 +18,10 @@ from scipy import stats
 
 from eldr_sim.cli.console import sweep_bar
 from eldr_sim.errors import InputError
+from eldr_sim.planning import runner
+from eldr_sim.planning.journal import FILE_NAME
+from eldr_sim.planning.sweep import SweepProgress, TimeLeft, sweep
 from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.planning import runner
-from eldr_sim.simulator.planning.journal import FILE_NAME
-from eldr_sim.simulator.planning.sweep import SweepProgress, TimeLeft, sweep
 from eldr_sim.simulator.run import simulate
 
 OUTPUTS = ("points.parquet", "aggregate.parquet", "aggregate.csv", "sweep.json")

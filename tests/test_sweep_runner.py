@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.runner import Point, expected_tokens, run_points
 from eldr_sim.simulator import shared_replay
 from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.planning.runner import Point, expected_tokens, run_points
 from eldr_sim.simulator.run import prepare, simulate
 from eldr_sim.simulator.shared_replay import replay_of, share, use
 
@@ -75,7 +75,7 @@ def test_an_exception_is_a_reason_in_one_line(monkeypatch):
     def broken(_config):
         raise RuntimeError("no event left\nat all")
 
-    monkeypatch.setattr("eldr_sim.simulator.planning.runner.simulate_summary", broken)
+    monkeypatch.setattr("eldr_sim.planning.runner.simulate_summary", broken)
     (outcome,) = run_points([tiny("a")], 1)
     assert (outcome.summary, outcome.reason) == (None, "RuntimeError: no event left at all")
 
@@ -95,7 +95,7 @@ def test_expected_tokens_follow_load_and_length():
 
 SCRIPT = """
 from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.planning.runner import Point, run_points
+from eldr_sim.planning.runner import Point, run_points
 points = [
     Point(str(i), make_config({"topology": "1P1D", "num_requests": 20, "seed": i}))
     for i in range(2000)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.planning.sweep_spec import (
+from eldr_sim.planning.sweep_spec import (
     Interval,
     config_key,
     first_change,

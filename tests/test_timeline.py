@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
+from eldr_sim.reports.timeline import write_timeline
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.timeline import write_timeline
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,14 @@ import pytest
 from scipy import stats
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.planning.what_if import (
+from eldr_sim.planning.what_if import (
     FIGURES,
     change_fields,
     read_base,
     to_record,
     what_if,
 )
+from eldr_sim.simulator.config import make_config
 
 BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
 

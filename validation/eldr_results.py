@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from eldr_sim.simulator.compare import LOAD_BALANCERS
+from eldr_sim.planning.compare import LOAD_BALANCERS
 from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
 
 POLICIES = (*LOAD_BALANCERS, "domain", "eldr")

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from eldr_sim.planning.compare import paired_difference
 from eldr_sim.policies.artifact import fit
 from eldr_sim.policies.base import PolicyContext, RequestInfo
 from eldr_sim.policies.eldr import EldrPolicy
-from eldr_sim.simulator.compare import paired_difference
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.validation.eldr_results import P50, P99, TTFT, mean_difference, run_grid

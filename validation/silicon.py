@@ -26,9 +26,13 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.aiconfigurator import attention_tables, gemm_tables, moe_tables
-from eldr_sim.kernel_profiles.marlin import derive_marlin_table
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.sources.aiconfigurator import (
+    attention_tables,
+    gemm_tables,
+    moe_tables,
+)
+from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.metrics import request_times
@@ -203,9 +207,9 @@ def predict_rows(
         Their model.
     moe_kernel
         ``marlin``: what vLLM ran GPT-OSS with on H100 and H200 up to 0.18, derived, see
-        :mod:`~eldr_sim.kernel_profiles.marlin`. ``oldest``: the table of the oldest vLLM (0.19 or
-        0.24), which is closest to that of the runs (0.12 to 0.19). ``newest``: the newest table.
-        None takes the model's first choice.
+        :mod:`~eldr_sim.kernel_profiles.sources.marlin`. ``oldest``: the table of the oldest vLLM
+        (0.19 or 0.24), which is closest to that of the runs (0.12 to 0.19). ``newest``: the newest
+        table. None takes the model's first choice.
     progress
         Called with the share of configurations done.
 

@@ -6,6 +6,8 @@ runner, ray_engine
     Many points (configurations) on many processes of this machine, or on a Ray cluster.
 sweep_spec, journal, sweep
     A sweep's YAML as points; the file that keeps what is done; the data set of them all.
+compare
+    Policies side by side on the same requests.
 what_if
     One change at a time against a base run.
 plan, rates

@@ -10,9 +10,9 @@ from xml.etree import ElementTree as ET
 
 import yaml
 
-from eldr_sim.simulator.report.basis import basis
-from eldr_sim.simulator.report.charts import Series, interval_chart, xy_chart
-from eldr_sim.simulator.report.figures import (
+from eldr_sim.reports.basis import basis
+from eldr_sim.reports.charts import Series, interval_chart, xy_chart
+from eldr_sim.reports.figures import (
     METRICS,
     MORE_METRICS,
     mean_cell,
@@ -20,8 +20,8 @@ from eldr_sim.simulator.report.figures import (
     parameter_label,
     pareto_chart,
 )
-from eldr_sim.simulator.report.folders import Folder
-from eldr_sim.simulator.report.markup import Cell, add, el, folded, measured, number, plain, table
+from eldr_sim.reports.folders import Folder
+from eldr_sim.reports.markup import Cell, add, el, folded, measured, number, plain, table
 
 Row = dict[str, Any]
 #: More curves than this are drawn as points, more points without a numeric parameter not at all.

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from eldr_sim.simulator.metrics import table_warnings
-from eldr_sim.simulator.report.basis import basis, warning_box
-from eldr_sim.simulator.report.charts import interval_chart
-from eldr_sim.simulator.report.figures import difference, pareto_chart
-from eldr_sim.simulator.report.folders import Folder
-from eldr_sim.simulator.report.markup import (
+from eldr_sim.reports.basis import basis, warning_box
+from eldr_sim.reports.charts import interval_chart
+from eldr_sim.reports.figures import difference, pareto_chart
+from eldr_sim.reports.folders import Folder
+from eldr_sim.reports.markup import (
     Cell,
     add,
     el,
@@ -23,6 +22,7 @@ from eldr_sim.simulator.report.markup import (
     span,
     table,
 )
+from eldr_sim.simulator.metrics import table_warnings
 
 Record = Mapping[str, Any]
 _BOUNDS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}

@@ -14,10 +14,10 @@ import pyarrow as pa
 import yaml
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.compare import METRICS, paired_percent
+from eldr_sim.planning.compare import METRICS, paired_percent
+from eldr_sim.planning.tasks import Evaluator, Runs, Summary, run_here
+from eldr_sim.planning.trial import with_seed
 from eldr_sim.simulator.config import RunConfig, make_config, read_config, set_field
-from eldr_sim.simulator.planning.tasks import Evaluator, Runs, Summary, run_here
-from eldr_sim.simulator.planning.trial import with_seed
 
 #: Figures told beside those of a comparison.
 FIGURES = (

@@ -2,7 +2,7 @@
 
 A sweep's folder holds
 
-- ``runs.jsonl``: what is done (see :mod:`~eldr_sim.simulator.planning.journal`). The order of its
+- ``runs.jsonl``: what is done (see :mod:`~eldr_sim.planning.journal`). The order of its
   lines is that in which the runs ended.
 
 and, when all runs are done, written whole or not at all and the same to the byte however often the
@@ -31,10 +31,9 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
-from eldr_sim.simulator.compare import mean_interval
-from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.planning.journal import Journal, open_journal
-from eldr_sim.simulator.planning.runner import (
+from eldr_sim.planning.compare import mean_interval
+from eldr_sim.planning.journal import Journal, open_journal
+from eldr_sim.planning.runner import (
     Engine,
     Outcome,
     Point,
@@ -43,7 +42,8 @@ from eldr_sim.simulator.planning.runner import (
     run_points,
     worker_count,
 )
-from eldr_sim.simulator.planning.sweep_spec import SweepSpec, config_key, make_spec, read_spec
+from eldr_sim.planning.sweep_spec import SweepSpec, config_key, make_spec, read_spec
+from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.results import write_json, write_table
 
 #: A folder with this file holds all of its sweep.
@@ -100,14 +100,14 @@ def sweep(
     ----------
     spec
         The sweep: a YAML file, the mapping that it would hold, or either parsed; see
-        :mod:`~eldr_sim.simulator.planning.sweep_spec`.
+        :mod:`~eldr_sim.planning.sweep_spec`.
     out
         Folder that keeps what is done; nothing is written when not given.
     resume
         Go on with the sweep in ``out``: no run that is done is repeated, but for those whose
         process was killed.
     jobs, engine, address
-        As for :func:`~eldr_sim.simulator.planning.runner.run_points`.
+        As for :func:`~eldr_sim.planning.runner.run_points`.
     progress
         Called at the start and whenever a run has ended.
 

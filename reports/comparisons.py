@@ -6,11 +6,11 @@ import math
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from eldr_sim.simulator.report.basis import basis
-from eldr_sim.simulator.report.charts import interval_chart
-from eldr_sim.simulator.report.figures import METRICS, difference, metric_heading
-from eldr_sim.simulator.report.folders import Folder
-from eldr_sim.simulator.report.markup import Cell, el, folded, plain, table
+from eldr_sim.reports.basis import basis
+from eldr_sim.reports.charts import interval_chart
+from eldr_sim.reports.figures import METRICS, difference, metric_heading
+from eldr_sim.reports.folders import Folder
+from eldr_sim.reports.markup import Cell, el, folded, plain, table
 
 
 def comparison_section(folder: Folder) -> tuple[str, list[ET.Element]]:

@@ -7,8 +7,8 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from eldr_sim.kernel_profiles.tables import PROVENANCES, weakest
+from eldr_sim.reports.markup import add, bullets, el, folded, number, table
 from eldr_sim.simulator.metrics import warnings_of
-from eldr_sim.simulator.report.markup import add, bullets, el, folded, number, table
 
 #: A line names at most so many runs, and a box shows at most so many warnings at once.
 _MOST_NAMES, _MOST_WARNINGS = 4, 6

@@ -26,9 +26,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.aiconfigurator import SYSTEMS, data_folder, routed_distinct
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.sources.aiconfigurator import SYSTEMS, data_folder, routed_distinct
 from eldr_sim.kernel_profiles.tables import (
     MOE_DTYPES,
     LatencyTable,

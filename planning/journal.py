@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.planning.runner import Outcome
-from eldr_sim.simulator.planning.sweep_spec import first_change
+from eldr_sim.planning.runner import Outcome
+from eldr_sim.planning.sweep_spec import first_change
 
 FILE_NAME = "runs.jsonl"
 

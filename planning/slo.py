@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.compare import mean_interval
+from eldr_sim.planning.compare import mean_interval
 from eldr_sim.simulator.config import ServiceLevel, make_config
 
 

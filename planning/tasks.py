@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.runner import Point, run_points
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.planning.runner import Point, run_points
 from eldr_sim.simulator.run import simulate_summary
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from eldr_sim.errors import InputError
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.planning.runner import Outcome, Point
+    from eldr_sim.planning.runner import Outcome, Point
 
 #: A point is begun so many times at most: nodes do die, but not always under the same point.
 _ATTEMPTS = 3
@@ -41,7 +41,7 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
     InputError
         If Ray is not installed or there is no cluster at the address.
     """
-    from eldr_sim.simulator.planning.runner import Outcome, run_point
+    from eldr_sim.planning.runner import Outcome, run_point
 
     try:
         ray: Any = import_module("ray")

@@ -13,5 +13,8 @@ charts, scales
 markup
     Elements, tables and numbers; all text is escaped because elements hold it, never strings.
 
+plots, timeline
+    Pictures of a run as PNG; the run as a Chrome trace.
+
 ``assets`` has the style sheet and the script of the page.
 """

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
+from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.planning.slo import Objective
 from eldr_sim.simulator.run import offered_load, prepare
 
 #: A finite run may serve a little more than the cluster could for ever.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
+from eldr_sim.planning.bounds import Bounds, bounds
+from eldr_sim.planning.search import Space
+from eldr_sim.planning.slo import Objective
 from eldr_sim.policies.registry import names
 from eldr_sim.simulator.config import Pool, RunConfig
-from eldr_sim.simulator.planning.bounds import Bounds, bounds
-from eldr_sim.simulator.planning.search import Space
-from eldr_sim.simulator.planning.slo import Objective
 
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
 _SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size")

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.offers import Candidate, Offer, candidate, clusters_to_plan, cost
+from eldr_sim.planning.rates import LEAST_REQUESTS, carried
+from eldr_sim.planning.search import Found, cheapest
+from eldr_sim.planning.slo import Interval, Objective, Verdict, t_interval
+from eldr_sim.planning.tasks import Evaluator, Runs, Task, run_here
+from eldr_sim.planning.trial import Trial, passes, try_cluster
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.planning.offers import Candidate, Offer, candidate, clusters_to_plan, cost
-from eldr_sim.simulator.planning.rates import LEAST_REQUESTS, carried
-from eldr_sim.simulator.planning.search import Found, cheapest
-from eldr_sim.simulator.planning.slo import Interval, Objective, Verdict, t_interval
-from eldr_sim.simulator.planning.tasks import Evaluator, Runs, Task, run_here
-from eldr_sim.simulator.planning.trial import Trial, passes, try_cluster
 
 #: Seeds of what is found seed by seed: the margin, and the GPUs that a policy saves.
 PAIRED_SEEDS = 5
@@ -189,7 +189,7 @@ def plan(
         GPUs of a worker to choose from. When empty, the fewest (a power of two) that hold the
         model, and more only where no cluster of those meets the objective.
     evaluate
-        Makes the runs; see :data:`~eldr_sim.simulator.planning.tasks.Evaluator`.
+        Makes the runs; see :data:`~eldr_sim.planning.tasks.Evaluator`.
     progress
         Called with the number of runs so far.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from eldr_sim.planning.slo import Interval, Objective, Verdict
+from eldr_sim.planning.tasks import Summary, Task
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.planning.slo import Interval, Objective, Verdict
-from eldr_sim.simulator.planning.tasks import Summary, Task
 
 #: Share of the measured window (or of the requests) of the run that comes first.
 _PRE_RUN = 0.25

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from xml.etree import ElementTree as ET
 
-from eldr_sim.simulator.report.markup import MISSING, add, el, number, signed
-from eldr_sim.simulator.report.scales import Scale, linear
+from eldr_sim.reports.markup import MISSING, add, el, number, signed
+from eldr_sim.reports.scales import Scale, linear
 
 WIDTH, HEIGHT = 480.0, 300.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 24.0, 32.0, 46.0

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from xml.etree import ElementTree as ET
 
-from eldr_sim.simulator.report.charts import Series, xy_chart
-from eldr_sim.simulator.report.markup import Cell, decimals, measured, span
+from eldr_sim.reports.charts import Series, xy_chart
+from eldr_sim.reports.markup import Cell, decimals, measured, span
 
 #: Headings by key of the summary.
 METRICS = {

@@ -98,7 +98,7 @@ def run_points(
     check_engine(jobs, engine, address)
     todo = list(points)
     if engine == "ray":
-        from eldr_sim.simulator.planning.ray_engine import run_on_ray
+        from eldr_sim.planning.ray_engine import run_on_ray
 
         yield from run_on_ray(todo, jobs, address or "auto")
         return

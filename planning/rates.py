@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.compare import paired_difference
+from eldr_sim.planning.bounds import bounds
+from eldr_sim.planning.compare import paired_difference
+from eldr_sim.planning.offers import clusters_to_plan, gpu_label
+from eldr_sim.planning.search import highest_rate
+from eldr_sim.planning.slo import Interval, Objective, t_interval
+from eldr_sim.planning.tasks import Evaluator, Runs, Summary, Task, run_here
+from eldr_sim.planning.trial import attains, with_seed
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.planning.bounds import bounds
-from eldr_sim.simulator.planning.offers import clusters_to_plan, gpu_label
-from eldr_sim.simulator.planning.search import highest_rate
-from eldr_sim.simulator.planning.slo import Interval, Objective, t_interval
-from eldr_sim.simulator.planning.tasks import Evaluator, Runs, Summary, Task, run_here
-from eldr_sim.simulator.planning.trial import attains, with_seed
 
 #: A run of fewer expected requests says nothing about a share such as 99%.
 LEAST_REQUESTS = 100
@@ -151,7 +151,7 @@ def carried(
     """Find the highest rate that one seed of a cluster carries, from the configuration's rate on.
 
     ``low``, ``high`` and ``factor`` are those of
-    :func:`~eldr_sim.simulator.planning.search.highest_rate`.
+    :func:`~eldr_sim.planning.search.highest_rate`.
     """
     assert config.request_rate is not None
 

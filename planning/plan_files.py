@@ -9,13 +9,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from eldr_sim.planning.offers import gpu_label
+from eldr_sim.planning.plan import Answer, Plan, Saving, per_gpu, per_user
+from eldr_sim.planning.rates import CarriedRate, RatePlan
+from eldr_sim.planning.slo import Interval, Objective
+from eldr_sim.planning.tasks import Runs, Summary
+from eldr_sim.planning.trial import Trial
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.planning.offers import gpu_label
-from eldr_sim.simulator.planning.plan import Answer, Plan, Saving, per_gpu, per_user
-from eldr_sim.simulator.planning.rates import CarriedRate, RatePlan
-from eldr_sim.simulator.planning.slo import Interval, Objective
-from eldr_sim.simulator.planning.tasks import Runs, Summary
-from eldr_sim.simulator.planning.trial import Trial
 
 #: Figures of a run in ``points.parquet`` and of a cluster in ``plan.json`` (means over seeds).
 FIGURES = (

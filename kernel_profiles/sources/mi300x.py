@@ -101,7 +101,7 @@ def moe_table() -> LatencyTable:
             ),
             device="AMD Instinct MI300X",
             fit_error=aiter_deviation(),
-            notes="(a + e * distinct) * (1 + c(batch)); see eldr_sim.kernel_profiles.mi300x",
+            notes="(a + e * distinct) * (1 + c(batch)); see sources/mi300x.py",
         ),
         {
             "batch": np.array([batch for batch, _ in points], dtype=np.int32),

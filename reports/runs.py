@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from eldr_sim.simulator.report.basis import basis
-from eldr_sim.simulator.report.charts import Series, stacked_bars, xy_chart
-from eldr_sim.simulator.report.folders import Folder
-from eldr_sim.simulator.report.markup import (
+from eldr_sim.reports.basis import basis
+from eldr_sim.reports.charts import Series, stacked_bars, xy_chart
+from eldr_sim.reports.folders import Folder
+from eldr_sim.reports.markup import (
     MISSING,
     add,
     el,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
-from eldr_sim.simulator.planning.slo import Verdict
+from eldr_sim.planning.slo import Verdict
 
 T = TypeVar("T")
 Search: TypeAlias = Generator[Any, Any, T]

@@ -12,12 +12,12 @@ from xml.etree import ElementTree as ET
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
-from eldr_sim.simulator.report.comparisons import comparison_section
-from eldr_sim.simulator.report.folders import Folder, open_folders
-from eldr_sim.simulator.report.markup import add, el, to_html
-from eldr_sim.simulator.report.plans import plan_section
-from eldr_sim.simulator.report.runs import runs_section
-from eldr_sim.simulator.report.sweeps import sweep_section
+from eldr_sim.reports.comparisons import comparison_section
+from eldr_sim.reports.folders import Folder, open_folders
+from eldr_sim.reports.markup import add, el, to_html
+from eldr_sim.reports.plans import plan_section
+from eldr_sim.reports.runs import runs_section
+from eldr_sim.reports.sweeps import sweep_section
 
 _SECTIONS = {"comparison": comparison_section, "sweep": sweep_section, "plan": plan_section}
 
@@ -128,4 +128,4 @@ def _page(sections: Sequence[tuple[str, list[ET.Element]]]) -> ET.Element:
 
 
 def _asset(name: str) -> str:
-    return (files("eldr_sim.simulator.report") / "assets" / name).read_text(encoding="utf-8")
+    return (files("eldr_sim.reports") / "assets" / name).read_text(encoding="utf-8")
