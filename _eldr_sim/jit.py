@@ -64,6 +64,7 @@ LINKED = (
     "kernel_profiles.step_cost",
     "kernel_profiles.step_time",
     "policies.marginal_cost",
+    "policies.unions",
     "simulator.compiled",
     "simulator.engine",
     "simulator.events",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,7 @@ Loads = NDArray[np.int64]
 """Shape [n_workers]: requests on each worker, as the router knows them (they may be stale)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RequestInfo:
+class RequestInfo(NamedTuple):
     """A request as the router sees it at the moment of a decision.
 
     Attributes

@@ -21,7 +21,7 @@ in ``docs/marginal_cost.md``.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,14 +33,26 @@ from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies.activation import fit_activation
 from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
 from eldr_sim.policies.signature import Floats
-from eldr_sim.policies.unions import ExpertUnions, log_idle, on_grid
+from eldr_sim.policies.unions import ExpertUnions, growth, log_idle, on_grid, shift
 
 _Usage = tuple[Floats, NDArray[np.float32]]
 """A request's activation on the grid of ``unions``, and its ``log_idle``, both [L, E]."""
 
 
+_NO_CHUNKS = np.zeros(0, np.int64)
 #: Signatures whose activation is remembered; a request log has a new one for every request.
 _REMEMBERED = 1024
+
+
+class _Books(NamedTuple):
+    """What is on each of K workers, for the compiled decision."""
+
+    unions: tuple[Floats, Floats, Floats]  #: log_idle, idle, distinct of `ExpertUnions`
+    prompt_tokens: NDArray[np.int64]  #: ``[K]``
+    cost: Floats  #: ``[K]``: what its requests cost now, s^2,
+    cost_load: NDArray[np.int64]  #: ``[K]``: at this load; -1: not known
+    growth: Floats  #: ``[K]``: what the request at hand would add, s^2
+    distinct: Floats  #: ``[L]``: working memory
 
 
 class _Greedy:
@@ -57,7 +69,14 @@ class _Greedy:
     def __init__(self, step_times: StepCost, n_workers: int, n_layers: int) -> None:
         self._step_times = step_times
         self._unions = ExpertUnions(n_workers, n_layers, step_times.n_experts)
-        self._prompt_tokens = np.zeros(n_workers, np.int64)
+        self._books = _Books(
+            (self._unions.log_idle, self._unions.idle, self._unions.distinct),
+            np.zeros(n_workers, np.int64),
+            np.zeros(n_workers),
+            np.full(n_workers, -1),
+            np.zeros(n_workers),
+            np.zeros(n_layers),
+        )
         self._resident: dict[tuple[int, int], tuple[int, NDArray[np.float32]]] = {}
         self._next = 0
 
@@ -67,29 +86,20 @@ class _Greedy:
         Equal growths, to 1e-12 s^2, are served in turn.
         """
         activation, log = usage
-        unions = self._unions
-        growths = growth_of_cost(
-            self._step_times,
-            loads,
-            self._prompt_tokens,
-            request.prompt_len,
-            unions.distinct,
-            unions.growth(activation),
+        prompt_len = request.prompt_len
+        worker: int = place(
+            self._step_times, self._books, loads, prompt_len, activation, log, self._next
         )
-        costs: list[float] = np.round(growths, 12).tolist()
-        order = [*range(self._next, len(costs)), *range(self._next)]
-        worker: int = min(order, key=costs.__getitem__)
-        self._next = (worker + 1) % len(costs)
-        self._unions.add(worker, log)
-        self._prompt_tokens[worker] += request.prompt_len
-        self._resident[request.request_id, worker] = (request.prompt_len, log)
+        self._next = (worker + 1) % len(loads)
+        self._resident[request.request_id, worker] = (prompt_len, log)
         return worker
 
     def remove(self, request_id: int, worker: int) -> None:
         """Forget a request that was placed on ``worker``; KeyError if there is none."""
         prompt_len, log = self._resident.pop((request_id, worker))
         self._unions.remove(worker, log)
-        self._prompt_tokens[worker] -= prompt_len
+        self._books.prompt_tokens[worker] -= prompt_len
+        self._books.cost_load[worker] = -1
 
 
 class MarginalCostPolicy:
@@ -203,42 +213,63 @@ def expected_step_s(step_times: StepCost, load: int, context: int, distinct: Any
     places = step_times.head_s.shape[0] - 1
     batch = min(load, places)
     share = (step_times.moe_s.shape[1] - 1) / step_times.n_experts
-    nothing = np.zeros(0, np.int64)
     parts = step_parts(
         step_times,
         batch,
         context / load * batch,
-        nothing,
-        nothing,
+        _NO_CHUNKS,
+        _NO_CHUNKS,
         0,
         batch,
-        distinct * share,
+        distinct if share == 1.0 else distinct * share,
         False,
     )
     return float(total_s(parts) * max(1.0, load / places))
 
 
 @njit()
-def growth_of_cost(
-    step_times: StepCost, loads: Any, context: Any, prompt_len: int, distinct: Any, added: Any
-) -> Any:
-    """Return how much a request would add to the cost of each worker, shape [K], s^2.
+def place(
+    step_times: StepCost,
+    books: Any,
+    loads: Any,
+    prompt_len: int,
+    activation: Any,
+    log: Any,
+    first: int,
+) -> int:
+    """Return the worker whose cost a request lets grow least, and enter it in the books.
 
     Parameters
     ----------
     step_times
         Step times of a worker.
-    loads, context, distinct
-        Shape [K], [K] and [K, L]: what is on each worker, see :func:`expected_step_s`.
-    prompt_len, added
-        The request's prompt, and the activated experts, shape [K, L], that it would add.
+    books
+        What is on the workers.
+    loads
+        Shape [K]: requests in flight on each worker.
+    prompt_len, activation, log
+        Tokens of the request's prompt, its activation on the grid of ``unions``, and the
+        activation's ``log_idle``.
+    first
+        The worker that is preferred among equals; then those behind it.
     """
-    growths = np.empty(loads.shape[0])
-    for w in range(loads.shape[0]):
-        load = loads[w]
-        now = expected_step_s(step_times, load, context[w], distinct[w])
-        then = expected_step_s(
-            step_times, load + 1, context[w] + prompt_len, distinct[w] + added[w]
-        )
-        growths[w] = (load + 1) * then**2 - load * now**2
-    return growths
+    n_workers, (log_idle, idle, distinct) = loads.shape[0], books.unions
+    best, least = -1, 0.0
+    for i in range(n_workers):
+        w = (first + i) % n_workers
+        load, context = loads[w], books.prompt_tokens[w]
+        if books.cost_load[w] != load:
+            now = expected_step_s(step_times, load, context, distinct[w])
+            books.cost[w], books.cost_load[w] = load * now**2, load
+        growth(idle, w, activation, books.distinct)
+        for layer in range(books.distinct.shape[0]):
+            books.distinct[layer] += distinct[w, layer]
+        then = expected_step_s(step_times, load + 1, context + prompt_len, books.distinct)
+        books.growth[w] = (load + 1) * then**2 - books.cost[w]
+        rounded = np.rint(books.growth[w] * 1e12)
+        if best < 0 or rounded < least:
+            best, least = w, rounded
+    shift(log_idle, idle, distinct, best, log, 1.0)
+    books.prompt_tokens[best] += prompt_len
+    books.cost_load[best] = -1
+    return best

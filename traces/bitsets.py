@@ -22,7 +22,7 @@ from eldr_sim.jit import njit, popcount
 if TYPE_CHECKING:
     from eldr_sim.traces.format import RoutingTrace
 
-__all__ = ["bit_sets", "check_ids", "count_rows", "pack_bits"]
+__all__ = ["add_counts", "bit_sets", "check_ids", "count_rows", "pack_bits"]
 
 _CHUNK_ROWS = 1 << 13
 FORMAT_VERSION = 1
@@ -120,13 +120,14 @@ def count_rows(bits: NDArray[np.uint64], n_experts: int) -> NDArray[np.uint32]:
     """
     _, layers, words = bits.shape
     counts = np.zeros((layers, 64 * words), np.uint32)
-    _count(bits, counts)
+    add_counts(bits, 0, len(bits), counts)
     return counts[:, :n_experts]
 
 
 @njit()
-def _count(bits: Any, counts: Any) -> None:
-    for row in range(bits.shape[0]):
+def add_counts(bits: Any, first: int, end: int, counts: Any) -> None:
+    """Add rows ``first`` to ``end`` to ``counts``, uint32 ``[layers, 64 * words]``."""
+    for row in range(first, end):
         for layer in range(bits.shape[1]):
             for w in range(bits.shape[2]):
                 word = bits[row, layer, w]

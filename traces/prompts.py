@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_sim.traces.bitsets import count_rows
+from eldr_sim.traces.bitsets import add_counts
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import PromptScore
 
@@ -71,25 +71,22 @@ def count_experts(trace: RoutingTrace, ranges: Ranges) -> NDArray[np.uint32]:
         uint32 ``[n_layers, n_experts]``.
     """
     trace.require_prompts("expert signatures")
-    total = np.zeros((trace.n_layers, trace.n_experts), np.int64)
+    bits = trace.bits
+    total = np.zeros((trace.n_layers, 64 * bits.shape[2]), np.uint32)
     for request, start, stop in ranges:
         first = int(trace.first_row[request])
         length = int(trace.prompt_len[request])
-
-        def add(begin: int, end: int, times: int, first: int = first) -> None:
-            rows = trace.bits[first + begin : first + end]
-            total[:] += times * count_rows(rows, trace.n_experts).astype(np.int64)
-
         rounds, rest = divmod(stop - start, length)
-        begin = start % length
         if rounds:
-            add(0, length, rounds)
-        if begin + rest <= length:
-            add(begin, begin + rest, 1)
-        else:
-            add(begin, length, 1)
-            add(0, begin + rest - length, 1)
-    return total.astype(np.uint32)
+            whole = np.zeros_like(total)
+            add_counts(bits, first, first + length, whole)
+            total += np.uint32(rounds) * whole
+        begin = first + start % length
+        end = begin + rest
+        add_counts(bits, begin, min(end, first + length), total)
+        if end > first + length:
+            add_counts(bits, first, end - length, total)
+    return np.ascontiguousarray(total[:, : trace.n_experts])
 
 
 def sum_gate_scores(trace: RoutingTrace, ranges: Ranges, kind: PromptScore) -> NDArray[np.float32]:
