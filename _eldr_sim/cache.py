@@ -4,8 +4,10 @@
 ``~/.cache/eldr-sim``. It holds
 
 ``bitsets/``
-    Routing traces as bit sets, ``*.bits`` (`eldr_sim.traces.bitsets`). When these are more than
-    ``ELDR_SIM_CACHE_SIZE`` bytes (2 GiB by default), those used longest ago go.
+    Routing traces as bit sets, ``*.bits`` (`eldr_sim.traces.bitsets`).
+``fits/``
+    Fits of ELDR's router, ``*.npz`` (`eldr_sim.policies.fit_cache`). When bit sets and fits are
+    more than ``ELDR_SIM_CACHE_SIZE`` bytes (2 GiB by default), those used longest ago go.
 ``numba/<version of eldr-sim>-<stamp of its sources>/``
     Compiled functions (`eldr_sim.jit`).
 
@@ -15,11 +17,14 @@ Where the folder cannot be written the work goes on without it, after one warnin
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +33,7 @@ from eldr_sim.outputs import whole_file
 
 __all__ = [
     "BITSETS",
+    "FITS",
     "FOLDER_VARIABLE",
     "NUMBA",
     "SIZE_VARIABLE",
@@ -38,17 +44,19 @@ __all__ = [
     "folder",
     "keep",
     "size_limit",
+    "stamp",
     "writable_folder",
 ]
 
 FOLDER_VARIABLE = "ELDR_SIM_CACHE"
 SIZE_VARIABLE = "ELDR_SIM_CACHE_SIZE"
-BITSETS, NUMBA = "bitsets", "numba"
+BITSETS, FITS, NUMBA = "bitsets", "fits", "numba"
 
 #: What lies in each part of the folder, finished or left by a killed process. Nothing else is
 #: touched: the variable may name a folder with other things in it.
 _OURS = {
     BITSETS: ("*.bits", ".*.bits-*"),
+    FITS: ("*.npz", ".*.npz-*"),
     NUMBA: ("*/*/*.nbi", "*/*/*.nbc", "*/*/*.nb[ic].tmp.*"),
 }
 _DEFAULT_LIMIT = 2 << 30
@@ -87,7 +95,7 @@ def folder() -> Path | None:
 
 
 def size_limit() -> int:
-    """Return how many bytes of bit sets are kept.
+    """Return how many bytes of bit sets and fits are kept.
 
     Raises
     ------
@@ -125,24 +133,26 @@ def _files(home: Path, part: str) -> list[CacheFile]:
     return found
 
 
-def find(name: str) -> Path | None:
-    """Return where a file of bit sets is, if it is there; it counts as used now."""
+def find(part: str, name: str) -> Path | None:
+    """Return where a file of bit sets or a fit is, if it is there; it counts as used now."""
     home = folder()
     if home is None:
         return None
-    path = home / BITSETS / name
+    path = home / part / name
     with contextlib.suppress(OSError):  # not there, or another user's, which we may still read
         os.utime(path)  # few file systems keep times of access
     return path
 
 
-def keep(name: str, write: Callable[[BinaryIO], object]) -> Path | None:
-    """Write a file of bit sets, whole or not at all, and make room for it.
+def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | None:
+    """Write a file of bit sets or a fit, whole or not at all, and make room for it.
 
     Parameters
     ----------
+    part
+        `BITSETS` or `FITS`.
     name
-        Of the file, ``*.bits``.
+        Of the file, ``*.bits`` or ``*.npz``.
     write
         Writes it into an open file.
 
@@ -156,7 +166,7 @@ def keep(name: str, write: Callable[[BinaryIO], object]) -> Path | None:
     if home is None:
         _warn("there is no home folder")
         return None
-    path = home / BITSETS / name
+    path = home / part / name
     try:
         with whole_file(path, "cache") as temporary, temporary.open("wb") as file:
             write(file)
@@ -168,8 +178,8 @@ def keep(name: str, write: Callable[[BinaryIO], object]) -> Path | None:
 
 
 def _make_room(new: Path, limit: int) -> None:
-    """Remove the bit sets used longest ago until the limit is kept, but never ``new``."""
-    found = _files(new.parents[1], BITSETS)
+    """Remove the files used longest ago until the limit is kept, but never ``new``."""
+    found = [file for part in (BITSETS, FITS) for file in _files(new.parents[1], part)]
     abandoned = time.time() - _ABANDONED_S
     gone = [file for file in found if file.unfinished and file.used_s < abandoned]
     finished = [file for file in found if not file.unfinished]
@@ -181,6 +191,19 @@ def _make_room(new: Path, limit: int) -> None:
     for file in gone:
         with contextlib.suppress(OSError):
             file.path.unlink()
+
+
+@functools.cache
+def stamp(modules: tuple[str, ...]) -> str:
+    """Return a checksum of modules' sources, given as ``room.module``."""
+    checksum = hashlib.sha256()
+    for name in modules:
+        room, module = name.split(".")
+        package = find_spec(f"eldr_sim.{room}")
+        assert package is not None
+        for place in package.submodule_search_locations or ():
+            checksum.update((Path(place) / f"{module}.py").read_bytes())
+    return checksum.hexdigest()
 
 
 def writable_folder(part: str) -> Path | None:
@@ -207,8 +230,8 @@ def _warn(problem: str) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"nothing can be kept in the cache ({problem}), so every process makes bit sets and "
-            f"compiled code for itself; {FOLDER_VARIABLE} names another folder",
+            f"nothing can be kept in the cache ({problem}), so every process makes bit sets, fits "
+            f"and compiled code for itself; {FOLDER_VARIABLE} names another folder",
             EldrSimWarning,
             stacklevel=3,
         )

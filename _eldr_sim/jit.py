@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 import eldr_sim
-from eldr_sim.cache import NUMBA, writable_folder
+from eldr_sim.cache import NUMBA, stamp, writable_folder
 
 __all__ = ["is_cold", "njit", "popcount"]
 
@@ -80,14 +79,8 @@ LINKED = (
 @cache
 def _place() -> str:
     """Return the folder of these sources' functions; empty where nothing can be kept."""
-    stamp = hashlib.sha256(Path(__file__).read_bytes())
-    for name in LINKED:
-        room, module = name.split(".")
-        package = find_spec(f"eldr_sim.{room}")
-        assert package is not None
-        for folder in package.submodule_search_locations or ():
-            stamp.update((Path(folder) / f"{module}.py").read_bytes())
-    place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{stamp.hexdigest()[:8]}")
+    sources = hashlib.sha256(Path(__file__).read_bytes() + stamp(LINKED).encode())
+    place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{sources.hexdigest()[:8]}")
     return "" if place is None else str(place)
 
 

@@ -12,7 +12,7 @@ from eldr_sim.cli.console import print_table
 
 @click.group(short_help="Show or clear the cache folder.")
 def cache() -> None:
-    """The folder where bit sets of traces and compiled code are kept."""
+    """The folder where bit sets of traces, fits and compiled code are kept."""
 
 
 @cache.command()
@@ -23,7 +23,7 @@ def info() -> None:
     rows = [
         [file.path.name, _megabytes(file.size), _age(file.used_s)]
         for file in files
-        if file.part == user_cache.BITSETS
+        if file.part != user_cache.NUMBA
     ]
     compiled = [file for file in files if file.part == user_cache.NUMBA]
     if compiled:
@@ -32,7 +32,7 @@ def info() -> None:
     click.echo(f"Folder: {user_cache.folder() or 'none: there is no home folder'}")
     click.echo(
         f"Size:   {_megabytes(sum(file.size for file in files))} MB in {len(files)} files, of bit "
-        f"sets at most {_megabytes(limit)} MB"
+        f"sets and fits at most {_megabytes(limit)} MB"
     )
     if rows:
         click.echo()
@@ -44,7 +44,12 @@ def clear() -> None:
     """Remove what eldr-sim put into the cache folder; it is made anew when it is needed."""
     removed = user_cache.clear()
     size = sum(file.size for file in removed)
-    for part, what in ((user_cache.BITSETS, "bit sets"), (user_cache.NUMBA, "compiled code")):
+    parts = {
+        user_cache.BITSETS: "bit sets",
+        user_cache.FITS: "fits",
+        user_cache.NUMBA: "compiled code",
+    }
+    for part, what in parts.items():
         files = [file for file in removed if file.part == part]
         if files:
             click.echo(f"Removed {what}: {len(files)} files, {sum(f.size for f in files)} bytes")

@@ -23,8 +23,6 @@ from eldr_sim.errors import InputError
 def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: Any) -> None:
     """Simulate one cluster and print its latencies as `vllm bench serve` does."""
     # The simulator takes long to import: --help does without.
-    from eldr_sim.reports.plots import plot_writers
-    from eldr_sim.reports.timeline import write_timeline
     from eldr_sim.simulator.results import check_output, write_result
     from eldr_sim.simulator.run import simulate
 
@@ -39,8 +37,12 @@ def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: An
     if out is not None:
         extras: dict[str, Callable[[Path], None]] = {}
         if plot:
+            from eldr_sim.reports.plots import plot_writers
+
             extras |= plot_writers(result.requests, result.steps, result.summary)
         if timeline:
+            from eldr_sim.reports.timeline import write_timeline
+
             extras["timeline.json"] = lambda path: write_timeline(
                 path, result.requests, result.steps
             )

@@ -41,6 +41,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
+from eldr_sim.parquet import numbers, read_table
 
 FORMAT_VERSION = 1
 _METADATA_KEY = b"eldr_sim.latency_table"
@@ -177,7 +178,7 @@ def load_table(path: Path) -> LatencyTable:
     """
     metadata = _read_metadata(path)
     try:
-        data = pq.read_table(path)
+        data = read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise InputError("table", f"cannot read {path}: {error}") from None
     columns: dict[str, NDArray[Any]] = {}
@@ -185,7 +186,7 @@ def load_table(path: Path) -> LatencyTable:
         values = data.column(name)
         if values.null_count:
             raise InputError("table", f"{path}: column {name!r} holds nulls")
-        columns[name] = values.to_numpy()
+        columns[name] = numbers(values)
     try:
         return LatencyTable(metadata, columns)
     except InputError as error:

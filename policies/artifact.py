@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, BinaryIO, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -187,7 +187,11 @@ class RoutingArtifact:
 
         Centroids are stored as float32, which holds them exactly (multiples of 2^-24, at most 1).
         """
-        target = Path(path)
+        with whole_file(Path(path), "artifact") as temporary, temporary.open("wb") as file:
+            self.write(file)
+
+    def write(self, file: BinaryIO) -> None:
+        """Write the artifact into an open file; see `save`."""
         facts = {
             "format_version": FORMAT_VERSION,
             "n_kept": self.n_kept,
@@ -200,17 +204,16 @@ class RoutingArtifact:
             "mask_rule": self.mask_rule,
             "clustering": self.clustering,
         }
-        with whole_file(target, "artifact") as temporary, temporary.open("wb") as file:
-            np.savez(
-                file,
-                facts=np.array(json.dumps(facts)),
-                idf=self.idf,
-                layer_order=self.layer_order,
-                rho=self.rho,
-                centroids=self.centroids.astype(np.float32),
-                cluster_domains=self.cluster_domains,
-                cluster_activation=self.cluster_activation,
-            )
+        np.savez(
+            file,
+            facts=np.array(json.dumps(facts)),
+            idf=self.idf,
+            layer_order=self.layer_order,
+            rho=self.rho,
+            centroids=self.centroids.astype(np.float32),
+            cluster_domains=self.cluster_domains,
+            cluster_activation=self.cluster_activation,
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RoutingArtifact:

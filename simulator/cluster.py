@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -83,13 +82,11 @@ class RunRecord:
     ----------
     requests
         ``state.REQUEST``, every request that arrived, in order of arrival.
-    steps
-        ``state.STEP``, every step in the order in which they began, prefill workers' first by
-        number: worker ``w`` is decode (or co-located) worker ``w - n_prefill``.
+    prefill_steps, decode_steps
+        ``state.STEP``, in the order in which they began: the steps of prefill workers that ended,
+        and those of decode (or co-located) workers.
     gaps
         ``state.GAP``, where preemption came between two tokens.
-    n_prefill
-        Prefill workers.
     window
         The measured window, s.
     end_s
@@ -97,25 +94,11 @@ class RunRecord:
     """
 
     requests: NDArray[np.void]
-    steps: NDArray[np.void]
+    prefill_steps: NDArray[np.void]
+    decode_steps: NDArray[np.void]
     gaps: NDArray[np.void]
-    n_prefill: int
     window: tuple[float, float]
     end_s: float
-
-    @cached_property
-    def prefill_steps(self) -> NDArray[np.void]:
-        """The steps of prefill workers that ended."""
-        steps = self.steps
-        return steps[(steps["worker"] < self.n_prefill) & (steps["end"] <= self.end_s)]
-
-    @cached_property
-    def decode_steps(self) -> NDArray[np.void]:
-        """The steps of decode or co-located workers, numbered from 0 in a copy."""
-        steps = self.steps[self.steps["worker"] >= self.n_prefill]
-        if self.n_prefill:
-            steps["worker"] -= self.n_prefill
-        return steps
 
     @property
     def completed(self) -> NDArray[np.bool_]:
@@ -184,7 +167,7 @@ class Cluster:
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
         myself = weakref.ref(self)
         self._callback = Callback(lambda pool, request: _decided(myself, pool, request))
-        self.log = np.zeros(1 << 16, state.STEP)
+        self.logs = np.zeros(1 << 14, state.STEP), np.zeros(1 << 16, state.STEP)
         self.gaps = np.zeros(1 << 12, state.GAP)
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
         # Views of fields that each decision reads: to make one takes a microsecond.
@@ -285,15 +268,26 @@ class Cluster:
         self._failure = None
         while True:
             why: int = loop.advance(
-                self.arrays, self.log, self.gaps, until, _EVENTS_A_CALL, self._callback
+                self.arrays, self.logs, self.gaps, until, _EVENTS_A_CALL, self._callback
             )
             if why == loop.FAILED:
                 assert self._failure is not None
                 raise self._failure
             if why == loop.FULL:
-                self.log, self.gaps = _grown(self.log), _grown(self.gaps)
+                self._grow_logs()
             elif why != loop.OTHERS:
                 return why
+
+    def _grow_logs(self) -> None:
+        """Make room where there is none: for steps of a pool, or for gaps."""
+        prefill, decode = self.logs
+        n_prefill, n_decode = self.arrays.engines.pools["n_steps"].tolist()
+        if n_prefill == len(prefill):
+            self.logs = _grown(prefill), decode
+        elif n_decode == len(decode):
+            self.logs = prefill, _grown(decode)
+        else:
+            self.gaps = _grown(self.gaps)
 
     def _record(self, end_s: float) -> RunRecord:
         self._tell_listener()
@@ -301,11 +295,14 @@ class Cluster:
         arrived = self.requests[: int(clock["arrived"])]
         reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
         arrived["outcome"][arrived["outcome"] == state.OPEN] = reason
+        prefill, decode = (
+            log[:n] for log, n in zip(self.logs, self.arrays.engines.pools["n_steps"], strict=True)
+        )
         return RunRecord(
             requests=arrived,
-            steps=self.log[: int(clock["n_steps"])],
+            prefill_steps=prefill[prefill["end"] <= end_s],
+            decode_steps=decode,
             gaps=self.gaps[: int(clock["n_gaps"])],
-            n_prefill=self.spec.n_prefill,
             window=self.window,
             end_s=end_s,
         )

@@ -432,7 +432,7 @@ def _fill(engines: Engines, w: int) -> None:
 @compiled()
 def step(
     clock: Any, events: Any, engines: Engines, w: int, bits: Any, masks: Any, prompts: Any,
-    cost: Any, scratch: Scratch, log: Any, gaps: Any,
+    cost: Any, scratch: Scratch, logs: Any, gaps: Any,
 ) -> None:  # fmt: skip
     """Run the step that worker ``w`` has planned, which starts now.
 
@@ -444,8 +444,8 @@ def step(
         uint64 ``[workers, ranks, layers * words]``, see `expert_union.count_experts`.
     prompts, cost, scratch
         Rows of the prompts, the worker's step times, working memory.
-    log, gaps
-        ``STEP [capacity]``, one of them free, and ``GAP [capacity]``, one a sequence.
+    logs, gaps
+        ``STEP [capacity]`` of each pool, one of them free, and ``GAP [capacity]``, one a sequence.
     """
     worker, sequences = engines.workers[w], engines.sequences[w]
     pool = engines.pools[engines.pool_of[w]]
@@ -510,9 +510,10 @@ def step(
             sequences[i].chunk = 0
         ended = ended or worker.filled > 0
 
-    row = log[clock[0].n_steps]
-    clock[0].n_steps += 1
-    row.start, row.end, row.context, row.worker = start, end, worker.context, w
+    row = logs[engines.pool_of[w]][pool.n_steps]
+    pool.n_steps += 1
+    row.start, row.end, row.context = start, end, worker.context
+    row.worker = w - pool.first_worker
     row.batch, row.joined, row.active, row.busiest = batch, worker.joined, active, busiest
     row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
 

@@ -59,7 +59,7 @@ from eldr_sim.simulator.state import (
 )
 
 #: Why `advance` returned: nothing is left before ``until``, all measured requests have ended,
-#: enough has happened for now, the log is full, a router's arrays are others now, or it has failed.
+#: enough has happened for now, a log is full, a router's arrays are others now, or it has failed.
 UNTIL, ENDED, PAUSED, FULL, OTHERS, FAILED = map(np.int64, range(6))
 #: What a router answers besides a worker's number: look at its shortlists again; the same, but
 #: their arrays are others now, so return; it has failed, so return.
@@ -273,15 +273,15 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
 
 
 @njit(_nrt=False)
-def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int, decide: Any) -> Any:
+def advance(run: Run, logs: Any, gaps: Any, until: float, n_events: int, decide: Any) -> Any:
     """Let happen what happens before ``until`` seconds.
 
     Parameters
     ----------
     run
         The run.
-    log, gaps
-        ``STEP [capacity]`` and ``GAP [capacity]``.
+    logs, gaps
+        ``STEP [capacity]`` of each pool, and ``GAP [capacity]``.
     until
         Time limit, s.
     n_events
@@ -293,16 +293,18 @@ def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int, decide: 
     Returns
     -------
     int
-        Why it returned. After FULL grow ``log`` and ``gaps`` before the next call.
+        Why it returned. After FULL grow ``logs`` and ``gaps`` before the next call.
     """
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
-    requests, workers = engines.requests, engines.workers
+    requests, workers, pools = engines.requests, engines.workers, engines.pools
     answer = drain(clock, events, engines, routers, run.reported, decide)
     if answer:
         return OTHERS if answer == RETURN else FAILED
     while clock[0].open_measured > 0 and clock[0].n_events > 0 and events[0].time < until:
-        if clock[0].n_steps == log.shape[0] or (
-            clock[0].n_gaps + engines.sequences.shape[1] > gaps.shape[0]
+        if (
+            pools[0].n_steps == logs[0].shape[0]
+            or pools[1].n_steps == logs[1].shape[0]
+            or clock[0].n_gaps + engines.sequences.shape[1] > gaps.shape[0]
         ):
             return FULL
         if n_events == 0:
@@ -317,7 +319,7 @@ def advance(run: Run, log: Any, gaps: Any, until: float, n_events: int, decide: 
                 cost = run.costs[engines.pool_of[subject]]
                 step(
                     clock, events, engines, subject, run.bits, run.masks, run.prompts, cost,
-                    run.scratch, log, gaps,
+                    run.scratch, logs, gaps,
                 )  # fmt: skip
             continue
         if kind == BOUNDARY:

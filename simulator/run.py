@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +21,9 @@ from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table, weakest
-from eldr_sim.policies.artifact import RoutingArtifact, fit
+from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import DecodePolicy, PolicyContext
+from eldr_sim.policies.fit_cache import cached_fit
 from eldr_sim.policies.placement import greedy_placement, linear_placement
 from eldr_sim.policies.registry import decode_policy, prefill_policy
 from eldr_sim.policies.signature import score_of
@@ -70,12 +71,33 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves behind; see DESIGN: ``summary.json``, two tables and ``config.json``."""
+    """What a run leaves behind: ``summary.json``, two tables and ``config.json``.
+
+    Attributes
+    ----------
+    summary, config
+        What the files of these names hold.
+    record
+        What happened.
+    domains, n_moe_layers
+        Names of the workload's domains; MoE layers of the model.
+    """
 
     summary: dict[str, Any]
-    requests: pa.Table
-    steps: pa.Table
     config: dict[str, Any]
+    record: RunRecord
+    domains: list[str]
+    n_moe_layers: int
+
+    @cached_property
+    def requests(self) -> pa.Table:
+        """A row a request, see `tables.requests_table`."""
+        return requests_table(self.record, self.domains)
+
+    @cached_property
+    def steps(self) -> pa.Table:
+        """A row a step, see `tables.steps_table`."""
+        return steps_table(self.record, self.n_moe_layers)
 
 
 def simulate(config: RunConfig, progress: Callable[[float], None] | None = None) -> Result:
@@ -96,9 +118,10 @@ def simulate(config: RunConfig, progress: Callable[[float], None] | None = None)
     setting, workload, record = _run(config, progress)
     return Result(
         summary=_summary(config, setting, workload, record),
-        requests=requests_table(record, setting.trace.domains),
-        steps=steps_table(record, setting.model.n_moe_layers),
         config=_run_again(config, setting.trace),
+        record=record,
+        domains=setting.trace.domains,
+        n_moe_layers=setting.model.n_moe_layers,
     )
 
 
@@ -259,8 +282,11 @@ def build_cluster(
             loaded.check_made_with(config.signature, config.layer_mask, config.clustering)
             return loaded
         transform = config.signature or "count-idf"
-        return _fit(
-            calibration(score_of(transform)),
+        return cached_fit(
+            trace,
+            config.workload,
+            config.domain_mix,
+            lambda: calibration(score_of(transform)),
             config.n_decode,
             config.seed,
             transform=transform,
@@ -344,10 +370,6 @@ def _calibration(
     """Pick calibration requests; those picked before are not read again by this process."""
     mix = None if domain_mix is None else dict(domain_mix)
     return calibration_set(trace, workload=workload, domain_mix=mix, score=score)
-
-
-#: A sweep's points differ in what no fit depends on, such as the request rate.
-_fit = lru_cache(maxsize=16)(fit)
 
 
 def _check_colocated(config: RunConfig, policy: DecodePolicy) -> None:

@@ -87,7 +87,7 @@ BLOCK = np.dtype(
     ]
 )
 
-#: Settings of all workers of a pool.
+#: Settings of all workers of a pool, and how many steps they have made.
 POOL = np.dtype(
     [
         ("role", np.int64),
@@ -100,6 +100,7 @@ POOL = np.dtype(
         ("own_experts", np.bool_),  # prompts read the experts of their tokens, else uniform ones
         ("async_scheduling", np.bool_),
         ("capture_s", np.float64),  # what recording signatures adds to a step
+        ("n_steps", np.int64),  # records of STEP filled
     ],
     align=True,
 )
@@ -151,13 +152,13 @@ SEQUENCE = np.dtype(
     ]
 )
 
-#: One record a step, of whatever worker.
+#: One record a step.
 STEP = np.dtype(
     [
         ("start", np.float64),  # s
         ("end", np.float64),  # s
         ("context", np.int64),  # KV tokens that decode attention read, summed over the batch
-        ("worker", np.int32),  # prefill workers first
+        ("worker", np.int32),  # of its pool
         ("batch", np.int32),  # sequences that got their next token
         ("joined", np.int32),  # of which so many for the first time since they joined
         ("active", np.int32),  # activated experts, summed over the MoE layers
@@ -201,7 +202,6 @@ CLOCK = np.dtype(
         ("n_events", np.int64),  # events waiting
         ("n_flows", np.int64),
         ("timer", np.int64),  # only the end of a transfer that carries this number counts
-        ("n_steps", np.int64),  # records of STEP filled
         ("n_gaps", np.int64),
         ("arrived", np.int64),  # requests that have arrived,
         ("sent", np.int64),  # and left the client

@@ -26,7 +26,7 @@ def home(tmp_path, monkeypatch):
 
 
 def keep(name, size=100, age_s=None):
-    path = cache.keep(name, lambda file: file.write(bytes(size)))
+    path = cache.keep(cache.BITSETS, name, lambda file: file.write(bytes(size)))
     if age_s is not None:
         os.utime(path, (time.time() - age_s,) * 2)
     return path
@@ -59,7 +59,7 @@ def test_without_a_home_nothing_is_kept(home, monkeypatch, without_home):
 
     monkeypatch.delenv("ELDR_SIM_CACHE")
     monkeypatch.setattr("platformdirs.user_cache_path", find)
-    assert cache.find("a.bits") is None
+    assert cache.find(cache.BITSETS, "a.bits") is None
     assert cache.files() == cache.clear() == []
     with pytest.warns(EldrSimWarning, match="no home folder"):
         assert keep("a.bits") is None
@@ -73,7 +73,7 @@ def test_file_that_cannot_be_finished_leaves_nothing(home):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.warns(EldrSimWarning, match="No space left"):
-        assert cache.keep("a.bits", full_disk) is None
+        assert cache.keep(cache.BITSETS, "a.bits", full_disk) is None
     assert list((home / "bitsets").iterdir()) == []
 
 
@@ -85,7 +85,7 @@ def test_those_used_longest_ago_go(home, monkeypatch):
     for age_s, name in ((40, "a"), (30, "b"), (20, "c")):
         keep(f"{name}.bits", age_s=age_s)
     assert names() == {"a.bits", "b.bits", "c.bits"}
-    cache.find("a.bits")  # now b was used longest ago
+    cache.find(cache.BITSETS, "a.bits")  # now b was used longest ago
     keep("d.bits", age_s=10)
     assert names() == {"a.bits", "c.bits", "d.bits"}
     keep("e.bits", size=200)

@@ -110,8 +110,8 @@ def test_every_request_ends_once_and_leaves_nothing(
     again = done["preemptions"].sum()
     assert len(done) <= steps["joined"].sum() <= len(done) + again
     assert len(record.gaps) == steps["joined"].sum() - len(done)
-    for w in range(n_prefill + n_decode):
-        mine = record.steps[record.steps["worker"] == w]
+    of_pools = (n_prefill, record.prefill_steps), (n_decode, steps)
+    for mine in (all_[all_["worker"] == w] for n, all_ in of_pools for w in range(n)):
         assert (mine["start"][1:] >= mine["end"][:-1]).all()
         assert (mine["batch"] + mine["chunks"] <= max_num_seqs + mine["joined"]).all()
         assert (mine["batch"] <= max_num_seqs).all()
@@ -359,4 +359,5 @@ def test_equal_seeds_give_equal_runs(make_cluster, make_workload, policy):
         for _ in range(2)
     )
     assert one.requests.tobytes() == two.requests.tobytes()
-    assert one.steps.tobytes() == two.steps.tobytes()
+    assert one.prefill_steps.tobytes() == two.prefill_steps.tobytes()
+    assert one.decode_steps.tobytes() == two.decode_steps.tobytes()

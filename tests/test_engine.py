@@ -177,16 +177,23 @@ COUNTS = ("worker", "batch", "joined", "chunks", "chunk_tokens", "active", "busi
 
 def assert_same(record, twin):
     """Compare a run with its twin's, step by step and request by request."""
-    steps, close = record.steps, {"rtol": 1e-12, "atol": 1e-15}
-    got = [dict(zip(COUNTS, row, strict=True)) for row in steps[list(COUNTS)].tolist()]
-    assert got == [{name: step[name] for name in COUNTS} for step in twin.steps]
-    for name in ("start", "end"):
-        np.testing.assert_allclose(steps[name], [step[name] for step in twin.steps], **close)
+    n_prefill, close = twin.spec.n_prefill, {"rtol": 1e-12, "atol": 1e-15}
+    of_pool = [], []
+    for step in twin.steps:
+        if step["worker"] >= n_prefill:
+            of_pool[1].append(step | {"worker": step["worker"] - n_prefill})
+        elif step["end"] <= record.end_s:
+            of_pool[0].append(step)
+    for steps, twins in zip((record.prefill_steps, record.decode_steps), of_pool, strict=True):
+        got = [dict(zip(COUNTS, row, strict=True)) for row in steps[list(COUNTS)].tolist()]
+        assert got == [{name: step[name] for name in COUNTS} for step in twins]
+        for name in ("start", "end"):
+            np.testing.assert_allclose(steps[name], [step[name] for step in twins], **close)
     requests = twin.requests[: twin.arrived]
     assert record.outcomes() == [r.outcome for r in requests]
     for name in NUMBERS:
         assert record.requests[name].tolist() == [getattr(r, name) for r in requests], name
-    done = record.completed if record.n_prefill == 0 else slice(None)
+    done = record.completed if n_prefill == 0 else slice(None)
     for name in TIMES:
         # Co-located workers note the end of a prompt when the request ends.
         which = done if name in ("prefill_end_s", "decode_start_s") else slice(None)
@@ -360,13 +367,14 @@ def test_macro_steps_equal_single_steps(prefill, decode, cut_s, **drawn):
         patch.setattr(cluster_module, "_EVENTS_A_CALL", 1)
         by_event = make().run()
     short_log = make()
-    short_log.log, short_log.gaps = np.zeros(1, state.STEP), np.zeros(1, state.GAP)
+    short_log.logs = np.zeros(1, state.STEP), np.zeros(1, state.STEP)
+    short_log.gaps = np.zeros(1, state.GAP)
     by_time, until = make(), 0.0
     while until < min(0.5, by_time.time_limit_s) and by_time.advance(until) == loop.UNTIL:
         until += cut_s
     whole = make().run()
     for other in (by_event, short_log.run(), by_time.run()):
-        for name in ("requests", "steps", "gaps"):
+        for name in ("requests", "prefill_steps", "decode_steps", "gaps"):
             assert getattr(other, name).tobytes() == getattr(whole, name).tobytes()
         assert other.end_s == whole.end_s
 

@@ -15,6 +15,8 @@ from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
 from eldr_sim.traces.calibration import CalibrationSet
 
+from .watching import new_steps
+
 N_LAYERS, N_EXPERTS, MODEL_LAYERS, SEATS = 2, 8, 5, 6
 
 
@@ -321,17 +323,14 @@ def test_oracle_sees_the_rows_that_the_worker_replays(run_watched, output_len, r
         output_len=output_len,
         trace_replay=replay,
     )
-    rows, seen = {request: [] for request in range(6)}, 0
+    rows, seen = {request: [] for request in range(6)}, [0, 0]
     arrays = cluster.arrays
 
     def note():
-        nonlocal seen
-        new = cluster.log[seen : int(arrays.clock["n_steps"][0])]
-        seen += len(new)
-        decoding = new[new["batch"] > 0]
+        decoding = [(w, step) for w, step in new_steps(cluster, seen) if step["batch"] > 0]
         assert len(decoding) <= 1
-        for step in decoding:
-            members = arrays.engines.sequences["request"][step["worker"], : step["batch"]]
+        for worker, step in decoding:
+            members = arrays.engines.sequences["request"][worker, : step["batch"]]
             for request, row in zip(members.tolist(), arrays.scratch.rows.tolist(), strict=False):
                 rows[request].append(row)
 

@@ -18,6 +18,8 @@ from eldr_sim.simulator.metrics import (
     weighted_percentile,
 )
 
+from .watching import new_steps
+
 finite = st.floats(-1e6, 1e6)
 
 
@@ -64,19 +66,16 @@ def run_noting_tokens(run_watched):
 
     def run(cluster):
         tokens = {index: [] for index in range(len(cluster.requests))}
-        clock, sequences = cluster.arrays.clock, cluster.arrays.engines.sequences
-        seen = 0
+        sequences, seen = cluster.arrays.engines.sequences, [0, 0]
 
         def note():
             """A step has just begun; who is in its batch leaves with its end at the earliest."""
-            nonlocal seen
-            for step in cluster.log[seen : int(clock["n_steps"][0])]:
-                for request in sequences["request"][step["worker"], : step["batch"]].tolist():
+            for worker, step in new_steps(cluster, seen):
+                for request in sequences["request"][worker, : step["batch"]].tolist():
                     tokens[request].append(float(step["end"]))
-                seen += 1
 
         record = run_watched(cluster, note)
-        assert seen == clock["n_steps"]
+        assert sum(seen) == cluster.arrays.engines.pools["n_steps"].sum()
         return record, tokens
 
     return run
@@ -223,8 +222,8 @@ def a_record(requests, first, window=(0.0, np.inf), end_s=10.0, steps=(), gaps=(
         for name, value in zip(names, values, strict=True):
             row[name] = value
         row["chunks"] = row["chunk_tokens"] > 0
-    log["worker"] += 1
-    return RunRecord(requests, log, np.array(list(gaps), state.GAP), 1, window, end_s)
+    nothing, gaps = np.zeros(0, state.STEP), np.array(list(gaps), state.GAP)
+    return RunRecord(requests, nothing, log, gaps, window, end_s)
 
 
 def test_goodput_takes_every_bound_and_no_tpot_of_single_tokens():

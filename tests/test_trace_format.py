@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces import format as trace_format
 from eldr_sim.traces.format import builtin_traces, open_trace
 from eldr_sim.traces.writer import write_trace
 
@@ -339,7 +338,7 @@ def test_crash_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
     def full_disk(*_args, **_kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(trace_format.pq, "write_table", full_disk)
+    monkeypatch.setattr("pyarrow.parquet.write_table", full_disk)
     with pytest.raises(OSError, match="disk full"):
         small_trace(tmp_path / "t")
     assert list(tmp_path.iterdir()) == []

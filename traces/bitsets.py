@@ -155,13 +155,13 @@ def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
     shape = (trace.manifest.n_tokens, trace.n_layers, -(-trace.n_experts // 64))
     owner = _OWNER.pack(b"eldrbits", FORMAT_VERSION, top_k, checksum.encode(), *shape)
     name = f"{checksum[:16]}-top{top_k}-v{FORMAT_VERSION}.bits"
-    found = _load(cache.find(name), owner, shape)
+    found = _load(cache.find(cache.BITSETS, name), owner, shape)
     if found is not None:
         return found
     bits = pack_bits(trace.experts, trace.n_experts, str(trace.path / trace.manifest.experts_file))
     bits.flags.writeable = False
     header = _header(owner, bits)
-    kept = cache.keep(name, lambda file: file.writelines((header, bits.data)))
+    kept = cache.keep(cache.BITSETS, name, lambda file: file.writelines((header, bits.data)))
     mapped = _load(kept, owner, shape)
     return bits if mapped is None else mapped
 

@@ -41,10 +41,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.parquet import numbers, read_table
 from eldr_sim.traces import gate_scores as gate_scores_file
 from eldr_sim.traces.bitsets import bit_sets, check_ids, count_rows
 from eldr_sim.traces.encoding import load_ids
@@ -425,7 +425,7 @@ def _read_experts(folder: Path, manifest: Manifest) -> NDArray[Any]:
 def _read_requests(path: Path, manifest: Manifest) -> RoutingTrace:
     file = path / "requests.parquet"
     try:
-        table = pq.read_table(file)
+        table = read_table(file)
     except OSError as error:
         raise InputError(str(file), error.strerror or f"{error}".splitlines()[0]) from None
     except pa.ArrowException as error:
@@ -441,7 +441,7 @@ def _read_requests(path: Path, manifest: Manifest) -> RoutingTrace:
                 f"column {name} is {column.type} with {column.null_count} nulls",
                 f"{kind}, no nulls",
             )
-        columns[name] = column.to_pylist() if kind == pa.string() else column.to_numpy()
+        columns[name] = column.to_pylist() if kind == pa.string() else numbers(column)
     if table.num_rows != manifest.n_requests:
         raise InputError(
             str(file), f"{table.num_rows} requests", f"{manifest.n_requests} as the manifest says"
