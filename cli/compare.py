@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from eldr_sim.cli.console import HEADINGS, print_table, progress_bar
+from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.planning.compare import METRICS, Comparison, Difference
 from eldr_sim.planning.compare import compare as compare_policies
+from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.metrics import warnings_of
 from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
@@ -77,7 +78,7 @@ def _print(comparison: Comparison) -> None:
     print_table(
         f"Mean over {n_seeds} seed{'s' if n_seeds > 1 else ''}: {first['model_id']} on "
         f"{first['gpu']}, {first['topology']}, {first['weakest_provenance']} tables",
-        ["policy", *(HEADINGS[metric] for metric in METRICS), "failed"],
+        ["policy", *(label(metric) for metric in METRICS), "failed"],
         rows,
     )
     references = list(dict.fromkeys(d.reference for d in comparison.differences))
@@ -93,7 +94,7 @@ def _print(comparison: Comparison) -> None:
         click.echo()
         print_table(
             f"Difference from {reference}{best}, % [95% confidence interval]",
-            ["policy", *(HEADINGS[metric] for metric in METRICS)],
+            ["policy", *(label(metric) for metric in METRICS)],
             rows,
         )
 

@@ -26,19 +26,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from eldr_sim.simulator.catalogue import LATENCIES, label
+
 if TYPE_CHECKING:
     from eldr_sim.planning.sweep import SweepProgress
 
 _WIDTH = 64
-#: Headings of the figures that tables of several runs show.
-HEADINGS = {
-    "median_tpot_ms": "TPOT p50, ms",
-    "p99_tpot_ms": "TPOT p99, ms",
-    "median_ttft_ms": "TTFT p50, ms",
-    "p99_ttft_ms": "TTFT p99, ms",
-    "mean_active_experts_per_step": "active experts",
-    "output_throughput": "tokens/s",
-}
 
 
 @contextmanager
@@ -173,6 +166,10 @@ def print_summary(summary: dict[str, Any]) -> None:
     """Print a run's summary with the headings of ``vllm bench serve``."""
     from eldr_sim.simulator.metrics import warnings_of  # the simulator, which listings do without
 
+    def figures(*tags: str) -> None:
+        for tag in tags:
+            _line(label(tag), summary[tag])
+
     click.echo(" Serving Benchmark Result (simulated) ".center(_WIDTH, "="))
     if summary["prefill_policy"] is None:
         _line("Policy", summary["policy"])
@@ -180,45 +177,29 @@ def print_summary(summary: dict[str, Any]) -> None:
         _line("Policy, prefill policy", f"{summary['policy']}, {summary['prefill_policy']}")
     _line("Model on GPU", f"{summary['model_id']} on {summary['gpu']}")
     _line("Topology", summary["topology"])
-    _line("Successful requests", summary["completed"])
-    _line("Failed requests", summary["failed"])
+    figures("completed", "failed")
     for reason, count in summary["failed_reasons"].items():
         _line(f"  {reason}", count)
     rate = summary["request_rate"]
-    _line("Request rate configured (RPS)", "recorded" if rate is None else rate)
+    _line(label("request_rate"), "recorded" if rate is None else rate)
     if summary["max_concurrency"] is not None:
-        _line("Maximum request concurrency", summary["max_concurrency"])
-    _line("Measured window (s)", summary["duration"])
-    _line("Total input tokens", summary["total_input_tokens"])
-    _line("Total generated tokens", summary["total_output_tokens"])
-    _line("Request throughput (req/s)", summary["request_throughput"])
-    _line("SLO attainment", summary["slo_attainment"])
-    _line("Output token throughput (tok/s)", summary["output_throughput"])
-    _line("Total token throughput (tok/s)", summary["total_token_throughput"])
-    _line("Peak concurrent requests", summary["max_concurrent_requests"])
+        figures("max_concurrency")
+    figures("duration", "total_input_tokens", "total_output_tokens", "request_throughput")
+    figures("slo_attainment", "output_throughput", "total_token_throughput")
+    figures("max_concurrent_requests")
     if summary.get("prefix_cache_hits"):
-        _line("Prefix cache hit rate", summary["prefix_cache_hit_rate"])
-    for tag, heading in (
-        ("ttft", "Time to First Token"),
-        ("tpot", "Time per Output Token (excl. 1st token)"),
-        ("itl", "Inter-token Latency"),
-        ("e2el", "End-to-end Latency"),
-    ):
-        click.echo(heading.center(_WIDTH, "-"))
-        for statistic in ("mean", "median", "p90", "p99"):
-            label = f"{statistic.capitalize()} {tag.upper()} (ms)"
-            _line(label, summary[f"{statistic}_{tag}_ms"])
+        figures("prefix_cache_hit_rate")
+    for tag, latency in LATENCIES.items():
+        click.echo(latency.heading.center(_WIDTH, "-"))
+        figures(*(f"{statistic}_{tag}_ms" for statistic in ("mean", "median", "p90", "p99")))
     click.echo("Decode steps".center(_WIDTH, "-"))
-    _line("Mean batch (requests)", summary["mean_decode_batch"])
-    _line("Mean active experts per step", summary["mean_active_experts_per_step"])
-    _line("P99 active experts per step", summary["p99_active_experts_per_step"])
+    figures("mean_decode_batch", "mean_active_experts_per_step", "p99_active_experts_per_step")
     if summary["expert_parallel_size"] > 1:
         _line("Expert placement", summary["expert_placement"])
-        _line("Mean active experts, busiest GPU", summary["mean_busiest_rank_experts_per_step"])
-    _line("Preemptions", summary["preemptions"])
-    _line("GPU-hours per million tokens", summary["gpu_hours_per_million_output_tokens"])
+        figures("mean_busiest_rank_experts_per_step")
+    figures("preemptions", "gpu_hours_per_million_output_tokens")
     if summary["cost_per_million_output_tokens"] is not None:
-        _line("Cost per million tokens", summary["cost_per_million_output_tokens"])
+        figures("cost_per_million_output_tokens")
     click.echo("Rests on".center(_WIDTH, "-"))
     _line("Weakest latency provenance", summary["weakest_provenance"])
     trace = summary["trace"]
@@ -229,11 +210,11 @@ def print_summary(summary: dict[str, Any]) -> None:
         click.echo(f"Warning: {warning}", err=True)
 
 
-def _line(label: str, value: Any) -> None:
+def _line(name: str, value: Any) -> None:
     if value is None:
         text = "-"
     elif isinstance(value, float):
         text = f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"
     else:
         text = str(value)
-    click.echo(f"{label + ':':<36}{text:>{_WIDTH - 36}}")
+    click.echo(f"{name + ':':<36}{text:>{_WIDTH - 36}}")

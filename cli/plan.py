@@ -18,6 +18,7 @@ from eldr_sim.planning.rates import RatePlan, plan_rate
 from eldr_sim.planning.slo import Interval, Objective, looks_up_to, parse_slo
 from eldr_sim.planning.tasks import Summary, on_processes
 from eldr_sim.planning.trial import Trial
+from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.metrics import warnings_of
 from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
@@ -159,8 +160,9 @@ def _print_plan(plan: Plan) -> bool:
                f"{plan.max_gpus} GPUs")  # fmt: skip
     by = "lowest price" if plan.has_prices else "fewest GPUs (no prices given)"
     click.echo()
-    columns = ["policy", "GPU", "cluster", "GPUs", *_price_column(plan), "attainment", "seeds"]
-    columns += ["TTFT p99, ms", "TPOT p99, ms", "tokens/s/user", "tokens/s/GPU", "step times"]
+    columns = ["policy", "GPU", "cluster", label("gpus"), *_price_column(plan)]
+    columns += [label("slo_attainment"), "seeds", label("p99_ttft_ms"), label("p99_tpot_ms")]
+    columns += [label("tokens_per_s_per_user"), label("tokens_per_s_per_gpu"), "step times"]
     print_table(
         f"Cheapest cluster of each candidate, {by} first",
         columns,

@@ -7,21 +7,15 @@ from pathlib import Path
 
 import click
 
-from eldr_sim.cli.console import HEADINGS, print_table, progress_bar
+from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.errors import InputError
 from eldr_sim.planning.tasks import on_processes
 from eldr_sim.planning.what_if import Change, Effect, read_base, runs_table, to_record
 from eldr_sim.planning.what_if import what_if as make_what_if
+from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.metrics import warnings_of
 from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
-
-_HEADINGS = {
-    **HEADINGS,
-    "slo_attainment": "SLO attainment",
-    "gpu_hours_per_million_output_tokens": "GPU-hours per M tokens",
-    "cost_per_million_output_tokens": "cost per M tokens",
-}
 
 
 @click.command("what-if", short_help="Change one thing at a time in a run.")
@@ -86,7 +80,7 @@ def _print_change(change: Change) -> None:
         change.name,
         ["figure", "base", "changed", "difference, % [95% confidence interval]"],
         [
-            [_HEADINGS[effect.metric], _number(effect.base), _number(effect.changed), _cell(effect)]
+            [label(effect.metric), _number(effect.base), _number(effect.changed), _cell(effect)]
             for effect in told
         ],
     )

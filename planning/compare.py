@@ -11,20 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.catalogue import HEADLINE
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.run import simulate
 
 #: Policies that balance load and know nothing of experts (ELDR section 6, baselines).
 LOAD_BALANCERS = ("random", "round_robin", "jsq", "p2c")
-#: Figures of a comparison, as the summary names them.
-METRICS = (
-    "median_tpot_ms",
-    "p99_tpot_ms",
-    "median_ttft_ms",
-    "p99_ttft_ms",
-    "mean_active_experts_per_step",
-    "output_throughput",
-)
+#: Figures of a comparison.
+METRICS = HEADLINE
 
 
 @dataclass(frozen=True)
