@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,20 +13,18 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
-    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
-from rich.text import Text
 
 from eldr_sim.simulator.catalogue import LATENCIES, label
 
 if TYPE_CHECKING:
+    from eldr_sim.planning.paired import Difference
     from eldr_sim.planning.sweep import SweepProgress
 
 _WIDTH = 64
@@ -60,17 +56,6 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
         yield update
 
 
-class _TimeLeft(ProgressColumn):
-    """Counts down from the last estimate, the task's field ``left`` (None: no estimate yet)."""
-
-    def render(self, task: Task) -> Text:
-        left = task.fields["left"]
-        if left is None:
-            return Text("-:--:-- left")
-        seconds = max(0, math.ceil(left - (time.monotonic() - task.fields["at"])))
-        return Text(f"about {timedelta(seconds=seconds)} left")
-
-
 @contextmanager
 def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
     """Show a sweep's progress and time left on the terminal's standard error."""
@@ -79,22 +64,24 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
         BarColumn(),
         TextColumn("{task.fields[runs]}"),
         TimeElapsedColumn(),
-        _TimeLeft(),
+        TimeRemainingColumn(),
     )
     with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+        speed_estimate_period=math.inf,  # a run may take longer than any fixed period
     ) as progress:
-        task = progress.add_task(title, total=1.0, runs="", left=None, at=0.0)
+        task = progress.add_task(title, total=1.0, runs="")
 
         def update(now: SweepProgress) -> None:
             progress.update(
                 task,
-                completed=now.done,
-                total=now.total,
+                # rich takes the speed from the first step on, so there is one at the start.
+                completed=max(now.share, 1e-9),
                 runs=f"{now.done}/{now.total} runs"
                 + (f", {now.failed} failed" if now.failed else ""),
-                left=now.seconds_left,
-                at=time.monotonic(),
             )
 
         yield update
@@ -160,6 +147,15 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     # Piped output must not depend on a terminal's width.
     width = None if sys.stdout.isatty() else 160
     Console(width=width, highlight=False, markup=False).print(table)
+
+
+def difference_cell(difference: Difference) -> str:
+    """Return a paired difference in percent with its 95% interval."""
+    if math.isnan(difference.percent):
+        return "-"
+    if math.isnan(difference.low):
+        return f"{difference.percent:+.2f}"
+    return f"{difference.percent:+.2f} [{difference.low:+.2f}, {difference.high:+.2f}]"
 
 
 def print_summary(summary: dict[str, Any]) -> None:

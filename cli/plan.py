@@ -9,18 +9,18 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_table, run_counter
-from eldr_sim.cli.options import config_from_options, run_options
+from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
+from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.plan import Plan, per_gpu, per_user
 from eldr_sim.planning.plan import plan as plan_cluster
-from eldr_sim.planning.plan_files import plan_record, points_table, rate_record
+from eldr_sim.planning.plan_files import MARKER
 from eldr_sim.planning.rates import RatePlan, plan_rate
-from eldr_sim.planning.slo import Interval, Objective, looks_up_to, parse_slo
-from eldr_sim.planning.tasks import Summary, on_processes
+from eldr_sim.planning.runs import Summary
+from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
 from eldr_sim.planning.trial import Trial
 from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.metrics import warnings_of
-from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
 
 @click.command(short_help="Find the cheapest cluster that meets an SLO.")
@@ -81,12 +81,7 @@ def plan(
         if rate is not None:
             raise InputError("topology", "beside --request-rate", "one of the two")
         options["topology"] = topology
-    if jobs is not None and jobs < 1:
-        raise InputError("jobs", str(jobs), "1 or more")
-    if force and out is None:
-        raise InputError("force", "--force without --out", "--out DIR beside it")
-    if out is not None:
-        check_output(out, force)
+    check_out(out, force, MARKER)
     worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]
     if topology is not None and worker_sizes:
         if len(worker_sizes) > 1:
@@ -99,7 +94,7 @@ def plan(
         "policies": _list(policies),
         "gpus": _list(gpus),
         "prices": _prices(price),
-        "evaluate": on_processes(jobs),
+        "jobs": jobs,
     }
     found: Plan | RatePlan
     with run_counter("planning") as count:
@@ -108,14 +103,10 @@ def plan(
                 config, objective, max_gpus=max_gpus, tensor_parallel_sizes=worker_sizes,
                 progress=count, **chosen,
             )  # fmt: skip
-            record = plan_record(found, config)
         else:
             found = plan_rate(config, objective, progress=count, **chosen)
-            record = rate_record(found, config)
     if out is not None:
-        with result_folder(out, force) as folder:
-            write_json(folder / "plan.json", record)
-            write_table(folder / "points.parquet", points_table(found.runs))
+        found.write(out, force=force)
     is_found = _print_plan(found) if isinstance(found, Plan) else _print_rates(found)
     click.echo(f"{len(found.runs)} simulated runs")
     if out is not None:
@@ -290,7 +281,7 @@ def _print_rates(plan: RatePlan) -> bool:
         ],
     )
     for gain in plan.gains:
-        interval = _interval(Interval(gain.percent, gain.low, gain.high), "+.2f")
+        interval = _interval(gain.percent, "+.2f")
         click.echo(f"{gain.policy} against {gain.reference} on {gain.gpu}: {interval}%")
     click.echo()
     summary = next((each.summary for each in plan.rates if each.summary is not None), None)

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from eldr_sim.cli.console import print_table, sweep_bar
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runner import Engine, expected_tokens
+from eldr_sim.planning.runner import Backend, expected_tokens
 from eldr_sim.planning.sweep import COMPLETED, FAILED, SweepResult
 from eldr_sim.planning.sweep import sweep as run_sweep
 from eldr_sim.planning.sweep_spec import SweepSpec, read_spec
@@ -32,8 +32,8 @@ _MOST_ROWS, _MOST_FAILURES = 60, 10
 @click.option("--dry-run", is_flag=True, help="Print the points and run none.")
 @click.option("--jobs", type=int, metavar="N", help="Runs at a time.  [default: one a CPU]")
 @click.option(
-    "--engine",
-    type=click.Choice(get_args(Engine)),
+    "--backend",
+    type=click.Choice(get_args(Backend)),
     default="joblib",
     show_default=True,
     help="Processes of this machine, or a Ray cluster.",
@@ -49,7 +49,7 @@ def sweep(
     resume: bool,
     dry_run: bool,
     jobs: int | None,
-    engine: str,
+    backend: str,
     address: str | None,
 ) -> None:
     """Run all points of SWEEP.yaml, each under its seeds, into one data set.
@@ -70,7 +70,7 @@ def sweep(
                 out,
                 resume=resume,
                 jobs=jobs,
-                engine=cast("Engine", engine),
+                backend=cast("Backend", backend),
                 address=address,
                 progress=update,
             )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from eldr_sim.planning.slo import Interval, Objective, Verdict
-from eldr_sim.planning.tasks import Summary, Task
+from eldr_sim.planning.intervals import Interval
+from eldr_sim.planning.paired import with_seed
+from eldr_sim.planning.runs import Summary, Task
+from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.config import RunConfig
 
 #: Share of the measured window (or of the requests) of the run that comes first.
@@ -93,11 +95,6 @@ def attains(config: RunConfig, seed: int, objective: Objective) -> Task[bool]:
     """As :func:`passes`, without a pre-run: for loads that are nearly carried."""
     summary = (yield [with_seed(config, seed)])[0]
     return bool(summary["slo_attainment"] >= objective.attainment)
-
-
-def with_seed(config: RunConfig, index: int) -> RunConfig:
-    """Return the run of seed number ``index``, counted from the configuration's own."""
-    return config.model_copy(update={"seed": config.seed + index})
 
 
 def pre_run(config: RunConfig) -> RunConfig:
