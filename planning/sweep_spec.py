@@ -6,7 +6,7 @@
       topology: 8P16D
       goodput: {ttft: 500}
     sweep:
-      type: grid                     # or zip, scenarios, latin_hypercube
+      type: grid                     # or zip, scenarios
       parameters:                    # any field of a run by its dot path
         policy: [round_robin, eldr]
         request_rate: [20, 40, 60]
@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,42 +33,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import RunConfig, make_config
-from eldr_sim.traces.streams import stream
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 Values = Annotated[list[Any], Field(min_length=1)]
-
-
-class Interval(BaseModel):
-    """A range that a Latin hypercube draws from; both ends included where it is of integers."""
-
-    model_config = _STRICT
-
-    lo: float
-    hi: float
-    scale: Literal["linear", "log"] = "linear"
-    kind: Literal["float", "int"] = "float"
-
-    @model_validator(mode="after")
-    def _check(self) -> Interval:
-        if not self.lo < self.hi:
-            raise ValueError(f"lo {self.lo:g} is not below hi {self.hi:g}")
-        if self.scale == "log" and self.lo <= 0.0:
-            raise ValueError(f"lo {self.lo:g} on a log scale is not above 0")
-        if self.kind == "int" and not (self.lo.is_integer() and self.hi.is_integer()):
-            raise ValueError("lo and hi of kind int are not integers")
-        return self
-
-    def value(self, share: float) -> float | int:
-        """Return what lies at a share in [0, 1) of the range."""
-        lo, hi = self.lo, self.hi + (self.kind == "int")
-        if self.scale == "log":
-            value = math.exp(math.log(lo) + share * (math.log(hi) - math.log(lo)))
-        else:
-            value = lo + share * (hi - lo)
-        # Rounding may carry the value over an end.
-        value = min(max(value, self.lo), self.hi if self.kind == "float" else self.hi + 0.5)
-        return int(value) if self.kind == "int" else value
 
 
 class Grid(BaseModel):
@@ -80,7 +46,7 @@ class Grid(BaseModel):
     type: Literal["grid"]
     parameters: Annotated[dict[str, Values], Field(min_length=1)]
 
-    def changes(self, _seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    def changes(self) -> Iterator[tuple[str | None, dict[str, Any]]]:
         """Yield each point's name, if it has one, and its values by dot path."""
         for values in itertools.product(*self.parameters.values()):
             yield None, dict(zip(self.parameters, values, strict=True))
@@ -102,7 +68,7 @@ class Zip(BaseModel):
             raise ValueError(f"lists of different lengths: {counts}")
         return self
 
-    def changes(self, _seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    def changes(self) -> Iterator[tuple[str | None, dict[str, Any]]]:
         """Yield each point's name, if it has one, and its values by dot path."""
         for values in zip(*self.parameters.values(), strict=True):
             yield None, dict(zip(self.parameters, values, strict=True))
@@ -132,39 +98,10 @@ class Scenarios(BaseModel):
             raise ValueError(f"two scenarios are named {twice[0]!r}")
         return self
 
-    def changes(self, _seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    def changes(self) -> Iterator[tuple[str | None, dict[str, Any]]]:
         """Yield each point's name, if it has one, and its values by dot path."""
         for run in self.runs:
             yield run.name, dict(_leaves(run.model_extra or {}))
-
-
-class LatinHypercube(BaseModel):
-    """``samples`` points, such that each of as many equal slices of every range holds one.
-
-    Ranges are cut in slices of equal probability; a list of values is a range cut in as many parts.
-    """
-
-    model_config = _STRICT
-
-    type: Literal["latin_hypercube"]
-    samples: Annotated[int, Field(ge=1)]
-    parameters: Annotated[dict[str, Interval | Values], Field(min_length=1)]
-
-    def changes(self, seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
-        """Yield each point's name, if it has one, and its values by dot path."""
-        from scipy.stats import qmc  # takes long to import
-
-        rng = stream(seed, "latin hypercube")
-        for shares in qmc.LatinHypercube(len(self.parameters), seed=rng).random(self.samples):
-            yield (
-                None,
-                {
-                    path: space.value(float(share))
-                    if isinstance(space, Interval)
-                    else space[int(share * len(space))]
-                    for (path, space), share in zip(self.parameters.items(), shares, strict=True)
-                },
-            )
 
 
 class MultiRun(BaseModel):
@@ -180,7 +117,7 @@ class _Document(BaseModel):
     model_config = _STRICT
 
     config: dict[str, Any] = {}
-    sweep: Annotated[Grid | Zip | Scenarios | LatinHypercube, Field(discriminator="type")]
+    sweep: Annotated[Grid | Zip | Scenarios, Field(discriminator="type")]
     multiRun: MultiRun = MultiRun()
     randomSeed: Annotated[int, Field(ge=0)] | None = None
 
@@ -250,7 +187,7 @@ def make_spec(document: Any) -> SweepSpec:
     seed = parsed.randomSeed
     if seed is None:
         seed = make_config(parsed.config).seed
-    changes = list(parsed.sweep.changes(seed))
+    changes = list(parsed.sweep.changes())
     paths = list(dict.fromkeys(path for _, values in changes for path in values))
     if "seed" in paths:
         raise InputError("sweep", "seed is no parameter", "multiRun: {numRuns: N} and randomSeed")
@@ -295,18 +232,12 @@ def first_change(old: Any, new: Any, path: str = "") -> str | None:
     return None if old == new else f"{path} was {_text(old)} and is {_text(new)}"
 
 
-#: pydantic names the branch of a union in the location of an error; users know none of them.
-_UNION_BRANCHES = ("function-after[", "Interval", "list[")
-
-
 def _input_error(error: ValidationError) -> InputError:
     first = error.errors()[0]
-    # The branch of the sweep's type, too: it is what users wrote as `type`.
-    types = {"grid", "zip", "scenarios", "latin_hypercube"}
+    # pydantic puts the sweep's type into the location; for users it is the value of `type`.
+    types = {"grid", "zip", "scenarios"}
     where = ".".join(
-        str(part)
-        for i, part in enumerate(first["loc"])
-        if not (i == 1 and part in types) and not str(part).startswith(_UNION_BRANCHES)
+        str(part) for i, part in enumerate(first["loc"]) if not (i == 1 and part in types)
     )
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
