@@ -88,21 +88,21 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
 
 
 @contextmanager
-def run_counter(title: str) -> Iterator[Callable[[int], None]]:
+def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
     """Count the runs of a search of unknown length on the terminal's standard error."""
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}: {task.completed:.0f} runs"),
+        TextColumn("{task.description}: {task.completed:.0f} of {task.total:.0f} runs so far"),
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
     with Progress(
         *columns, console=console, transient=True, disable=not sys.stderr.isatty()
     ) as progress:
-        task = progress.add_task(title, total=None)
+        task = progress.add_task(title, total=0)
 
-        def update(runs: int) -> None:
-            progress.update(task, completed=runs)
+        def update(done: int, asked: int) -> None:
+            progress.update(task, completed=done, total=asked)
 
         yield update
 

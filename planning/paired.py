@@ -108,8 +108,8 @@ def run_paired(
             progress(done / asked)
 
     runs = Runs(jobs, share)
-    runs.make([config for own in seeds.values() for config in own])
-    return PairedRuns({name: tuple(map(runs.summary, own)) for name, own in seeds.items()})
+    runs.summaries([config for own in seeds.values() for config in own])  # all side by side
+    return PairedRuns({name: tuple(runs.summaries(own)) for name, own in seeds.items()})
 
 
 def with_seed(config: RunConfig, index: int) -> RunConfig:

@@ -190,7 +190,7 @@ def plan(
     prices: Mapping[str, float] | None = None,
     tensor_parallel_sizes: Sequence[int] = (),
     jobs: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Find the cheapest xPyD cluster that meets an objective, for every policy on every GPU.
 
@@ -213,7 +213,7 @@ def plan(
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
-        Called with the number of runs so far.
+        Called after every run with the numbers of runs done and asked for so far.
 
     Raises
     ------
@@ -229,7 +229,7 @@ def plan(
     candidates = [candidate(c, objective, max_gpus, tensor_parallel_sizes) for c in configs]
     rate = next((offer.bounds.rate for each in candidates for offer in each.offers), math.nan)
     _check_load(config, rate)
-    runs = Runs(jobs, None if progress is None else lambda done, _asked: progress(done))
+    runs = Runs(jobs, progress)
     answers = runs.together([_answer(each, objective) for each in candidates])
     savings = _savings(answers, objective, runs)
     ranked = sorted(answers, key=lambda answer: (answer.cost, _rank(answer.trial)))

@@ -10,7 +10,6 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.bounds import bounds
 from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
 from eldr_sim.planning.offers import clusters_to_plan, gpu_label
-from eldr_sim.planning.paired import with_seed
 from eldr_sim.planning.runs import Runs, Summary, Task
 from eldr_sim.planning.search import highest_rate
 from eldr_sim.planning.slo import Objective
@@ -92,7 +91,7 @@ def plan_rate(
     gpus: Sequence[str] = (),
     prices: Mapping[str, float] | None = None,
     jobs: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> RatePlan:
     """Find the highest rate that a cluster carries within its objective, seed by seed.
 
@@ -113,7 +112,7 @@ def plan_rate(
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
-        Called with the number of runs so far.
+        Called after every run with the numbers of runs done and asked for so far.
 
     Raises
     ------
@@ -123,7 +122,7 @@ def plan_rate(
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {})
     low = lowest_rate(config)
-    runs = Runs(jobs, None if progress is None else lambda done, _asked: progress(done))
+    runs = Runs(jobs, progress)
     tasks = []
     impossible = []
     for each in configs:
@@ -178,8 +177,8 @@ def _carried_rate(
     known = [rate for rate in by_seed if rate is not None]
     if not known or len(known) < len(by_seed):
         return CarriedRate(config, gpu_label(config), by_seed, None, None, reason)
-    at = with_seed(config.model_copy(update={"request_rate": known[0]}), 0)
-    return CarriedRate(config, gpu_label(config), by_seed, t_interval(known), runs.summary(at), "")
+    (summary,) = runs.summaries([config.model_copy(update={"request_rate": known[0]})])
+    return CarriedRate(config, gpu_label(config), by_seed, t_interval(known), summary)
 
 
 def _gains(rates: Sequence[CarriedRate]) -> list[RateGain]:

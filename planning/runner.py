@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -154,12 +155,24 @@ def _run_on_processes(
                 yield _call(point, shared)
 
         try:
-            for outcome in _parallel(jobs, jobs, feed()):
-                del begun[outcome.key]
-                yield outcome
+            with _closing(_parallel(jobs, jobs, feed())) as outcomes:
+                for outcome in outcomes:
+                    del begun[outcome.key]
+                    yield outcome
         except TerminatedWorkerError:
             for point in list(begun.values()):
                 yield _run_alone(point, shared)
+
+
+@contextlib.contextmanager
+def _closing(outcomes: Generator[Outcome, None, None]) -> Iterator[Generator[Outcome, None, None]]:
+    """Close joblib's generator at the end, without its warning that this stops its tasks."""
+    try:
+        yield outcomes
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outcomes.close()
 
 
 def _run_alone(point: Point, shared: Sequence[SharedReplay]) -> Outcome:
@@ -174,12 +187,12 @@ def _run_alone(point: Point, shared: Sequence[SharedReplay]) -> Outcome:
         return Outcome(point.key, None, _KILLED, time.perf_counter() - start, killed=True)
 
 
-def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Iterator[Outcome]:
+def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Generator[Outcome, None, None]:
     from joblib import Parallel, parallel_config
 
     # Each process computes with one thread: the points are what runs side by side.
     with parallel_config(backend="loky", inner_max_num_threads=1):
-        outcomes: Iterator[Outcome] = Parallel(
+        outcomes: Generator[Outcome, None, None] = Parallel(
             n_jobs=jobs,
             return_as="generator_unordered",
             pre_dispatch=in_flight,

@@ -43,35 +43,33 @@ class Runs:
         return len(self._made)
 
     def made(self) -> list[tuple[RunConfig, Summary]]:
-        """Return every run and its summary."""
+        """Return every configuration that was run, with its summary."""
         return list(self._made.values())
 
-    def summary(self, config: RunConfig) -> Summary:
-        """Return the summary of a run that has been made."""
-        return self._made[_key(config)][1]
-
-    def make(self, configs: Sequence[RunConfig]) -> None:
-        """Make those of the runs that have not been made.
+    def summaries(self, configs: Sequence[RunConfig]) -> list[Summary]:
+        """Return the summaries of configurations, in order; run those that have not been run.
 
         Raises
         ------
         InputError
-            If one fails; the others are given up.
+            If a run fails; the others are given up.
         """
-        new = {_key(config): config for config in configs}
-        points = [Point(key, config) for key, config in new.items() if key not in self._made]
-        summaries: dict[str, Summary] = {}
+        keys = [_key(config) for config in configs]
+        new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}
+        found: dict[str, Summary] = {}
+        points = [Point(key, config) for key, config in new.items()]
         with closing(run_points(points, self.jobs)) as outcomes:
             for outcome in outcomes:
                 if outcome.summary is None:
                     failed = new[outcome.key]
                     where = f"{failed.policy} on {failed.topology}"
                     raise InputError("run", f"{where}: {outcome.reason}")
-                summaries[outcome.key] = outcome.summary
+                found[outcome.key] = outcome.summary
                 if self.progress is not None:
-                    self.progress(len(self) + len(summaries), len(self) + len(points))
+                    self.progress(len(self) + len(found), len(self) + len(new))
         # In the order in which they were asked for, not in that in which they ended.
-        self._made |= {point.key: (point.config, summaries[point.key]) for point in points}
+        self._made |= {key: (config, found[key]) for key, config in new.items()}
+        return [self._made[key][1] for key in keys]
 
     def together(self, tasks: Sequence[Task[T]]) -> list[T]:
         """Carry all tasks on to their ends, round by round, and return what they return."""
@@ -89,9 +87,9 @@ class Runs:
         for index in range(len(tasks)):
             resume(index, None)
         while asked:
-            self.make([config for configs in asked.values() for config in configs])
+            self.summaries([config for configs in asked.values() for config in configs])
             for index, configs in list(asked.items()):
-                resume(index, [self.summary(config) for config in configs])
+                resume(index, self.summaries(configs))
         return [results[index] for index in range(len(tasks))]
 
 

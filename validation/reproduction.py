@@ -99,9 +99,7 @@ class Runner:
 
     def run(self, cases: Sequence[dict[str, Any]]) -> list[Summary]:
         """Return the summary of each case (fields that differ from the base), in order."""
-        configs = [make_config(self.base | case) for case in cases]
-        self._runs.make(configs)
-        return [self._runs.summary(config) for config in configs]
+        return self._runs.summaries([make_config(self.base | case) for case in cases])
 
 
 def percent(value: float, reference: float) -> float:
