@@ -8,6 +8,8 @@ configuration alone, never on how many processes there are or in which order the
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import os
 import signal
@@ -241,6 +243,12 @@ def _share_replays(points: Iterable[Point]) -> list[SharedReplay]:
             setting = prepare(config)
             shared.append(share(setting.trace, setting.model.top_k, setting.step_time.n_moe_layers))
     return [replay for replay in shared if replay is not None]
+
+
+def config_key(config: RunConfig) -> str:
+    """Return a key that two configurations share only if they are equal."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def expected_tokens(config: RunConfig) -> float:

@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import Any, TypeAlias, TypeVar
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runner import Point, check_backend, run_points
+from eldr_sim.planning.runner import Point, check_backend, config_key, run_points
 from eldr_sim.simulator.config import RunConfig
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Runs:
         InputError
             If a run fails; the others are given up.
         """
-        keys = [_key(config) for config in configs]
+        keys = [config_key(config) for config in configs]
         new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}
         found: dict[str, Summary] = {}
         points = [Point(key, config) for key, config in new.items()]
@@ -91,7 +91,3 @@ class Runs:
             for index, configs in list(asked.items()):
                 resume(index, self.summaries(configs))
         return [results[index] for index in range(len(tasks))]
-
-
-def _key(config: RunConfig) -> str:
-    return config.model_dump_json()

@@ -37,10 +37,11 @@ from eldr_sim.planning.runner import (
     Outcome,
     Point,
     check_backend,
+    config_key,
     expected_tokens,
     run_points,
 )
-from eldr_sim.planning.sweep_spec import SweepSpec, config_key, make_spec, read_spec
+from eldr_sim.planning.sweep_spec import SweepSpec, make_spec, read_spec
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.results import write_json, write_table
 

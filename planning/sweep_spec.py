@@ -20,7 +20,6 @@ as far as their parameters allow.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import RunConfig, make_config
+from eldr_sim.planning.paired import with_seed
+from eldr_sim.simulator.config import RunConfig, make_config, set_field
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 Values = Annotated[list[Any], Field(min_length=1)]
@@ -197,23 +197,16 @@ def make_spec(document: Any) -> SweepSpec:
         base = dict(parsed.config)
         try:
             for path, value in values.items():
-                base = _set(base, path, value)
-            configs = [
-                make_config(base | {"seed": seed + i}) for i in range(parsed.multiRun.numRuns)
-            ]
+                set_field(base, path, value)
+            config = make_config(base | {"seed": seed})
         except InputError as error:
             raise InputError(
                 error.field, f"{error.problem} in point {len(points)} ({label})", error.allowed
             ) from None
-        fields = configs[0].model_dump()
+        configs = [with_seed(config, i) for i in range(parsed.multiRun.numRuns)]
+        fields = config.model_dump()
         points.append(SweepPoint(label, {path: _get(fields, path) for path in paths}, configs))
     return SweepSpec(dict(document), points, parsed.multiRun.confidenceLevel)
-
-
-def config_key(config: RunConfig) -> str:
-    """Return a key that two configurations share only if they are equal."""
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def first_change(old: Any, new: Any, path: str = "") -> str | None:
@@ -245,17 +238,6 @@ def _input_error(error: ValidationError) -> InputError:
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return InputError("sweep.type", _text(first["input"]), ", ".join(sorted(types)))
     return InputError(where, f"{message}, got {_text(first['input'])}")
-
-
-def _set(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Return a copy of nested values with the one at a dot path replaced."""
-    head, dot, rest = path.partition(".")
-    if not dot:
-        return {**values, head: value}
-    inner = values.get(head)
-    if inner is not None and not isinstance(inner, dict):
-        raise InputError(path, f"{head} is {_text(inner)}, which has no fields")
-    return {**values, head: _set(inner or {}, rest, value)}
 
 
 def _get(values: Any, path: str) -> Any:

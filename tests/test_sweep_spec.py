@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.runner import config_key
 from eldr_sim.planning.sweep_spec import (
-    config_key,
     first_change,
     make_spec,
     read_spec,
@@ -103,7 +103,10 @@ BAD = [
     ("{sweep: {type: grid, parameters: {goodput.tft: [1]}}}", "goodput.tft: no such field"),
     ("{sweep: {type: grid, parameters: {tau: [0.1, 2]}}}", "tau: 2: "),
     ("{sweep: {type: grid, parameters: {topology: [8PD]}}}", "topology: '8PD' in point 0"),
-    ("{sweep: {type: grid, parameters: {tau.x: [1]}}, config: {tau: 0.1}}", "tau.x: tau is 0.1"),
+    (
+        "{sweep: {type: grid, parameters: {tau.x: [1]}}, config: {tau: 0.1}}",
+        "tau.x: 'tau' has no fields",
+    ),
     ("{sweep: {type: grid, parameters: {seed: [1, 2]}}}", "sweep: seed is no parameter"),
     ("{sweep: {type: zip, parameters: {tau: [0.1], policy: [a, b]}}}", "sweep: lists of different"),
     ("{sweep: {type: scenarios, runs: [{policy: jsq}]}}", "sweep.runs.0.name: "),
