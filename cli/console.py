@@ -1,4 +1,4 @@
-"""What commands print: results in the manner of ``vllm bench serve``, errors in one line."""
+"""Output of commands: results in the manner of ``vllm bench serve``, tables, progress bars."""
 
 from __future__ import annotations
 
@@ -151,11 +151,14 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def difference_cell(difference: Difference) -> str:
     """Return a paired difference in percent with its 95% interval."""
-    if math.isnan(difference.percent):
+    return interval_text(difference.percent, difference.low, difference.high, "+.2f")
+
+
+def interval_text(mean: float, low: float, high: float, form: str) -> str:
+    """Return ``mean [low, high]`` in a format; without the ends where there are none."""
+    if math.isnan(mean):
         return "-"
-    if math.isnan(difference.low):
-        return f"{difference.percent:+.2f}"
-    return f"{difference.percent:+.2f} [{difference.low:+.2f}, {difference.high:+.2f}]"
+    return f"{mean:{form}}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
 
 def print_summary(summary: dict[str, Any]) -> None:

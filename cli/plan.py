@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 
-from eldr_sim.cli.console import print_table, run_counter
+from eldr_sim.cli.console import interval_text, print_table, run_counter
 from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
-from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.plan import Plan, per_gpu, per_user
 from eldr_sim.planning.plan import plan as plan_cluster
 from eldr_sim.planning.plan_files import MARKER
@@ -180,15 +179,15 @@ def _print_plan(plan: Plan) -> bool:
     least = "at least " if margin.is_bounded else ""
     _line(
         "Margin",
-        f"carries {least}{_interval(margin.rate, '.1f')} requests/s, "
-        f"{_interval(margin.percent, '+.1f')}% of the load",
+        f"carries {least}{interval_text(*margin.rate, '.1f')} requests/s, "
+        f"{interval_text(*margin.percent, '+.1f')}% of the load",
     )
     _line("One decode worker less", _lost(margin.lost_decode))
     _line("One prefill worker less", _lost(margin.lost_prefill))
     for each in plan.savings:
         click.echo(
             f"{each.policy} against {each.reference} on {each.gpu}: saves "
-            f"{_interval(each.gpus, '.2f')} GPUs ({len(each.by_seed)} paired seeds)"
+            f"{interval_text(*each.gpus, '.2f')} GPUs ({len(each.by_seed)} paired seeds)"
         )
     click.echo()
     print_table(
@@ -221,7 +220,7 @@ def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
         _workers(trial),
         str(config.n_gpus),
         *([_number(price, ".2f") for price in prices] if plan.has_prices else []),
-        _interval(trial.attainment, ".4f"),
+        interval_text(*trial.attainment, ".4f"),
         str(len(trial.summaries)),
         _number(trial.mean("p99_ttft_ms"), ".1f"),
         _number(trial.mean("p99_tpot_ms"), ".2f"),
@@ -275,14 +274,14 @@ def _print_rates(plan: RatePlan) -> bool:
                 each.config.policy,
                 each.gpu,
                 each.config.topology,
-                f"none: {each.reason}" if each.rate is None else _interval(each.rate, ".2f"),
+                f"none: {each.reason}" if each.rate is None else interval_text(*each.rate, ".2f"),
             ]
             for each in plan.rates
         ],
     )
     for gain in plan.gains:
-        interval = _interval(gain.percent, "+.2f")
-        click.echo(f"{gain.policy} against {gain.reference} on {gain.gpu}: {interval}%")
+        percent = interval_text(*gain.percent, "+.2f")
+        click.echo(f"{gain.policy} against {gain.reference} on {gain.gpu}: {percent}%")
     click.echo()
     summary = next((each.summary for each in plan.rates if each.summary is not None), None)
     if summary is not None:
@@ -301,12 +300,6 @@ def _print_assumptions(summary: Summary) -> None:
     )
     for warning in warnings_of(dict(summary)):
         click.echo(f"Warning: {warning}", err=True)
-
-
-def _interval(value: Interval, form: str) -> str:
-    if value.low != value.low:
-        return f"{value.mean:{form}}"
-    return f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -14,7 +14,7 @@ from eldr_sim.simulator.config import RunConfig
 
 @dataclass(frozen=True)
 class Difference:
-    """How one figure of a configuration differs from a reference's, over seeds that both share.
+    """Difference of one figure between a configuration and a reference, paired over seeds.
 
     Attributes
     ----------

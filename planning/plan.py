@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Margin:
-    """What the answer can bear.
+    """Load and failures that the answer bears.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`plan` found.
+    """Result of :func:`plan`.
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ class Plan:
 
     @property
     def has_prices(self) -> bool:
-        """Whether cheap means a low price; else it means few GPUs."""
+        """True if cheap means a low price, False if it means few GPUs."""
         trials = [trial for answer in self.answers for trial in answer.trials]
         return bool(trials) and trials[0].config.price_per_hour is not None
 

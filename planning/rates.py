@@ -52,7 +52,7 @@ class CarriedRate:
 
 @dataclass(frozen=True)
 class RateGain:
-    """How much more a policy lets the same cluster carry than the first policy does, in percent.
+    """Gain in the highest rate of a cluster under a policy, against the first policy, in percent.
 
     ``percent`` is the mean of the paired ratios of the seeds, less 1, with its 95% interval.
     """

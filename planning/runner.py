@@ -40,7 +40,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a point.
+    """Outcome of a point: its summary, or why it failed.
 
     Parameters
     ----------

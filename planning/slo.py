@@ -13,7 +13,7 @@ from eldr_sim.simulator.config import ServiceLevel, make_config
 
 
 class Verdict(StrEnum):
-    """Whether a cluster meets its objective."""
+    """Verdict on a cluster: does it meet its objective?"""
 
     MEETS = "meets"
     MISSES = "misses"

@@ -52,7 +52,7 @@ COMPLETED, FAILED = "completed", "failed"
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep yields.
+    """Data set of a sweep.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class SweepResult:
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """How far a sweep is: runs ``done`` of ``total``, and the share of its expected work done."""
+    """Progress of a sweep: runs ``done`` of ``total``, and the share of its expected work done."""
 
     done: int
     total: int

@@ -105,7 +105,7 @@ class Scenarios(BaseModel):
 
 
 class MultiRun(BaseModel):
-    """How often each point is run, under seeds of its own, and what the intervals cover."""
+    """Number of seeds of each point, and the confidence level of its intervals."""
 
     model_config = _STRICT
 

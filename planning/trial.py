@@ -17,7 +17,7 @@ _PRE_RUN = 0.25
 
 @dataclass(frozen=True)
 class Trial:
-    """What was learned about one cluster under one load.
+    """Verdict on one cluster under one load, and the runs that it rests on.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ def passes(config: RunConfig, seed: int, objective: Objective) -> Task[bool]:
 
 
 def attains(config: RunConfig, seed: int, objective: Objective) -> Task[bool]:
-    """As :func:`passes`, without a pre-run: for loads that are nearly carried."""
+    """Say whether one seed attains the target, without the pre-run of :func:`passes`."""
     summary = (yield [with_seed(config, seed)])[0]
     return bool(summary["slo_attainment"] >= objective.attainment)
 
