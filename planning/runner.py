@@ -102,8 +102,12 @@ def run_points(
 
         yield from run_on_ray(todo, jobs, address or "auto")
         return
-    jobs = worker_count(jobs, len(todo))
-    if jobs == 1:
+    if jobs is None:
+        from joblib import cpu_count  # takes long to import, here and below
+
+        jobs = cpu_count()
+    jobs = min(jobs, len(todo))
+    if jobs <= 1:
         yield from map(run_point, todo)
         return
     yield from _run_on_processes(todo, jobs, _share_replays(todo))
@@ -119,13 +123,6 @@ def check_backend(
         raise InputError("backend", repr(backend), ", ".join(get_args(Backend)))
     if backend != "ray" and address is not None:
         raise InputError("address", f"{address!r} without a cluster", "--backend ray beside it")
-
-
-def worker_count(jobs: int | None, n_points: int) -> int:
-    """Return how many processes so many points get; by default one a CPU."""
-    from joblib import cpu_count  # takes long to import, here and below
-
-    return max(1, min(jobs or cpu_count(), n_points))
 
 
 def run_point(point: Point) -> Outcome:

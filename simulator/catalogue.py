@@ -31,254 +31,115 @@ class Metric:
         Its name for readers, without the unit.
     unit
         Empty for shares and ratios.
-    meaning
-        Its formula in one line of Markdown; docs/metrics.md has the symbols.
     better
         Which direction is better; None where neither is.
+    meaning
+        Its formula in one line of Markdown; docs/metrics.md has the symbols.
     """
 
     tag: str
     heading: str
     unit: str
+    better: Literal["lower", "higher"] | None
     meaning: str
-    better: Literal["lower", "higher"] | None = None
 
 
+# A line or two a metric read as a table; the formatter would make ten of them.
+# fmt: off
 #: The latencies of requests and tokens, of which the results hold :data:`STATISTICS`.
-LATENCIES = {
-    latency.tag: latency
-    for latency in (
-        Metric(
-            "ttft",
-            "Time to First Token",
-            "ms",
-            "`f - s`. The first token is the decode worker's, as under vLLM's PD proxy: TTFT "
-            "contains the prefill, the transfer and a decode step",
-            "lower",
-        ),
-        Metric(
-            "tpot",
-            "Time per Output Token (excl. 1st token)",
-            "ms",
-            "`(e - f) / (n - 1)`, per request; a request of one token has none",
-            "lower",
-        ),
-        Metric(
-            "itl",
-            "Inter-token Latency",
-            "ms",
-            "every gap between two tokens of a request, pooled over requests and the steps of the "
-            "window",
-            "lower",
-        ),
-        Metric("e2el", "End-to-end Latency", "ms", "`e - s`", "lower"),
-    )
-}
+LATENCIES = {latency.tag: latency for latency in (
+    Metric("ttft", "Time to First Token", "ms", "lower",
+        "`f - s`. The first token is the decode worker's, as under vLLM's PD proxy: TTFT "
+        "contains the prefill, the transfer and a decode step"),
+    Metric("tpot", "Time per Output Token (excl. 1st token)", "ms", "lower",
+        "`(e - f) / (n - 1)`, per request; a request of one token has none"),
+    Metric("itl", "Inter-token Latency", "ms", "lower",
+        "every gap between two tokens of a request, pooled over requests and the steps of the "
+        "window"),
+    Metric("e2el", "End-to-end Latency", "ms", "lower", "`e - s`"),
+)}
 
 _REQUESTS = (
-    Metric("num_prompts", "Measured requests", "", "requests that arrived in the window"),
-    Metric("completed", "Successful requests", "", "measured requests that completed", "higher"),
-    Metric(
-        "failed",
-        "Failed requests",
-        "",
-        "measured requests that did not complete; `failed_reasons` counts them by reason",
-        "lower",
-    ),
-    Metric(
-        "request_rate",
-        "Request rate configured",
-        "RPS",
-        "offered load; none where the workload has recorded arrivals",
-    ),
-    Metric(
-        "burstiness",
-        "Burstiness factor",
-        "",
-        "shape of the gamma distribution of the gaps between arrivals; 1 is a Poisson process",
-    ),
-    Metric(
-        "max_concurrency",
-        "Maximum request concurrency",
-        "",
-        "most requests in flight that were allowed; none without a limit",
-    ),
-    Metric("duration", "Measured window", "s", "length of the window"),
-    Metric("total_input_tokens", "Total input tokens", "", "prompt tokens of completed requests"),
-    Metric(
-        "total_output_tokens", "Total generated tokens", "", "output tokens of completed requests"
-    ),
-    Metric(
-        "request_throughput",
-        "Request throughput",
-        "req/s",
-        "requests that completed inside the window, per second",
-        "higher",
-    ),
-    Metric(
-        "request_goodput",
-        "Request goodput",
-        "req/s",
+    Metric("num_prompts", "Measured requests", "", None, "requests that arrived in the window"),
+    Metric("completed", "Successful requests", "", "higher", "measured requests that completed"),
+    Metric("failed", "Failed requests", "", "lower",
+        "measured requests that did not complete; `failed_reasons` counts them by reason"),
+    Metric("request_rate", "Request rate configured", "RPS", None,
+        "offered load; none where the workload has recorded arrivals"),
+    Metric("burstiness", "Burstiness factor", "", None,
+        "shape of the gamma distribution of the gaps between arrivals; 1 is a Poisson process"),
+    Metric("max_concurrency", "Maximum request concurrency", "", None,
+        "most requests in flight that were allowed; none without a limit"),
+    Metric("duration", "Measured window", "s", None, "length of the window"),
+    Metric("total_input_tokens", "Total input tokens", "", None,
+        "prompt tokens of completed requests"),
+    Metric("total_output_tokens", "Total generated tokens", "", None,
+        "output tokens of completed requests"),
+    Metric("request_throughput", "Request throughput", "req/s", "higher",
+        "requests that completed inside the window, per second"),
+    Metric("request_goodput", "Request goodput", "req/s", "higher",
         "measured requests within all bounds of `--goodput`, per second; a TPOT that does not "
-        "exist counts as 0",
-        "higher",
-    ),
-    Metric(
-        "slo_attainment",
-        "SLO attainment",
-        "",
+        "exist counts as 0"),
+    Metric("slo_attainment", "SLO attainment", "", "higher",
         "share of the measured requests within all bounds of `--goodput`; without bounds, the "
-        "share that completed. `slo_attainment_by_metric` has the share of each bound alone",
-        "higher",
-    ),
-    Metric(
-        "output_throughput",
-        "Output token throughput",
-        "tok/s",
-        "tokens generated by the steps of the window, per second",
-        "higher",
-    ),
-    Metric(
-        "total_token_throughput",
-        "Total token throughput",
-        "tok/s",
-        "tokens generated and prompt tokens computed by the steps of the window, per second",
-        "higher",
-    ),
-    Metric(
-        "max_concurrent_requests",
-        "Peak concurrent requests",
-        "",
-        "most requests in flight at one time of the window",
-    ),
-    Metric(
-        "in_flight_at_window_start",
-        "In flight at the window's start",
-        "",
-        "requests that had arrived and not ended when the window began",
-    ),
-    Metric(
-        "in_flight_at_window_end",
-        "In flight at the window's end",
-        "",
-        "requests that had arrived and not ended when the window ended; growth means that the load "
-        "is more than the cluster serves",
-    ),
+        "share that completed. `slo_attainment_by_metric` has the share of each bound alone"),
+    Metric("output_throughput", "Output token throughput", "tok/s", "higher",
+        "tokens generated by the steps of the window, per second"),
+    Metric("total_token_throughput", "Total token throughput", "tok/s", "higher",
+        "tokens generated and prompt tokens computed by the steps of the window, per second"),
+    Metric("max_concurrent_requests", "Peak concurrent requests", "", None,
+        "most requests in flight at one time of the window"),
+    Metric("in_flight_at_window_start", "In flight at the window's start", "", None,
+        "requests that had arrived and not ended when the window began"),
+    Metric("in_flight_at_window_end", "In flight at the window's end", "", None,
+        "requests that had arrived and not ended when the window ended; growth means that the "
+        "load is more than the cluster serves"),
 )
 
 _STEPS = (
-    Metric(
-        "mean_active_experts_per_step",
-        "Mean active experts per step",
-        "",
-        "activated (distinct) experts of a decode step, mean over MoE layers, mean over steps",
-        "lower",
-    ),
-    Metric(
-        "median_active_experts_per_step",
-        "Median active experts per step",
-        "",
-        "activated experts of a decode step, mean over MoE layers, median over steps",
-        "lower",
-    ),
-    Metric(
-        "p99_active_experts_per_step",
-        "P99 active experts per step",
-        "",
-        "activated experts of a decode step, mean over MoE layers, 99th percentile over steps",
-        "lower",
-    ),
-    Metric(
-        "mean_busiest_rank_experts_per_step",
-        "Mean active experts, busiest GPU",
-        "",
-        "activated experts of the layer's busiest expert-parallel GPU, mean over MoE layers, mean "
-        "over steps; without expert parallelism the same as `mean_active_experts_per_step`",
-        "lower",
-    ),
-    Metric(
-        "mean_decode_batch", "Mean batch", "requests", "requests of a decode step, mean over steps"
-    ),
-    Metric("decode_steps", "Decode steps", "", "decode steps that began in the window"),
-    Metric(
-        "prefix_cache_queries",
-        "Prefix cache queries",
-        "tokens",
+    Metric("mean_active_experts_per_step", "Mean active experts per step", "", "lower",
+        "activated (distinct) experts of a decode step, mean over MoE layers, mean over steps"),
+    Metric("median_active_experts_per_step", "Median active experts per step", "", "lower",
+        "activated experts of a decode step, mean over MoE layers, median over steps"),
+    Metric("p99_active_experts_per_step", "P99 active experts per step", "", "lower",
+        "activated experts of a decode step, mean over MoE layers, 99th percentile over steps"),
+    Metric("mean_busiest_rank_experts_per_step", "Mean active experts, busiest GPU", "", "lower",
+        "activated experts of the layer's busiest expert-parallel GPU, mean over MoE layers, "
+        "mean over steps; without expert parallelism the same as `mean_active_experts_per_step`"),
+    Metric("mean_decode_batch", "Mean batch", "requests", None,
+        "requests of a decode step, mean over steps"),
+    Metric("decode_steps", "Decode steps", "", None, "decode steps that began in the window"),
+    Metric("prefix_cache_queries", "Prefix cache queries", "tokens", None,
         "prompt tokens of the window's requests that were looked up in the prefix caches of the "
-        "workers that compute prompts, once each; 0 with `--no-enable-prefix-caching`",
-    ),
-    Metric(
-        "prefix_cache_hits", "Prefix cache hits", "tokens", "prompt tokens found there", "higher"
-    ),
-    Metric(
-        "prefix_cache_hit_rate",
-        "Prefix cache hit rate",
-        "",
-        "`prefix_cache_hits` / `prefix_cache_queries`",
-        "higher",
-    ),
-    Metric(
-        "decode_prefix_cache_queries",
-        "Decode prefix cache queries",
-        "tokens",
-        "prompt tokens of the window's requests that were looked up in the prefix caches of decode "
-        "workers, once each",
-    ),
-    Metric(
-        "decode_prefix_cache_hits",
-        "Decode prefix cache hits",
-        "tokens",
-        "prompt tokens found there, which are not fetched from the prefill worker",
-        "higher",
-    ),
-    Metric(
-        "decode_prefix_cache_hit_rate",
-        "Decode prefix cache hit rate",
-        "",
-        "`decode_prefix_cache_hits` / `decode_prefix_cache_queries`",
-        "higher",
-    ),
-    Metric(
-        "preemptions",
-        "Preemptions",
-        "",
-        "requests that lost their KV blocks to others, counted each time, over the whole run",
-        "lower",
-    ),
+        "workers that compute prompts, once each; 0 with `--no-enable-prefix-caching`"),
+    Metric("prefix_cache_hits", "Prefix cache hits", "tokens", "higher",
+        "prompt tokens found there"),
+    Metric("prefix_cache_hit_rate", "Prefix cache hit rate", "", "higher",
+        "`prefix_cache_hits` / `prefix_cache_queries`"),
+    Metric("decode_prefix_cache_queries", "Decode prefix cache queries", "tokens", None,
+        "prompt tokens of the window's requests that were looked up in the prefix caches of "
+        "decode workers, once each"),
+    Metric("decode_prefix_cache_hits", "Decode prefix cache hits", "tokens", "higher",
+        "prompt tokens found there, which are not fetched from the prefill worker"),
+    Metric("decode_prefix_cache_hit_rate", "Decode prefix cache hit rate", "", "higher",
+        "`decode_prefix_cache_hits` / `decode_prefix_cache_queries`"),
+    Metric("preemptions", "Preemptions", "", "lower",
+        "requests that lost their KV blocks to others, counted each time, over the whole run"),
 )
 
 _COST = (
-    Metric("gpus", "GPUs", "", "workers of the topology x `tensor_parallel_size`", "lower"),
-    Metric(
-        "gpu_hours_per_million_output_tokens",
-        "GPU-hours per million tokens",
-        "",
-        "`gpus` x window / tokens generated in it",
-        "lower",
-    ),
-    Metric(
-        "cost_per_million_output_tokens",
-        "Cost per million tokens",
-        "",
+    Metric("gpus", "GPUs", "", "lower", "workers of the topology x `tensor_parallel_size`"),
+    Metric("gpu_hours_per_million_output_tokens", "GPU-hours per million tokens", "", "lower",
+        "`gpus` x window / tokens generated in it"),
+    Metric("cost_per_million_output_tokens", "Cost per million tokens", "", "lower",
         "price of those GPU-hours, each at its pool's price: `--price-per-gpu-hour`, "
-        "`--prefill-price-per-gpu-hour`, `--decode-price-per-gpu-hour`",
-        "lower",
-    ),
-    Metric(
-        "tokens_per_s_per_user",
-        "Tokens/s/user",
-        "",
-        "output tokens per second that the median request sees: 1000 / `median_tpot_ms` (plans)",
-        "higher",
-    ),
-    Metric(
-        "tokens_per_s_per_gpu",
-        "Tokens/s/GPU",
-        "",
-        "`output_throughput` / `gpus` (plans)",
-        "higher",
-    ),
+        "`--prefill-price-per-gpu-hour`, `--decode-price-per-gpu-hour`"),
+    Metric("tokens_per_s_per_user", "Tokens/s/user", "", "higher",
+        "output tokens per second that the median request sees: 1000 / `median_tpot_ms` (plans)"),
+    Metric("tokens_per_s_per_gpu", "Tokens/s/GPU", "", "higher",
+        "`output_throughput` / `gpus` (plans)"),
 )
+# fmt: on
 
 
 def _statistics() -> Iterator[Metric]:
@@ -288,8 +149,8 @@ def _statistics() -> Iterator[Metric]:
                 f"{name}_{latency.tag}_ms",
                 f"{name.capitalize()} {latency.tag.upper()}",
                 "ms",
-                latency.meaning,
                 latency.better,
+                latency.meaning,
             )
 
 
