@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from eldr_sim.cli.console import HEADINGS, print_table, progress_bar
-from eldr_sim.cli.options import config_from_options, run_options
-from eldr_sim.errors import InputError
-from eldr_sim.planning.compare import METRICS, Comparison, Difference
+from eldr_sim.cli.console import difference_cell, print_table, progress_bar
+from eldr_sim.cli.options import check_out, config_from_options, run_options
+from eldr_sim.planning.compare import MARKER, Comparison
 from eldr_sim.planning.compare import compare as compare_policies
+from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.metrics import warnings_of
-from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
 
 @click.command(short_help="Compare policies on the same requests.")
@@ -27,57 +25,40 @@ from eldr_sim.simulator.results import check_output, result_folder, write_json, 
     help="Decode policies; round_robin is added as the reference where it is missing.",
 )
 @click.option("--seeds", type=int, default=5, show_default=True, help="Seeds, from --seed on.")
+@click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
 @run_options(without=("policy", "artifact"))
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the figures.")
 @click.option("--force", is_flag=True, help="Replace the comparison in --out.")
-def compare(policies: str, seeds: int, out: Path | None, force: bool, **options: Any) -> None:
+def compare(
+    policies: str, seeds: int, jobs: int | None, out: Path | None, force: bool, **options: Any
+) -> None:
     """Run policies over the same requests; print differences with 95% confidence intervals."""
     config = config_from_options(options)
-    if force and out is None:
-        raise InputError("force", "--force without --out", "--out DIR beside it")
-    if out is not None:
-        check_output(out, force)
+    check_out(out, force, MARKER)
     names = [name.strip() for name in policies.split(",") if name.strip()]
     with progress_bar("comparing policies") as update:
-        comparison = compare_policies(config, names, seeds, update)
+        comparison = compare_policies(config, names, seeds, jobs=jobs, progress=update)
     _print(comparison)
     if out is not None:
-        with result_folder(out, force) as folder:
-            write_table(folder / "runs.parquet", comparison.runs)
-            write_json(
-                folder / "summary.json",
-                {
-                    "config": config.model_dump(mode="json", exclude={"policy", "artifact"}),
-                    "seeds": seeds,
-                    "best_load_balancer": comparison.best_load_balancer,
-                    "differences": [
-                        {k: _or_none(v) for k, v in asdict(d).items()}
-                        for d in comparison.differences
-                    ],
-                    "provenance": next(iter(comparison.summaries.values()))["provenance"],
-                    "summaries": comparison.summaries,
-                },
-            )
+        comparison.write(out, force=force)
         click.echo(f"Wrote {out}")
     for name, summary in comparison.summaries.items():
-        for warning in warnings_of(summary):
+        for warning in warnings_of(dict(summary)):
             click.echo(f"Warning: {name}: {warning}", err=True)
 
 
 def _print(comparison: Comparison) -> None:
-    runs = comparison.runs.to_pylist()
-    names = list(dict.fromkeys(row["policy"] for row in runs))
+    paired = comparison.paired.summaries
+    names, n_seeds = list(paired), comparison.n_seeds
     rows = []
     for name in names:
-        own = [row for row in runs if row["policy"] == name]
-        cells = [_mean([row[metric] for row in own]) for metric in METRICS]
-        rows.append([name, *cells, str(sum(row["failed"] for row in own))])
-    n_seeds = len(runs) // len(names)
+        cells = [_mean([summary[metric] for summary in paired[name]]) for metric in HEADLINE]
+        rows.append([name, *cells, str(sum(summary["failed"] for summary in paired[name]))])
     first = next(iter(comparison.summaries.values()))
     print_table(
         f"Mean over {n_seeds} seed{'s' if n_seeds > 1 else ''}: {first['model_id']} on "
         f"{first['gpu']}, {first['topology']}, {first['weakest_provenance']} tables",
-        ["policy", *(HEADINGS[metric] for metric in METRICS), "failed"],
+        ["policy", *(label(metric) for metric in HEADLINE), "failed"],
         rows,
     )
     references = list(dict.fromkeys(d.reference for d in comparison.differences))
@@ -85,15 +66,13 @@ def _print(comparison: Comparison) -> None:
         best = " (best load balancer)" if reference == comparison.best_load_balancer else ""
         rows = []
         for name in names:
-            own = [
-                d for d in comparison.differences if d.policy == name and d.reference == reference
-            ]
+            own = [d for d in comparison.differences if d.name == name and d.reference == reference]
             if own:
-                rows.append([name, *(_cell(d) for d in own)])
+                rows.append([name, *(difference_cell(d) for d in own)])
         click.echo()
         print_table(
             f"Difference from {reference}{best}, % [95% confidence interval]",
-            ["policy", *(HEADINGS[metric] for metric in METRICS)],
+            ["policy", *(label(metric) for metric in HEADLINE)],
             rows,
         )
 
@@ -101,15 +80,3 @@ def _print(comparison: Comparison) -> None:
 def _mean(values: list[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{math.fsum(known) / len(known):.2f}" if known else "-"
-
-
-def _cell(difference: Difference) -> str:
-    if math.isnan(difference.percent):
-        return "-"
-    if math.isnan(difference.low):
-        return f"{difference.percent:+.2f}"
-    return f"{difference.percent:+.2f} [{difference.low:+.2f}, {difference.high:+.2f}]"
-
-
-def _or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and math.isnan(value) else value

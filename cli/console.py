@@ -1,13 +1,11 @@
-"""What commands print: results in the manner of ``vllm bench serve``, errors in one line."""
+"""Output of commands: results in the manner of ``vllm bench serve``, tables, progress bars."""
 
 from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,30 +13,21 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
-    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
-from rich.text import Text
+
+from eldr_sim.simulator.catalogue import LATENCIES, label
 
 if TYPE_CHECKING:
+    from eldr_sim.planning.paired import Difference
     from eldr_sim.planning.sweep import SweepProgress
 
 _WIDTH = 64
-#: Headings of the figures that tables of several runs show.
-HEADINGS = {
-    "median_tpot_ms": "TPOT p50, ms",
-    "p99_tpot_ms": "TPOT p99, ms",
-    "median_ttft_ms": "TTFT p50, ms",
-    "p99_ttft_ms": "TTFT p99, ms",
-    "mean_active_experts_per_step": "active experts",
-    "output_throughput": "tokens/s",
-}
 
 
 @contextmanager
@@ -67,17 +56,6 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
         yield update
 
 
-class _TimeLeft(ProgressColumn):
-    """Counts down from the last estimate, the task's field ``left`` (None: no estimate yet)."""
-
-    def render(self, task: Task) -> Text:
-        left = task.fields["left"]
-        if left is None:
-            return Text("-:--:-- left")
-        seconds = max(0, math.ceil(left - (time.monotonic() - task.fields["at"])))
-        return Text(f"about {timedelta(seconds=seconds)} left")
-
-
 @contextmanager
 def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
     """Show a sweep's progress and time left on the terminal's standard error."""
@@ -86,43 +64,45 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
         BarColumn(),
         TextColumn("{task.fields[runs]}"),
         TimeElapsedColumn(),
-        _TimeLeft(),
+        TimeRemainingColumn(),
     )
     with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+        speed_estimate_period=math.inf,  # a run may take longer than any fixed period
     ) as progress:
-        task = progress.add_task(title, total=1.0, runs="", left=None, at=0.0)
+        task = progress.add_task(title, total=1.0, runs="")
 
         def update(now: SweepProgress) -> None:
             progress.update(
                 task,
-                completed=now.done,
-                total=now.total,
+                # rich takes the speed from the first step on, so there is one at the start.
+                completed=max(now.share, 1e-9),
                 runs=f"{now.done}/{now.total} runs"
                 + (f", {now.failed} failed" if now.failed else ""),
-                left=now.seconds_left,
-                at=time.monotonic(),
             )
 
         yield update
 
 
 @contextmanager
-def run_counter(title: str) -> Iterator[Callable[[int], None]]:
+def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
     """Count the runs of a search of unknown length on the terminal's standard error."""
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}: {task.completed:.0f} runs"),
+        TextColumn("{task.description}: {task.completed:.0f} of {task.total:.0f} runs so far"),
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
     with Progress(
         *columns, console=console, transient=True, disable=not sys.stderr.isatty()
     ) as progress:
-        task = progress.add_task(title, total=None)
+        task = progress.add_task(title, total=0)
 
-        def update(runs: int) -> None:
-            progress.update(task, completed=runs)
+        def update(done: int, asked: int) -> None:
+            progress.update(task, completed=done, total=asked)
 
         yield update
 
@@ -169,9 +149,25 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=width, highlight=False, markup=False).print(table)
 
 
+def difference_cell(difference: Difference) -> str:
+    """Return a paired difference in percent with its 95% interval."""
+    return interval_text(difference.percent, difference.low, difference.high, "+.2f")
+
+
+def interval_text(mean: float, low: float, high: float, form: str) -> str:
+    """Return ``mean [low, high]`` in a format; without the ends where there are none."""
+    if math.isnan(mean):
+        return "-"
+    return f"{mean:{form}}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
+
+
 def print_summary(summary: dict[str, Any]) -> None:
     """Print a run's summary with the headings of ``vllm bench serve``."""
     from eldr_sim.simulator.metrics import warnings_of  # the simulator, which listings do without
+
+    def figures(*tags: str) -> None:
+        for tag in tags:
+            _line(label(tag), summary[tag])
 
     click.echo(" Serving Benchmark Result (simulated) ".center(_WIDTH, "="))
     if summary["prefill_policy"] is None:
@@ -180,45 +176,29 @@ def print_summary(summary: dict[str, Any]) -> None:
         _line("Policy, prefill policy", f"{summary['policy']}, {summary['prefill_policy']}")
     _line("Model on GPU", f"{summary['model_id']} on {summary['gpu']}")
     _line("Topology", summary["topology"])
-    _line("Successful requests", summary["completed"])
-    _line("Failed requests", summary["failed"])
+    figures("completed", "failed")
     for reason, count in summary["failed_reasons"].items():
         _line(f"  {reason}", count)
     rate = summary["request_rate"]
-    _line("Request rate configured (RPS)", "recorded" if rate is None else rate)
+    _line(label("request_rate"), "recorded" if rate is None else rate)
     if summary["max_concurrency"] is not None:
-        _line("Maximum request concurrency", summary["max_concurrency"])
-    _line("Measured window (s)", summary["duration"])
-    _line("Total input tokens", summary["total_input_tokens"])
-    _line("Total generated tokens", summary["total_output_tokens"])
-    _line("Request throughput (req/s)", summary["request_throughput"])
-    _line("SLO attainment", summary["slo_attainment"])
-    _line("Output token throughput (tok/s)", summary["output_throughput"])
-    _line("Total token throughput (tok/s)", summary["total_token_throughput"])
-    _line("Peak concurrent requests", summary["max_concurrent_requests"])
+        figures("max_concurrency")
+    figures("duration", "total_input_tokens", "total_output_tokens", "request_throughput")
+    figures("slo_attainment", "output_throughput", "total_token_throughput")
+    figures("max_concurrent_requests")
     if summary.get("prefix_cache_hits"):
-        _line("Prefix cache hit rate", summary["prefix_cache_hit_rate"])
-    for tag, heading in (
-        ("ttft", "Time to First Token"),
-        ("tpot", "Time per Output Token (excl. 1st token)"),
-        ("itl", "Inter-token Latency"),
-        ("e2el", "End-to-end Latency"),
-    ):
-        click.echo(heading.center(_WIDTH, "-"))
-        for statistic in ("mean", "median", "p90", "p99"):
-            label = f"{statistic.capitalize()} {tag.upper()} (ms)"
-            _line(label, summary[f"{statistic}_{tag}_ms"])
+        figures("prefix_cache_hit_rate")
+    for tag, latency in LATENCIES.items():
+        click.echo(latency.heading.center(_WIDTH, "-"))
+        figures(*(f"{statistic}_{tag}_ms" for statistic in ("mean", "median", "p90", "p99")))
     click.echo("Decode steps".center(_WIDTH, "-"))
-    _line("Mean batch (requests)", summary["mean_decode_batch"])
-    _line("Mean active experts per step", summary["mean_active_experts_per_step"])
-    _line("P99 active experts per step", summary["p99_active_experts_per_step"])
+    figures("mean_decode_batch", "mean_active_experts_per_step", "p99_active_experts_per_step")
     if summary["expert_parallel_size"] > 1:
         _line("Expert placement", summary["expert_placement"])
-        _line("Mean active experts, busiest GPU", summary["mean_busiest_rank_experts_per_step"])
-    _line("Preemptions", summary["preemptions"])
-    _line("GPU-hours per million tokens", summary["gpu_hours_per_million_output_tokens"])
+        figures("mean_busiest_rank_experts_per_step")
+    figures("preemptions", "gpu_hours_per_million_output_tokens")
     if summary["cost_per_million_output_tokens"] is not None:
-        _line("Cost per million tokens", summary["cost_per_million_output_tokens"])
+        figures("cost_per_million_output_tokens")
     click.echo("Rests on".center(_WIDTH, "-"))
     _line("Weakest latency provenance", summary["weakest_provenance"])
     trace = summary["trace"]
@@ -229,11 +209,11 @@ def print_summary(summary: dict[str, Any]) -> None:
         click.echo(f"Warning: {warning}", err=True)
 
 
-def _line(label: str, value: Any) -> None:
+def _line(name: str, value: Any) -> None:
     if value is None:
         text = "-"
     elif isinstance(value, float):
         text = f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"
     else:
         text = str(value)
-    click.echo(f"{label + ':':<36}{text:>{_WIDTH - 36}}")
+    click.echo(f"{name + ':':<36}{text:>{_WIDTH - 36}}")

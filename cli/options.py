@@ -85,6 +85,16 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
     return make_config(values)
 
 
+def check_out(out: Path | None, force: bool, marker: str = "summary.json") -> None:
+    """Raise InputError, before anything runs, if --out and --force will not do."""
+    from eldr_sim.simulator.results import check_output  # takes long to import
+
+    if out is not None:
+        check_output(out, force, marker)
+    elif force:
+        raise InputError("force", "--force without --out", "--out DIR beside it")
+
+
 def _bound(text: str) -> tuple[str, str]:
     name, colon, bound = text.partition(":")
     if not colon:

@@ -8,18 +8,18 @@ from typing import Any
 
 import click
 
-from eldr_sim.cli.console import print_table, run_counter
-from eldr_sim.cli.options import config_from_options, run_options
+from eldr_sim.cli.console import interval_text, print_table, run_counter
+from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
 from eldr_sim.planning.plan import Plan, per_gpu, per_user
 from eldr_sim.planning.plan import plan as plan_cluster
-from eldr_sim.planning.plan_files import plan_record, points_table, rate_record
+from eldr_sim.planning.plan_files import MARKER
 from eldr_sim.planning.rates import RatePlan, plan_rate
-from eldr_sim.planning.slo import Interval, Objective, looks_up_to, parse_slo
-from eldr_sim.planning.tasks import Summary, on_processes
+from eldr_sim.planning.runs import Summary
+from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
 from eldr_sim.planning.trial import Trial
+from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.metrics import warnings_of
-from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
 
 
 @click.command(short_help="Find the cheapest cluster that meets an SLO.")
@@ -80,12 +80,7 @@ def plan(
         if rate is not None:
             raise InputError("topology", "beside --request-rate", "one of the two")
         options["topology"] = topology
-    if jobs is not None and jobs < 1:
-        raise InputError("jobs", str(jobs), "1 or more")
-    if force and out is None:
-        raise InputError("force", "--force without --out", "--out DIR beside it")
-    if out is not None:
-        check_output(out, force)
+    check_out(out, force, MARKER)
     worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]
     if topology is not None and worker_sizes:
         if len(worker_sizes) > 1:
@@ -98,7 +93,7 @@ def plan(
         "policies": _list(policies),
         "gpus": _list(gpus),
         "prices": _prices(price),
-        "evaluate": on_processes(jobs),
+        "jobs": jobs,
     }
     found: Plan | RatePlan
     with run_counter("planning") as count:
@@ -107,14 +102,10 @@ def plan(
                 config, objective, max_gpus=max_gpus, tensor_parallel_sizes=worker_sizes,
                 progress=count, **chosen,
             )  # fmt: skip
-            record = plan_record(found, config)
         else:
             found = plan_rate(config, objective, progress=count, **chosen)
-            record = rate_record(found, config)
     if out is not None:
-        with result_folder(out, force) as folder:
-            write_json(folder / "plan.json", record)
-            write_table(folder / "points.parquet", points_table(found.runs))
+        found.write(out, force=force)
     is_found = _print_plan(found) if isinstance(found, Plan) else _print_rates(found)
     click.echo(f"{len(found.runs)} simulated runs")
     if out is not None:
@@ -159,8 +150,9 @@ def _print_plan(plan: Plan) -> bool:
                f"{plan.max_gpus} GPUs")  # fmt: skip
     by = "lowest price" if plan.has_prices else "fewest GPUs (no prices given)"
     click.echo()
-    columns = ["policy", "GPU", "cluster", "GPUs", *_price_column(plan), "attainment", "seeds"]
-    columns += ["TTFT p99, ms", "TPOT p99, ms", "tokens/s/user", "tokens/s/GPU", "step times"]
+    columns = ["policy", "GPU", "cluster", label("gpus"), *_price_column(plan)]
+    columns += [label("slo_attainment"), "seeds", label("p99_ttft_ms"), label("p99_tpot_ms")]
+    columns += [label("tokens_per_s_per_user"), label("tokens_per_s_per_gpu"), "step times"]
     print_table(
         f"Cheapest cluster of each candidate, {by} first",
         columns,
@@ -187,15 +179,15 @@ def _print_plan(plan: Plan) -> bool:
     least = "at least " if margin.is_bounded else ""
     _line(
         "Margin",
-        f"carries {least}{_interval(margin.rate, '.1f')} requests/s, "
-        f"{_interval(margin.percent, '+.1f')}% of the load",
+        f"carries {least}{interval_text(*margin.rate, '.1f')} requests/s, "
+        f"{interval_text(*margin.percent, '+.1f')}% of the load",
     )
     _line("One decode worker less", _lost(margin.lost_decode))
     _line("One prefill worker less", _lost(margin.lost_prefill))
     for each in plan.savings:
         click.echo(
             f"{each.policy} against {each.reference} on {each.gpu}: saves "
-            f"{_interval(each.gpus, '.2f')} GPUs ({len(each.by_seed)} paired seeds)"
+            f"{interval_text(*each.gpus, '.2f')} GPUs ({len(each.by_seed)} paired seeds)"
         )
     click.echo()
     print_table(
@@ -228,7 +220,7 @@ def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
         _workers(trial),
         str(config.n_gpus),
         *([_number(price, ".2f") for price in prices] if plan.has_prices else []),
-        _interval(trial.attainment, ".4f"),
+        interval_text(*trial.attainment, ".4f"),
         str(len(trial.summaries)),
         _number(trial.mean("p99_ttft_ms"), ".1f"),
         _number(trial.mean("p99_tpot_ms"), ".2f"),
@@ -282,14 +274,14 @@ def _print_rates(plan: RatePlan) -> bool:
                 each.config.policy,
                 each.gpu,
                 each.config.topology,
-                f"none: {each.reason}" if each.rate is None else _interval(each.rate, ".2f"),
+                f"none: {each.reason}" if each.rate is None else interval_text(*each.rate, ".2f"),
             ]
             for each in plan.rates
         ],
     )
     for gain in plan.gains:
-        interval = _interval(Interval(gain.percent, gain.low, gain.high), "+.2f")
-        click.echo(f"{gain.policy} against {gain.reference} on {gain.gpu}: {interval}%")
+        percent = interval_text(*gain.percent, "+.2f")
+        click.echo(f"{gain.policy} against {gain.reference} on {gain.gpu}: {percent}%")
     click.echo()
     summary = next((each.summary for each in plan.rates if each.summary is not None), None)
     if summary is not None:
@@ -308,12 +300,6 @@ def _print_assumptions(summary: Summary) -> None:
     )
     for warning in warnings_of(dict(summary)):
         click.echo(f"Warning: {warning}", err=True)
-
-
-def _interval(value: Interval, form: str) -> str:
-    if value.low != value.low:
-        return f"{value.mean:{form}}"
-    return f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -9,7 +9,8 @@ import click
 from pyarrow import csv
 
 from eldr_sim.cli.console import print_table, progress_bar
-from eldr_sim.simulator.results import check_output, result_folder, write_json
+from eldr_sim.cli.options import check_out
+from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.validation.eldr import (
     choose,
     claims_table,
@@ -35,8 +36,7 @@ def eldr(figure: tuple[str, ...], out: Path | None, force: bool, quick: bool) ->
 
     Prints a line for each claim. With --out, each figure is a picture and a CSV.
     """
-    if out is not None:
-        check_output(out, force)
+    check_out(out, force)
     with progress_bar("ELDR") as update:
         runner = make_runner(quick, update)
         known = figures(runner, quick)

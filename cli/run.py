@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_summary, progress_bar
-from eldr_sim.cli.options import config_from_options, run_options
+from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
 
 
@@ -23,15 +23,14 @@ from eldr_sim.errors import InputError
 def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: Any) -> None:
     """Simulate one cluster and print its latencies as `vllm bench serve` does."""
     # The simulator takes long to import: --help does without.
-    from eldr_sim.simulator.results import check_output, write_result
+    from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
 
     config = config_from_options(options)
-    for flag, given in (("plot", plot), ("timeline", timeline), ("force", force)):
+    for flag, given in (("plot", plot), ("timeline", timeline)):
         if given and out is None:
             raise InputError(flag, f"--{flag} without --out", "--out DIR beside it")
-    if out is not None:
-        check_output(out, force)
+    check_out(out, force)
     with progress_bar(f"{config.policy} on {config.topology}") as update:
         result = simulate(config, update)
     if out is not None:

@@ -13,20 +13,14 @@ import pyarrow as pa
 
 from eldr_sim.cli.console import print_table, sweep_bar
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runner import Engine, expected_tokens
+from eldr_sim.planning.runner import Backend, expected_tokens
 from eldr_sim.planning.sweep import COMPLETED, FAILED, SweepResult
 from eldr_sim.planning.sweep import sweep as run_sweep
 from eldr_sim.planning.sweep_spec import SweepSpec, read_spec
+from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.metrics import warnings_of
 
-_FIGURES = {
-    "median_tpot_ms": "TPOT p50, ms",
-    "p99_tpot_ms": "TPOT p99, ms",
-    "median_ttft_ms": "TTFT p50, ms",
-    "p99_ttft_ms": "TTFT p99, ms",
-    "slo_attainment": "attainment",
-    "output_throughput": "tokens/s",
-}
+_FIGURES = (*HEADLINE, "slo_attainment")
 #: Rows of a table and lines of failures on the screen; the files hold them all.
 _MOST_ROWS, _MOST_FAILURES = 60, 10
 
@@ -38,8 +32,8 @@ _MOST_ROWS, _MOST_FAILURES = 60, 10
 @click.option("--dry-run", is_flag=True, help="Print the points and run none.")
 @click.option("--jobs", type=int, metavar="N", help="Runs at a time.  [default: one a CPU]")
 @click.option(
-    "--engine",
-    type=click.Choice(get_args(Engine)),
+    "--backend",
+    type=click.Choice(get_args(Backend)),
     default="joblib",
     show_default=True,
     help="Processes of this machine, or a Ray cluster.",
@@ -55,7 +49,7 @@ def sweep(
     resume: bool,
     dry_run: bool,
     jobs: int | None,
-    engine: str,
+    backend: str,
     address: str | None,
 ) -> None:
     """Run all points of SWEEP.yaml, each under its seeds, into one data set.
@@ -76,7 +70,7 @@ def sweep(
                 out,
                 resume=resume,
                 jobs=jobs,
-                engine=cast("Engine", engine),
+                backend=cast("Backend", backend),
                 address=address,
                 progress=update,
             )
@@ -125,7 +119,7 @@ def _print(result: SweepResult) -> None:
     if "weakest_provenance" in result.points.column_names:
         labels = result.points["weakest_provenance"].unique().drop_null().to_pylist()
         title += f", {' and '.join(sorted(labels))} tables"
-    headings = [_FIGURES[name] for name in columns]
+    headings = [label(name) for name in columns]
     print_table(title, ["point", *result.parameters, *headings, "failed"], rows)
     if len(points) > len(rows):
         click.echo(f"... and {len(points) - len(rows)} more")

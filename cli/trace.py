@@ -83,14 +83,12 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
     """Validate a trace and print what is in it."""
     # Much to import, which the other commands do without.
-    from eldr_sim.simulator.results import check_output
-    from eldr_sim.validation.trace_report import inspect_trace, write_trace_report
+    from eldr_sim.cli.options import check_out
+    from eldr_sim.validation.trace_report import MARKER, inspect_trace, write_trace_report
 
-    for flag, given in (("plot", plot), ("force", force)):
-        if given and out is None:
-            raise InputError(flag, f"--{flag} without --out", "--out DIR beside it")
-    if out is not None:
-        check_output(out, force)
+    if plot and out is None:
+        raise InputError("plot", "--plot without --out", "--out DIR beside it")
+    check_out(out, force, MARKER)
     opened = open_trace(name)
     report = inspect_trace(opened)
     if out is not None:

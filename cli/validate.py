@@ -11,8 +11,9 @@ import click
 from pyarrow import csv
 
 from eldr_sim.cli.console import print_table, progress_bar, task_bar
+from eldr_sim.cli.options import check_out
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.results import check_output, result_folder, write_json
+from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.validation.live.campaign import Campaign, record_campaign
 from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import headline_table
@@ -66,8 +67,7 @@ def silicon(
 
     The runs come with `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on them.
     """
-    if out is not None:
-        check_output(out, force)
+    check_out(out, force)
     target = TARGETS[model]
     moe_kernel = moe_kernel or target.moe_kernels[0]
     rows = [row for row in read_rows(target=target) if row.case.gpu in gpu]

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import click
 
-from eldr_sim.cli.console import HEADINGS, print_table, progress_bar
-from eldr_sim.errors import InputError
-from eldr_sim.planning.tasks import on_processes
-from eldr_sim.planning.what_if import Change, Effect, read_base, runs_table, to_record
+from eldr_sim.cli.console import difference_cell, print_table, progress_bar
+from eldr_sim.cli.options import check_out
+from eldr_sim.planning.what_if import MARKER, Change, read_base
 from eldr_sim.planning.what_if import what_if as make_what_if
+from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.metrics import warnings_of
-from eldr_sim.simulator.results import check_output, result_folder, write_json, write_table
-
-_HEADINGS = {
-    **HEADINGS,
-    "slo_attainment": "SLO attainment",
-    "gpu_hours_per_million_output_tokens": "GPU-hours per M tokens",
-    "cost_per_million_output_tokens": "cost per M tokens",
-}
 
 
 @click.command("what-if", short_help="Change one thing at a time in a run.")
@@ -50,21 +41,13 @@ def what_if(
     Base and changes run under the same seeds; differences come with 95% confidence intervals.
     """
     config = make_config(read_base(base))
-    if jobs is not None and jobs < 1:
-        raise InputError("jobs", str(jobs), "1 or more")
-    if force and out is None:
-        raise InputError("force", "--force without --out", "--out DIR beside it")
-    if out is not None:
-        check_output(out, force)
+    check_out(out, force, MARKER)
     with progress_bar("what if") as update:
         found = make_what_if(
-            config, changes, n_seeds=seeds, together=together,
-            evaluate=on_processes(jobs), progress=update,
-        )  # fmt: skip
+            config, changes, n_seeds=seeds, together=together, jobs=jobs, progress=update
+        )
     if out is not None:
-        with result_folder(out, force) as folder:
-            write_json(folder / "what_if.json", to_record(found))
-            write_table(folder / "runs.parquet", runs_table(found))
+        found.write(out, force=force)
     first = found.base[0]
     click.echo(
         f"Base: {config.policy}, {first['topology']}, {first['model_id']} on {first['gpu']}, "
@@ -81,13 +64,13 @@ def what_if(
 
 
 def _print_change(change: Change) -> None:
-    told = [e for e in change.effects if e.base is not None or e.changed is not None]
+    told = [e for e in change.effects if e.reference_mean is not None or e.mean is not None]
     print_table(
         change.name,
         ["figure", "base", "changed", "difference, % [95% confidence interval]"],
         [
-            [_HEADINGS[effect.metric], _number(effect.base), _number(effect.changed), _cell(effect)]
-            for effect in told
+            [label(e.metric), _number(e.reference_mean), _number(e.mean), difference_cell(e)]
+            for e in told
         ],
     )
     if change.other_requests:
@@ -102,11 +85,3 @@ def _number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
-
-
-def _cell(effect: Effect) -> str:
-    if math.isnan(effect.percent):
-        return "-"
-    if math.isnan(effect.low):
-        return f"{effect.percent:+.2f}"
-    return f"{effect.percent:+.2f} [{effect.low:+.2f}, {effect.high:+.2f}]"

@@ -41,11 +41,11 @@ steps = result.steps.to_pandas()
 print(steps[steps["role"] == "decode"].groupby("worker")["active_experts"].mean().round(1))
 
 # %% Policies on the same requests: paired over seeds, with 95% intervals
-comparison = compare(base, ["jsq", "domain", "eldr"], n_seeds=3)
+comparison = compare(base, ["jsq", "domain", "eldr"], n_seeds=3, jobs=1)
 for difference in comparison.differences:
     if difference.metric == "median_tpot_ms" and difference.reference == "round_robin":
         print(
-            f"{difference.policy:>8}: median TPOT {difference.percent:+.1f}% "
+            f"{difference.name:>8}: median TPOT {difference.percent:+.1f}% "
             f"[{difference.low:+.1f}, {difference.high:+.1f}] against round_robin"
         )
 
@@ -67,7 +67,7 @@ columns = ["policy", "request_rate", "median_tpot_ms", "mean_active_experts_per_
 print(swept.aggregate.select(columns).to_pandas().round(2).to_string(index=False))
 
 # %% One change at a time against a base run, paired over seeds
-for change in what_if(base, ["policy=eldr", "topology=2P6D"], n_seeds=2).changes:
+for change in what_if(base, ["policy=eldr", "topology=2P6D"], n_seeds=2, jobs=1).changes:
     effect = next(e for e in change.effects if e.metric == "median_tpot_ms")
     print(
         f"{change.name}: median TPOT {effect.percent:+.1f}% [{effect.low:+.1f}, {effect.high:+.1f}]"
@@ -76,7 +76,7 @@ for change in what_if(base, ["policy=eldr", "topology=2P6D"], n_seeds=2).changes
 # %% The cheapest cluster that meets an objective (docs/planning.md)
 load = RunConfig(request_rate=30, duration=4, warmup=3, output_len=64)
 objective = Objective(ServiceLevel(ttft=500, tpot=14), attainment=0.9, looks=(2,))
-planned = plan(load, objective, policies=["jsq"], max_gpus=4, tensor_parallel_sizes=[1])
+planned = plan(load, objective, policies=["jsq"], max_gpus=4, tensor_parallel_sizes=[1], jobs=1)
 answer = planned.best
 if answer is not None and answer.trial is not None and planned.margin is not None:
     cluster, margin = answer.trial, planned.margin
@@ -84,8 +84,11 @@ if answer is not None and answer.trial is not None and planned.margin is not Non
     print(f"and carries {margin.rate.mean:.0f} requests/s ({len(planned.runs)} runs)")
 
 # %% Results on disk, and one HTML page of them
+comparison.write(folder / "comparison")
+planned.write(folder / "plan")
 write_result(result, folder / "eldr")
 write_result(simulate(base), folder / "round_robin")
 page = folder / "report.html"
-write_report([folder / "eldr", folder / "round_robin", folder / "sweep"], page)
+names = ("eldr", "round_robin", "comparison", "sweep", "plan")
+write_report([folder / name for name in names], page)
 print(f"Wrote {page}")

@@ -66,14 +66,13 @@ class Parts:
         parallelism: Parallelism,
         tables: Sequence[LatencyTable],
         max_model_len: int,
-        kernel_source: str | None,
     ) -> None:
         self.model, self.gpu, self.tables = parallelism.shard(whole), gpu, tables
         self.whole, self.parallelism = whole, parallelism
         self.provenance: dict[str, dict[str, Any]] = {}
         self.warnings: list[str] = []
         self.sliding: DecodeAttention | None = None
-        self.moe = self._moe(kernel_source)
+        self.moe = self._moe()
         self.engine_step = self._engine_step()
         self.attention = self._attention(max_model_len)
         if self.engine_step is None:
@@ -117,7 +116,7 @@ class Parts:
             "kernel_source": "",
         }
 
-    def _moe(self, kernel_source: str | None) -> MoELatency:
+    def _moe(self) -> MoELatency:
         """A rank's MoE layer: from rows of just that, or else from the layer of all experts."""
         model, ranks = self.model, self.parallelism.n_expert_ranks
 
@@ -133,7 +132,6 @@ class Parts:
                     size,
                 ),
                 dtype=MOE_DTYPES[model.expert_dtype],
-                kernel_source=kernel_source,
                 extra=self.tables,
             )
 
@@ -141,11 +139,6 @@ class Parts:
         if table is None and ranks > 1:
             table, measured_ranks = find(1), 1
         if table is None:
-            if kernel_source is not None:
-                raise InputError(
-                    "kernel_source",
-                    f"no MoE table of {kernel_source!r} for {model.name} on {self.gpu.name}",
-                )
             self._record_roofline("moe")
             return roofline.moe_latency(self.gpu, model).on_rank(ranks)
         fitted = fit_moe_latency(table)

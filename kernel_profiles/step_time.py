@@ -191,7 +191,6 @@ def build_step_time_model(
     max_num_batched_tokens: int = 16384,
     parallelism: Parallelism = SINGLE_GPU,
     host_gap_s: float | None = None,
-    kernel_source: str | None = None,
     tables: Sequence[LatencyTable] = (),
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
@@ -212,8 +211,6 @@ def build_step_time_model(
     host_gap_s
         Engine time per step in seconds; None takes
         :data:`~eldr_sim.kernel_profiles.parts.HOST_GAP_S`.
-    kernel_source
-        Use only MoE tables of this kernel; None takes the newest.
     tables
         Tables of the user's own; they take precedence over the shipped ones. One of kind
         ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host gap together.
@@ -221,8 +218,7 @@ def build_step_time_model(
     Raises
     ------
     InputError
-        Unknown names, sizes out of range, a model that cannot be spread so, or no MoE table of
-        the kernel asked for.
+        Unknown names, sizes out of range, or a model that cannot be spread so.
     """
     dims = load_model(model) if isinstance(model, str) else model
     device = load_gpu(gpu) if isinstance(gpu, str) else gpu
@@ -236,7 +232,7 @@ def build_step_time_model(
     if host_gap_s is not None and not (np.isfinite(host_gap_s) and host_gap_s >= 0):
         raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
 
-    parts = Parts(dims, device, parallelism, tables, max_model_len, kernel_source)
+    parts = Parts(dims, device, parallelism, tables, max_model_len)
     gap = parts.host_gap_s(host_gap_s)
     rows = np.arange(max_num_seqs + 1.0)
     head = parts.sequence_part_s(rows)

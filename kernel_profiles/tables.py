@@ -323,7 +323,6 @@ def find_table(
     *,
     shape: Mapping[str, int] | None = None,
     dtype: str | None = None,
-    kernel_source: str | None = None,
     extra: Sequence[LatencyTable] = (),
 ) -> LatencyTable | None:
     """The best table for a kernel, or None.
@@ -337,8 +336,6 @@ def find_table(
         As in :class:`TableMetadata`; a ``dtype`` of None accepts any.
     shape
         Must equal the table's shape.
-    kernel_source
-        Only tables of this kernel.
     extra
         Tables of the user's own, such as a ``profile`` run wrote.
     """
@@ -350,7 +347,6 @@ def find_table(
             and metadata.gpu == gpu
             and metadata.shape == wanted
             and dtype in (None, metadata.dtype)
-            and kernel_source in (None, metadata.kernel_source)
         )
 
     for table in extra:

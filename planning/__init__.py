@@ -2,8 +2,12 @@
 
 Modules
 -------
-runner, ray_engine
+runner, ray_backend
     Many points (configurations) on many processes of this machine, or on a Ray cluster.
+runs
+    The runs of a question, each made once; searches side by side.
+intervals, paired
+    Student's t; configurations under the same seeds, and how they differ.
 sweep_spec, journal, sweep
     A sweep's YAML as points; the file that keeps what is done; the data set of them all.
 compare
@@ -12,6 +16,6 @@ what_if
     One change at a time against a base run.
 plan, rates
     The cheapest cluster that meets an objective; the highest rate that a cluster carries.
-slo, bounds, search, tasks, trial, offers, plan_files
-    What a plan is made of: objectives and intervals, arithmetic bounds, the search, its runs.
+slo, bounds, search, trial, offers, plan_files
+    What a plan is made of: objectives, arithmetic bounds, the search, its files.
 """

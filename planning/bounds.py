@@ -1,4 +1,4 @@
-"""What arithmetic alone says about a cluster's size, before any run.
+"""Bounds on the size of a cluster by arithmetic, before any run.
 
 The bounds are optimistic: every step is full, reads as few experts as it can, and no request waits
 for another. What they rule out, no run need show.

@@ -1,103 +1,129 @@
-"""Paired comparison of policies: the same requests under every policy, seed by seed."""
+"""Policies side by side: the same requests under every policy, seed by seed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.paired import Difference, PairedRuns, run_paired
+from eldr_sim.planning.runs import Summary
+from eldr_sim.policies import registry
+from eldr_sim.simulator.catalogue import HEADLINE
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.results import result_folder, write_json, write_table
 
 #: Policies that balance load and know nothing of experts (ELDR section 6, baselines).
 LOAD_BALANCERS = ("random", "round_robin", "jsq", "p2c")
-#: Figures of a comparison, as the summary names them.
-METRICS = (
-    "median_tpot_ms",
-    "p99_tpot_ms",
-    "median_ttft_ms",
-    "p99_ttft_ms",
-    "mean_active_experts_per_step",
-    "output_throughput",
-)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How a policy differs from a reference, over seeds that share their requests.
-
-    ``percent`` is the mean of the paired differences in percent of the reference, ``low`` and
-    ``high`` the ends of its 95% confidence interval (Student's t over seeds); NaN for one seed.
-    """
-
-    policy: str
-    reference: str
-    metric: str
-    percent: float
-    low: float
-    high: float
+#: A folder with this file may hold a comparison, which ``force`` replaces.
+MARKER = "summary.json"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The figures of every run, one row a policy and seed, and the differences."""
+    """Policies under the same seeds, and how they differ.
 
-    runs: pa.Table
-    best_load_balancer: str | None
-    differences: list[Difference]
-    summaries: dict[str, dict[str, Any]]
-
-
-def paired_difference(
-    values: Sequence[float], reference: Sequence[float], confidence: float = 0.95
-) -> tuple[float, float, float]:
-    """Return mean, lower and upper end of the paired differences, in percent of the reference.
-
-    Parameters
+    Attributes
     ----------
-    values, reference
-        One figure a seed, in the same order.
-    confidence
-        Of the interval, by Student's t with n - 1 degrees of freedom.
+    config
+        What the policies share.
+    paired
+        The summaries of each policy, seed by seed.
     """
-    percent = 100.0 * (np.asarray(values) / np.asarray(reference) - 1.0)
-    return mean_interval(percent.tolist(), confidence)
 
+    config: RunConfig
+    paired: PairedRuns
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Return the mean of independent values and the ends of its confidence interval.
+    @property
+    def summaries(self) -> dict[str, Summary]:
+        """The first seed's summary of each policy."""
+        return {name: summaries[0] for name, summaries in self.paired.summaries.items()}
 
-    Student's t with n - 1 degrees of freedom; the ends are NaN for one value.
-    """
-    from scipy.special import stdtrit  # takes long to import
+    @property
+    def n_seeds(self) -> int:
+        """Number of seeds."""
+        return len(self.paired.summaries["round_robin"])
 
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return mean, math.nan, math.nan
-    standard_error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    error = standard_error * float(stdtrit(len(values) - 1, (1 + confidence) / 2))
-    return mean, mean - error, mean + error
+    @property
+    def runs(self) -> pa.Table:
+        """The figures of every run, one row a policy and seed."""
+        keys = (*HEADLINE, "num_prompts", "completed", "failed")
+        return pa.Table.from_pylist(
+            [
+                {"policy": name, "seed": self.config.seed + index}
+                | {key: summaries[index][key] for key in keys}
+                for index in range(self.n_seeds)
+                for name, summaries in self.paired.summaries.items()
+            ]
+        )
 
+    @cached_property
+    def best_load_balancer(self) -> str:
+        """The load balancer with the lowest median TPOT, mean over the seeds."""
 
-def paired_percent(
-    values: Sequence[float | None], reference: Sequence[float | None], confidence: float = 0.95
-) -> tuple[float, float, float]:
-    """Return :func:`paired_difference` over the seeds in which both have a figure; else NaN."""
-    pairs = [(v, r) for v, r in zip(values, reference, strict=True) if v is not None and r]
-    if not pairs:
-        return math.nan, math.nan, math.nan
-    return paired_difference([v for v, _ in pairs], [r for _, r in pairs], confidence)
+        def tpot(name: str) -> float:
+            return sum(s["median_tpot_ms"] or math.inf for s in self.paired.summaries[name])
+
+        names = [name for name in self.paired.summaries if name in LOAD_BALANCERS]
+        return min(names, key=lambda name: (tpot(name), name))
+
+    @cached_property
+    def differences(self) -> list[Difference]:
+        """Of every policy from ``round_robin`` and from the best load balancer."""
+        return [
+            difference
+            for reference in dict.fromkeys(("round_robin", self.best_load_balancer))
+            for name in self.paired.summaries
+            if name != reference
+            for difference in self.paired.differences(name, reference, HEADLINE)
+        ]
+
+    def write(self, out: Path | str, *, force: bool = False) -> None:
+        """Write ``summary.json`` and ``runs.parquet`` into a folder, whole or not at all.
+
+        Parameters
+        ----------
+        out
+            Folder to make.
+        force
+            Replace an earlier comparison.
+
+        Raises
+        ------
+        InputError
+            If ``out`` exists and may not be replaced, or cannot be written.
+        """
+        with result_folder(Path(out), force, MARKER) as folder:
+            write_table(folder / "runs.parquet", self.runs)
+            write_json(folder / MARKER, self._record())
+
+    def _record(self) -> dict[str, Any]:
+        summaries = self.summaries
+        return {
+            "config": self.config.model_dump(mode="json", exclude={"policy", "artifact"}),
+            "seeds": self.n_seeds,
+            "best_load_balancer": self.best_load_balancer,
+            "differences": [
+                {"policy": d.name, "reference": d.reference, "metric": d.metric, **d.record()}
+                for d in self.differences
+            ],
+            "provenance": next(iter(summaries.values()))["provenance"],
+            "summaries": summaries,
+        }
 
 
 def compare(
     config: RunConfig,
     policies: Sequence[str],
     n_seeds: int,
+    *,
+    jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Comparison:
     """Run every policy under every seed and pair the results.
@@ -110,61 +136,24 @@ def compare(
         Decode policies. ``round_robin`` is added where it is missing: it is a reference.
     n_seeds
         Seeds, at least 1; two or more give intervals.
+    jobs
+        Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
-        Called with the share of the work done.
+        Called with the share of the runs that are done.
 
     Raises
     ------
     InputError
-        If a policy is unknown, listed twice, or ``n_seeds`` is below 1.
+        If a policy is unknown or listed twice, ``n_seeds`` is below 1, or a run fails.
     """
-    if n_seeds < 1:
-        raise InputError("seeds", str(n_seeds), "1 or more")
     names = list(policies)
     if len(set(names)) != len(names):
         raise InputError("policies", f"{', '.join(names)} names one twice")
+    known = registry.names("decode")
+    for name in names:
+        if name not in known:
+            raise InputError("policies", f"unknown policy {name!r}", ", ".join(known))
     if "round_robin" not in names:
         names.insert(0, "round_robin")
-    seeds = range(config.seed, config.seed + n_seeds)
-    rows: list[dict[str, Any]] = []
-    summaries: dict[str, dict[str, Any]] = {}
-    total = len(names) * n_seeds
-    for seed in seeds:
-        for name in names:
-            update = {"policy": name, "seed": seed}
-
-            def share(done: float, before: int = len(rows)) -> None:
-                if progress is not None:
-                    progress((before + done) / total)
-
-            summary = simulate(config.model_copy(update=update), share).summary
-            summaries.setdefault(name, summary)
-            rows.append(
-                update
-                | {metric: summary[metric] for metric in METRICS}
-                | {key: summary[key] for key in ("num_prompts", "completed", "failed")}
-            )
-    runs = pa.Table.from_pylist(rows)
-    figures = {
-        (name, metric): [row[metric] for row in rows if row["policy"] == name]
-        for name in names
-        for metric in METRICS
-    }
-    balancers = [name for name in names if name in LOAD_BALANCERS]
-    best = min(
-        balancers,
-        key=lambda name: (sum(v or math.inf for v in figures[name, "median_tpot_ms"]), name),
-    )
-    differences = [
-        Difference(
-            name,
-            reference,
-            metric,
-            *paired_percent(figures[name, metric], figures[reference, metric]),
-        )
-        for reference in dict.fromkeys(("round_robin", best))
-        for name in names
-        if name != reference
-        for metric in METRICS
-    ]
-    return Comparison(runs, best, differences, summaries)
+    configs = {name: config.model_copy(update={"policy": name}) for name in names}
+    return Comparison(config, run_paired(configs, n_seeds, jobs, progress))

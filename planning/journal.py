@@ -1,4 +1,4 @@
-"""What a sweep has done so far: one line a run, on disk before the next is reported.
+"""Journal of a sweep: one line a completed run, on disk before the next is reported.
 
 ``runs.jsonl`` begins with a line that says which sweep it belongs to. A process that is killed may
 leave half a line at the end; it is cut off when the sweep goes on, and that run is done again. The

@@ -1,4 +1,4 @@
-"""What a plan chooses from: policies, GPUs and workers of one or more of them."""
+"""Candidates of a plan: policies, GPUs, and workers of one or more GPUs."""
 
 from __future__ import annotations
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.planning.offers import Candidate, Offer, candidate, clusters_to_plan, cost
 from eldr_sim.planning.rates import LEAST_REQUESTS, carried
+from eldr_sim.planning.runs import Runs, Task
 from eldr_sim.planning.search import Found, cheapest
-from eldr_sim.planning.slo import Interval, Objective, Verdict, t_interval
-from eldr_sim.planning.tasks import Evaluator, Runs, Task, run_here
+from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.planning.trial import Trial, passes, try_cluster
 from eldr_sim.simulator.config import RunConfig
 
@@ -68,7 +70,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Margin:
-    """What the answer can bear.
+    """Load and failures that the answer bears.
 
     Attributes
     ----------
@@ -106,11 +108,11 @@ class Saving:
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`plan` found.
+    """Result of :func:`plan`.
 
     Attributes
     ----------
-    objective, rate, max_gpus
+    config, objective, rate, max_gpus
         What was asked for; ``rate`` in requests per second.
     answers
         The cheapest cluster of every policy and GPU, cheapest first.
@@ -125,6 +127,7 @@ class Plan:
         Every run that was made.
     """
 
+    config: RunConfig
     objective: Objective
     rate: float
     max_gpus: int
@@ -153,9 +156,28 @@ class Plan:
 
     @property
     def has_prices(self) -> bool:
-        """Whether cheap means a low price; else it means few GPUs."""
+        """True if cheap means a low price, False if it means few GPUs."""
         trials = [trial for answer in self.answers for trial in answer.trials]
         return bool(trials) and trials[0].config.price_per_hour is not None
+
+    def write(self, out: Path | str, *, force: bool = False) -> None:
+        """Write ``plan.json`` and ``points.parquet`` into a folder, whole or not at all.
+
+        Parameters
+        ----------
+        out
+            Folder to make.
+        force
+            Replace an earlier plan.
+
+        Raises
+        ------
+        InputError
+            If ``out`` exists and may not be replaced, or cannot be written.
+        """
+        from eldr_sim.planning.plan_files import plan_record, write_plan
+
+        write_plan(Path(out), plan_record(self), self.runs, force)
 
 
 def plan(
@@ -167,8 +189,8 @@ def plan(
     max_gpus: int = 64,
     prices: Mapping[str, float] | None = None,
     tensor_parallel_sizes: Sequence[int] = (),
-    evaluate: Evaluator = run_here,
-    progress: Callable[[int], None] | None = None,
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Find the cheapest xPyD cluster that meets an objective, for every policy on every GPU.
 
@@ -188,10 +210,10 @@ def plan(
     tensor_parallel_sizes
         GPUs of a worker to choose from. When empty, the fewest (a power of two) that hold the
         model, and more only where no cluster of those meets the objective.
-    evaluate
-        Makes the runs; see :data:`~eldr_sim.planning.tasks.Evaluator`.
+    jobs
+        Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
-        Called with the number of runs so far.
+        Called after every run with the numbers of runs done and asked for so far.
 
     Raises
     ------
@@ -202,12 +224,12 @@ def plan(
         raise InputError("max_gpus", str(max_gpus), "2 or more: one worker of each kind")
     if config.request_rate == math.inf:
         raise InputError("request_rate", "inf", "a finite rate")
-    config = config.model_copy(update={"goodput": objective.level})
+    asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {})
     candidates = [candidate(c, objective, max_gpus, tensor_parallel_sizes) for c in configs]
     rate = next((offer.bounds.rate for each in candidates for offer in each.offers), math.nan)
     _check_load(config, rate)
-    runs = Runs(evaluate, progress)
+    runs = Runs(jobs, progress)
     answers = runs.together([_answer(each, objective) for each in candidates])
     savings = _savings(answers, objective, runs)
     ranked = sorted(answers, key=lambda answer: (answer.cost, _rank(answer.trial)))
@@ -216,7 +238,8 @@ def plan(
         margin = _margin(ranked[0], objective, rate, runs)
     larger = [task for answer in answers for task in _larger(answer, objective)]
     trials = [trial for answer in answers for trial in answer.trials] + runs.together(larger)
-    return Plan(objective, rate, max_gpus, ranked, margin, _front(trials, max_gpus), savings, runs)
+    front = _front(trials, max_gpus)
+    return Plan(asked, objective, rate, max_gpus, ranked, margin, front, savings, runs)
 
 
 def _check_load(config: RunConfig, rate: float) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import math
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.offers import gpu_label
 from eldr_sim.planning.plan import Answer, Plan, Saving, per_gpu, per_user
 from eldr_sim.planning.rates import CarriedRate, RatePlan
-from eldr_sim.planning.slo import Interval, Objective
-from eldr_sim.planning.tasks import Runs, Summary
+from eldr_sim.planning.runs import Runs, Summary
+from eldr_sim.planning.slo import Objective
 from eldr_sim.planning.trial import Trial
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.results import result_folder, write_json, write_table
 
+#: A folder with this file holds a plan, which ``force`` replaces.
+MARKER = "plan.json"
 #: Figures of a run in ``points.parquet`` and of a cluster in ``plan.json`` (means over seeds).
 FIGURES = (
     "median_ttft_ms",
@@ -30,12 +35,19 @@ FIGURES = (
 )
 
 
-def plan_record(plan: Plan, config: RunConfig) -> dict[str, Any]:
-    """Return all of a plan but its runs, ready for JSON; ``config`` is what was planned with."""
+def write_plan(out: Path, record: dict[str, Any], runs: Runs, force: bool) -> None:
+    """Write ``plan.json`` and ``points.parquet`` into a folder, whole or not at all."""
+    with result_folder(out, force, MARKER) as folder:
+        write_json(folder / MARKER, record)
+        write_table(folder / "points.parquet", points_table(runs))
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """Return all of a plan but its runs, ready for JSON."""
     best, margin = plan.best, plan.margin
     return {
         "kind": "cluster",
-        **_asked(plan.objective, config),
+        **_asked(plan.objective, plan.config),
         "request_rate": plan.rate,
         "max_gpus": plan.max_gpus,
         "cheapest_by": "price_per_hour" if plan.has_prices else "gpus",
@@ -61,19 +73,19 @@ def plan_record(plan: Plan, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def rate_record(plan: RatePlan, config: RunConfig) -> dict[str, Any]:
+def rate_record(plan: RatePlan) -> dict[str, Any]:
     """Return all of a plan of rates but its runs, ready for JSON."""
     summaries = [each.summary for each in plan.rates if each.summary is not None]
     return {
         "kind": "rate",
-        **_asked(plan.objective, config),
+        **_asked(plan.objective, plan.config),
         "rates": [carried_rate(each) for each in plan.rates],
         "gains": [
             {
                 "gpu": gain.gpu,
                 "policy": gain.policy,
                 "reference": gain.reference,
-                "percent": interval(Interval(gain.percent, gain.low, gain.high)),
+                "percent": interval(gain.percent),
             }
             for gain in plan.gains
         ],

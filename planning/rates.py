@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.bounds import bounds
-from eldr_sim.planning.compare import paired_difference
+from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
 from eldr_sim.planning.offers import clusters_to_plan, gpu_label
+from eldr_sim.planning.runs import Runs, Summary, Task
 from eldr_sim.planning.search import highest_rate
-from eldr_sim.planning.slo import Interval, Objective, t_interval
-from eldr_sim.planning.tasks import Evaluator, Runs, Summary, Task, run_here
-from eldr_sim.planning.trial import attains, with_seed
+from eldr_sim.planning.slo import Objective
+from eldr_sim.planning.trial import attains
 from eldr_sim.simulator.config import RunConfig
 
 #: A run of fewer expected requests says nothing about a share such as 99%.
@@ -51,28 +52,35 @@ class CarriedRate:
 
 @dataclass(frozen=True)
 class RateGain:
-    """How much more a policy lets the same cluster carry than the first policy does, in percent.
+    """Gain in the highest rate of a cluster under a policy, against the first policy, in percent.
 
-    ``percent`` is the mean of the paired ratios of the seeds, less 1; ``low`` and ``high`` its 95%
-    interval.
+    ``percent`` is the mean of the paired ratios of the seeds, less 1, with its 95% interval.
     """
 
     gpu: str
     policy: str
     reference: str
-    percent: float
-    low: float
-    high: float
+    percent: Interval
 
 
 @dataclass(frozen=True)
 class RatePlan:
-    """The highest rates of a cluster, by GPU and policy, and what the policies gain."""
+    """The highest rates of a cluster, by GPU and policy, and what the policies gain.
 
+    ``config`` and ``objective`` are what was asked for.
+    """
+
+    config: RunConfig
     objective: Objective
     rates: list[CarriedRate]
     gains: list[RateGain]
     runs: Runs
+
+    def write(self, out: Path | str, *, force: bool = False) -> None:
+        """Write ``plan.json`` and ``points.parquet``; as `Plan.write`."""
+        from eldr_sim.planning.plan_files import rate_record, write_plan
+
+        write_plan(Path(out), rate_record(self), self.runs, force)
 
 
 def plan_rate(
@@ -82,8 +90,8 @@ def plan_rate(
     policies: Sequence[str] = (),
     gpus: Sequence[str] = (),
     prices: Mapping[str, float] | None = None,
-    evaluate: Evaluator = run_here,
-    progress: Callable[[int], None] | None = None,
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> RatePlan:
     """Find the highest rate that a cluster carries within its objective, seed by seed.
 
@@ -101,20 +109,20 @@ def plan_rate(
         Compared on the same topology; those of ``config`` when empty.
     prices
         Price of a GPU-hour by GPU.
-    evaluate
-        Makes the runs.
+    jobs
+        Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
-        Called with the number of runs so far.
+        Called after every run with the numbers of runs done and asked for so far.
 
     Raises
     ------
     InputError
         If the configuration does not exist or does not fit together.
     """
-    config = config.model_copy(update={"goodput": objective.level})
+    asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {})
     low = lowest_rate(config)
-    runs = Runs(evaluate, progress)
+    runs = Runs(jobs, progress)
     tasks = []
     impossible = []
     for each in configs:
@@ -127,7 +135,7 @@ def plan_rate(
     for each, reason in zip(configs, impossible, strict=True):
         by_seed = () if reason else tuple(next(found) for _ in range(objective.seeds))
         rates.append(_carried_rate(each, by_seed, reason or f"{low:.3g} req/s is too much", runs))
-    return RatePlan(objective, rates, _gains(rates), runs)
+    return RatePlan(asked, objective, rates, _gains(rates), runs)
 
 
 def lowest_rate(config: RunConfig) -> float:
@@ -169,8 +177,8 @@ def _carried_rate(
     known = [rate for rate in by_seed if rate is not None]
     if not known or len(known) < len(by_seed):
         return CarriedRate(config, gpu_label(config), by_seed, None, None, reason)
-    at = with_seed(config.model_copy(update={"request_rate": known[0]}), 0)
-    return CarriedRate(config, gpu_label(config), by_seed, t_interval(known), runs.summary(at), "")
+    (summary,) = runs.summaries([config.model_copy(update={"request_rate": known[0]})])
+    return CarriedRate(config, gpu_label(config), by_seed, t_interval(known), summary)
 
 
 def _gains(rates: Sequence[CarriedRate]) -> list[RateGain]:
@@ -180,14 +188,6 @@ def _gains(rates: Sequence[CarriedRate]) -> list[RateGain]:
         reference = references.setdefault(each.gpu, each)
         if reference is each or reference.rate is None or each.rate is None:
             continue
-        pairs = zip(each.by_seed, reference.by_seed, strict=True)
-        ours, theirs = zip(*((a, b) for a, b in pairs if a and b), strict=True)
-        gains.append(
-            RateGain(
-                each.gpu,
-                each.config.policy,
-                reference.config.policy,
-                *paired_difference(ours, theirs),
-            )
-        )
+        percent = paired_percent(each.by_seed, reference.by_seed)
+        gains.append(RateGain(each.gpu, each.config.policy, reference.config.policy, percent))
     return gains

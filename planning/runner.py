@@ -8,24 +8,24 @@ configuration alone, never on how many processes there are or in which order the
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
-
-import joblib
-from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.run import prepare, simulate_summary
 from eldr_sim.simulator.shared_replay import SharedReplay, share, use
 
-Engine = Literal["joblib", "ray"]
+Backend = Literal["joblib", "ray"]
 
 _KILLED = "its process was killed twice, the second time alone: out of memory?"
 
@@ -40,7 +40,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a point.
+    """Outcome of a point: its summary, or why it failed.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def run_points(
     points: Iterable[Point],
     jobs: int | None = None,
     *,
-    engine: Engine = "joblib",
+    backend: Backend = "joblib",
     address: str | None = None,
 ) -> Generator[Outcome, None, None]:
     """Run points and yield their outcomes in the order in which they end.
@@ -84,7 +84,7 @@ def run_points(
     jobs
         Processes; 1 runs in this one, where a kill is not survived. The CPUs that this process may
         use when not given. On Ray: points in flight, the cluster's CPUs when not given.
-    engine
+    backend
         ``joblib`` for processes of this machine, ``ray`` for a cluster.
     address
         Of the Ray cluster: ``auto`` (the one that runs here; the default), ``local`` (one of this
@@ -95,33 +95,34 @@ def run_points(
     InputError
         If there are no jobs to do it with, or no such cluster.
     """
-    check_engine(jobs, engine, address)
+    check_backend(jobs, backend, address)
     todo = list(points)
-    if engine == "ray":
-        from eldr_sim.planning.ray_engine import run_on_ray
+    if backend == "ray":
+        from eldr_sim.planning.ray_backend import run_on_ray
 
         yield from run_on_ray(todo, jobs, address or "auto")
         return
-    jobs = worker_count(jobs, len(todo))
-    if jobs == 1:
+    if jobs is None:
+        from joblib import cpu_count  # takes long to import, here and below
+
+        jobs = cpu_count()
+    jobs = min(jobs, len(todo))
+    if jobs <= 1:
         yield from map(run_point, todo)
         return
     yield from _run_on_processes(todo, jobs, _share_replays(todo))
 
 
-def check_engine(jobs: int | None, engine: Engine, address: str | None) -> None:
+def check_backend(
+    jobs: int | None, backend: Backend = "joblib", address: str | None = None
+) -> None:
     """Raise InputError if `run_points` cannot be asked for this."""
     if jobs is not None and jobs < 1:
         raise InputError("jobs", str(jobs), "1 or more")
-    if engine not in get_args(Engine):
-        raise InputError("engine", repr(engine), ", ".join(get_args(Engine)))
-    if engine != "ray" and address is not None:
-        raise InputError("address", f"{address!r} without a cluster", "--engine ray beside it")
-
-
-def worker_count(jobs: int | None, n_points: int) -> int:
-    """Return how many processes so many points get; by default one a CPU."""
-    return max(1, min(jobs or joblib.cpu_count(), n_points))
+    if backend not in get_args(Backend):
+        raise InputError("backend", repr(backend), ", ".join(get_args(Backend)))
+    if backend != "ray" and address is not None:
+        raise InputError("address", f"{address!r} without a cluster", "--backend ray beside it")
 
 
 def run_point(point: Point) -> Outcome:
@@ -140,6 +141,8 @@ def run_point(point: Point) -> Outcome:
 def _run_on_processes(
     todo: Sequence[Point], jobs: int, shared: Sequence[SharedReplay]
 ) -> Iterator[Outcome]:
+    from joblib.externals.loky.process_executor import TerminatedWorkerError
+
     queue = list(todo)
     while queue:
         begun: dict[str, Point] = {}
@@ -151,16 +154,30 @@ def _run_on_processes(
                 yield _call(point, shared)
 
         try:
-            for outcome in _parallel(jobs, jobs, feed()):
-                del begun[outcome.key]
-                yield outcome
+            with _closing(_parallel(jobs, jobs, feed())) as outcomes:
+                for outcome in outcomes:
+                    del begun[outcome.key]
+                    yield outcome
         except TerminatedWorkerError:
             for point in list(begun.values()):
                 yield _run_alone(point, shared)
 
 
+@contextlib.contextmanager
+def _closing(outcomes: Generator[Outcome, None, None]) -> Iterator[Generator[Outcome, None, None]]:
+    """Close joblib's generator at the end, without its warning that this stops its tasks."""
+    try:
+        yield outcomes
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outcomes.close()
+
+
 def _run_alone(point: Point, shared: Sequence[SharedReplay]) -> Outcome:
     """Run a point while no other runs: now a killed process tells which point killed it."""
+    from joblib.externals.loky.process_executor import TerminatedWorkerError
+
     start = time.perf_counter()
     try:
         # Two jobs, for joblib runs one in this process; the second has nothing to do.
@@ -169,10 +186,12 @@ def _run_alone(point: Point, shared: Sequence[SharedReplay]) -> Outcome:
         return Outcome(point.key, None, _KILLED, time.perf_counter() - start, killed=True)
 
 
-def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Iterator[Outcome]:
+def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Generator[Outcome, None, None]:
+    from joblib import Parallel, parallel_config
+
     # Each process computes with one thread: the points are what runs side by side.
-    with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
-        outcomes: Iterator[Outcome] = joblib.Parallel(
+    with parallel_config(backend="loky", inner_max_num_threads=1):
+        outcomes: Generator[Outcome, None, None] = Parallel(
             n_jobs=jobs,
             return_as="generator_unordered",
             pre_dispatch=in_flight,
@@ -182,7 +201,9 @@ def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Iterator[Outco
 
 
 def _call(point: Point, shared: Sequence[SharedReplay]) -> Any:
-    return joblib.delayed(_run_in_worker)(point, shared, os.getpid())
+    from joblib import delayed
+
+    return delayed(_run_in_worker)(point, shared, os.getpid())
 
 
 def _run_in_worker(point: Point, shared: Sequence[SharedReplay], parent: int) -> Outcome:
@@ -219,6 +240,12 @@ def _share_replays(points: Iterable[Point]) -> list[SharedReplay]:
             setting = prepare(config)
             shared.append(share(setting.trace, setting.model.top_k, setting.step_time.n_moe_layers))
     return [replay for replay in shared if replay is not None]
+
+
+def config_key(config: RunConfig) -> str:
+    """Return a key that two configurations share only if they are equal."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def expected_tokens(config: RunConfig) -> float:

@@ -59,7 +59,7 @@ class Space:
 
 @dataclass
 class Found:
-    """What a search has learned.
+    """State of a search: the best cluster and every verdict so far.
 
     Attributes
     ----------

@@ -8,25 +8,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.compare import mean_interval
+from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.simulator.config import ServiceLevel, make_config
 
 
 class Verdict(StrEnum):
-    """Whether a cluster meets its objective."""
+    """Verdict on a cluster: does it meet its objective?"""
 
     MEETS = "meets"
     MISSES = "misses"
     UNDECIDED = "undecided"
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over seeds with its confidence interval; the ends are NaN for one seed."""
-
-    mean: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -117,11 +108,6 @@ def parse_slo(texts: Iterable[str]) -> ServiceLevel:
         field = error.field.replace("goodput.", "").replace("goodput", "")
         problem = f"{field}: {error.problem}" if field else error.problem
         raise InputError("slo", problem, "ttft, tpot and e2el in ms") from None
-
-
-def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Return the mean of independent values with Student's t interval."""
-    return Interval(*mean_interval(values, confidence))
 
 
 def attainment_interval(

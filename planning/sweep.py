@@ -21,28 +21,27 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
-from eldr_sim.planning.compare import mean_interval
+from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.journal import Journal, open_journal
 from eldr_sim.planning.runner import (
-    Engine,
+    Backend,
     Outcome,
     Point,
-    check_engine,
+    check_backend,
+    config_key,
     expected_tokens,
     run_points,
-    worker_count,
 )
-from eldr_sim.planning.sweep_spec import SweepSpec, config_key, make_spec, read_spec
+from eldr_sim.planning.sweep_spec import SweepSpec, make_spec, read_spec
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.results import write_json, write_table
 
@@ -53,7 +52,7 @@ COMPLETED, FAILED = "completed", "failed"
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep yields.
+    """Data set of a sweep.
 
     Parameters
     ----------
@@ -76,12 +75,12 @@ class SweepResult:
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """How far a sweep is: runs ``done`` of ``total``; None seconds left: too early to tell."""
+    """Progress of a sweep: runs ``done`` of ``total``, and the share of its expected work done."""
 
     done: int
     total: int
     failed: int
-    seconds_left: float | None
+    share: float
 
 
 def sweep(
@@ -90,7 +89,7 @@ def sweep(
     *,
     resume: bool = False,
     jobs: int | None = None,
-    engine: Engine = "joblib",
+    backend: Backend = "joblib",
     address: str | None = None,
     progress: Callable[[SweepProgress], None] | None = None,
 ) -> SweepResult:
@@ -106,7 +105,7 @@ def sweep(
     resume
         Go on with the sweep in ``out``: no run that is done is repeated, but for those whose
         process was killed.
-    jobs, engine, address
+    jobs, backend, address
         As for :func:`~eldr_sim.planning.runner.run_points`.
     progress
         Called at the start and whenever a run has ended.
@@ -121,12 +120,12 @@ def sweep(
         spec = read_spec(Path(spec))
     elif not isinstance(spec, SweepSpec):
         spec = make_spec(spec)
-    check_engine(jobs, engine, address)
+    check_backend(jobs, backend, address)
     configs = {config_key(config): config for point in spec.points for config in point.configs}
     header = {"eldr_sim": version("eldr-sim"), "spec": spec.document}
     folder = None if out is None else Path(out)
     with nullcontext() if folder is None else open_journal(folder, header, resume) as journal:
-        outcomes = _run_all(configs, journal, jobs, engine, address, progress)
+        outcomes = _run_all(configs, journal, jobs, backend, address, progress)
         result = SweepResult(
             points_table(spec, outcomes),
             aggregate_table(spec, outcomes),
@@ -141,7 +140,7 @@ def _run_all(
     configs: dict[str, RunConfig],
     journal: Journal | None,
     jobs: int | None,
-    engine: Engine,
+    backend: Backend,
     address: str | None,
     progress: Callable[[SweepProgress], None] | None,
 ) -> dict[str, Outcome]:
@@ -151,68 +150,23 @@ def _run_all(
     todo = [Point(key, config) for key, config in configs.items() if key not in done]
     todo.sort(key=lambda point: -expected_tokens(point.config))
     tokens = {key: expected_tokens(config) for key, config in configs.items()}
-    clock = TimeLeft(tokens, worker_count(jobs, len(todo)))
-    for key in done:
-        clock.done(key, outcomes[key].seconds)
 
     def report() -> None:
         if progress is not None:
             failed = sum(bool(outcomes[key].reason) for key in done)
-            progress(SweepProgress(len(done), len(configs), failed, clock.seconds_left()))
+            share = math.fsum(tokens[key] for key in done) / math.fsum(tokens.values())
+            progress(SweepProgress(len(done), len(configs), failed, share))
 
     report()
-    runs = run_points(todo, jobs, engine=engine, address=address)
-    try:
+    with closing(run_points(todo, jobs, backend=backend, address=address)) as runs:
         for outcome in runs:
             if journal is None:
                 outcomes[outcome.key] = outcome
             else:
                 journal.add(outcome)
             done.add(outcome.key)
-            clock.done(outcome.key, outcome.seconds)
             report()
-    finally:
-        runs.close()
     return outcomes
-
-
-class TimeLeft:
-    """How long the runs that are left will take.
-
-    A run's time is ``a + b x expected output tokens``, a and b fitted to the runs that are done
-    (not negative; their ratio alone while there are fewer than three). What is left is the sum over
-    the runs that are left by the processes, and not less than the longest of them.
-    """
-
-    def __init__(self, tokens: Mapping[str, float], jobs: int) -> None:
-        self._left = dict(tokens)
-        self._jobs = jobs
-        self._seen: list[tuple[float, float]] = []
-
-    def done(self, key: str, seconds: float) -> None:
-        """Say that a run took so long."""
-        self._seen.append((self._left.pop(key), seconds))
-
-    def seconds_left(self) -> float | None:
-        """Return the estimate; None before a run is done."""
-        if not self._left:
-            return 0.0
-        if not self._seen:
-            return None
-        base, slope = self._fit()
-        expected = [base + slope * tokens for tokens in self._left.values()]
-        return max(math.fsum(expected) / self._jobs, max(expected))
-
-    def _fit(self) -> tuple[float, float]:
-        tokens, seconds = np.array(self._seen).T
-        ratio = float(seconds.sum() / max(tokens.sum(), 1.0))
-        if len(tokens) < 3 or np.ptp(tokens) == 0.0:
-            return 0.0, ratio
-        slope = float(np.cov(tokens, seconds)[0, 1] / np.var(tokens, ddof=1))
-        base = float(seconds.mean() - slope * tokens.mean())
-        if slope < 0.0:
-            return float(seconds.mean()), 0.0
-        return (base, slope) if base >= 0.0 else (0.0, ratio)
 
 
 def points_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
@@ -251,7 +205,7 @@ def aggregate_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Tabl
             known = _numbers([summary.get(name) for summary in summaries])
             if name in ("seed", *point.parameters) or not known:
                 continue
-            row[name], low, high = mean_interval(known, spec.confidence)
+            row[name], low, high = t_interval(known, spec.confidence)
             row[f"{name}_low"] = None if math.isnan(low) else low
             row[f"{name}_high"] = None if math.isnan(high) else high
         row |= {"point": index, "name": point.name, **point.parameters}

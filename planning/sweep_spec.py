@@ -6,7 +6,7 @@
       topology: 8P16D
       goodput: {ttft: 500}
     sweep:
-      type: grid                     # or zip, scenarios, latin_hypercube
+      type: grid                     # or zip, scenarios
       parameters:                    # any field of a run by its dot path
         policy: [round_robin, eldr]
         request_rate: [20, 40, 60]
@@ -20,10 +20,8 @@ as far as their parameters allow.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,43 +31,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import RunConfig, make_config
-from eldr_sim.traces.streams import stream
+from eldr_sim.planning.paired import with_seed
+from eldr_sim.simulator.config import RunConfig, make_config, set_field
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 Values = Annotated[list[Any], Field(min_length=1)]
-
-
-class Interval(BaseModel):
-    """A range that a Latin hypercube draws from; both ends included where it is of integers."""
-
-    model_config = _STRICT
-
-    lo: float
-    hi: float
-    scale: Literal["linear", "log"] = "linear"
-    kind: Literal["float", "int"] = "float"
-
-    @model_validator(mode="after")
-    def _check(self) -> Interval:
-        if not self.lo < self.hi:
-            raise ValueError(f"lo {self.lo:g} is not below hi {self.hi:g}")
-        if self.scale == "log" and self.lo <= 0.0:
-            raise ValueError(f"lo {self.lo:g} on a log scale is not above 0")
-        if self.kind == "int" and not (self.lo.is_integer() and self.hi.is_integer()):
-            raise ValueError("lo and hi of kind int are not integers")
-        return self
-
-    def value(self, share: float) -> float | int:
-        """Return what lies at a share in [0, 1) of the range."""
-        lo, hi = self.lo, self.hi + (self.kind == "int")
-        if self.scale == "log":
-            value = math.exp(math.log(lo) + share * (math.log(hi) - math.log(lo)))
-        else:
-            value = lo + share * (hi - lo)
-        # Rounding may carry the value over an end.
-        value = min(max(value, self.lo), self.hi if self.kind == "float" else self.hi + 0.5)
-        return int(value) if self.kind == "int" else value
 
 
 class Grid(BaseModel):
@@ -80,7 +46,7 @@ class Grid(BaseModel):
     type: Literal["grid"]
     parameters: Annotated[dict[str, Values], Field(min_length=1)]
 
-    def changes(self, _seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    def changes(self) -> Iterator[tuple[str | None, dict[str, Any]]]:
         """Yield each point's name, if it has one, and its values by dot path."""
         for values in itertools.product(*self.parameters.values()):
             yield None, dict(zip(self.parameters, values, strict=True))
@@ -102,7 +68,7 @@ class Zip(BaseModel):
             raise ValueError(f"lists of different lengths: {counts}")
         return self
 
-    def changes(self, _seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    def changes(self) -> Iterator[tuple[str | None, dict[str, Any]]]:
         """Yield each point's name, if it has one, and its values by dot path."""
         for values in zip(*self.parameters.values(), strict=True):
             yield None, dict(zip(self.parameters, values, strict=True))
@@ -132,43 +98,14 @@ class Scenarios(BaseModel):
             raise ValueError(f"two scenarios are named {twice[0]!r}")
         return self
 
-    def changes(self, _seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    def changes(self) -> Iterator[tuple[str | None, dict[str, Any]]]:
         """Yield each point's name, if it has one, and its values by dot path."""
         for run in self.runs:
             yield run.name, dict(_leaves(run.model_extra or {}))
 
 
-class LatinHypercube(BaseModel):
-    """``samples`` points, such that each of as many equal slices of every range holds one.
-
-    Ranges are cut in slices of equal probability; a list of values is a range cut in as many parts.
-    """
-
-    model_config = _STRICT
-
-    type: Literal["latin_hypercube"]
-    samples: Annotated[int, Field(ge=1)]
-    parameters: Annotated[dict[str, Interval | Values], Field(min_length=1)]
-
-    def changes(self, seed: int) -> Iterator[tuple[str | None, dict[str, Any]]]:
-        """Yield each point's name, if it has one, and its values by dot path."""
-        from scipy.stats import qmc  # takes long to import
-
-        rng = stream(seed, "latin hypercube")
-        for shares in qmc.LatinHypercube(len(self.parameters), seed=rng).random(self.samples):
-            yield (
-                None,
-                {
-                    path: space.value(float(share))
-                    if isinstance(space, Interval)
-                    else space[int(share * len(space))]
-                    for (path, space), share in zip(self.parameters.items(), shares, strict=True)
-                },
-            )
-
-
 class MultiRun(BaseModel):
-    """How often each point is run, under seeds of its own, and what the intervals cover."""
+    """Number of seeds of each point, and the confidence level of its intervals."""
 
     model_config = _STRICT
 
@@ -180,7 +117,7 @@ class _Document(BaseModel):
     model_config = _STRICT
 
     config: dict[str, Any] = {}
-    sweep: Annotated[Grid | Zip | Scenarios | LatinHypercube, Field(discriminator="type")]
+    sweep: Annotated[Grid | Zip | Scenarios, Field(discriminator="type")]
     multiRun: MultiRun = MultiRun()
     randomSeed: Annotated[int, Field(ge=0)] | None = None
 
@@ -250,7 +187,7 @@ def make_spec(document: Any) -> SweepSpec:
     seed = parsed.randomSeed
     if seed is None:
         seed = make_config(parsed.config).seed
-    changes = list(parsed.sweep.changes(seed))
+    changes = list(parsed.sweep.changes())
     paths = list(dict.fromkeys(path for _, values in changes for path in values))
     if "seed" in paths:
         raise InputError("sweep", "seed is no parameter", "multiRun: {numRuns: N} and randomSeed")
@@ -260,23 +197,16 @@ def make_spec(document: Any) -> SweepSpec:
         base = dict(parsed.config)
         try:
             for path, value in values.items():
-                base = _set(base, path, value)
-            configs = [
-                make_config(base | {"seed": seed + i}) for i in range(parsed.multiRun.numRuns)
-            ]
+                set_field(base, path, value)
+            config = make_config(base | {"seed": seed})
         except InputError as error:
             raise InputError(
                 error.field, f"{error.problem} in point {len(points)} ({label})", error.allowed
             ) from None
-        fields = configs[0].model_dump()
+        configs = [with_seed(config, i) for i in range(parsed.multiRun.numRuns)]
+        fields = config.model_dump()
         points.append(SweepPoint(label, {path: _get(fields, path) for path in paths}, configs))
     return SweepSpec(dict(document), points, parsed.multiRun.confidenceLevel)
-
-
-def config_key(config: RunConfig) -> str:
-    """Return a key that two configurations share only if they are equal."""
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def first_change(old: Any, new: Any, path: str = "") -> str | None:
@@ -295,18 +225,12 @@ def first_change(old: Any, new: Any, path: str = "") -> str | None:
     return None if old == new else f"{path} was {_text(old)} and is {_text(new)}"
 
 
-#: pydantic names the branch of a union in the location of an error; users know none of them.
-_UNION_BRANCHES = ("function-after[", "Interval", "list[")
-
-
 def _input_error(error: ValidationError) -> InputError:
     first = error.errors()[0]
-    # The branch of the sweep's type, too: it is what users wrote as `type`.
-    types = {"grid", "zip", "scenarios", "latin_hypercube"}
+    # pydantic puts the sweep's type into the location; for users it is the value of `type`.
+    types = {"grid", "zip", "scenarios"}
     where = ".".join(
-        str(part)
-        for i, part in enumerate(first["loc"])
-        if not (i == 1 and part in types) and not str(part).startswith(_UNION_BRANCHES)
+        str(part) for i, part in enumerate(first["loc"]) if not (i == 1 and part in types)
     )
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
@@ -314,17 +238,6 @@ def _input_error(error: ValidationError) -> InputError:
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return InputError("sweep.type", _text(first["input"]), ", ".join(sorted(types)))
     return InputError(where, f"{message}, got {_text(first['input'])}")
-
-
-def _set(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Return a copy of nested values with the one at a dot path replaced."""
-    head, dot, rest = path.partition(".")
-    if not dot:
-        return {**values, head: value}
-    inner = values.get(head)
-    if inner is not None and not isinstance(inner, dict):
-        raise InputError(path, f"{head} is {_text(inner)}, which has no fields")
-    return {**values, head: _set(inner or {}, rest, value)}
 
 
 def _get(values: Any, path: str) -> Any:

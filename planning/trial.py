@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from eldr_sim.planning.slo import Interval, Objective, Verdict
-from eldr_sim.planning.tasks import Summary, Task
+from eldr_sim.planning.intervals import Interval
+from eldr_sim.planning.paired import with_seed
+from eldr_sim.planning.runs import Summary, Task
+from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.config import RunConfig
 
 #: Share of the measured window (or of the requests) of the run that comes first.
@@ -15,7 +17,7 @@ _PRE_RUN = 0.25
 
 @dataclass(frozen=True)
 class Trial:
-    """What was learned about one cluster under one load.
+    """Verdict on one cluster under one load, and the runs that it rests on.
 
     Attributes
     ----------
@@ -90,14 +92,9 @@ def passes(config: RunConfig, seed: int, objective: Objective) -> Task[bool]:
 
 
 def attains(config: RunConfig, seed: int, objective: Objective) -> Task[bool]:
-    """As :func:`passes`, without a pre-run: for loads that are nearly carried."""
+    """Say whether one seed attains the target, without the pre-run of :func:`passes`."""
     summary = (yield [with_seed(config, seed)])[0]
     return bool(summary["slo_attainment"] >= objective.attainment)
-
-
-def with_seed(config: RunConfig, index: int) -> RunConfig:
-    """Return the run of seed number ``index``, counted from the configuration's own."""
-    return config.model_copy(update={"seed": config.seed + index})
 
 
 def pre_run(config: RunConfig) -> RunConfig:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,21 @@ import pyarrow as pa
 import yaml
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.compare import METRICS, paired_percent
-from eldr_sim.planning.tasks import Evaluator, Runs, Summary, run_here
-from eldr_sim.planning.trial import with_seed
+from eldr_sim.planning.paired import Difference, run_paired
+from eldr_sim.planning.runs import Summary
+from eldr_sim.simulator.catalogue import HEADLINE
 from eldr_sim.simulator.config import RunConfig, make_config, read_config, set_field
+from eldr_sim.simulator.results import result_folder, write_json, write_table
 
-#: Figures told beside those of a comparison.
+#: Figures of a what-if.
 FIGURES = (
-    *METRICS,
+    *HEADLINE,
     "slo_attainment",
     "gpu_hours_per_million_output_tokens",
     "cost_per_million_output_tokens",
 )
+#: A folder with this file holds a what-if, which ``force`` replaces.
+MARKER = "what_if.json"
 #: Fields that say which requests a run serves, and what they come to. Others leave arrivals,
 #: prompts and experts alone.
 REQUEST_FIELDS = {
@@ -45,23 +47,6 @@ REQUEST_FIELDS = {
 
 
 @dataclass(frozen=True)
-class Effect:
-    """What a change does to one figure.
-
-    ``base`` and ``changed`` are means over seeds, None where a run has no such figure; ``percent``
-    is the mean of the paired differences in percent of the base, ``low`` and ``high`` the ends of
-    its 95% interval (NaN for one seed).
-    """
-
-    metric: str
-    base: float | None
-    changed: float | None
-    percent: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Change:
     """A change and its effects.
 
@@ -72,7 +57,7 @@ class Change:
     config
         The changed run, under the first seed.
     effects
-        One a figure.
+        Differences from the base run, one a figure.
     other_requests
         Fields that make the changed run serve other requests than the base run: then pairs share
         no more than their seed.
@@ -82,9 +67,22 @@ class Change:
 
     name: str
     config: RunConfig
-    effects: list[Effect]
+    effects: list[Difference]
     other_requests: tuple[str, ...]
     summaries: tuple[Summary, ...]
+
+    def record(self) -> dict[str, Any]:
+        """Return the change as plain values, ready for JSON."""
+        return {
+            "name": self.name,
+            "config": self.config.model_dump(mode="json"),
+            "other_requests": list(self.other_requests),
+            "effects": [
+                {"metric": e.metric, "base": e.reference_mean, "changed": e.mean, **e.record()}
+                for e in self.effects
+            ],
+            "provenance": self.summaries[0]["provenance"],
+        }
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,47 @@ class WhatIf:
     config: RunConfig
     base: tuple[Summary, ...]
     changes: list[Change]
+
+    @property
+    def runs(self) -> pa.Table:
+        """A row a run: the change (``base`` for none), the seed, and every figure."""
+        keys = ("seed", "num_prompts", "completed", "failed", *FIGURES)
+        named = [("base", self.base), *((c.name, c.summaries) for c in self.changes)]
+        return pa.Table.from_pylist(
+            [
+                {"change": name} | {key: summary[key] for key in keys}
+                for name, summaries in named
+                for summary in summaries
+            ]
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return base and changes as plain values, ready for JSON."""
+        return {
+            "config": self.config.model_dump(mode="json"),
+            "seeds": len(self.base),
+            "changes": [change.record() for change in self.changes],
+            "provenance": self.base[0]["provenance"],
+        }
+
+    def write(self, out: Path | str, *, force: bool = False) -> None:
+        """Write ``what_if.json`` and ``runs.parquet`` into a folder, whole or not at all.
+
+        Parameters
+        ----------
+        out
+            Folder to make.
+        force
+            Replace an earlier what-if.
+
+        Raises
+        ------
+        InputError
+            If ``out`` exists and may not be replaced, or cannot be written.
+        """
+        with result_folder(Path(out), force, MARKER) as folder:
+            write_json(folder / MARKER, self.record())
+            write_table(folder / "runs.parquet", self.runs)
 
 
 def read_base(path: Path) -> dict[str, Any]:
@@ -146,7 +185,7 @@ def what_if(
     *,
     n_seeds: int = 5,
     together: bool = False,
-    evaluate: Evaluator = run_here,
+    jobs: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> WhatIf:
     """Run the base and every change under the same seeds, and pair the results.
@@ -161,18 +200,17 @@ def what_if(
         Seeds, at least 1; two or more give intervals.
     together
         Also make all the changes at once.
-    evaluate
-        Makes the runs.
+    jobs
+        Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
-        Called with the share of the work done.
+        Called with the share of the runs that are done.
 
     Raises
     ------
     InputError
-        If a change names no field or gives a value that is not allowed, or changes nothing.
+        If a change names no field or gives a value that is not allowed, or changes nothing; if a
+        run fails.
     """
-    if n_seeds < 1:
-        raise InputError("seeds", str(n_seeds), "1 or more")
     if not changes:
         raise InputError("set", "no change", "--set FIELD=VALUE, once or more")
     if len(set(changes)) < len(changes):
@@ -185,78 +223,22 @@ def what_if(
     for name, config in configs.items():
         if config == base:
             raise InputError("set", f"{name} is what the base run has", "another value")
-    runs = Runs(evaluate)
-    summaries: list[tuple[Summary, ...]] = []
-    for config in (base, *configs.values()):
-        asked = [with_seed(config, index) for index in range(n_seeds)]
-        runs.make(asked)
-        summaries.append(tuple(runs.summary(run) for run in asked))
-        if progress is not None:
-            progress(len(summaries) / (1 + len(configs)))
-    ours = summaries[0]
+    paired = run_paired({"base": base, **configs}, n_seeds, jobs, progress)
     return WhatIf(
         base,
-        ours,
+        paired.summaries["base"],
         [
             Change(
                 name,
                 config,
-                [_effect(metric, ours, theirs) for metric in FIGURES],
+                paired.differences(name, "base", FIGURES),
                 tuple(
                     field
                     for field, value in REQUEST_FIELDS.items()
                     if getattr(config, value) != getattr(base, value)
                 ),
-                theirs,
+                paired.summaries[name],
             )
-            for (name, config), theirs in zip(configs.items(), summaries[1:], strict=True)
+            for name, config in configs.items()
         ],
-    )
-
-
-def _effect(metric: str, base: Sequence[Summary], changed: Sequence[Summary]) -> Effect:
-    before, after = ([summary[metric] for summary in runs] for runs in (base, changed))
-    return Effect(metric, _mean(before), _mean(after), *paired_percent(after, before))
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if len(known) == len(values) else None
-
-
-def to_record(found: WhatIf) -> dict[str, Any]:
-    """Return the differences as plain values, ready for JSON."""
-    return {
-        "config": found.config.model_dump(mode="json"),
-        "seeds": len(found.base),
-        "changes": [
-            {
-                "name": change.name,
-                "config": change.config.model_dump(mode="json"),
-                "other_requests": list(change.other_requests),
-                "effects": [
-                    {
-                        key: None if isinstance(value, float) and math.isnan(value) else value
-                        for key, value in asdict(effect).items()
-                    }
-                    for effect in change.effects
-                ],
-                "provenance": change.summaries[0]["provenance"],
-            }
-            for change in found.changes
-        ],
-        "provenance": found.base[0]["provenance"],
-    }
-
-
-def runs_table(found: WhatIf) -> pa.Table:
-    """Return a row a run: the change (``base`` for none), the seed, and every figure."""
-    keys = ("seed", "num_prompts", "completed", "failed", *FIGURES)
-    named = [("base", found.base), *((c.name, c.summaries) for c in found.changes)]
-    return pa.Table.from_pylist(
-        [
-            {"change": name} | {key: summary[key] for key in keys}
-            for name, summaries in named
-            for summary in summaries
-        ]
     )

@@ -20,4 +20,6 @@ memory
     How many KV blocks a worker has.
 metrics, tables, results
     What a run leaves behind: figures, tables, the result folder.
+catalogue
+    Tag, heading, unit, meaning and direction of every figure.
 """

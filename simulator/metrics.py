@@ -125,13 +125,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     preempted = (resumed - record.gaps["last_token_s"])[(start <= resumed) & (resumed <= end)]
     itl = np.concatenate([gaps, preempted])
     itl_weights = np.concatenate([carried, np.ones(len(preempted), np.int64)])
-    active = steps["active"][inside][decoding] / n_moe_layers
-    busiest = steps["busiest"][inside][decoding] / n_moe_layers
-
     hours, price = seconds / 3600.0, config.price_per_hour
     gpu_hours = config.n_gpus * hours
-    queries, hits = _prefix_cache(record, "cached_tokens", config)
-    decode_queries, decode_hits = _prefix_cache(record, "decode_cached_tokens", config)
     per_million = gpu_hours / tokens * 1e6 if tokens else None
     return {
         "num_prompts": int(measured.sum()),
@@ -161,18 +156,11 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
         **describe("itl", itl, itl_weights),
         **describe("e2el", times["e2el"][done]),
-        "mean_active_experts_per_step": _mean(active),
-        "median_active_experts_per_step": _percentile(active, 50),
-        "p99_active_experts_per_step": _percentile(active, 99),
-        "mean_busiest_rank_experts_per_step": _mean(busiest),
+        **_activated_experts(steps[inside][decoding], n_moe_layers),
         "mean_decode_batch": _mean(batch[decoding].astype(float)),
         "decode_steps": int(decoding.sum()),
-        "prefix_cache_queries": queries,
-        "prefix_cache_hits": hits,
-        "prefix_cache_hit_rate": hits / queries if queries else None,
-        "decode_prefix_cache_queries": decode_queries,
-        "decode_prefix_cache_hits": decode_hits,
-        "decode_prefix_cache_hit_rate": decode_hits / decode_queries if decode_queries else None,
+        **_prefix_cache(record, "", config),
+        **_prefix_cache(record, "decode_", config),
         "preemptions": int(requests["preemptions"].sum()),
         "gpus": config.n_gpus,
         "gpu_hours_per_million_output_tokens": per_million,
@@ -182,13 +170,29 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     }
 
 
-def _prefix_cache(record: RunRecord, field: str, config: RunConfig) -> tuple[int, int]:
-    """Return the prompt tokens that were looked up in prefix caches, and those found."""
-    if not config.enable_prefix_caching:
-        return 0, 0
-    requests = record.requests
-    looked_up = requests[requests["measured"] & (requests[field] >= 0)]
-    return int(looked_up["prompt_len"].sum()), int(looked_up[field].sum())
+def _activated_experts(steps: NDArray[np.void], n_moe_layers: int) -> dict[str, float | None]:
+    """Return the activated experts of decode steps, means over MoE layers."""
+    active, busiest = (steps[field] / n_moe_layers for field in ("active", "busiest"))
+    return {
+        "mean_active_experts_per_step": _mean(active),
+        "median_active_experts_per_step": _percentile(active, 50),
+        "p99_active_experts_per_step": _percentile(active, 99),
+        "mean_busiest_rank_experts_per_step": _mean(busiest),
+    }
+
+
+def _prefix_cache(record: RunRecord, pool: str, config: RunConfig) -> dict[str, float | None]:
+    """Return the prompt tokens looked up in the prefix caches of a pool, and those found."""
+    queries = hits = 0
+    if config.enable_prefix_caching:
+        requests, field = record.requests, f"{pool}cached_tokens"
+        looked_up = requests[requests["measured"] & (requests[field] >= 0)]
+        queries, hits = int(looked_up["prompt_len"].sum()), int(looked_up[field].sum())
+    return {
+        f"{pool}prefix_cache_queries": queries,
+        f"{pool}prefix_cache_hits": hits,
+        f"{pool}prefix_cache_hit_rate": hits / queries if queries else None,
+    }
 
 
 def table_warnings(summary: Mapping[str, Any]) -> list[str]:

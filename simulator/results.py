@@ -15,32 +15,39 @@ from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_folder
 from eldr_sim.simulator.run import Result
 
-#: A folder with one of these files is a result, and ``force`` may replace it.
-MARKERS = ("summary.json", "plan.json", "what_if.json", "statistics.json", "comparison.json")
+#: The file that the folder of a run, and of most other results, is recognised by.
+MARKER = "summary.json"
 
 
-def check_output(out: Path, force: bool) -> None:
-    """Raise InputError unless a result may be written to ``out``."""
+def check_output(out: Path, force: bool, marker: str = MARKER) -> None:
+    """Raise InputError unless a result may be written to ``out``.
+
+    With ``force`` it may replace an empty folder, or one that ``marker`` shows to be a result of
+    its kind.
+    """
     if not out.exists():
         return
     if not force:
         raise InputError("out", f"{out} exists", "a new folder, or --force to replace a result")
-    is_result = out.is_dir() and any((out / marker).exists() for marker in MARKERS)
-    if not is_result and not (out.is_dir() and not any(out.iterdir())):
-        raise InputError("out", f"{out} exists and is no result", "a new folder, or a result")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / marker).exists()):
+        raise InputError(
+            "out",
+            f"{out} exists and is no result with a {marker}",
+            "a new folder, or such a result",
+        )
 
 
 @contextmanager
-def result_folder(out: Path, force: bool) -> Iterator[Path]:
+def result_folder(out: Path, force: bool, marker: str = MARKER) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``out`` when the block ends well; `check_output`."""
-    check_output(out, force)
+    check_output(out, force, marker)
     with whole_folder(out) as folder:
         yield folder
 
 
 def write_result(
     result: Result,
-    out: Path,
+    out: Path | str,
     *,
     force: bool = False,
     extras: dict[str, Callable[[Path], None]] | None = None,
@@ -63,8 +70,8 @@ def write_result(
     InputError
         If ``out`` exists and may not be replaced, or cannot be written.
     """
-    with result_folder(out, force) as folder:
-        write_json(folder / "summary.json", result.summary)
+    with result_folder(Path(out), force) as folder:
+        write_json(folder / MARKER, result.summary)
         write_json(folder / "config.json", result.config)
         write_table(folder / "requests.parquet", result.requests)
         write_table(folder / "steps.parquet", result.steps)

@@ -310,7 +310,9 @@ def test_compare_prints_intervals_and_writes_runs(run_cli, tmp_path):
     [
         (["--seeds", "0"], "seeds: 0"),
         (["--policies", "jsq,jsq"], "policies: "),
-        (["--policies", "jsq,best"], "decode policy: unknown policy 'best'"),
+        (["--policies", "jsq,best"], "policies: unknown policy 'best'"),
+        (["--jobs", "0"], "jobs: 0"),
+        (["--force"], "force: --force without --out"),
     ],
 )
 def test_bad_comparison(run_cli, arguments, message):

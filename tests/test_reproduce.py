@@ -34,9 +34,9 @@ def test_agreement_of_a_claim(low, high, ours, direction, size):
     assert claim.size_agrees is size
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_runner_makes_each_run_once_and_keeps_the_order(processes):
-    runner = Runner(TINY, processes)
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_runner_makes_each_run_once_and_keeps_the_order(jobs):
+    runner = Runner(TINY, jobs)
     cases = [{"policy": "jsq"}, {"policy": "random"}, {"policy": "jsq"}]
     first = runner.run(cases)
     assert [summary["policy"] for summary in first] == ["jsq", "random", "jsq"]
@@ -46,7 +46,7 @@ def test_runner_makes_each_run_once_and_keeps_the_order(processes):
 
 
 def test_mean_difference_is_the_mean_over_rates_of_paired_runs():
-    runner = Runner(TINY)
+    runner = Runner(TINY, 1)
     runs = run_grid(runner, ("random", "round_robin", "jsq", "p2c", "eldr"), (5.0, 20.0))
     metric = "median_tpot_ms"
     each = [
@@ -70,7 +70,7 @@ def test_mean_difference_is_the_mean_over_rates_of_paired_runs():
 def reproductions():
     # Half as long, and in this process, which fits once for all runs.
     shorter = {"gpu": "MI300X", "duration": 1, "warmup": 0.5, "output_len": 8}
-    known = figures(Runner(TINY | shorter), quick=True)
+    known = figures(Runner(TINY | shorter, 1), quick=True)
     return {name: make() for name, make in known.items()}
 
 

@@ -63,6 +63,18 @@ def test_a_file_is_no_result(tmp_path):
             check_output(path, force)
 
 
+def test_force_replaces_results_of_its_kind_only(tmp_path):
+    """The caller says which file tells one: a plan is no run, and stays."""
+    for marker, other in (("plan.json", "summary.json"), ("summary.json", "plan.json")):
+        out = tmp_path / marker
+        out.mkdir()
+        check_output(out, force=True)  # an empty folder holds nothing to lose
+        (out / marker).write_text("{}")
+        check_output(out, True, marker)
+        with pytest.raises(InputError, match=f"is no result with a {other}"):
+            check_output(out, True, other)
+
+
 def test_unwritable_place_is_told(tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")

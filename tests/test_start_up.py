@@ -28,6 +28,7 @@ EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
         ("tables --help", FIGURES),
         ("tables list", TABLES),
         ("run --help", TABLES),
+        ("plan --help", PLOTS | {"joblib", "pandas", "scipy.special", "scipy.optimize"}),
         (f"run --policy jsq {SHORT}", PLOTS | {"scipy.optimize", "joblib"}),
     ],
 )

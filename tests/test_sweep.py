@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from eldr_sim.cli.console import sweep_bar
 from eldr_sim.errors import InputError
 from eldr_sim.planning import runner
 from eldr_sim.planning.journal import FILE_NAME
-from eldr_sim.planning.sweep import SweepProgress, TimeLeft, sweep
+from eldr_sim.planning.sweep import SweepProgress, sweep
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
 
@@ -238,8 +239,8 @@ def test_a_killed_run_is_tried_again_on_resume(tmp_path, fake_runs):
     assert contents(out) == expected
 
 
-def test_bad_engine_leaves_no_folder(tmp_path):
-    for arguments in ({"jobs": 0}, {"address": "auto"}, {"engine": "threads"}):
+def test_bad_backend_leaves_no_folder(tmp_path):
+    for arguments in ({"jobs": 0}, {"address": "auto"}, {"backend": "threads"}):
         with pytest.raises(InputError):
             sweep(SPEC, tmp_path / "out", **arguments)
     assert list(tmp_path.iterdir()) == []
@@ -254,33 +255,22 @@ def test_a_sweep_that_begins_nothing_leaves_no_folder(tmp_path, fake_runs):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_time_left_is_exact_for_times_that_are_linear_in_tokens():
-    tokens = {str(i): 1e6 * (i + 1) for i in range(12)}
-    seconds = {key: 0.5 + 2e-7 * n for key, n in tokens.items()}
-    clock = TimeLeft(tokens, 2)
-    assert clock.seconds_left() is None
-    for key in ("11", "3", "7"):
-        clock.done(key, seconds.pop(key))
-    assert clock.seconds_left() == pytest.approx(sum(seconds.values()) / 2)
-    for key in list(seconds)[:-1]:
-        clock.done(key, seconds.pop(key))
-    assert clock.seconds_left() == pytest.approx(max(seconds.values()))  # one process has it
-    clock.done(*seconds.popitem())
-    assert clock.seconds_left() == 0.0
+def test_progress_is_the_share_of_the_expected_tokens(tmp_path, fake_runs):
+    """Longest first, and a run of twice the rate is twice the work."""
+    spec = {
+        "config": {"topology": "1P1D", "duration": 10, "warmup": 0, "output_len": 10},
+        "sweep": {"type": "grid", "parameters": {"request_rate": [10, 20, 30, 40]}},
+    }
 
+    def interrupt(progress):
+        if progress.done == 2:
+            raise KeyboardInterrupt
 
-def test_time_left_of_recorded_lengths_is_the_mean():
-    clock = TimeLeft(dict.fromkeys("abcd", 5.0), 1)
-    clock.done("a", 1.0)
-    clock.done("b", 3.0)
-    assert clock.seconds_left() == pytest.approx(4.0)
-
-
-def test_time_left_never_turns_negative():
-    clock = TimeLeft({"a": 3.0, "b": 2.0, "c": 1.0, "d": 30.0}, 1)
-    for key, seconds in (("a", 1.0), ("b", 2.0), ("c", 3.0)):  # falls with the tokens
-        clock.done(key, seconds)
-    assert clock.seconds_left() == pytest.approx(2.0)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(spec, tmp_path / "out", jobs=1, progress=interrupt)
+    seen = []
+    sweep(spec, tmp_path / "out", jobs=1, resume=True, progress=seen.append)
+    assert [now.share for now in seen] == pytest.approx([0.7, 0.9, 1.0])
 
 
 def test_dry_run_prints_points_and_writes_nothing(run_cli, tmp_path):
@@ -319,15 +309,34 @@ def test_progress_counts_runs_and_time_left(monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
+    clock = [0.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
     with sweep_bar("grid") as update:
-        update(SweepProgress(0, 9, 0, None))
-        time.sleep(0.3)  # the bar is drawn ten times a second
-        update(SweepProgress(3, 9, 1, 100.0))
+        for at, done, failed, share in ((0.0, 2, 0, 0.2), (100.0, 4, 1, 0.7)):
+            clock[0] = at
+            update(SweepProgress(done, 9, failed, share))
+            time.sleep(0.3)  # the bar is drawn ten times a second
+    assert "2/9 runs" in terminal.getvalue()
+    assert "-:--:--" in terminal.getvalue()
+    assert "4/9 runs, 1 failed" in terminal.getvalue()
+    # Half of the work in 100 s, what was done before does not count; 0.3 are left.
+    assert re.search("0:01:0[01]", terminal.getvalue())
+
+
+def test_time_left_is_there_after_the_first_run_however_long_it_takes(monkeypatch):
+    terminal = StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    clock = [0.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
+    with sweep_bar("grid") as update:
+        update(SweepProgress(0, 4, 0, 0.0))
+        clock[0] = 3600.0
+        update(SweepProgress(1, 4, 0, 0.25))
         time.sleep(0.3)
-    assert "0/9 runs" in terminal.getvalue()
-    assert "-:--:-- left" in terminal.getvalue()
-    assert "3/9 runs, 1 failed" in terminal.getvalue()
-    assert "about 0:01:40 left" in terminal.getvalue()
+    assert re.search("3:00:0[01]", terminal.getvalue())
 
 
 def test_command_says_how_to_go_on(run_cli, tmp_path, fake_runs, monkeypatch):

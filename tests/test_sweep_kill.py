@@ -118,7 +118,7 @@ def test_a_ray_node_lost_on_the_way_costs_no_point(tmp_path):
 
     try:
         result = sweep(
-            SPEC, tmp_path / "ray", engine="ray", address=cluster.address, progress=lose_a_node
+            SPEC, tmp_path / "ray", backend="ray", address=cluster.address, progress=lose_a_node
         )
         assert len(nodes) == 2
     finally:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runner import Point, expected_tokens, run_points
+from eldr_sim.planning.runner import Outcome, Point, expected_tokens, run_points
+from eldr_sim.planning.runs import Runs
 from eldr_sim.simulator import shared_replay
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import prepare, simulate
@@ -144,3 +145,51 @@ def test_workers_end_with_their_parent(how):
         process.stdout.close()
         if members(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_runs_of_a_question_are_made_once_and_told_in_order(monkeypatch):
+    ran = []
+
+    def fake(config):
+        ran.append(config.seed)
+        return {"seed": config.seed}
+
+    monkeypatch.setattr("eldr_sim.planning.runner.simulate_summary", fake)
+    seen = []
+    runs = Runs(1, lambda done, asked: seen.append((done, asked)))
+    three, one, two = (make_config(TINY | {"seed": seed}) for seed in (3, 1, 2))
+    assert [s["seed"] for s in runs.summaries([three, one, three])] == [3, 1, 3]
+    assert [s["seed"] for s in runs.summaries([two, three])] == [2, 3]
+    assert ran == [3, 1, 2]
+    assert seen == [(1, 2), (2, 2), (3, 3)]
+    assert [config.seed for config, _ in runs.made()] == [3, 1, 2]
+    assert runs.summaries([]) == []
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_fails_is_told_by_policy_and_cluster(jobs):
+    configs = [make_config(TINY | {"policy": policy}) for policy in ("jsq", "no_such")]
+    with pytest.raises(InputError, match="run: no_such on 1P1D: decode policy: unknown policy"):
+        Runs(jobs).summaries(configs)
+
+
+def test_searches_go_on_side_by_side(monkeypatch):
+    """Round by round: what two searches ask for at the same time is run once, together."""
+    batches = []
+
+    def fake_points(points, _jobs):
+        batches.append([point.config.seed for point in points])
+        yield from (Outcome(p.key, {"seed": p.config.seed}, "", 0.0) for p in reversed(points))
+
+    monkeypatch.setattr("eldr_sim.planning.runs.run_points", fake_points)
+
+    def search(seeds):
+        total = 0
+        for seed in seeds:
+            (summary,) = yield [make_config(TINY | {"seed": seed})]
+            total += summary["seed"]
+        return total
+
+    assert Runs(1).together([search([1, 2]), search([]), search([1, 5, 7])]) == [3, 0, 13]
+    assert [batch for batch in batches if batch] == [[1], [2, 5], [7]]

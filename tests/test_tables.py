@@ -190,9 +190,8 @@ def test_find_prefers_own_tables_then_the_newest_kernel():
     newest = find_table("moe", "H200", shape=SHAPE, dtype="bfloat16")
     assert newest is not None
     assert newest.metadata.framework == "vllm 0.24.0"
-    older = find_table("moe", "H200", shape=SHAPE, kernel_source="vllm_fused_moe")
-    assert older is not None
-    assert older.metadata.framework == "vllm 0.19.0"
+    frameworks = [m.framework for _, m in shipped_tables() if (m.gpu, m.shape) == ("H200", SHAPE)]
+    assert "vllm 0.19.0" in frameworks  # there is an older one to prefer it to
     own = LatencyTable(_metadata(gpu="H200", kernel_source="mine"), _columns())
     assert find_table("moe", "H200", shape=SHAPE, extra=[own]) is own
     assert find_table("moe", "H100", shape=SHAPE, extra=[own]) is not own

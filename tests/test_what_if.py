@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from unittest import mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,9 +16,8 @@ from eldr_sim.planning.what_if import (
     FIGURES,
     change_fields,
     read_base,
-    to_record,
-    what_if,
 )
+from eldr_sim.planning.what_if import what_if as make_what_if
 from eldr_sim.simulator.config import make_config
 
 BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
@@ -29,9 +29,9 @@ class Analytic:
     def __init__(self):
         self.configs = []
 
-    def __call__(self, configs):
-        self.configs += configs
-        return [self.summary(config) for config in configs]
+    def __call__(self, config):
+        self.configs.append(config)
+        return self.summary(config)
 
     def summary(self, config):
         luck = np.random.default_rng([config.seed, 1]).normal(10.0, 1.0)
@@ -47,10 +47,15 @@ class Analytic:
         }
 
 
+def what_if(base, changes, evaluate, **arguments):
+    with mock.patch("eldr_sim.planning.runner.simulate_summary", evaluate):
+        return make_what_if(base, changes, jobs=1, **arguments)
+
+
 def test_pairs_share_their_luck_and_changes_stand_alone():
     evaluate = Analytic()
     base = make_config(BASE | {"policy": "jsq", "tau": 0.1, "seed": 3})
-    found = what_if(base, ["policy=eldr", "tau=0.21"], n_seeds=4, together=True, evaluate=evaluate)
+    found = what_if(base, ["policy=eldr", "tau=0.21"], evaluate, n_seeds=4, together=True)
     asked = [(c.policy, c.tau, c.seed) for c in evaluate.configs]
     assert asked == [
         (policy, tau, seed)
@@ -62,11 +67,11 @@ def test_pairs_share_their_luck_and_changes_stand_alone():
         effect = effects[name or "policy=eldr tau=0.21"]["median_tpot_ms"]
         # The luck is the same on both sides of a pair, so no spread is left.
         assert (effect.percent, effect.low, effect.high) == pytest.approx((percent,) * 3)
-        assert effect.changed == pytest.approx(effect.base * (1 + percent / 100))
+        assert effect.mean == pytest.approx(effect.reference_mean * (1 + percent / 100))
     for change in found.changes:
         assert change.other_requests == ()
         assert math.isnan({e.metric: e for e in change.effects}["slo_attainment"].percent)
-    json.dumps(to_record(found), allow_nan=False)
+    json.dumps(found.record(), allow_nan=False)
 
 
 def test_interval_is_students_t_over_the_seeds():
@@ -77,7 +82,7 @@ def test_interval_is_students_t_over_the_seeds():
 
     evaluate = Noisy()
     base = make_config(BASE | {"policy": "jsq"})
-    found = what_if(base, ["policy=eldr"], n_seeds=5, evaluate=evaluate)
+    found = what_if(base, ["policy=eldr"], evaluate, n_seeds=5)
     before, after = (
         np.array([evaluate.summary(c)["median_tpot_ms"] for c in evaluate.configs[part]])
         for part in (slice(0, 5), slice(5, 10))
@@ -100,12 +105,12 @@ def test_interval_is_students_t_over_the_seeds():
     ],
 )
 def test_changes_of_the_requests_are_told(change, fields):
-    found = what_if(make_config(BASE), [change], n_seeds=1, evaluate=Analytic())
+    found = what_if(make_config(BASE), [change], Analytic(), n_seeds=1)
     assert found.changes[0].other_requests == fields
 
 
 def test_simulated_pairs_serve_the_same_requests():
-    found = what_if(make_config(BASE), ["decode.gpu=h200"], n_seeds=2)
+    found = make_what_if(make_config(BASE), ["decode.gpu=h200"], n_seeds=2, jobs=1)
     for before, after in zip(found.base, found.changes[0].summaries, strict=True):
         for key in ("num_prompts", "total_input_tokens", "seed"):
             assert before[key] == after[key]
@@ -146,7 +151,7 @@ def test_values_are_yaml_and_fields_are_dot_paths():
 def test_bad_change(changes, message):
     evaluate = Analytic()
     with pytest.raises(InputError) as error:
-        what_if(make_config(BASE), changes, evaluate=evaluate)
+        what_if(make_config(BASE), changes, evaluate)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
     assert evaluate.configs == []

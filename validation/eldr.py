@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -62,7 +61,7 @@ def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
     base: dict[str, Any] = {"model": MODEL, "gpu": GPU, "topology": "8P16D"}
     if quick:
         base |= {"duration": 20, "warmup": 15}
-    return Runner(base, processes=os.cpu_count() or 1, progress=progress)
+    return Runner(base, progress=progress)
 
 
 def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.planning.compare import LOAD_BALANCERS
+from eldr_sim.planning.runs import Summary
 from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
 
 POLICIES = (*LOAD_BALANCERS, "domain", "eldr")
@@ -16,7 +17,7 @@ P50, P99, TTFT = "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms"
 ACTIVE = "mean_active_experts_per_step"
 _FIGURES = (P50, P99, TTFT, ACTIVE)
 
-Runs = dict[tuple[str, float], dict[str, Any]]
+Runs = dict[tuple[str, float], Summary]
 
 
 def run_grid(
@@ -35,7 +36,7 @@ def mean_difference(runs: Runs, policy: str, reference: str, metric: str) -> flo
     return math.fsum(each) / len(each)
 
 
-def _reference(runs: Runs, name: str, rate: float) -> dict[str, Any]:
+def _reference(runs: Runs, name: str, rate: float) -> Summary:
     """Return a policy's summary; ``best`` is the load balancer of the lowest median TPOT."""
     if name != "best":
         return runs[name, rate]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.planning.compare import paired_difference
+from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.policies.artifact import fit
 from eldr_sim.policies.base import PolicyContext, RequestInfo
 from eldr_sim.policies.eldr import EldrPolicy
@@ -270,7 +270,7 @@ def beyond(runner: Runner, rates: Sequence[float], seeds: Sequence[int]) -> Repr
             for policy in ("marginal_cost", "oracle"):
                 row: dict[str, Any] = {"policy": policy, "workload": workload, "request_rate": rate}
                 for metric in (P50, P99):
-                    mean, low, high = paired_difference(
+                    mean, low, high = paired_percent(
                         [s[metric] for s in runs[policy]], [s[metric] for s in runs["eldr"]]
                     )
                     row |= {f"{metric}_percent": mean, f"{metric}_low": low, f"{metric}_high": high}

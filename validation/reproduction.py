@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from eldr_sim.planning.runs import Runs, Summary
 from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.run import simulate
 
 
 @dataclass(frozen=True)
@@ -76,49 +75,31 @@ class Reproduction:
     draw: Callable[[Any], None]
 
 
-@dataclass
 class Runner:
-    """Runs configurations once each, on several processes, and keeps their summaries.
+    """Runs configurations once each, several side by side, and keeps their summaries.
 
     Parameters
     ----------
     base
         Fields common to all runs.
-    processes
-        Worker processes; 1 runs in this one.
+    jobs
+        Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
-        Called with the share of the current batch of runs that is done.
+        Called with the share of the runs asked for so far that are done.
     """
 
-    base: dict[str, Any]
-    processes: int = 1
-    progress: Callable[[float], None] = lambda _share: None
-    _summaries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    def __init__(
+        self,
+        base: dict[str, Any],
+        jobs: int | None = None,
+        progress: Callable[[float], None] = lambda _share: None,
+    ) -> None:
+        self.base = base
+        self._runs = Runs(jobs, lambda done, asked: progress(done / asked))
 
-    def run(self, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def run(self, cases: Sequence[dict[str, Any]]) -> list[Summary]:
         """Return the summary of each case (fields that differ from the base), in order."""
-        configs = [self.base | case for case in cases]
-        keys = [repr(sorted(config.items(), key=lambda item: item[0])) for config in configs]
-        todo = {key: c for key, c in zip(keys, configs, strict=True) if key not in self._summaries}
-        if self.processes > 1 and len(todo) > 1:
-            with ProcessPoolExecutor(self.processes) as pool:
-                futures = {pool.submit(_summary, config): key for key, config in todo.items()}
-                try:
-                    for done, future in enumerate(as_completed(futures), 1):
-                        self._summaries[futures[future]] = future.result()
-                        self.progress(done / len(todo))
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-        else:
-            for done, (key, config) in enumerate(todo.items(), 1):
-                self._summaries[key] = _summary(config)
-                self.progress(done / len(todo))
-        return [self._summaries[key] for key in keys]
-
-
-def _summary(config: dict[str, Any]) -> dict[str, Any]:
-    return simulate(make_config(config)).summary
+        return self._runs.summaries([make_config(self.base | case) for case in cases])
 
 
 def percent(value: float, reference: float) -> float:

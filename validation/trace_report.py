@@ -42,6 +42,8 @@ from eldr_sim.traces.statistics import TraceStatistics, domain_groups, trace_sta
 __all__ = ["TraceReport", "inspect_trace", "write_trace_report"]
 
 Row = dict[str, str | int | float]
+#: A folder with this file holds a report, which ``force`` replaces.
+MARKER = "statistics.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +134,7 @@ def write_trace_report(
             use.phase_rows(),
             lambda f: _draw_phases(f, use, statistics.prefill_decode_pearson),
         )
-    with result_folder(out, force) as folder:
+    with result_folder(out, force, MARKER) as folder:
         for name, (rows, draw) in parts.items():
             if not rows:
                 continue
@@ -142,7 +144,7 @@ def write_trace_report(
                 writer.writerows(rows)
             if plot:
                 _draw(folder / f"{name}.png", draw)
-        write_json(folder / "statistics.json", report.as_dict())
+        write_json(folder / MARKER, report.as_dict())
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eldr_sim.planning.runner import Point, run_point, run_points
+from eldr_sim.planning.runner import Point, config_key, run_point, run_points
 from eldr_sim.planning.sweep import sweep
-from eldr_sim.planning.sweep_spec import config_key, make_spec, read_spec
+from eldr_sim.planning.sweep_spec import make_spec, read_spec
 
 pytestmark = pytest.mark.slow
 

@@ -76,7 +76,7 @@ def write_report(
         The campaign is not whole, its runs are not of one model, build and machine, or ``out``
         cannot be written.
     """
-    with result_folder(out, force) as folder:
+    with result_folder(out, force, "comparison.json") as folder:
         runs, calibrated = read_campaign(campaign)
         compared = _compared(campaign, runs, calibrated, progress)
         document: Row = _significant(report_document(runs, calibrated, compared))

@@ -46,7 +46,7 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
     try:
         ray: Any = import_module("ray")
     except ImportError:
-        raise InputError("engine", "Ray is not installed", "pip install 'eldr-sim[ray]'") from None
+        raise InputError("backend", "Ray is not installed", "pip install 'eldr-sim[ray]'") from None
     ours = not ray.is_initialized()
     if ours:
         _connect(ray, address)

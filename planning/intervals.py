@@ -1,0 +1,49 @@
+"""Means with their confidence intervals, and differences paired over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Interval(NamedTuple):
+    """A mean over seeds with its confidence interval; the ends are NaN for one seed."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Return the mean of independent values with Student's t interval, n - 1 degrees of freedom."""
+    from scipy.special import stdtrit  # takes long to import
+
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return Interval(mean, math.nan, math.nan)
+    standard_error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    error = standard_error * float(stdtrit(len(values) - 1, (1 + confidence) / 2))
+    return Interval(mean, mean - error, mean + error)
+
+
+def paired_percent(
+    values: Sequence[float | None], reference: Sequence[float | None], confidence: float = 0.95
+) -> Interval:
+    """Return the paired differences of two configurations in percent of the reference.
+
+    Parameters
+    ----------
+    values, reference
+        One figure a seed, in the same order. Seeds in which one has no figure are left out; with
+        none left all is NaN.
+    confidence
+        Of the interval.
+    """
+    pairs = [(v, r) for v, r in zip(values, reference, strict=True) if v is not None and r]
+    if not pairs:
+        return Interval(math.nan, math.nan, math.nan)
+    ours, theirs = np.array(pairs, dtype=np.float64).T
+    return t_interval((100.0 * (ours / theirs - 1.0)).tolist(), confidence)
