@@ -12,30 +12,40 @@ from eldr_sim.cli.console import difference_cell, print_table, progress_bar
 from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.planning.compare import MARKER, Comparison
 from eldr_sim.planning.compare import compare as compare_policies
+from eldr_sim.policies.choice import split
 from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.metrics import warnings_of
 
 
 @click.command(short_help="Compare policies on the same requests.")
 @click.option(
+    "--policy",
     "--policies",
-    default="random,round_robin,jsq,p2c,domain,eldr",
+    "policies",
+    multiple=True,
+    default=("random,round_robin,jsq,p2c,domain,eldr",),
     show_default=True,
     metavar="NAME,NAME,...",
-    help="Decode policies; round_robin is added as the reference where it is missing.",
+    help="Decode policies, with parameters as in eldr:tau=0.2; once with a list, or repeated. "
+    "round_robin is added as the reference where it is missing.",
 )
 @click.option("--seeds", type=int, default=5, show_default=True, help="Seeds, from --seed on.")
 @click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
-@run_options(without=("policy", "artifact"))
+@run_options(without=("policy",))
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the figures.")
 @click.option("--force", is_flag=True, help="Replace the comparison in --out.")
 def compare(
-    policies: str, seeds: int, jobs: int | None, out: Path | None, force: bool, **options: Any
+    policies: tuple[str, ...],
+    seeds: int,
+    jobs: int | None,
+    out: Path | None,
+    force: bool,
+    **options: Any,
 ) -> None:
     """Run policies over the same requests; print differences with 95% confidence intervals."""
     config = config_from_options(options)
     check_out(out, force, MARKER)
-    names = [name.strip() for name in policies.split(",") if name.strip()]
+    names = [name for text in policies for name in split(text)]
     with progress_bar("comparing policies") as update:
         comparison = compare_policies(config, names, seeds, jobs=jobs, progress=update)
     _print(comparison)

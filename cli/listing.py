@@ -79,6 +79,37 @@ def models() -> None:
     print_table("Models", columns, rows)
 
 
+@click.command(short_help="List the policies and their parameters.")
+def policies() -> None:
+    """List the policies of each decision, and their parameters.
+
+    `--policy eldr:tau=0.2,layer_mask=all` gives parameters; a file may say
+    `policy: {name: eldr, tau: 0.2}`.
+    """
+    from eldr_sim.policies import registry
+    from eldr_sim.policies.choice import FIELDS, Parameters
+
+    for decision in registry.DECISIONS:
+        rows, parameters = [], []
+        for name in registry.names(decision):
+            policy = registry.find(decision, name)
+            rows.append([name, _first_line(policy)])
+            own: type[Parameters] = getattr(policy, "Parameters", Parameters)
+            for key, field in own.model_fields.items():
+                text = (field.description or "").replace("``", "").replace("\n", " ")
+                default = "" if field.default is None else str(field.default)
+                parameters.append([f"{name}:{key}", default, text])
+        option = f"--{FIELDS[decision].replace('_', '-')}"
+        print_table(f"{decision.capitalize()} policies ({option})", ["policy", "what"], rows)
+        if parameters:
+            print_table("Parameters", ["parameter", "default", "what"], parameters)
+
+
+def _first_line(policy: object) -> str:
+    text = (policy.__doc__ or "").strip().split("\n")[0]
+    return text.partition(" (see ")[0].rstrip(".").replace("``", "")
+
+
 @click.group(short_help="List and import latency tables.")
 def tables() -> None:
     """Latency tables: what is shipped, and how to import more."""

@@ -107,10 +107,6 @@ def _metavar(name: str) -> str:
         "topology": "xPyD|xC",
         "workload": "task|language|FILE",
         "trace": "NAME|DIR",
-        "artifact": "FILE",
-        "signature": "NAME",
-        "layer_mask": "greedy|all|N,N,...",
-        "clustering": "balanced|vanilla",
         "tables": "DIR",
         "trace_replay": "own|same_domain",
         "prompts": "unique|shared",
@@ -120,8 +116,8 @@ def _metavar(name: str) -> str:
         "output_len": "N|recorded",
         "model": "NAME|PATH",
         "gpu": "NAME",
-        "policy": "NAME",
-        "prefill_policy": "NAME",
+        "policy": "NAME[:PARAMETER=VALUE,...]",
+        "prefill_policy": "NAME[:PARAMETER=VALUE,...]",
         "seed": "N",
     }.get(name, "N" if name.startswith(("max_", "num_", "block")) else "NUMBER")
 

@@ -18,6 +18,7 @@ from eldr_sim.planning.rates import RatePlan, plan_rate
 from eldr_sim.planning.runs import Summary
 from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
 from eldr_sim.planning.trial import Trial
+from eldr_sim.policies.choice import split
 from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.metrics import warnings_of
 
@@ -32,7 +33,10 @@ from eldr_sim.simulator.metrics import warnings_of
     help="Share of the requests that must be good.",
 )  # fmt: skip
 @click.option("--gpu", "gpus", metavar="NAME,...", help="GPUs to choose from.  [default: H100]")
-@click.option("--policy", "policies", metavar="NAME,...", help="Decode policies to choose from.")
+@click.option(
+    "--policy", "--policies", "policies", multiple=True, metavar="NAME,...",
+    help="Decode policies to choose from; once with a list, or repeated.",
+)  # fmt: skip
 @click.option("--max-gpus", type=int, default=64, show_default=True, help="Most GPUs of a cluster.")
 @click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU.")
 @click.option(
@@ -48,8 +52,7 @@ from eldr_sim.simulator.metrics import warnings_of
 @click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
 @run_options(
     without=(
-        "policy", "gpu", "topology", "tensor_parallel_size", "goodput", "artifact",
-        "max_concurrency",
+        "policy", "gpu", "topology", "tensor_parallel_size", "goodput", "max_concurrency",
     )
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the plan.")
@@ -58,7 +61,7 @@ def plan(
     slo: tuple[str, ...],
     attainment: float,
     gpus: str | None,
-    policies: str | None,
+    policies: tuple[str, ...],
     max_gpus: int,
     price: str | None,
     sizes: str | None,
@@ -90,7 +93,7 @@ def plan(
     if topology is None and config.request_rate is None and not config.from_file:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
     chosen: dict[str, Any] = {
-        "policies": _list(policies),
+        "policies": [name for text in policies for name in split(text)],
         "gpus": _list(gpus),
         "prices": _prices(price),
         "jobs": jobs,

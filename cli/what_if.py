@@ -20,7 +20,7 @@ from eldr_sim.simulator.metrics import warnings_of
 @click.option(
     "--set", "changes", multiple=True, metavar="FIELD=VALUE",
     help="A change, such as decode.gpu=h200; repeat for more, each alone against the base. "
-    'Fields that belong together are one change: "topology=8P12D tau=0.2".',
+    'Fields that belong together are one change: "topology=8P12D policy.tau=0.2".',
 )  # fmt: skip
 @click.option("--together", is_flag=True, help="Also make all changes at once.")
 @click.option("--seeds", type=int, default=5, show_default=True, help="Seeds, from the base's on.")

@@ -106,7 +106,7 @@ class Comparison:
     def _record(self) -> dict[str, Any]:
         summaries = self.summaries
         return {
-            "config": self.config.model_dump(mode="json", exclude={"policy", "artifact"}),
+            "config": self.config.model_dump(mode="json", exclude={"policy"}),
             "seeds": self.n_seeds,
             "best_load_balancer": self.best_load_balancer,
             "differences": [
@@ -146,13 +146,9 @@ def compare(
     InputError
         If a policy is unknown or listed twice, ``n_seeds`` is below 1, or a run fails.
     """
-    names = list(policies)
+    names = [registry.canonical("decode", policy) for policy in policies]
     if len(set(names)) != len(names):
         raise InputError("policies", f"{', '.join(names)} names one twice")
-    known = registry.names("decode")
-    for name in names:
-        if name not in known:
-            raise InputError("policies", f"unknown policy {name!r}", ", ".join(known))
     if "round_robin" not in names:
         names.insert(0, "round_robin")
     configs = {name: config.model_copy(update={"policy": name}) for name in names}

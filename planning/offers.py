@@ -11,7 +11,8 @@ from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.planning.bounds import Bounds, bounds
 from eldr_sim.planning.search import Space
 from eldr_sim.planning.slo import Objective
-from eldr_sim.policies.registry import names
+from eldr_sim.policies.choice import parse
+from eldr_sim.policies.registry import canonical
 from eldr_sim.simulator.config import Pool, RunConfig
 
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
@@ -107,14 +108,13 @@ def clusters_to_plan(
         If a policy or GPU is unknown or listed twice, if some GPUs have a price and others have
         none, or if the configuration cannot be planned with.
     """
-    if config.artifact is not None:
-        raise InputError("artifact", "is fitted for one number of decode workers", "none")
+    for policy in policies or [config.policy]:
+        if "artifact" in parse(policy, "policy").given:
+            problem = f"{policy!r}: an artifact is fitted for one number of decode workers"
+            raise InputError("policy.artifact", problem, "none")
     if config.max_concurrency is not None:
         raise InputError("max_concurrency", "a plan is for an open load", "none")
-    known = names("decode")
-    for policy in policies:
-        if policy not in known:
-            raise InputError("policy", f"unknown policy {policy!r}", ", ".join(known))
+    policies = [canonical("decode", policy) for policy in policies]
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
     chosen = [load_gpu(name).name for name in gpus or [config.gpu]]
     for field, listed in (("policy", list(policies)), ("gpu", chosen)):

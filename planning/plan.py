@@ -63,9 +63,9 @@ class Answer:
         """Return the trial of the cluster with so many more workers, if it was tried."""
         if self.offer is None or self.trial is None:
             return None
-        config = self.trial.config
-        other = self.offer.at(config.n_prefill + prefill, config.n_decode + decode)
-        return next((trial for trial in self.trials if trial.config == other), None)
+        x, y = self.trial.config.n_prefill + prefill, self.trial.config.n_decode + decode
+        tried = (t for t in self.trials if (t.config.n_prefill, t.config.n_decode) == (x, y))
+        return next(tried, None)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.paired import with_seed
-from eldr_sim.simulator.config import RunConfig, make_config, set_field
+from eldr_sim.simulator.config import RunConfig, get_field, make_config, set_field
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 Values = Annotated[list[Any], Field(min_length=1)]
@@ -204,8 +204,7 @@ def make_spec(document: Any) -> SweepSpec:
                 error.field, f"{error.problem} in point {len(points)} ({label})", error.allowed
             ) from None
         configs = [with_seed(config, i) for i in range(parsed.multiRun.numRuns)]
-        fields = config.model_dump()
-        points.append(SweepPoint(label, {path: _get(fields, path) for path in paths}, configs))
+        points.append(SweepPoint(label, {path: get_field(config, path) for path in paths}, configs))
     return SweepSpec(dict(document), points, parsed.multiRun.confidenceLevel)
 
 
@@ -238,13 +237,6 @@ def _input_error(error: ValidationError) -> InputError:
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return InputError("sweep.type", _text(first["input"]), ", ".join(sorted(types)))
     return InputError(where, f"{message}, got {_text(first['input'])}")
-
-
-def _get(values: Any, path: str) -> Any:
-    """Return the value at a dot path; None where there is none."""
-    for part in path.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

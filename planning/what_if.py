@@ -151,7 +151,7 @@ def read_base(path: Path) -> dict[str, Any]:
 
 
 def change_fields(values: dict[str, Any], change: str) -> dict[str, Any]:
-    """Return field values with a change such as ``policy=eldr`` or ``"topology=8P12D tau=0.2"``.
+    """Return field values with a change: ``policy=eldr``, ``"topology=8P12D policy.tau=0.2"``.
 
     Values are read as YAML; fields are dot paths such as ``decode.gpu``.
 

@@ -14,6 +14,8 @@ from eldr_sim.errors import InputError
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.step_time import StepCost
     from eldr_sim.policies.artifact import RoutingArtifact
+    from eldr_sim.policies.clustering import Method
+    from eldr_sim.policies.signature import LayerMask, Transform
     from eldr_sim.traces.calibration import CalibrationSet
 
 Loads = NDArray[np.int64]
@@ -123,14 +125,12 @@ class PolicyContext:
         Workers to choose from, at least 1.
     rng
         Random stream of the policy; a deterministic policy leaves it alone.
-    tau
-        Width of ELDR's locality band, in [0, 1] of cosine similarity. The default is the paper's
-        (Sec. 4.3.2).
     calibration
         The calibration requests or a function that returns them, called only by policies that
         need them.
     artifact
-        ELDR's offline fit or a function that returns it, called only by policies that need it.
+        ELDR's offline fit, or a function that makes it with a signature's transform, a layer mask
+        and a method of clustering; called only by policies that need it.
     prefix_block_tokens
         Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
     step_times
@@ -143,14 +143,15 @@ class PolicyContext:
     Raises
     ------
     InputError
-        If ``n_workers``, ``tau`` or ``prefix_block_tokens`` is out of range.
+        If ``n_workers`` or ``prefix_block_tokens`` is out of range.
     """
 
     n_workers: int
     rng: np.random.Generator
-    tau: float = 0.1
     calibration: CalibrationSet | Callable[[], CalibrationSet] | None = None
-    artifact: RoutingArtifact | Callable[[], RoutingArtifact] | None = None
+    artifact: RoutingArtifact | Callable[[Transform, LayerMask, Method], RoutingArtifact] | None = (
+        None
+    )
     prefix_block_tokens: int = 16
     step_times: StepCost | None = None
     future: Callable[[int], NDArray[np.float64]] | None = None
@@ -158,8 +159,6 @@ class PolicyContext:
     def __post_init__(self) -> None:
         if self.n_workers < 1:
             raise InputError("n_workers", f"{self.n_workers} workers", "1 or more")
-        if not 0.0 <= self.tau <= 1.0:
-            raise InputError("tau", f"{self.tau}", "0 to 1")
         if self.prefix_block_tokens < 1:
             raise InputError("prefix_block_tokens", f"{self.prefix_block_tokens}", "1 or more")
 
@@ -168,12 +167,6 @@ class PolicyContext:
         if self.calibration is None:
             raise InputError(policy, "this policy needs calibration requests and none were given")
         return self.calibration() if callable(self.calibration) else self.calibration
-
-    def require_artifact(self, policy: str) -> RoutingArtifact:
-        """Return the routing artifact; ``InputError`` naming ``policy`` if there is none."""
-        if self.artifact is None:
-            raise InputError(policy, "this policy needs a routing artifact and none was given")
-        return self.artifact() if callable(self.artifact) else self.artifact
 
     def require_step_times(self, policy: str) -> StepCost:
         """Return the step times; ``InputError`` naming ``policy`` if there are none."""

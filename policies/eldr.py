@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from eldr_sim.errors import InputError
+from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.choice import SignatureParameters
+from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
-from eldr_sim.policies.signature import Floats, score_of
+from eldr_sim.policies.signature import (
+    Floats,
+    LayerMask,
+    Transform,
+    parse_layer_mask,
+    score_of,
+)
 from eldr_sim.traces.gate_scores import PromptScore
+
+
+def _layer_mask(value: Any) -> Any:
+    try:
+        return None if value is None else parse_layer_mask(value)
+    except InputError as error:
+        allowed = {"them": error.allowed}
+        raise PydanticCustomError("layer_mask", "allowed are {them}", allowed) from None
+
+
+class EldrParameters(SignatureParameters):
+    """Parameters of ELDR's router."""
+
+    tau: float = Field(default=0.1, ge=0, le=1)
+    """Width of the locality band in cosine similarity; the default is the paper's."""
+    artifact: str | None = None
+    """Routing artifact of ``eldr-sim fit``, a file; fitted on the fly when not given."""
+    signature: Transform | None = None
+    """What a signature holds of a prompt's experts; ``count-idf``, or what the artifact was fitted
+    with, when not given."""
+    layer_mask: Annotated[LayerMask | None, BeforeValidator(_layer_mask)] = None
+    """Layers of the signature: ``greedy`` (chosen by rho), ``all``, or numbers such as ``0,3,5``;
+    ``greedy``, or the artifact's, when not given."""
+    clustering: Method | None = None
+    """How calibration signatures make one centroid a decode worker: Hungarian-balanced K-means or
+    ``vanilla``; ``balanced``, or the artifact's, when not given."""
 
 
 class EldrPolicy:
@@ -32,21 +70,23 @@ class EldrPolicy:
     decision: ClassVar[str] = "decode"
     reads_signature: ClassVar[bool] = True
     shortlist_by: ClassVar[ShortlistBy] = "signature"
+    Parameters: ClassVar[type[EldrParameters]] = EldrParameters
 
-    def __init__(self, context: PolicyContext) -> None:
-        artifact = context.require_artifact(self.name)
+    def __init__(self, context: PolicyContext, parameters: EldrParameters | None = None) -> None:
+        self.parameters = parameters or EldrParameters()
+        artifact = _artifact(self.parameters, context)
         if artifact.n_decoders != context.n_workers:
             problem = f"made for {artifact.n_decoders} decode workers, not {context.n_workers}"
             raise InputError("artifact", problem, "a fit at this number of workers")
-        self._artifact = artifact
-        self._tau = context.tau
+        self.artifact = artifact
+        self._tau = self.parameters.tau
         self._everyone = Shortlist(range(context.n_workers))
         self._shortlists: dict[int, Shortlist] = {}
 
     @property
     def signature_score(self) -> PromptScore:
         """What the policy takes as a request's signature: ``count``, ``prob`` or ``logit``."""
-        return score_of(self._artifact.transform)
+        return score_of(self.artifact.transform)
 
     def similarities(self, signature: NDArray[Any]) -> Floats:
         """Return the cosine similarity, shape [K], of a signature to each centroid.
@@ -57,9 +97,9 @@ class EldrPolicy:
             Shape [L, E]: prefill counts or summed gate scores, as ``signature_score`` says; the
             artifact's transform and layer mask are applied here.
         """
-        unit = self._artifact.signatures(signature[None])[0]
+        unit = self.artifact.signatures(signature[None])[0]
         # Rounded unit vectors may exceed length 1 by 1e-7; tau = 1 must still mean every worker.
-        return np.asarray(np.minimum(self._artifact.centroids @ unit, 1.0))
+        return np.asarray(np.minimum(self.artifact.centroids @ unit, 1.0))
 
     def band(self, request: RequestInfo) -> list[int]:
         """Return the workers in the request's locality band, the most similar one first.
@@ -92,3 +132,18 @@ class EldrPolicy:
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the least loaded worker of the locality band."""
         return self.shortlist(request).pick(loads)
+
+
+def _artifact(parameters: EldrParameters, context: PolicyContext) -> RoutingArtifact:
+    """Return the artifact that the parameters name, that the context holds, or a new fit."""
+    options = parameters.signature, parameters.layer_mask, parameters.clustering
+    found = context.artifact
+    if parameters.artifact is not None:
+        found = RoutingArtifact.load(Path(parameters.artifact))
+    if found is None:
+        raise InputError(EldrPolicy.name, "this policy needs a routing artifact and none was given")
+    if isinstance(found, RoutingArtifact):
+        found.check_made_with(*options)
+        return found
+    signature, layer_mask, clustering = options
+    return found(signature or "count-idf", layer_mask or "greedy", clustering or "balanced")

@@ -32,6 +32,7 @@ from eldr_sim.kernel_profiles.step_cost import step_parts, total_s
 from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies.activation import fit_activation
 from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.signature import Floats
 from eldr_sim.policies.unions import ExpertUnions, growth, log_idle, on_grid, shift
 
@@ -119,8 +120,12 @@ class MarginalCostPolicy:
     name = "marginal_cost"
     decision: ClassVar[str] = "decode"
     reads_signature: ClassVar[bool] = True
+    Parameters: ClassVar[type[SignatureParameters]] = SignatureParameters
 
-    def __init__(self, context: PolicyContext) -> None:
+    def __init__(
+        self, context: PolicyContext, parameters: SignatureParameters | None = None
+    ) -> None:
+        self.parameters = parameters or SignatureParameters()
         step_times = context.require_step_times(self.name)
         self._model = fit_activation(context.require_calibration(self.name))
         n_layers, n_experts = self._model.mean_share.shape

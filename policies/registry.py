@@ -5,7 +5,9 @@ class with
 
 - ``name``: the name that users type;
 - ``decision``: ``"decode"`` or ``"prefill"``;
-- a constructor that takes a :class:`~eldr_sim.policies.base.PolicyContext`;
+- a constructor that takes a :class:`~eldr_sim.policies.base.PolicyContext`, and after it the
+  parameters if the class has any: a subclass of :class:`~eldr_sim.policies.choice.Parameters` as
+  its attribute ``Parameters``;
 - ``select(request, loads) -> int`` (see ``base``);
 - for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions.
 
@@ -16,10 +18,11 @@ only when a name is not built in, or when all names are listed.
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy
+from eldr_sim.policies.choice import FIELDS, Parameters, parameters_of, parse, spell
 from eldr_sim.policies.decode import (
     DomainPolicy,
     JoinShortestQueuePolicy,
@@ -48,7 +51,7 @@ class PolicyClass(Protocol):
     name: str
     decision: str
 
-    def __call__(self, context: PolicyContext) -> DecodePolicy | PrefillPolicy:
+    def __call__(self, context: PolicyContext, *parameters: Any) -> DecodePolicy | PrefillPolicy:
         """Build the policy."""
         ...
 
@@ -89,25 +92,58 @@ def names(decision: str) -> list[str]:
     return [*_built_in(decision), *sorted(_external(decision))]
 
 
-def decode_policy(name: str, context: PolicyContext) -> DecodePolicy:
-    """Build the decode policy called ``name``; ``InputError`` lists the names if there is none."""
-    return _find("decode", name)(context)
+def decode_policy(choice: object, context: PolicyContext) -> DecodePolicy:
+    """Build a decode policy from a `choice`, such as ``jsq`` or ``eldr:tau=0.2``.
+
+    Raises
+    ------
+    InputError
+        If there is no such policy or parameter, or if the policy needs what the context lacks.
+    """
+    return cast("DecodePolicy", _build("decode", choice, context))
 
 
-def prefill_policy(name: str, context: PolicyContext) -> PrefillPolicy:
-    """Build the prefill policy called ``name``; ``InputError`` lists the names if there is none."""
-    return _find("prefill", name)(context)
+def prefill_policy(choice: object, context: PolicyContext) -> PrefillPolicy:
+    """Build a prefill policy from a `choice`; see `decode_policy`."""
+    return cast("PrefillPolicy", _build("prefill", choice, context))
 
 
-def _find(decision: str, name: str) -> PolicyClass:
+def canonical(decision: str, choice: object) -> str:
+    """Return the one word for a `choice`; raises InputError as building the policy would."""
+    found = find(decision, parse(choice, FIELDS[decision]).name)
+    return spell(found.name, parameters(decision, choice))
+
+
+def parameters(decision: str, choice: object) -> Parameters:
+    """Return all parameters of a `choice`; raises InputError as building the policy would."""
+    name, given = parse(choice, FIELDS[decision])
+    return parameters_of(find(decision, name), given, FIELDS[decision])
+
+
+def _build(decision: str, choice: object, context: PolicyContext) -> DecodePolicy | PrefillPolicy:
+    found = find(decision, parse(choice, FIELDS[decision]).name)
+    own = parameters(decision, choice)
+    return found(context, own) if hasattr(found, "Parameters") else found(context)
+
+
+def find(decision: str, name: str) -> PolicyClass:
+    """Return a policy's class; names are known in any case of letters.
+
+    Raises
+    ------
+    InputError
+        If there is none, with the names that there are.
+    """
     built_in = _built_in(decision)
-    if name in built_in:
-        return built_in[name]
+    for known in (name, name.lower()):
+        if known in built_in:
+            return built_in[known]
     external = _external(decision)
-    if name in external:
-        return external[name]
+    for known in (name, name.lower()):
+        if known in external:
+            return external[known]
     allowed = ", ".join([*built_in, *sorted(external)])
-    raise InputError(f"{decision} policy", f"unknown policy {name!r}", allowed)
+    raise InputError(FIELDS[decision], f"unknown policy {name!r}", allowed)
 
 
 def _built_in(decision: str) -> dict[str, PolicyClass]:

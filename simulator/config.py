@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.policies.clustering import Method
-from eldr_sim.policies.signature import LayerMask, Transform, parse_layer_mask
+from eldr_sim.policies.choice import FIELDS, parse
 
 _TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D|([1-9]\d*)C", re.IGNORECASE)
 
@@ -25,13 +24,21 @@ def _number_or_inf(value: Any) -> Any:
     return value
 
 
-def _layer_mask(value: Any) -> Any:
-    try:
-        return None if value is None else parse_layer_mask(value)
-    except InputError as error:
-        raise PydanticCustomError(
-            "layer_mask", "allowed are {them}", {"them": error.allowed}
-        ) from None
+def _policy(decision: str) -> BeforeValidator:
+    """Make a policy's canonical word of whatever spelling."""
+
+    def canonical(value: Any) -> str:
+        from eldr_sim.policies import registry  # takes long to import: it knows every policy
+
+        return registry.canonical(decision, value)
+
+    return BeforeValidator(canonical)
+
+
+def _topology(value: Any) -> Any:
+    if isinstance(value, str):
+        parse_topology(value)
+    return value
 
 
 Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
@@ -72,12 +79,13 @@ class RunConfig(BaseModel):
         frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
     )
 
-    policy: str = "round_robin"
+    policy: Annotated[str, _policy("decode")] = "round_robin"
     """Decode policy: which decode worker gets a request after its prefill, or which co-located
-    worker when it arrives."""
-    prefill_policy: str = "prefix_hash"
+    worker when it arrives. Parameters follow the name: ``eldr:tau=0.2,layer_mask=all``; ``eldr-sim
+    policies`` lists them."""
+    prefill_policy: Annotated[str, _policy("prefill")] = "prefix_hash"
     """Prefill policy: which prefill worker gets a request when it arrives."""
-    topology: str = "8P16D"
+    topology: Annotated[str, BeforeValidator(_topology)] = "8P16D"
     """``xPyD``: x prefill and y decode WORKERS, each of ``tensor_parallel_size`` GPUs; or ``xC``: x
     co-located workers, which compute prompts in chunks beside their decode batch."""
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -146,25 +154,6 @@ class RunConfig(BaseModel):
     """Cost of KV transfers: what NIXL's benchmark reaches, or what serving logs show."""
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Time of a step that no kernel accounts for, ms; the profile's figure when not given."""
-    tau: float = Field(default=0.1, ge=0, le=1, allow_inf_nan=False)
-    """Width of ELDR's locality band."""
-    artifact: str | None = None
-    """ELDR routing artifact of ``eldr-sim fit``; fitted on the fly when not given."""
-    signature: Transform | None = None
-    """What ELDR's expert signature holds of a prompt's experts; ``count-idf``, or what the
-    artifact was fitted with, when not given."""
-    layer_mask: Annotated[LayerMask | None, BeforeValidator(_layer_mask)] = None
-    """Layers of the signature: ``greedy`` (chosen by rho), ``all``, or numbers such as ``0,3,5``;
-    ``greedy``, or the artifact's, when not given."""
-    clustering: Method | None = None
-    """How calibration signatures make one centroid a decode worker: Hungarian-balanced K-means
-    or ``vanilla``; ``balanced``, or the artifact's, when not given."""
-    capture_overhead_ms: float = Field(default=0.71, ge=0, allow_inf_nan=False)
-    """What recording expert signatures adds to a prefill step, ms, under a policy that reads them;
-    the default is ELDR's Table 1 (record, reduce and copy on MI300X)."""
-    routing_overhead_ms: float = Field(default=0.157, ge=0, allow_inf_nan=False)
-    """What fetching a signature and routing on it take per request, ms, under a policy that reads
-    them; the default is ELDR's Table 1."""
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Age of the completions that the routers have heard of, ms."""
     goodput: ServiceLevel = ServiceLevel()
@@ -173,6 +162,27 @@ class RunConfig(BaseModel):
     """Price of a GPU-hour, for the cost per million output tokens."""
     seed: int = Field(default=0, ge=0)
     """Seed of every random stream."""
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """Return a configuration with other fields; raises InputError as `make_config` does.
+
+        A mapping changes the fields of a pool, of the service level or of a policy that it names:
+        ``replace(decode={"gpu": "H200"}, policy={"tau": 0.2})``.
+        """
+        values = self.model_dump()
+        for name, value in changes.items():
+            if isinstance(value, BaseModel):
+                values[name] = value.model_dump()
+            elif isinstance(value, dict) and name != "domain_mix":
+                for inner, what in value.items():
+                    set_field(values, f"{name}.{inner}", what)
+            else:
+                values[name] = value
+        return make_config(values)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Any:
+        """Return a copy; ``update`` is validated, which pydantic's own method does not do."""
+        return self.replace(**(update or {}))
 
     @property
     def n_prefill(self) -> int:
@@ -270,15 +280,25 @@ def make_config(values: dict[str, Any]) -> RunConfig:
         Names the first field that is unknown or out of range.
     """
     try:
-        config = RunConfig.model_validate(values)
+        return RunConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part not in _UNION_TAGS)
         if first["type"] == "extra_forbidden":
+            if where in _OF_POLICIES:
+                hint = f"policy.{where}, as in --policy eldr:{where}=..."
+                raise InputError(where, "is a parameter of the policy", hint) from None
             raise InputError(where, "no such field", ", ".join(RunConfig.model_fields)) from None
+        if isinstance(own := first.get("ctx", {}).get("error"), InputError):
+            raise own from None
         raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None
-    parse_topology(config.topology)
-    return config
+
+
+#: Fields of earlier versions that are parameters of a policy now.
+_OF_POLICIES = {
+    "tau", "artifact", "signature", "layer_mask", "clustering", "capture_overhead_ms",
+    "routing_overhead_ms",
+}  # fmt: skip
 
 
 def set_field(values: dict[str, Any], path: str, value: Any) -> None:
@@ -292,10 +312,31 @@ def set_field(values: dict[str, Any], path: str, value: Any) -> None:
     *above, name = path.split(".")
     for part in above:
         inner = values.get(part) or {}
+        if part in FIELDS.values() and not isinstance(inner, Mapping):
+            inner = parse(inner, part).mapping
+        elif part in FIELDS.values() and not inner:
+            inner = parse(RunConfig.model_fields[part].default, part).mapping
         if not isinstance(inner, dict):
             raise InputError(path, f"{part!r} has no fields of its own")
         values[part] = values = dict(inner)
     values[name] = value
+
+
+def get_field(config: RunConfig, path: str) -> Any:
+    """Return the value at a dot path; None where there is none.
+
+    ``policy.tau`` is what the policy has, the default where that was not given.
+    """
+    first, _, rest = path.partition(".")
+    values = config.model_dump()
+    if first in FIELDS.values() and rest and rest != "name":
+        from eldr_sim.policies import registry
+
+        decision = next(key for key, field in FIELDS.items() if field == first)
+        values = {first: registry.parameters(decision, values[first]).model_dump()}
+    for part in path.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
 
 
 #: pydantic names the branches of a union in the location of an error; users know none of them.

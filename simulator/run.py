@@ -23,10 +23,12 @@ from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_mo
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table, weakest
 from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import DecodePolicy, PolicyContext
+from eldr_sim.policies.choice import SignatureParameters
+from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.fit_cache import cached_fit
 from eldr_sim.policies.placement import greedy_placement, linear_placement
 from eldr_sim.policies.registry import decode_policy, prefill_policy
-from eldr_sim.policies.signature import score_of
+from eldr_sim.policies.signature import LayerMask, Transform, score_of
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
 from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.memory import kv_blocks
@@ -275,13 +277,9 @@ def build_cluster(
         mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
         return _calibration(trace, config.workload, mix, score)
 
-    @cache
-    def artifact() -> RoutingArtifact:
-        if config.artifact is not None:
-            loaded = RoutingArtifact.load(Path(config.artifact))
-            loaded.check_made_with(config.signature, config.layer_mask, config.clustering)
-            return loaded
-        transform = config.signature or "count-idf"
+    def artifact(
+        transform: Transform, layer_mask: LayerMask, clustering: Method
+    ) -> RoutingArtifact:
         return cached_fit(
             trace,
             config.workload,
@@ -290,8 +288,8 @@ def build_cluster(
             config.n_decode,
             config.seed,
             transform=transform,
-            layer_mask=config.layer_mask or "greedy",
-            clustering=config.clustering or "balanced",
+            layer_mask=layer_mask,
+            clustering=clustering,
         )
 
     model, step_time = setting.model, setting.step_time
@@ -311,7 +309,6 @@ def build_cluster(
         PolicyContext(
             n_workers=config.n_decode,
             rng=stream(config.seed, "decode policy"),
-            tau=config.tau,
             calibration=calibration,
             artifact=artifact,
             step_times=step_time.cost,
@@ -330,17 +327,19 @@ def build_cluster(
                 prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
             ),
         )
-    fitted = artifact() if artifact.cache_info().currsize else None  # the policy asked for it
     prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
     score: PromptScore = getattr(decode, "signature_score", "count")
     spec = setting.spec
     if getattr(decode, "reads_signature", False):
         if score == "count":
             trace.require_prompts(f"the signatures of policy {config.policy!r}")
+        costs = getattr(decode, "parameters", None)
+        if not isinstance(costs, SignatureParameters):  # another package's, without own figures
+            costs = SignatureParameters()
         spec = replace(
             spec,
-            capture_s=config.capture_overhead_ms / 1e3,
-            routing_s=config.routing_overhead_ms / 1e3,
+            capture_s=costs.capture_overhead_ms / 1e3,
+            routing_s=costs.routing_overhead_ms / 1e3,
         )
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
@@ -355,7 +354,7 @@ def build_cluster(
         time_limit_s=np.inf
         if config.num_requests
         else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
-        expert_masks=_expert_masks(config, setting, fitted),
+        expert_masks=_expert_masks(config, setting, getattr(decode, "artifact", None)),
         prompts=prompt_rows(trace, workload) if trace.has_prompts else None,
     )
 

@@ -48,7 +48,7 @@ def test_help_of_run_lists_every_flag_of_the_readme(run_cli):
     flags = (
         "policy prefill-policy topology model gpu workload trace request-rate burstiness duration "
         "warmup num-requests max-concurrency output-len max-num-seqs max-num-batched-tokens "
-        "block-size seed tau signature layer-mask clustering out force plot timeline config"
+        "block-size seed out force plot timeline config"
     )
     assert [flag for flag in flags.split() if f"--{flag} " not in out] == []
 
@@ -169,8 +169,8 @@ def test_options_override_the_config_file(run_cli, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "best"], "decode policy: unknown policy 'best'"),
-        (["--prefill-policy", "best"], "prefill policy: unknown policy 'best'"),
+        (["--policy", "best"], "policy: unknown policy 'best'"),
+        (["--prefill-policy", "best"], "prefill_policy: unknown policy 'best'"),
         (["--gpu", "H1000"], "gpu: unknown GPU 'H1000'"),
         (["--model", "Qwen9"], "model: "),
         (["--topology", "8P0D"], "topology: '8P0D'"),
@@ -183,7 +183,10 @@ def test_options_override_the_config_file(run_cli, tmp_path):
         (["--trace", "no/such/trace"], "trace: "),
         (["--tables", "no/such/folder"], "tables: "),
         (["--workload", "no/such/file"], "workload: "),
-        (["--artifact", "none.npz"], "artifact: "),
+        (["--policy", "eldr:artifact=none.npz"], "artifact: no file none.npz"),
+        (["--policy", "eldr:tau=2"], "policy.tau: '2': input should be less than or equal to 1"),
+        (["--policy", "jsq:tau=0.2"], "policy.tau: 'jsq' has no such parameter"),
+        (["--policy", "elder"], "policy: unknown policy 'elder'"),
         (["--max-num-batched-tokens", "8", "--max-num-seqs", "16"], "max_num_batched_tokens: 8"),
         (["--block-size", "100000000"], "block_size: a block of 100000000 tokens"),
         (["--goodput", "ttft=5"], "goodput: 'ttft=5'"),
@@ -195,7 +198,6 @@ def test_options_override_the_config_file(run_cli, tmp_path):
 def test_bad_input_is_one_line_and_writes_nothing(run_cli, tmp_path, arguments, message):
     out = tmp_path / "out"
     extra = [] if arguments[0] in ("--plot", "--force") else ["--out", out]
-    arguments = ["--policy", "eldr", *arguments] if "artifact" in arguments[0] else arguments
     code, text, err = run_cli("run", *arguments, *extra)
     assert (code, text) == (2, "")
     assert err.startswith(f"Error: {message}")
@@ -276,11 +278,11 @@ def test_fit_and_run_with_the_artifact(run_cli, tmp_path):
     assert (code, err.startswith("Error: out: ")) == (2, True)
     fitted, loaded = tmp_path / "fitted", tmp_path / "loaded"
     run_cli("run", *SHORT, "--policy", "eldr", "--out", fitted)
-    run_cli("run", *SHORT, "--policy", "eldr", "--artifact", artifact, "--out", loaded)
+    run_cli("run", *SHORT, "--policy", f"eldr:artifact={artifact}", "--out", loaded)
     for name in ("requests.parquet", "steps.parquet"):
         assert (fitted / name).read_bytes() == (loaded / name).read_bytes()
     code, _, err = run_cli(
-        "run", *SHORT, "--topology", "1P3D", "--policy", "eldr", "--artifact", artifact
+        "run", *SHORT, "--topology", "1P3D", "--policy", f"eldr:artifact={artifact}"
     )
     assert code == 2
     assert err.startswith("Error: artifact: ")
@@ -310,7 +312,7 @@ def test_compare_prints_intervals_and_writes_runs(run_cli, tmp_path):
     [
         (["--seeds", "0"], "seeds: 0"),
         (["--policies", "jsq,jsq"], "policies: "),
-        (["--policies", "jsq,best"], "policies: unknown policy 'best'"),
+        (["--policies", "jsq,best"], "policy: unknown policy 'best'"),
         (["--jobs", "0"], "jobs: 0"),
         (["--force"], "force: --force without --out"),
     ],

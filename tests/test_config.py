@@ -3,9 +3,19 @@
 import math
 
 import pytest
+from pydantic import ValidationError
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import RunConfig, make_config, parse_topology, read_config
+from eldr_sim.policies import registry
+from eldr_sim.policies.choice import split
+from eldr_sim.simulator.config import (
+    Pool,
+    RunConfig,
+    get_field,
+    make_config,
+    parse_topology,
+    read_config,
+)
 
 
 def test_defaults_are_those_of_the_paper_run():
@@ -14,7 +24,6 @@ def test_defaults_are_those_of_the_paper_run():
     assert config.effective_rate == 60.0
     assert (config.duration, config.warmup_s) == (120.0, 30.0)
     assert config.effective_output_len == 512
-    assert config.tau == 0.1
 
 
 def test_a_request_log_keeps_its_own_rate_and_lengths():
@@ -52,23 +61,87 @@ def test_bad_topology(text):
     ("mask", "read"), [("greedy", "greedy"), ("3,0", (0, 3)), ([2, 1], (1, 2)), (4, (4,))]
 )
 def test_layer_mask(mask, read):
-    config = make_config({"layer_mask": mask})
-    assert config.layer_mask == read
+    config = make_config({"policy": {"name": "eldr", "layer_mask": mask}})
+    spelled = ",".join(map(str, read)) if isinstance(read, tuple) else read
+    assert config.policy == f"eldr:layer_mask={spelled}"
+    assert registry.parameters("decode", config.policy).layer_mask == read
+    assert get_field(config, "policy.layer_mask") == read
+    assert get_field(config, "policy.tau") == 0.1
+    assert get_field(config, "prefill_policy.tau") is None
     assert make_config(config.model_dump(mode="json")) == config
 
 
-def test_signature_options_are_open_unless_given():
-    config = make_config({})
-    assert (config.signature, config.layer_mask, config.clustering) == (None, None, None)
+@pytest.mark.parametrize(
+    ("spelling", "canonical"),
+    [
+        ("jsq", "jsq"),
+        ("JSQ", "jsq"),
+        ({"name": "jsq"}, "jsq"),
+        ("eldr:", "eldr"),
+        ("eldr:tau=0.1", "eldr"),  # the default
+        ("eldr:tau=.2", "eldr:tau=0.2"),
+        ({"name": "ELDR", "tau": 0.2}, "eldr:tau=0.2"),
+        ("eldr:layer_mask=5,3,0,tau=0.2", "eldr:tau=0.2,layer_mask=0,3,5"),
+        (" eldr: layer_mask = 0, 3 ", "eldr:layer_mask=0,3"),
+        ({"name": "eldr", "artifact": "a,b=c:d.npz"}, "eldr:artifact=a,b=c:d.npz"),
+        ("marginal_cost:routing_overhead_ms=1", "marginal_cost:routing_overhead_ms=1.0"),
+    ],
+)
+def test_a_policy_has_one_word(spelling, canonical):
+    config = make_config({"policy": spelling})
+    assert config.policy == canonical
+    if "=c" not in canonical:  # a file's name with a comma and an equals sign needs the mapping
+        assert make_config({"policy": config.policy}) == config
+
+
+def test_a_list_of_policies():
+    listed = "jsq, eldr:tau=0.2,layer_mask=0,3 ,p2c,,eldr"
+    assert split(listed) == ["jsq", "eldr:tau=0.2,layer_mask=0,3", "p2c", "eldr"]
+    assert split("") == []
+
+
+def test_replace_validates_and_reaches_into_groups():
+    base = make_config({"policy": "eldr", "decode": {"max_num_seqs": 8}})
+    changed = base.replace(decode={"gpu": "H200"}, policy={"tau": 0.2}, seed=3)
+    assert (changed.policy, changed.seed) == ("eldr:tau=0.2", 3)
+    assert (changed.decode.gpu, changed.decode.max_num_seqs) == ("H200", 8)
+    assert changed.replace(policy={"layer_mask": "all"}).policy == "eldr:tau=0.2,layer_mask=all"
+    assert make_config({}).replace(policy={"name": "eldr", "tau": 0.2}).policy == "eldr:tau=0.2"
+    assert base.replace(domain_mix={"code": 1.0}).domain_mix == {"code": 1.0}
+    assert base.replace(decode=Pool()).decode == Pool()
+    for copy in (base.replace, lambda **update: base.model_copy(update=update)):
+        with pytest.raises(InputError, match="polcy: no such field"):
+            copy(polcy="jsq")
+        with pytest.raises(InputError, match="topology: 'many'"):
+            copy(topology="many")
+    assert base.model_copy() == base
+    with pytest.raises(ValidationError, match="topolgy"):
+        RunConfig(topolgy="1P1D")
+    with pytest.raises(ValidationError, match="xPyD"):
+        RunConfig(topology="1P")
+
+
+def eldr(**parameters):
+    return {"policy": {"name": "eldr", **parameters}}
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"signature": "tfidf"}, "signature: 'tfidf': input should be 'count-idf', 'count', "),
-        ({"layer_mask": "1,x"}, "layer_mask: '1,x': allowed are greedy, all, or layer numbers"),
-        ({"layer_mask": [0, 0]}, "layer_mask: [0, 0]: allowed are greedy, all, or layer numbers"),
-        ({"clustering": "median"}, "clustering: 'median': input should be 'balanced' or 'vanilla'"),
+        (eldr(signature="tfidf"), "policy.signature: 'tfidf': input should be 'count-idf', "),
+        (eldr(layer_mask="1,x"), "policy.layer_mask: '1,x': allowed are greedy, all, or layer "),
+        (eldr(layer_mask=[0, 0]), "policy.layer_mask: [0, 0]: allowed are greedy, all, or layer "),
+        (eldr(clustering="median"), "policy.clustering: 'median': input should be 'balanced' or "),
+        (eldr(tau=1.5), "policy.tau: 1.5"),
+        (eldr(tau="nan"), "policy.tau: 'nan'"),
+        (eldr(tua=1), "policy.tua: 'eldr' has no such parameter (allowed: "),
+        ({"policy": "jsq:tau=0.1"}, "policy.tau: 'jsq' has no such parameter (allowed: none)"),
+        ({"policy": "eldr:0.2"}, "policy: 'eldr:0.2' (allowed: NAME or NAME:PARAMETER=VALUE,...)"),
+        ({"policy": {"tau": 0.2}}, "policy: {'tau': 0.2} has no name"),
+        ({"policy": 3}, "policy: 3 (allowed: a policy, such as jsq or eldr:tau=0.2)"),
+        ({"policy": "elder"}, "policy: unknown policy 'elder' (allowed: random, round_robin"),
+        ({"prefill_policy": "jsq"}, "prefill_policy: unknown policy 'jsq' (allowed: round_robin"),
+        ({"layer_mask": "all"}, "layer_mask: is a parameter of the policy (allowed: policy.layer_"),
         ({"request_rate": -1}, "request_rate: -1: input should be greater than 0"),
         ({"request_rate": "nan"}, "request_rate: 'nan'"),
         ({"request_rate": 0}, "request_rate: 0"),
@@ -79,7 +152,7 @@ def test_signature_options_are_open_unless_given():
         ({"output_len": 0}, "output_len: 0"),
         ({"output_len": "long"}, "output_len: 'long'"),
         ({"seed": -1}, "seed: -1"),
-        ({"tau": 1.5}, "tau: 1.5"),
+        ({"tau": 0.1}, "tau: is a parameter of the policy (allowed: policy.tau, as in --policy "),
         ({"gpu_memory_utilization": 1.2}, "gpu_memory_utilization: 1.2"),
         ({"max_num_seqs": 0}, "max_num_seqs: 0"),
         ({"kv_transfer": "fast"}, "kv_transfer: 'fast'"),

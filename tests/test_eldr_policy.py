@@ -9,7 +9,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import PolicyContext, RequestInfo
-from eldr_sim.policies.eldr import EldrPolicy
+from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
 from eldr_sim.policies.signature import unit_rows
 
 N_LAYERS, N_EXPERTS, KEPT = 4, 10, 2
@@ -35,7 +35,8 @@ def make_artifact(n_decoders, seed=0):
 
 def make_policy(artifact, tau=0.1):
     return EldrPolicy(
-        PolicyContext(artifact.n_decoders, np.random.default_rng(0), tau=tau, artifact=artifact)
+        PolicyContext(artifact.n_decoders, np.random.default_rng(0), artifact=artifact),
+        EldrParameters(tau=tau),
     )
 
 
@@ -138,7 +139,9 @@ def test_remembered_signatures_change_nothing():
 def test_registry_builds_eldr_and_it_refuses_a_misfit():
     artifact = make_artifact(4)
     rng = np.random.default_rng(0)
-    built = registry.decode_policy("eldr", PolicyContext(4, rng, artifact=lambda: artifact))
+    built = registry.decode_policy(
+        "eldr", PolicyContext(4, rng, artifact=lambda *_options: artifact)
+    )
     assert built.name == "eldr"
     with pytest.raises(InputError, match="made for 4 decode workers, not 5"):
         registry.decode_policy("eldr", PolicyContext(5, rng, artifact=artifact))

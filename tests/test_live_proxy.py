@@ -4,7 +4,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -89,10 +88,9 @@ def test_proxy_and_simulator_decide_alike(name, make_workload, make_cluster, run
     n, workers = 120, 3
 
     def policy():
-        context = PolicyContext(
-            workers, np.random.default_rng(5), tau=0.3, artifact=make_artifact(workers)
-        )
-        return registry.decode_policy(name, context)
+        artifact = make_artifact(workers)
+        context = PolicyContext(workers, np.random.default_rng(5), artifact=artifact)
+        return registry.decode_policy("eldr:tau=0.3" if name == "eldr" else name, context)
 
     rng = np.random.default_rng(1)
     arrivals = np.cumsum(rng.exponential(0.002, n))
@@ -116,7 +114,7 @@ def test_proxy_and_simulator_decide_alike(name, make_workload, make_cluster, run
     for kind, what, loads, worker in witness.events:
         if kind == "dispatch":
             assert router.loads.tolist() == loads
-            assert router.dispatch(replace(what, signature_id=None)) == worker
+            assert router.dispatch(what._replace(signature_id=None)) == worker
         else:
             router.complete(what, worker)
     assert not router.loads.any()
@@ -304,9 +302,7 @@ def test_eldr_gets_the_signatures_of_the_prefill_engine(serve_app, tmp_path, ahe
         tmp_path,
         [serve_app(engine.app) for engine in decodes],
         [] if ahead else [prefill_url],
-        policy="eldr",
-        tau=0.0,
-        artifact=str(tmp_path / "fit.npz"),
+        policy=f"eldr:tau=0,artifact={tmp_path / 'fit.npz'}",
         capture=[str(tmp_path / "capture")],
     )
     made = a_load(rate=1e5)
@@ -425,16 +421,15 @@ def test_bodies_that_are_refused(serve_app, tmp_path):
         ({"policy": "nonsense"}, "unknown policy 'nonsense'"),
         ({"policy": "eldr"}, "needs a routing artifact and none was given"),
         ({"policy": "domain"}, "needs calibration requests"),
-        ({"policy": "eldr", "artifact": "fit.npz"}, "capture: missing"),
-        ({"policy": "eldr", "artifact": "none.npz"}, "no file"),
-        ({"tau": 2.0}, "tau"),
+        ({"policy": "eldr:artifact=fit.npz"}, "capture: missing"),
+        ({"policy": "eldr:artifact=none.npz"}, "no file"),
+        ({"policy": "eldr:tau=2"}, "tau"),
     ],
 )
-def test_policies_that_cannot_be_used(tmp_path, changes, message):
+def test_policies_that_cannot_be_used(tmp_path, monkeypatch, changes, message):
     pytest.importorskip("aiohttp", reason="pip install 'eldr-sim[live]'")
     make_artifact(2).save(tmp_path / "fit.npz")
-    if "artifact" in changes:
-        changes = changes | {"artifact": str(tmp_path / changes["artifact"])}
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message):
         make_app(config(tmp_path, ["a", "b"], **changes))
 

@@ -383,7 +383,7 @@ def test_a_cluster_that_carries_nothing():
         ({"max_gpus": 1}, "max_gpus: 1"),
         ({"config": {"request_rate": math.inf, "num_requests": 500}}, "request_rate: inf"),
         ({"config": {"duration": 3}}, "duration: about 60 requests in the measured window"),
-        ({"config": {"artifact": "a.npz"}}, "artifact: "),
+        ({"policies": ["eldr:artifact=a.npz"]}, "policy.artifact: "),
         ({"config": {"max_concurrency": 8}}, "max_concurrency: "),
         ({"config": {"trace": "no/such/trace"}}, "trace: "),
     ],

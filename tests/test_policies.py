@@ -262,7 +262,7 @@ def test_a_policy_says_what_it_needs(name):
 
 
 def test_calibration_is_made_only_for_a_policy_that_needs_it():
-    def fail():
+    def fail(*_options):
         raise AssertionError("called")
 
     registry.decode_policy("jsq", context(2, calibration=fail, artifact=fail))
@@ -274,9 +274,6 @@ def test_calibration_is_made_only_for_a_policy_that_needs_it():
     "bad",
     [
         {"n_workers": 0},
-        {"tau": -0.1},
-        {"tau": 1.5},
-        {"tau": float("nan")},
         {"prefix_block_tokens": 0},
     ],
 )

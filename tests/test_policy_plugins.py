@@ -71,6 +71,11 @@ def test_the_example_package_is_found_by_name(installed, monkeypatch):
     # The best of three of six never takes one of the two most loaded.
     assert set(picks) == {2, 3, 4, 5}
     assert picks.count(5) == pytest.approx(300, abs=60)
+    everyone = registry.decode_policy("P3C:choices=9", context())
+    assert everyone.select(RequestInfo(0, 1, 0), np.array([3, 2, 1, 0, 2, 3])) == 3
+    with pytest.raises(InputError, match=r"policy\.choices: '0'"):
+        registry.decode_policy("p3c:choices=0", context())
+    assert make_config({"policy": {"name": "p3c", "choices": 2}}).policy == "p3c:choices=2"
     again = registry.decode_policy("p3c", context())
     assert [again.select(RequestInfo(0, 10, 0), loads) for _ in range(600)] == picks
 

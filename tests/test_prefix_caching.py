@@ -225,7 +225,7 @@ def test_a_cluster_finds_no_more_than_an_endless_cache():
     n = 300
     values = {"workload": str(MOONCAKE), "topology": "2P4D", "gpu": "H200", "output_len": 8}
     # Balanced clustering of the thousand calibration requests of a log takes seconds.
-    values |= {"num_requests": n, "policy": "eldr", "clustering": "vanilla"}
+    values |= {"num_requests": n, "policy": "eldr:clustering=vanilla"}
     result = simulate(make_config(values))
     requests = result.requests.to_pandas()
     served = requests[requests.outcome == "completed"]

@@ -79,9 +79,9 @@ def make_policy(build, name, n_workers):
         trace_checksum="",
     )
     context = PolicyContext(
-        n_workers, rng, tau=0.4, calibration=calibration, artifact=artifact, prefix_block_tokens=8
+        n_workers, rng, calibration=calibration, artifact=artifact, prefix_block_tokens=8
     )
-    return build(name, context)
+    return build("eldr:tau=0.4" if name == "eldr" else name, context)
 
 
 def make_signatures(seed):
@@ -164,7 +164,8 @@ def test_compiled_routers_decide_as_the_policies(
     assert all(router.decisions == n for router in routers if router is not None)
     compiled, *_ = run(lambda policy: policy)
     assert compiled.requests.tobytes() == asked.requests.tobytes()
-    assert compiled.steps.tobytes() == asked.steps.tobytes()
+    assert compiled.prefill_steps.tobytes() == asked.prefill_steps.tobytes()
+    assert compiled.decode_steps.tobytes() == asked.decode_steps.tobytes()
 
 
 def test_a_policy_is_asked_once_for_requests_that_it_treats_alike(make_cluster, make_workload):

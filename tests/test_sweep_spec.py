@@ -67,48 +67,67 @@ def test_scenarios_merge_into_the_base():
           runs:
             - {name: base}
             - {name: strict, goodput: {tpot: 20}}
-            - {name: dotted, goodput.tpot: 10, layer_mask: [0, 2]}
+            - {name: dotted, goodput.tpot: 10, policy: {name: eldr, layer_mask: [0, 2]}}
     """)
     assert [point.name for point in spec.points] == ["base", "strict", "dotted"]
     assert [point.configs[0].goodput.ttft for point in spec.points] == [500.0] * 3
     # The parameters of all, also where a scenario keeps the base's.
     assert [point.parameters["goodput.tpot"] for point in spec.points] == [30.0, 20.0, 10.0]
-    assert [point.parameters["layer_mask"] for point in spec.points] == [None, None, (0, 2)]
+    assert [point.configs[0].policy for point in spec.points] == [
+        "round_robin",
+        "round_robin",
+        "eldr:layer_mask=0,2",
+    ]
+
+
+def test_a_policys_parameters_are_dot_paths():
+    spec = spec_of(
+        "{config: {policy: eldr}, sweep: {type: grid, parameters: {policy.tau: [0.1, 0.2]}}}"
+    )
+    assert [point.configs[0].policy for point in spec.points] == ["eldr", "eldr:tau=0.2"]
+    assert [point.parameters["policy.tau"] for point in spec.points] == [0.1, 0.2]
 
 
 def test_a_base_seed_is_the_first_seed():
     spec = spec_of(
-        "{config: {seed: 5}, sweep: {type: grid, parameters: {tau: [0.1]}}, multiRun: {numRuns: 2}}"
+        "{config: {seed: 5}, sweep: {type: grid, parameters: {burstiness: [0.1]}}, "
+        "multiRun: {numRuns: 2}}"
     )
     assert [config.seed for config in spec.points[0].configs] == [5, 6]
 
 
 def test_key_tells_configurations_apart():
-    spec = spec_of("{sweep: {type: grid, parameters: {tau: [0.1, 0.1, 0.2]}}}")
+    spec = spec_of("{sweep: {type: grid, parameters: {burstiness: [0.1, 0.1, 0.2]}}}")
     keys = [config_key(point.configs[0]) for point in spec.points]
     assert keys[0] == keys[1] != keys[2]
 
 
-GRID = "sweep: {type: grid, parameters: {tau: [0.1]}}"
+GRID = "sweep: {type: grid, parameters: {burstiness: [0.1]}}"
 BAD = [
     ("5", "sweep: no sweep in it"),
     ("{sweep: 3}", "sweep: "),
     ("{sweep: {type: gird}}", "sweep.type: "),
-    ("{sweep: {parameters: {tau: [1]}}}", "sweep.type: "),
+    ("{sweep: {parameters: {burstiness: [1]}}}", "sweep.type: "),
     ("{sweep: {type: grid}}", "sweep.parameters: "),
     ("{sweep: {type: grid, parameters: {}}}", "sweep.parameters: "),
     ("{sweep: {type: grid, parameters: {policy: jsq}}}", "sweep.parameters.policy: "),
     ("{sweep: {type: grid, parameters: {policy: []}}}", "sweep.parameters.policy: "),
     ("{sweep: {type: grid, parameters: {polcy: [jsq]}}}", "polcy: no such field in point 0"),
     ("{sweep: {type: grid, parameters: {goodput.tft: [1]}}}", "goodput.tft: no such field"),
-    ("{sweep: {type: grid, parameters: {tau: [0.1, 2]}}}", "tau: 2: "),
+    (
+        "{sweep: {type: grid, parameters: {burstiness: [0.1, -2]}}}",
+        "burstiness: -2: ",
+    ),
     ("{sweep: {type: grid, parameters: {topology: [8PD]}}}", "topology: '8PD' in point 0"),
     (
-        "{sweep: {type: grid, parameters: {tau.x: [1]}}, config: {tau: 0.1}}",
-        "tau.x: 'tau' has no fields",
+        "{sweep: {type: grid, parameters: {burstiness.x: [1]}}, config: {burstiness: 0.1}}",
+        "burstiness.x: 'burstiness' has no fields",
     ),
     ("{sweep: {type: grid, parameters: {seed: [1, 2]}}}", "sweep: seed is no parameter"),
-    ("{sweep: {type: zip, parameters: {tau: [0.1], policy: [a, b]}}}", "sweep: lists of different"),
+    (
+        "{sweep: {type: zip, parameters: {burstiness: [0.1], policy: [a, b]}}}",
+        "sweep: lists of different",
+    ),
     ("{sweep: {type: scenarios, runs: [{policy: jsq}]}}", "sweep.runs.0.name: "),
     ("{sweep: {type: scenarios, runs: [{name: a}, {name: a}]}}", "sweep: two scenarios"),
     ("{sweep: {type: latin_hypercube}}", "sweep.type: "),

@@ -18,7 +18,7 @@ from eldr_sim.planning.what_if import (
     read_base,
 )
 from eldr_sim.planning.what_if import what_if as make_what_if
-from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.config import RunConfig, make_config
 
 BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
 
@@ -35,7 +35,9 @@ class Analytic:
 
     def summary(self, config):
         luck = np.random.default_rng([config.seed, 1]).normal(10.0, 1.0)
-        value = luck * {"jsq": 1.0, "eldr": 0.9}.get(config.policy, 1.2) * (1 + config.tau)
+        value = (
+            luck * {"jsq": 1.0, "eldr": 0.9}.get(config.policy, 1.2) * config.gpu_memory_utilization
+        )
         return dict.fromkeys(FIGURES, value) | {
             "seed": config.seed,
             "num_prompts": 30,
@@ -54,17 +56,23 @@ def what_if(base, changes, evaluate, **arguments):
 
 def test_pairs_share_their_luck_and_changes_stand_alone():
     evaluate = Analytic()
-    base = make_config(BASE | {"policy": "jsq", "tau": 0.1, "seed": 3})
-    found = what_if(base, ["policy=eldr", "tau=0.21"], evaluate, n_seeds=4, together=True)
-    asked = [(c.policy, c.tau, c.seed) for c in evaluate.configs]
+    base = make_config(BASE | {"policy": "jsq", "gpu_memory_utilization": 0.5, "seed": 3})
+    found = what_if(
+        base, ["policy=eldr", "gpu_memory_utilization=0.55"], evaluate, n_seeds=4, together=True
+    )
+    asked = [(c.policy, c.gpu_memory_utilization, c.seed) for c in evaluate.configs]
     assert asked == [
-        (policy, tau, seed)
-        for policy, tau in (("jsq", 0.1), ("eldr", 0.1), ("jsq", 0.21), ("eldr", 0.21))
+        (policy, share, seed)
+        for policy, share in (("jsq", 0.5), ("eldr", 0.5), ("jsq", 0.55), ("eldr", 0.55))
         for seed in (3, 4, 5, 6)
     ]
     effects = {c.name: {e.metric: e for e in c.effects} for c in found.changes}
-    for name, percent in (("policy=eldr", -10.0), ("tau=0.21", 10.0), (None, -1.0)):
-        effect = effects[name or "policy=eldr tau=0.21"]["median_tpot_ms"]
+    for name, percent in (
+        ("policy=eldr", -10.0),
+        ("gpu_memory_utilization=0.55", 10.0),
+        (None, -1.0),
+    ):
+        effect = effects[name or "policy=eldr gpu_memory_utilization=0.55"]["median_tpot_ms"]
         # The luck is the same on both sides of a pair, so no spread is left.
         assert (effect.percent, effect.low, effect.high) == pytest.approx((percent,) * 3)
         assert effect.mean == pytest.approx(effect.reference_mean * (1 + percent / 100))
@@ -120,16 +128,20 @@ def test_simulated_pairs_serve_the_same_requests():
 
 def test_values_are_yaml_and_fields_are_dot_paths():
     values = {"decode": {"max_num_seqs": 8, "gpu": None}, "policy": "jsq"}
-    changed = change_fields(values, "decode.gpu=h200 tau=0.2 layer_mask=0,3 goodput.ttft=500")
+    changed = change_fields(
+        values, "decode.gpu=h200 policy.tau=0.2 policy.layer_mask=0,3 goodput.ttft=500"
+    )
     assert changed == {
         "decode": {"max_num_seqs": 8, "gpu": "h200"},
-        "policy": "jsq",
-        "tau": 0.2,
-        "layer_mask": "0,3",
+        "policy": {"name": "jsq", "tau": 0.2, "layer_mask": "0,3"},
         "goodput": {"ttft": 500},
     }
     assert values == {"decode": {"max_num_seqs": 8, "gpu": None}, "policy": "jsq"}
     assert change_fields({}, "max_num_seqs=null") == {"max_num_seqs": None}
+    default = RunConfig.model_fields["policy"].default
+    assert change_fields({}, "policy.tau=1") == {"policy": {"name": default, "tau": 1}}
+    named = change_fields({"policy": {"name": "eldr", "tau": 1}}, "policy.name=jsq")
+    assert named == {"policy": {"name": "jsq", "tau": 1}}
 
 
 @pytest.mark.parametrize(
@@ -142,10 +154,11 @@ def test_values_are_yaml_and_fields_are_dot_paths():
         (["'policy=eldr"], "set: "),
         (["polcy=eldr"], "polcy: no such field"),
         (["decode.gup=h200"], "decode.gup: no such field"),
-        (["policy.name=eldr"], "policy.name: 'policy' has no fields of its own"),
-        (["tau=2"], "tau: 2"),
+        (["topology.x=1"], "topology.x: 'topology' has no fields of its own"),
+        (["policy.tau=2"], "policy.tau: 'round_robin' has no such parameter"),
+        (["policy=eldr policy.tau=2"], "policy.tau: 2: input should be less than or equal to 1"),
         (["policy=round_robin"], "set: policy=round_robin is what the base run has"),
-        (["tau=0.2", "tau=0.2"], "set: a change is given twice"),
+        (["seed=2", "seed=2"], "set: a change is given twice"),
     ],
 )
 def test_bad_change(changes, message):
@@ -184,7 +197,7 @@ def test_command_line(run_cli, tmp_path):
     runs = pq.read_table(out / "runs.parquet").to_pandas()
     assert runs.change.tolist() == ["base"] * 2 + ["decode.gpu=h200"] * 2 + ["request_rate=20"] * 2
     assert runs.seed.tolist() == [0, 1] * 3
-    code, _, err = run_cli("what-if", base, "--set", "tau=0.2", "--out", out)
+    code, _, err = run_cli("what-if", base, "--set", "policy.tau=0.2", "--out", out)
     assert (code, err.startswith("Error: out: ")) == (2, True)
-    code, _, err = run_cli("what-if", tmp_path / "none", "--set", "tau=0.2")
+    code, _, err = run_cli("what-if", tmp_path / "none", "--set", "policy.tau=0.2")
     assert (code, err.startswith("Error: config: cannot read")) == (2, True)

@@ -168,20 +168,22 @@ def figure_13(runner: Runner, rates: Sequence[float]) -> Reproduction:
 
 
 def variants(
-    runner: Runner, rates: Sequence[float], cases: dict[str, dict[str, Any]]
+    runner: Runner, rates: Sequence[float], cases: dict[str, str]
 ) -> tuple[list[dict[str, Any]], dict[tuple[str, str, str], float]]:
     """Run variants of eldr on both workloads against round_robin.
+
+    ``cases`` has the policy of each variant, with its parameters.
 
     Returns rows for a table, and the mean differences in % by (variant, workload, metric).
     """
     rows, differences = [], {}
     for workload in ("task", "language"):
         reference = run_grid(runner, ("round_robin",), rates, workload=workload)
-        for name, fields in cases.items():
-            runs = reference | run_grid(runner, ("eldr",), rates, workload=workload, **fields)
+        for name, policy in cases.items():
+            runs = reference | run_grid(runner, (policy,), rates, workload=workload)
             row: dict[str, Any] = {"variant": name, "workload": workload}
             for metric in (P50, P99, ACTIVE):
-                value = mean_difference(runs, "eldr", "round_robin", metric)
+                value = mean_difference(runs, policy, "round_robin", metric)
                 differences[name, workload, metric] = value
                 row[f"{metric}_percent"] = value
             rows.append(row)
@@ -209,7 +211,7 @@ def draw_variants(figure: Any, rows: list[dict[str, Any]]) -> None:
 
 def figure_14(runner: Runner, rates: Sequence[float]) -> Reproduction:
     """Signature transform at routing: what count-idf gives over the others (section 6.3)."""
-    cases = {name: {"signature": name} for name in ("count-idf", "count", "sqrt", "binary")}
+    cases = {name: f"eldr:signature={name}" for name in ("count-idf", "count", "sqrt", "binary")}
     rows, ours = variants(runner, rates[len(rates) // 2 :][:1], cases)
     gains = [ours["count-idf", w, P50] - ours["count", w, P50] for w in ("task", "language")]
     claims = [
@@ -234,7 +236,7 @@ def figure_14(runner: Runner, rates: Sequence[float]) -> Reproduction:
 
 def figure_15(runner: Runner, rates: Sequence[float]) -> Reproduction:
     """Vanilla against Hungarian-balanced K-means (section 6.3)."""
-    cases = {name: {"clustering": name} for name in ("balanced", "vanilla")}
+    cases = {name: f"eldr:clustering={name}" for name in ("balanced", "vanilla")}
     rows, ours = variants(runner, rates, cases)
     medians, tails = (
         {
@@ -272,7 +274,7 @@ def figure_15(runner: Runner, rates: Sequence[float]) -> Reproduction:
 
 def figure_16(runner: Runner, rates: Sequence[float]) -> Reproduction:
     """Width of the locality band (section 6.3)."""
-    cases = {f"tau {tau}": {"tau": tau} for tau in (0.0, 0.1, 0.2, 0.3)}
+    cases = {f"tau {tau}": f"eldr:tau={tau}" for tau in (0.0, 0.1, 0.2, 0.3)}
     rows, ours = variants(runner, rates, cases)
     claims = []
     for workload in ("task", "language"):

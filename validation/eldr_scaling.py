@@ -20,7 +20,7 @@ from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.validation.eldr_results import P50, P99, TTFT, mean_difference, run_grid
 from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
 
-_FREE = {"capture_overhead_ms": 0.0, "routing_overhead_ms": 0.0}
+_FREE = {"policy": "eldr:capture_overhead_ms=0,routing_overhead_ms=0"}
 
 
 def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:

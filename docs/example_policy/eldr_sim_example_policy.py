@@ -5,21 +5,33 @@
 The entry point in ``pyproject.toml`` is all that ties it to the simulator.
 """
 
+from pydantic import Field
+
 from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.choice import Parameters
+
+
+class Choices(Parameters):
+    """What users may tell the policy: ``--policy p3c:choices=4``."""
+
+    choices: int = Field(default=3, ge=1)
+    """Workers that are drawn for a request."""
 
 
 class PowerOfThreeChoices:
-    """The least loaded of three workers drawn at random."""
+    """The least loaded of some workers drawn at random."""
 
     name = "p3c"  # what users type
     decision = "decode"  # or "prefill"
+    Parameters = Choices  # a policy without parameters leaves this and the argument out
 
-    def __init__(self, context: PolicyContext) -> None:
+    def __init__(self, context: PolicyContext, parameters: Choices) -> None:
+        self._choices = min(parameters.choices, context.n_workers)
         # Draw from context.rng only: then a run with the same seed gives the same result.
         self._rng = context.rng
         self._n = context.n_workers
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the index of the worker; ``loads`` is all that the router knows of them."""
-        drawn = self._rng.choice(self._n, size=min(3, self._n), replace=False)
+        drawn = self._rng.choice(self._n, size=self._choices, replace=False)
         return int(drawn[loads[drawn].argmin()])

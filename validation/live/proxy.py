@@ -18,7 +18,6 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -56,11 +55,7 @@ class ProxyConfig(BaseModel):
     decode_urls: list[str] = Field(min_length=1)
     """Engines that the policy chooses among."""
     policy: str = "round_robin"
-    """Decode policy."""
-    artifact: str | None = None
-    """ELDR's offline fit (``eldr-sim fit``), an ``.npz`` file."""
-    tau: float = 0.1
-    """Width of ELDR's locality band."""
+    """Decode policy with its parameters, such as ``eldr:artifact=fit.npz``."""
     seed: int = 0
     """Of a policy that draws."""
     capture: list[str] = []
@@ -70,13 +65,7 @@ class ProxyConfig(BaseModel):
 
     def build_policy(self) -> DecodePolicy:
         """Return the policy object."""
-        return build_decode_policy(
-            self.policy,
-            len(self.decode_urls),
-            artifact=self.artifact,
-            tau=self.tau,
-            seed=self.seed,
-        )
+        return build_decode_policy(self.policy, len(self.decode_urls), seed=self.seed)
 
 
 def make_app(config: ProxyConfig, policy: DecodePolicy | None = None) -> Any:
@@ -239,7 +228,7 @@ class _Proxy:
             elif self._signatures is not None:
                 if not body.get("kv_transfer_params"):
                     return _error(400, "kv_transfer_params: missing, the policy reads signatures")
-                info = replace(info, signature=self._signatures.counts(name))  # computed ahead
+                info = info._replace(signature=self._signatures.counts(name))  # computed ahead
             answer = web.StreamResponse()
             await self._decode(request, answer, info, body, name, prefilled_s)
         except InputError as error:

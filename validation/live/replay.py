@@ -122,9 +122,8 @@ def replay_run(run: LiveRun, calibrated: Calibrated, artifact: Path | None = Non
     trace, n_layers = run.trace, model.n_moe_layers
     everyone = np.arange(len(order))
     policy = build_decode_policy(  # as the proxy builds it
-        info.policy,
+        info.policy if artifact is None else f"{info.policy}:artifact={artifact}",
         spec.n_decode,
-        artifact=None if artifact is None else str(artifact),
         seed=info.load.seed,
     )
     cluster = Cluster(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import (
     CompletionListener,
     DecodePolicy,
@@ -52,21 +51,15 @@ class Router:
             self._listener.on_complete(request_id, engine)
 
 
-def build_decode_policy(
-    name: str, n_engines: int, *, artifact: str | None = None, tau: float = 0.1, seed: int = 0
-) -> DecodePolicy:
+def build_decode_policy(policy: object, n_engines: int, *, seed: int = 0) -> DecodePolicy:
     """Build a decode policy for live engines, with the random stream that a simulation gives it.
 
     Parameters
     ----------
-    name
-        Name in `policies.registry`.
+    policy
+        The policy and its parameters, see `policies.choice`, such as ``eldr:artifact=fit.npz``.
     n_engines
         Engines to choose from.
-    artifact
-        ELDR's offline fit (``eldr-sim fit``), an ``.npz`` file.
-    tau
-        Width of ELDR's locality band.
     seed
         Of a policy that draws.
 
@@ -77,11 +70,6 @@ def build_decode_policy(
         requests, step times, the future, or an artifact that was not given.
     """
     return decode_policy(
-        name,
-        PolicyContext(
-            n_workers=n_engines,
-            rng=stream(seed, "decode policy"),
-            tau=tau,
-            artifact=None if artifact is None else RoutingArtifact.load(artifact),
-        ),
+        policy,
+        PolicyContext(n_workers=n_engines, rng=stream(seed, "decode policy")),
     )

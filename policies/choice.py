@@ -1,0 +1,138 @@
+"""A policy and its parameters as one word: ``eldr:tau=0.2,layer_mask=all``.
+
+Files may spell it as a mapping: ``{name: eldr, tau: 0.2}``. Of both there is one canonical form:
+the name as the registry has it, then the parameters that differ from their defaults, in the order
+of the policy's own list. Equal choices are equal words, in results and comparisons too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_sim.errors import InputError
+
+Decision = Literal["decode", "prefill"]
+"""The decisions that a policy can make."""
+
+#: The field of a run's configuration that chooses the policy of a decision.
+FIELDS: dict[str, str] = {"decode": "policy", "prefill": "prefill_policy"}
+
+
+class Parameters(BaseModel):
+    """What a policy may be told; a policy with parameters has a subclass as ``Parameters``."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class SignatureParameters(Parameters):
+    """Parameters of policies that read expert signatures; the defaults are ELDR's Table 1."""
+
+    capture_overhead_ms: float = Field(default=0.71, ge=0)
+    """What recording expert signatures adds to a prefill step, ms (record, reduce and copy on
+    MI300X)."""
+    routing_overhead_ms: float = Field(default=0.157, ge=0)
+    """What fetching a signature and routing on it take per request, ms."""
+
+
+class Choice(NamedTuple):
+    """A policy's name, and its parameters as given."""
+
+    name: str
+    given: dict[str, Any]
+
+    @property
+    def mapping(self) -> dict[str, Any]:
+        """The choice as files may spell it."""
+        return {"name": self.name, **self.given}
+
+
+def parse(value: object, field: str) -> Choice:
+    """Read a choice from a word or a mapping.
+
+    In a word a part without ``=`` goes on with the value before it: ``eldr:layer_mask=0,3,5``.
+
+    Raises
+    ------
+    InputError
+        Naming ``field``, if the value is neither, or has no name.
+    """
+    if isinstance(value, Mapping):
+        given = dict(value)
+        name = given.pop("name", None)
+        if not isinstance(name, str):
+            raise InputError(field, f"{value!r} has no name", "such as {name: eldr, tau: 0.2}")
+        return Choice(name, {str(key): what for key, what in given.items()})
+    if not isinstance(value, str):
+        raise InputError(field, f"{value!r}", "a policy, such as jsq or eldr:tau=0.2")
+    name, _, text = value.strip().partition(":")
+    words: dict[str, str] = {}
+    last = None
+    for part in text.split(",") if text else []:
+        key, equals, what = part.partition("=")
+        if equals:
+            last = key.strip()
+            words[last] = what.strip()
+        elif last is None:
+            raise InputError(field, repr(value), "NAME or NAME:PARAMETER=VALUE,...")
+        else:
+            words[last] += f",{part.strip()}"
+    return Choice(name, dict(words))
+
+
+def split(text: str) -> list[str]:
+    """Return the choices of a list such as ``jsq,eldr:tau=0.2,layer_mask=0,3``.
+
+    A part that gives a parameter or begins with a digit belongs to the policy before it.
+    """
+    choices: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        head = part.partition(":")[0]
+        if choices and ("=" in head or head[0].isdigit()):
+            choices[-1] += f",{part}"
+        else:
+            choices.append(part)
+    return choices
+
+
+def parameters_of(policy: Any, given: Mapping[str, Any], field: str) -> Parameters:
+    """Validate parameters against a policy class's own list.
+
+    Raises
+    ------
+    InputError
+        Naming ``field`` and the first parameter that the policy does not have or take.
+    """
+    kind: type[Parameters] = getattr(policy, "Parameters", Parameters)
+    try:
+        return kind.model_validate(dict(given))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"{field}.{first['loc'][0]}"
+        if first["type"] == "extra_forbidden":
+            allowed = ", ".join(kind.model_fields) or "none"
+            problem = f"{policy.name!r} has no such parameter"
+            raise InputError(where, problem, allowed) from None
+        raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None
+
+
+def spell(name: str, parameters: Parameters) -> str:
+    """Return the canonical word for a policy with parameters."""
+    changed = [
+        f"{key}={_spelled(value)}"
+        for key, value in parameters
+        if value != type(parameters).model_fields[key].default
+    ]
+    return f"{name}:{','.join(changed)}" if changed else name
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ",".join(map(_spelled, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value}"
