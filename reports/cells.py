@@ -94,12 +94,14 @@ def number(value: float | int | None) -> str:
     size = abs(value)
     if 0 < size < 0.001:
         return f"{value:.2g}".replace("-", "−")
-    return f"{value:,.{decimals(size) if size else 2}f}".replace("-", "−")
+    return f"{value:,.{decimals(size)}f}".replace("-", "−")
 
 
 def decimals(largest: float) -> int:
     """Return how many decimals figures of a size are shown with."""
-    return 0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 else 4
+    return (
+        0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 or not largest else 4
+    )
 
 
 def interval(mean: float, low: float, high: float, *, signs: bool = False) -> str:

@@ -145,6 +145,22 @@ def test_missing_values_stay_last(browse, tmp_path, report_folders):
         assert all(values[:-1])
 
 
+#: Where in the window the highest bar, or the middle of the longest other series, of a picture is.
+MARK = """
+const box = arguments[0], { xaxis, yaxis } = box._fullLayout, area = box.getBoundingClientRect();
+const shown = box.data.filter((trace) => trace.hoverinfo !== "skip");
+const bars = shown[0].type === "bar";
+const size = (trace) => bars ? Math.max(...trace.y) : trace.x.length;
+const trace = shown.reduce((a, b) => size(b) > size(a) ? b : a);
+const i = bars ? trace.y.indexOf(size(trace)) : trace.x.length >> 1;
+const under = bars ? shown.slice(0, shown.indexOf(trace)) : [];
+const y = bars ? under.reduce((height, other) => height + other.y[i], trace.y[i] / 2) : trace.y[i];
+const within = (axis, value) =>
+  axis._offset + Math.min(Math.max(axis.d2p(value), 1), axis._length - 1);
+return [area.left + within(xaxis, trace.x[i]), area.top + within(yaxis, y)];
+"""
+
+
 def hovered(browser, picture):
     """Return the lines of the label that a picture shows."""
     script = """
@@ -154,8 +170,15 @@ def hovered(browser, picture):
     return browser.execute_script(script, picture)
 
 
+def point_at(browser, x, y):
+    from selenium.webdriver.common.actions.action_builder import ActionBuilder
+
+    actions = ActionBuilder(browser)
+    actions.pointer_action.move_to_location(round(x), round(y))
+    actions.perform()
+
+
 def test_pictures_say_their_values_to_pointer_and_keyboard(page, browse):
-    from selenium.webdriver import ActionChains
     from selenium.webdriver.support.ui import WebDriverWait
 
     browser = browse(page)
@@ -164,11 +187,11 @@ def test_pictures_say_their_values_to_pointer_and_keyboard(page, browse):
     assert len(pictures) > 10
     for picture in pictures:
         browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", picture)
-        mark = picture.find_elements("css selector", ".point path, .points path, .js-line")[0]
-        ActionChains(browser).move_to_element(mark).perform()
+        point_at(browser, *browser.execute_script(MARK, picture))
         wait.until(lambda _, picture=picture: hovered(browser, picture))
-    picture = pictures[0]
-    ActionChains(browser).move_to_element(browser.find_element("id", "theme")).perform()
+    point_at(browser, 1, 1)
+    named = "//figure[figcaption='Distribution of TTFT']//div[@role='img']"
+    picture = browser.find_element("xpath", named)
     browser.execute_script("arguments[0].focus()", picture)
     said = []
     for key in ("\ue014", "\ue014", "\ue012"):  # right arrow twice, left arrow
@@ -183,6 +206,8 @@ def test_pictures_say_their_values_to_pointer_and_keyboard(page, browse):
 
 
 def test_a_click_on_a_name_hides_its_series(page, browse):
+    from selenium.webdriver.support.ui import WebDriverWait
+
     browser = browse(page)
     picture = browser.find_element("xpath", "//figure[figcaption='Distribution of TTFT']")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", picture)
@@ -191,8 +216,6 @@ def test_a_click_on_a_name_hides_its_series(page, browse):
     """
     assert browser.execute_script(visible, picture) == [True, True]
     picture.find_element("css selector", ".legendtoggle").click()
-    from selenium.webdriver.support.ui import WebDriverWait
-
     wanted = ["legendonly", True]
     WebDriverWait(browser, 5).until(lambda _: browser.execute_script(visible, picture) == wanted)
 

@@ -94,6 +94,6 @@
   show(theme);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
   // On paper: light, and two pictures beside each other.
-  addEventListener("beforeprint", () => { root.dataset.theme = "light"; draw(330); });
+  addEventListener("beforeprint", () => { root.dataset.theme = "light"; draw(320); });
   addEventListener("afterprint", () => show(theme));
 })();
