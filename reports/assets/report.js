@@ -57,14 +57,15 @@
     return Object.fromEntries(Object.entries(value).map(([name, inner]) =>
       [name, name.endsWith("color") ? resolve(inner) : painted(inner)]));
   };
-  const axis = { gridcolor: "var(--grid)", zerolinecolor: "var(--soft)", linecolor: "var(--soft)", automargin: true, title: { standoff: 8 } };
+  const axis = { gridcolor: "var(--grid)", zerolinecolor: "var(--soft)", linecolor: "var(--soft)",
+    automargin: true, exponentformat: "none", separatethousands: true, title: { standoff: 8 } };
   const template = { layout: {
     paper_bgcolor: "transparent", plot_bgcolor: "transparent", height: 300,
     margin: { l: 48, r: 12, t: 12, b: 40 }, hovermode: "closest", hoverdistance: 60,
     font: { family: "system-ui, sans-serif", size: 12, color: "var(--soft)" },
     modebar: { bgcolor: "transparent", color: "var(--soft)", activecolor: "var(--text)" },
     legend: { traceorder: "normal", orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: "var(--text)" } },
-    hoverlabel: { align: "left", namelength: -1 },
+    hoverlabel: { align: "left", bgcolor: "var(--text)", bordercolor: "var(--text)", font: { color: "var(--page)" } },
     // A finger scrolls the page.
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     xaxis: axis, yaxis: axis, colorway: [],
