@@ -298,9 +298,8 @@ def _finite(series: Series) -> Series:
     """Return a series without the points that have no place."""
     places = zip(series.x, series.y, strict=True)
     keep = [i for i, (x, y) in enumerate(places) if math.isfinite(x) and math.isfinite(y)]
-    columns = ("x", "y", "low", "high", "tips")
-    values = {name: getattr(series, name) for name in columns}
-    picked = {k: None if v is None else [v[i] for i in keep] for k, v in values.items()}
+    columns = {name: getattr(series, name) for name in ("x", "y", "low", "high", "tips")}
+    picked: Spec = {k: None if v is None else [v[i] for i in keep] for k, v in columns.items()}
     return replace(series, **picked)
 
 
@@ -347,11 +346,12 @@ def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
 
 def _band(s: Series, ends: Mapping[int, tuple[float, float]]) -> Spec:
     """Return a filled outline: the upper ends, and the lower ends backwards."""
+    there, back = list(ends), list(ends)[::-1]
     return {
         "type": "scatter",
         "mode": "lines",
-        "x": [s.x[i] for i in (*ends, *reversed(ends))],
-        "y": [*(high for _, high in ends.values()), *(low for low, _ in reversed(ends.values()))],
+        "x": [s.x[i] for i in there + back],
+        "y": [ends[i][1] for i in there] + [ends[i][0] for i in back],
         "fill": "toself",
         "fillcolor": _colour(s.colour),
         "line": {"width": 0},

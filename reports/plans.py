@@ -179,8 +179,8 @@ def _front(document: Record, colours: Colours) -> Picture:
     tried = [cluster for cluster in document["clusters"] if not cluster["hopeless"]]
     for cluster in [*tried, *document["pareto_front"]]:
         if cluster["verdict"] == "meets" and cluster["gpus"] <= document["max_gpus"]:
-            speeds = (nan(cluster[f"tokens_per_s_per_{of}"]) for of in ("user", "gpu"))
-            point = (*speeds, _name(cluster))
+            user, gpu = (nan(cluster[f"tokens_per_s_per_{of}"]) for of in ("user", "gpu"))
+            point = (user, gpu, _name(cluster))
             group = meets.setdefault((cluster["policy"], cluster["gpu"]), [])
             if point not in group:
                 group.append(point)

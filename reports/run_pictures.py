@@ -57,7 +57,7 @@ class _Run:
 
     def __init__(self, folder: Folder, colour: int, style: int) -> None:
         self.name = folder.name
-        self._look = {"colour": colour, "style": style + colour // N_COLOURS}
+        self._colour, self._style = colour, style + colour // N_COLOURS
         self.requests = folder.tables["requests"]
         self.decode_steps = folder.tables["steps"].filter(
             pc.equal(folder.tables["steps"]["role"], "decode")
@@ -77,8 +77,16 @@ class _Run:
         tips: Sequence[str] | None = None,
     ) -> Series:
         """Return a curve in the run's colour."""
-        ends = [None if values is None else values.tolist() for values in (low, high)]
-        return Series(self.name, x.tolist(), y.tolist(), *ends, tips=tips, **self._look)
+        return Series(
+            self.name,
+            x.tolist(),
+            y.tolist(),
+            None if low is None else low.tolist(),
+            None if high is None else high.tolist(),
+            colour=self._colour,
+            style=self._style,
+            tips=tips,
+        )
 
 
 def _column(rows: pa.Table, name: str) -> Values:

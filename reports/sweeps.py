@@ -27,8 +27,6 @@ from eldr_sim.reports.pictures import (
 Row = dict[str, Any]
 #: More curves than this are drawn as points, more points without a numeric parameter not at all.
 _MOST_CURVES, _MOST_ROWS = 24, 40
-#: Of a figure's tag: the mean, and the ends of its interval.
-_ENDS = ("", "_low", "_high")
 #: Figures of a summary that the data set holds as JSON text.
 _NESTED = (
     "failed_reasons",
@@ -138,11 +136,14 @@ class _Axes:
         series = []
         for name, colour, style, own in self._series():
             ordered = sorted(own, key=lambda point: float(point[x]))
+            mean, low, high = zip(*(_interval(point, key) for point in ordered), strict=True)
             series.append(
                 Series(
                     name,
                     [float(point[x]) for point in ordered],
-                    *([_value(point, f"{key}{end}") for point in ordered] for end in _ENDS),
+                    mean,
+                    low,
+                    high,
                     line=self.as_lines,
                     colour=colour,
                     style=style,
@@ -167,14 +168,7 @@ class _Axes:
 
     def _rows(self, key: str, label: str, interval: str) -> Picture:
         shown = self.points[:_MOST_ROWS]
-        rows = [
-            (
-                str(point["name"]),
-                *(_value(point, f"{key}{end}") for end in _ENDS),
-                self.colour(point),
-            )
-            for point in shown
-        ]
+        rows = [(str(point["name"]), *_interval(point, key), self.colour(point)) for point in shown]
         title = without_unit(label)
         if len(shown) < len(self.points):
             title += f" (the first {_MOST_ROWS} points)"
@@ -224,6 +218,11 @@ def _parameter(value: Any) -> Value:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _interval(point: Row, key: str) -> tuple[float, float, float]:
+    """Return the mean of a figure over runs, and the ends of its interval."""
+    return _value(point, key), _value(point, f"{key}_low"), _value(point, f"{key}_high")
 
 
 def _value(point: Row, key: str) -> float:

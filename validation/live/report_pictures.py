@@ -235,7 +235,9 @@ def _batches(runs: Sequence[LiveRun], steps: pd.DataFrame) -> list[tuple[int, pd
         mean_of_layers = [np.mean(layers) if layers else np.nan for layers in logged]
         parts.append(mine.assign(distinct=mean_of_layers))
     found = pd.concat(parts)
-    of_batch = {int(n): own for n, own in found[found["kind"] == "decode"].groupby("batch")}
+    found = found[found["kind"] == "decode"]
+    sizes = sorted(set(found["batch"].tolist()))
+    of_batch = {size: found[found["batch"] == size] for size in sizes}
     often = [batch for batch, own in of_batch.items() if len(own) >= _FEWEST_STEPS]
     powers = [batch for batch in often if batch > 1 and batch & (batch - 1) == 0]
     return [(batch, of_batch[batch]) for batch in (powers or often)[-_MOST_CURVES:]]
