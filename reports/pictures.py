@@ -134,14 +134,10 @@ def curves(
     data: list[Spec] = []
     for s in drawn:
         data += _curve(s, "<br>".join(hover), interval, floor) if s.x else []
-    layout: Spec = {
-        "xaxis": {"title": {"text": _text(x_label)}},
-        "yaxis": {"title": {"text": _text(y_label)}, "rangemode": "tozero"},
-        "showlegend": len(drawn) > 1,
-    }
+    layout: Spec = {"showlegend": len(drawn) > 1}
     if warmups_s:
         layout |= _warmups(warmups_s)
-    return _picture(title, f"{y_label} against {x_label}", data, layout, note)
+    return _picture(title, (x_label, y_label), data, layout, note)
 
 
 def intervals(
@@ -191,13 +187,12 @@ def intervals(
             hover += f"<br>{interval}: %{{customdata[0]:{form}}} to %{{customdata[1]:{form}}}"
         data.append(dot | {"hovertemplate": f"{hover}<extra></extra>"})
     layout: Spec = {
-        "xaxis": {"title": {"text": _text(x_label)}, "zeroline": differences}
-        | ({"rangemode": "tozero"} if differences else {}),
+        "xaxis": {"rangemode": "tozero" if differences else "normal", "zeroline": differences},
         "yaxis": {"type": "category", "autorange": "reversed"},
         "showlegend": False,
         "height": 120 + 30 * max(2, len(data)),
     }
-    return _picture(title, x_label, data, layout, None)
+    return _picture(title, (x_label, ""), data, layout)
 
 
 def stacked_bars(
@@ -240,13 +235,8 @@ def stacked_bars(
                 "<extra></extra>",
             }
         )
-    layout: Spec = {
-        "xaxis": {"title": {"text": _text(x_label)}, "type": "category"},
-        "yaxis": {"title": {"text": _text(y_label)}, "rangemode": "tozero"},
-        "barmode": "stack",
-        "showlegend": True,
-    }
-    return _picture(title, f"{y_label} against {x_label}", data if bars else [], layout, None)
+    layout: Spec = {"xaxis": {"type": "category"}, "barmode": "stack", "showlegend": True}
+    return _picture(title, (x_label, y_label), data if bars else [], layout)
 
 
 def pareto_picture(
@@ -372,11 +362,17 @@ def _warmups(ends_s: Sequence[float]) -> Spec:
     return {"shapes": [shape | {"x1": end} for end in ends], "annotations": [name] if ends else []}
 
 
-def _picture(title: str, axes: str, data: list[Spec], layout: Spec, note: str | None) -> Picture:
+def _picture(
+    title: str, labels: tuple[str, str], data: list[Spec], layout: Spec, note: str | None = None
+) -> Picture:
+    for axis, label in zip(("xaxis", "yaxis"), labels, strict=True):
+        layout[axis] = {"title": {"text": _text(label)}} | layout.get(axis, {})
+    layout["yaxis"].setdefault("rangemode", "tozero")
     if layout["showlegend"]:
         # The legend lies over the picture, about three names a line.
         names = sum(trace.get("showlegend", True) for trace in data)
         layout["height"] = 320 + 20 * math.ceil(names / 3)
+    axes = " against ".join(label for label in reversed(labels) if label)
     return Picture(title, axes, {"data": data, "layout": layout}, note)
 
 

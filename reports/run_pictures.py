@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
+import pandas as pd
+from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import N_COLOURS, Colours, Picture, Series, curves, stacked_bars
@@ -41,14 +40,13 @@ def run_pictures(folders: Sequence[Folder], colours: Colours) -> list[Picture]:
         named = ("policy", policies[i]) if by_policy else ("run", folder.name)
         style = policies[:i].count(policies[i]) if by_policy else 0
         runs.append(_Run(folder, colours(*named), style))
-    domains = sorted({name for run in runs for name in set(run.done["domain"].to_pylist())})
     return [
         *_cdfs(runs),
         _activated_experts(runs),
         _phases(runs, colours),
         *_requests_in_phases(runs),
         _tpot_over_time(runs),
-        *(_decode_workers(run, len(runs) > 1, domains, colours) for run in runs),
+        *(_decode_workers(run, len(runs) > 1, colours) for run in runs),
     ]
 
 
@@ -57,55 +55,37 @@ class _Run:
 
     def __init__(self, folder: Folder, colour: int, style: int) -> None:
         self.name = folder.name
-        self._colour, self._style = colour, style + colour // N_COLOURS
-        self.requests = folder.tables["requests"]
-        self.decode_steps = folder.tables["steps"].filter(
-            pc.equal(folder.tables["steps"]["role"], "decode")
-        )
-        finished = pc.is_valid(self.requests["finish_s"])
-        self.done = self.requests.filter(pc.and_(self.requests["measured"], finished))
+        self.requests = folder.tables["requests"].to_pandas()
+        self.done = self.requests[self.requests["measured"] & self.requests["finish_s"].notna()]
+        steps = folder.tables["steps"].to_pandas()
+        self.decode_steps = steps[steps["role"] == "decode"]
         config = folder.documents["config"]["config"]
         fields = {name: config.get(name) for name in ("warmup", "num_requests")}
         self.warmup_s = RunConfig.model_construct(**fields).warmup_s
+        self._colour, self._style = colour, style + colour // N_COLOURS
 
     def series(
-        self,
-        x: Values,
-        y: Values,
-        low: Values | None = None,
-        high: Values | None = None,
-        tips: Sequence[str] | None = None,
+        self, x: ArrayLike, y: ArrayLike, *ends: ArrayLike, tips: Sequence[str] | None = None
     ) -> Series:
-        """Return a curve in the run's colour."""
+        """Return a curve in the run's colour; ``ends`` are those of an interval around ``y``."""
+        xs, ys, *lists = (np.asarray(values, np.float64).tolist() for values in (x, y, *ends))
+        low, high = lists or (None, None)
         return Series(
-            self.name,
-            x.tolist(),
-            y.tolist(),
-            None if low is None else low.tolist(),
-            None if high is None else high.tolist(),
-            colour=self._colour,
-            style=self._style,
-            tips=tips,
+            self.name, xs, ys, low, high, colour=self._colour, style=self._style, tips=tips
         )
 
 
-def _column(rows: pa.Table, name: str) -> Values:
-    """Return a column as floats, NaN where it is null."""
-    return np.asarray(rows[name].to_numpy(), np.float64)
-
-
 def _cdfs(runs: Sequence[_Run]) -> list[Picture]:
-    pictures = []
-    for column, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2el_ms", "E2E latency")):
-        series = []
-        for run in runs:
-            values = _column(run.done, column)
-            values = values[np.isfinite(values)]
-            share = np.linspace(0, 1, 101) if len(values) else np.zeros(0)
-            series.append(run.series(np.quantile(values, share) if len(values) else share, share))
-        title = f"Distribution of {name}"
-        pictures.append(curves(title, f"{name}, ms", "share of requests at or below", series))
-    return pictures
+    share = np.linspace(0, 1, 101)
+    return [
+        curves(
+            f"Distribution of {name}",
+            f"{name}, ms",
+            "share of requests at or below",
+            [run.series(run.done[column].quantile(share), share) for run in runs],
+        )
+        for column, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2el_ms", "E2E latency"))
+    ]
 
 
 def _activated_experts(runs: Sequence[_Run]) -> Picture:
@@ -113,21 +93,12 @@ def _activated_experts(runs: Sequence[_Run]) -> Picture:
     for run in runs:
         # Steps that also compute prompt tokens activate more experts than their batch explains.
         steps = run.decode_steps
-        steps = steps.filter(pc.equal(steps["tokens"], steps["batch"]))
-        steps = steps.filter(pc.greater(steps["batch"], 0))
-        sizes, of_size, counts = np.unique(
-            _column(steps, "batch"), return_inverse=True, return_counts=True
-        )
-        order = np.argsort(of_size, kind="stable")
-        of_steps = _column(steps, "active_experts")[order]
-        groups = np.split(of_steps, np.cumsum(counts)[:-1]) if len(sizes) else []
-        mean = np.array([group.mean() for group in groups])
-        low, high = (
-            np.array([np.percentile(group, q) if len(group) >= 5 else np.nan for group in groups])
-            for q in (10, 90)
-        )
-        tips = [f"{count:,} steps" for count in counts]
-        series.append(run.series(sizes, mean, low, high, tips))
+        steps = steps[(steps["tokens"] == steps["batch"]) & (steps["batch"] > 0)]
+        of_batch = steps.groupby("batch")["active_experts"]
+        mean, count = of_batch.mean(), of_batch.size()
+        low, high = (of_batch.quantile(q).where(count >= 5) for q in (0.1, 0.9))
+        tips = [f"{n:,} steps" for n in count]
+        series.append(run.series(mean.index, mean, low, high, tips=tips))
     return curves(
         "Activated experts against batch",
         "batch of a decode step, requests",
@@ -139,14 +110,10 @@ def _activated_experts(runs: Sequence[_Run]) -> Picture:
 
 
 def _phases(runs: Sequence[_Run], colours: Colours) -> Picture:
-    def mean_ms(rows: pa.Table, start: str, end: str) -> float:
-        spans = _column(rows, end) - _column(rows, start)
-        return 1e3 * float(np.nanmean(spans)) if np.isfinite(spans).any() else 0.0
-
-    parts = [
-        (name, [mean_ms(run.done, start, end) for run in runs], colours("phase", name))
-        for name, start, end in _PHASES
-    ]
+    parts = []
+    for name, start, end in _PHASES:
+        mean_ms = [1e3 * (run.done[end] - run.done[start]).mean() for run in runs]
+        parts.append((name, np.nan_to_num(mean_ms).tolist(), colours("phase", name)))
     names = [run.name for run in runs]
     title = "Where the time to first token goes"
     return stacked_bars(title, "run", "mean time in the phase, ms", names, parts)
@@ -162,22 +129,15 @@ def _requests_in_phases(runs: Sequence[_Run]) -> list[Picture]:
     ):
         series = []
         for run in runs:
-            edges = _edges(run.requests)
-            level = np.zeros(_BINS)
-            for _, start, end in phases:
-                times = _column(run.requests, start), _column(run.requests, end)
-                level += mean_in_phase(*times, edges)
+            last = run.requests[["finish_s", "arrival_s"]].max().max()
+            edges = np.linspace(0.0, last or 1.0, _BINS + 1)
+            times = run.requests.astype({name: float for phase in phases for name in phase[1:]})
+            spans = [(times[start].to_numpy(), times[end].to_numpy()) for _, start, end in phases]
+            level = np.sum([mean_in_phase(start, end, edges) for start, end in spans], axis=0)
             series.append(run.series((edges[1:] + edges[:-1]) / 2, level))
         labels = ("simulated time, s", "requests, mean of the interval")
         pictures.append(curves(title, *labels, series, warmups_s=[r.warmup_s for r in runs]))
     return pictures
-
-
-def _edges(requests: pa.Table) -> Values:
-    finish = _column(requests, "finish_s")
-    arrival = _column(requests, "arrival_s")
-    last = float(np.nanmax(np.concatenate([finish, arrival, [0.0]])))
-    return np.linspace(0.0, last or 1.0, _BINS + 1)
 
 
 def mean_in_phase(start_s: Values, end_s: Values, edges_s: Values) -> Values:
@@ -213,16 +173,12 @@ def mean_in_phase(start_s: Values, end_s: Values, edges_s: Values) -> Values:
 def _tpot_over_time(runs: Sequence[_Run]) -> Picture:
     series = []
     for run in runs:
-        finish, tpot = _column(run.requests, "finish_s"), _column(run.requests, "tpot_ms")
-        known = np.isfinite(tpot)
-        finish, tpot = finish[known], tpot[known]
-        edges = np.linspace(finish.min(), finish.max() + 1e-9, 41) if len(finish) else np.zeros(2)
-        bins = np.digitize(finish, edges) - 1
-        used = np.unique(bins)
-        median, low, high = (
-            np.array([np.percentile(tpot[bins == b], q) for b in used]) for q in (50, 10, 90)
-        )
-        series.append(run.series((edges[used] + edges[used + 1]) / 2, median, low, high))
+        known = run.requests.dropna(subset="tpot_ms")
+        edges = np.linspace(known["finish_s"].min(), known["finish_s"].max() + 1e-9, 41)
+        of_time = known.groupby(np.digitize(known["finish_s"], edges) - 1)["tpot_ms"]
+        median, low, high = (of_time.quantile(q) for q in (0.5, 0.1, 0.9))
+        middle = (edges[median.index] + edges[median.index + 1]) / 2
+        series.append(run.series(middle, median, low, high))
     return curves(
         "TPOT over time",
         "finish time, simulated s",
@@ -234,25 +190,18 @@ def _tpot_over_time(runs: Sequence[_Run]) -> Picture:
     )
 
 
-def _decode_workers(run: _Run, named: bool, domains: Sequence[str], colours: Colours) -> Picture:
-    worker = _column(run.decode_steps, "worker").astype(int)
-    seconds = _column(run.decode_steps, "end_s") - _column(run.decode_steps, "start_s")
-    workers = np.unique(worker)
-    weight = np.bincount(worker, seconds)
-    load = np.bincount(worker, seconds * _column(run.decode_steps, "batch"))
-    mean = load[workers] / np.maximum(weight[workers], 1e-12)
-    served = _column(run.done, "decode_worker")
-    of_domain = np.array(run.done["domain"].to_pylist(), object)
-    parts = []
-    for name in domains:
-        own = of_domain == name
-        share = [float(own[served == w].mean()) if (served == w).any() else 0.0 for w in workers]
-        if own.any():
-            parts.append((name, (np.array(share) * mean).tolist(), colours("domain", name)))
+def _decode_workers(run: _Run, named: bool, colours: Colours) -> Picture:
+    steps, done = run.decode_steps, run.done
+    seconds = steps["end_s"] - steps["start_s"]
+    weight, load = (x.groupby(steps["worker"]).sum() for x in (seconds, seconds * steps["batch"]))
+    mean = load / weight.clip(lower=1e-12)
+    share = pd.crosstab(done["domain"], done["decode_worker"], normalize="columns")
+    share = share.reindex(columns=mean.index, fill_value=0.0)
+    domains = [str(name) for name in share.index]
     return stacked_bars(
         "Mean batch of each decode worker by domain" + (f": {run.name}" if named else ""),
         "decode worker",
         "mean batch, requests, by share of domain",
-        [str(w) for w in workers],
-        parts,
+        [str(worker) for worker in mean.index],
+        [(name, (share.loc[name] * mean).tolist(), colours("domain", name)) for name in domains],
     )
