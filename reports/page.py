@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
@@ -19,6 +19,10 @@ from eldr_sim.reports.pictures import Colours
 from eldr_sim.reports.plans import plan_section
 from eldr_sim.reports.runs import runs_section
 from eldr_sim.reports.sweeps import sweep_section
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
 
 _SECTIONS = {"comparison": comparison_section, "sweep": sweep_section, "plan": plan_section}
 
@@ -37,19 +41,10 @@ def report(folders: Sequence[Path]) -> str:
     InputError
         If a folder is no result or cannot be read.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    environment = Environment(
-        loader=PackageLoader("eldr_sim.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"number": number, "plain": plain}
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment = _environment()
     assets = files("eldr_sim.reports") / "assets"
     scripts = [get_plotlyjs(), (assets / "report.js").read_text(encoding="utf-8")]
     return environment.get_template("page.html").render(
@@ -57,7 +52,7 @@ def report(folders: Sequence[Path]) -> str:
         style=Markup((assets / "report.css").read_text(encoding="utf-8")),
         scripts=[Markup(script) for script in scripts],
         hashes=[_hash(script) for script in scripts],
-        sections=_sections(open_folders(folders)),
+        sections=_sections(open_folders(folders), environment),
     )
 
 
@@ -87,8 +82,26 @@ def write_report(folders: Sequence[Path], out: Path, *, force: bool = False) -> 
         temporary.write_bytes(data)
 
 
-def _sections(folders: Sequence[Folder]) -> list[dict[str, Any]]:
-    """Return what the template of each section shows, in the order of the folders."""
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("eldr_sim.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "plain": plain}
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment
+
+
+def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple[str, Markup]]:
+    """Return title and content of each section, in the order of the folders."""
+    from jinja2 import UndefinedError
+    from markupsafe import Markup
+
     colours = Colours()
     runs = [folder for folder in folders if folder.kind == "run"]
     sections = []
@@ -101,7 +114,8 @@ def _sections(folders: Sequence[Folder]) -> list[dict[str, Any]]:
                 if folder.kind == "run"
                 else _SECTIONS[folder.kind](folder, colours)
             )
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+            content = environment.get_template(f"{folder.kind}.html").render(section=section)
+        except (KeyError, TypeError, IndexError, ValueError, UndefinedError) as error:
             # The files are there and readable, yet hold something else than their names say.
             raise InputError(
                 "DIR",
@@ -109,7 +123,7 @@ def _sections(folders: Sequence[Folder]) -> list[dict[str, Any]]:
                 f"({type(error).__name__}: {' '.join(str(error).split())})",
                 "a folder written by this version of eldr-sim",
             ) from error
-        sections.append(section | {"template": f"{folder.kind}.html"})
+        sections.append((section["title"], Markup(content)))
     return sections
 
 

@@ -69,6 +69,7 @@ def test_only_the_pages_two_scripts_may_run(pages):
     scripts = [s.text for s in root.all("script") if s.attributes != data]
     assert len(scripts) == 2, "plotly.js once, and the page's own"
     assert "plotly.js v" in scripts[0][:200]
+    assert len(scripts[1]) < 10_000
     hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts]
     policies = [
         n.attributes["content"]
@@ -355,6 +356,11 @@ def test_what_is_no_result_is_told_in_one_line(report_folders, tmp_path, run_cli
     other = tmp_path / "other"
     shutil.copytree(report_folders / "jsq", other)
     (other / "summary.json").write_text('{"label": "x"}')
+    lacking = tmp_path / "lacking"
+    shutil.copytree(report_folders / "jsq", lacking)
+    summary = json.loads((lacking / "summary.json").read_text())
+    del summary["prefill_policy"]  # which nothing but the template asks for
+    write_json(lacking / "summary.json", summary)
     empty = tmp_path / "empty"
     empty.mkdir()
     cases = {
@@ -363,6 +369,7 @@ def test_what_is_no_result_is_told_in_one_line(report_folders, tmp_path, run_cli
         (report_folders / "jsq" / "summary.json",): "is no folder",
         (broken,): "cannot read",
         (other,): "has a run's files but not its contents",
+        (lacking,): "has a run's files but not its contents",
         (report_folders / "jsq", report_folders / "jsq"): "is given twice",
     }
     for folders, problem in cases.items():
