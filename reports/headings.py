@@ -41,6 +41,23 @@ MORE_METRICS = {
     "cost_per_million_output_tokens": "cost per million output tokens",
     "gpu_hours_per_million_output_tokens": "GPU-hours per million output tokens",
 }
+#: Headings of a plan's clusters by key, in the order of the table; prices only where one is known.
+CLUSTER_PRICES = {
+    "price_per_hour": "price/hour",
+    "cost_per_million_output_tokens": "cost per million tokens",
+}
+CLUSTER_FIGURES = {
+    "gpus": "GPUs",
+    **CLUSTER_PRICES,
+    "slo_attainment": "SLO attainment, %",
+    "p99_ttft_ms": METRICS["p99_ttft_ms"],
+    "p99_tpot_ms": METRICS["p99_tpot_ms"],
+    "tokens_per_s_per_user": "tokens/s for a user",
+    "tokens_per_s_per_gpu": "tokens/s of a GPU",
+    "mean_active_experts_per_step": METRICS["mean_active_experts_per_step"],
+    "weakest_provenance": "step times",
+    "seeds": "seeds",
+}
 _PARAMETER_UNITS = {
     "request_rate": "requests/s",
     "output_len": "tokens",

@@ -18,7 +18,7 @@ from eldr_sim.reports.cells import (
     table,
 )
 from eldr_sim.reports.folders import Folder
-from eldr_sim.reports.headings import bounds_in_words
+from eldr_sim.reports.headings import CLUSTER_FIGURES, CLUSTER_PRICES, bounds_in_words
 from eldr_sim.reports.pictures import Colours, Picture, intervals, pareto_picture
 from eldr_sim.simulator.metrics import table_warnings
 
@@ -110,50 +110,36 @@ def _losses(document: Record) -> Table:
         ("one decode worker lost", margin["one_decode_worker_lost"]),
         ("one prefill worker lost", margin["one_prefill_worker_lost"]),
     ]
+    keys = ("slo_attainment", "p99_ttft_ms", "p99_tpot_ms")
     rows: list[list[Value]] = [
-        [what, "nothing is left that could serve", *[None] * 3]
+        [what, "nothing is left that could serve", *[None] * len(keys)]
         if cluster is None
-        else [
-            what,
-            cluster["topology"],
-            _interval_cell(cluster["slo_attainment"], 100.0),
-            cluster["p99_ttft_ms"],
-            cluster["p99_tpot_ms"],
-        ]
+        else [what, cluster["topology"], *(_figure(cluster, key) for key in keys)]
         for what, cluster in cases
     ]
-    columns = ["case", "cluster", "SLO attainment, %", "TTFT p99, ms", "TPOT p99, ms"]
+    columns = ["case", "cluster", *(CLUSTER_FIGURES[key] for key in keys)]
     return table("What the answer bears", columns, rows)
 
 
 def _clusters(title: str, clusters: Sequence[Record]) -> Table:
     priced = any(cluster["price_per_hour"] is not None for cluster in clusters)
-    columns = ["policy", "GPU", "cluster", "GPUs"]
-    columns += ["price/hour", "cost per million tokens"] if priced else []
-    columns += ["SLO attainment, %", "TTFT p99, ms", "TPOT p99, ms", "tokens/s for a user"]
-    columns += ["tokens/s of a GPU", "activated experts a layer", "step times", "seeds", "verdict"]
-    rows: list[list[Value]] = []
-    for cluster in clusters:
-        prices = [cluster["price_per_hour"], cluster["cost_per_million_output_tokens"]]
-        rows.append(
-            [
-                cluster["policy"],
-                cluster["gpu"],
-                _workers(cluster),
-                cluster["gpus"],
-                *(prices if priced else []),
-                _interval_cell(cluster["slo_attainment"], 100.0),
-                cluster["p99_ttft_ms"],
-                cluster["p99_tpot_ms"],
-                cluster["tokens_per_s_per_user"],
-                cluster["tokens_per_s_per_gpu"],
-                cluster["mean_active_experts_per_step"],
-                cluster["weakest_provenance"],
-                cluster["seeds"],
-                "hopeless in a short run" if cluster["hopeless"] else cluster["verdict"],
-            ]
-        )
-    return table(title, columns, rows)
+    shown = {k: v for k, v in CLUSTER_FIGURES.items() if priced or k not in CLUSTER_PRICES}
+    rows: list[list[Value]] = [
+        [
+            cluster["policy"],
+            cluster["gpu"],
+            _workers(cluster),
+            *(_figure(cluster, key) for key in shown),
+            "hopeless in a short run" if cluster["hopeless"] else cluster["verdict"],
+        ]
+        for cluster in clusters
+    ]
+    return table(title, ["policy", "GPU", "cluster", *shown.values(), "verdict"], rows)
+
+
+def _figure(cluster: Record, key: str) -> Value:
+    value: Value = cluster[key]
+    return _interval_cell(cluster[key], 100.0) if key == "slo_attainment" else value
 
 
 def _savings(savings: Sequence[Record]) -> Table:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.reports.folders import Folder
@@ -191,6 +190,8 @@ def _tpot_over_time(runs: Sequence[_Run]) -> Picture:
 
 
 def _decode_workers(run: _Run, named: bool, colours: Colours) -> Picture:
+    import pandas as pd
+
     steps, done = run.decode_steps, run.done
     seconds = steps["end_s"] - steps["start_s"]
     weight, load = (x.groupby(steps["worker"]).sum() for x in (seconds, seconds * steps["batch"]))
