@@ -16,9 +16,9 @@ for package, folder in folders.items():
         if not files:
             sys.exit(f"{package}: no file matches {pattern}")
         expected |= files
-    data = folder / "data"
-    unlisted = {f"{root}/{p.relative_to(folder)}" for p in data.rglob("*") if p.is_file()}
-    expected |= unlisted
+    for name in ("assets", "data", "templates"):
+        unlisted = [path for path in (folder / name).rglob("*") if path.is_file()]
+        expected |= {f"{root}/{path.relative_to(folder)}" for path in unlisted}
 
 with zipfile.ZipFile(sys.argv[1]) as wheel:
     names = {name for name in wheel.namelist() if not name.split("/")[0].endswith(".dist-info")}

@@ -3,18 +3,17 @@
 Modules
 -------
 page
-    `report` puts the page together and `write_report` writes it.
+    `report` puts the page together from ``templates`` (Jinja2) and ``assets``; `write_report`
+    writes it.
 folders
     Which command wrote a folder, and what is in it.
-runs, comparisons, sweeps, plans
-    The sections of each kind of folder.
-charts, scales
-    Pictures as inline SVG whose marks say their values.
-markup
-    Elements, tables and numbers; all text is escaped because elements hold it, never strings.
+runs, run_pictures, comparisons, sweeps, plans, basis
+    What the templates of each kind of folder show.
+pictures
+    Plotly figures as dictionaries, and their colours.
+cells, headings
+    Tables and numbers; names of the figures.
 
 plots, timeline
     Pictures of a run as PNG; the run as a Chrome trace.
-
-``assets`` has the style sheet and the script of the page.
 """

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-from xml.etree import ElementTree as ET
 
 from eldr_sim.kernel_profiles.tables import PROVENANCES, weakest
-from eldr_sim.reports.markup import add, bullets, el, folded, number, table
+from eldr_sim.reports.cells import Table, number, table
 from eldr_sim.simulator.metrics import warnings_of
 
-#: A line names at most so many runs, and a box shows at most so many warnings at once.
-_MOST_NAMES, _MOST_WARNINGS = 4, 6
+#: A line names at most so many runs.
+_MOST_NAMES = 4
 _PARTS = {"moe": "MoE layer", "gemm": "dense GEMMs", "host_gap": "host gap"}
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The head of a section.
+
+    Attributes
+    ----------
+    warnings
+        Lines.
+    label
+        Weakest provenance of a step time; None where no step times are known.
+    facts
+        What the routing traces are, a line each.
+    sources
+        Of each part of a step, and of the KV transfer.
+    """
+
+    warnings: Sequence[str]
+    label: str | None = None
+    facts: Sequence[str] = ()
+    sources: Table | None = None
 
 
 def basis(
     summaries: Mapping[str, Mapping[str, Any]],
     warn: Callable[[Mapping[str, Any]], Sequence[str]] = warnings_of,
     also: Sequence[str] = (),
-) -> list[ET.Element]:
+) -> Basis:
     """Return warnings, the weakest provenance and the sources of some summaries.
 
     Parameters
@@ -31,35 +53,21 @@ def basis(
     also
         More warnings, which come first.
     """
-    warned = {name: warn(summary) for name, summary in summaries.items()}
-    told = warning_box([*also, *_told(warned)])
-    label = weakest([s["weakest_provenance"] for s in summaries.values()])
-    facts = el(
-        "p", "Weakest provenance of a step time: ", el("b", label, class_=f"badge p-{label}")
-    )
-    lines = trace_facts([summary["trace"] for summary in summaries.values()])
-    box = el("section", el("h3", "What the figures rest on"), facts, bullets(lines), class_="basis")
+    warned = [*also, *_told({name: warn(summary) for name, summary in summaries.items()})]
+    if not summaries:
+        return Basis(warned)
     rows = {
         (_PARTS.get(part, part.replace("_", " ")), source["label"], source["origin"])
         for summary in summaries.values()
         for part, source in summary["provenance"].items()
     }
     rows |= {("KV transfer", *_split(str(s["kv_transfer"]))) for s in summaries.values()}
-    sources = table("Sources of the step times", ["part", "provenance", "origin"], sorted(rows))
-    add(box, folded("Sources, part by part", sources))
-    return [*([told] if told is not None else []), box]
-
-
-def warning_box(lines: Sequence[str]) -> ET.Element | None:
-    """Return a box of warnings; None where there is none."""
-    if not lines:
-        return None
-    heading = "Warning" if len(lines) == 1 else f"{len(lines)} warnings"
-    shown = lines if len(lines) <= _MOST_WARNINGS else lines[: _MOST_WARNINGS - 1]
-    box = el("section", el("h3", heading), bullets(shown), class_="warnings", role="note")
-    if len(shown) < len(lines):
-        box.append(folded("The others", bullets(lines[len(shown) :])))
-    return box
+    return Basis(
+        warned,
+        weakest([s["weakest_provenance"] for s in summaries.values()]),
+        trace_facts([summary["trace"] for summary in summaries.values()]),
+        table("Sources of the step times", ["part", "provenance", "origin"], sorted(rows)),
+    )
 
 
 def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:

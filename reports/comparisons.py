@@ -4,95 +4,74 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from xml.etree import ElementTree as ET
 
 from eldr_sim.reports.basis import basis
-from eldr_sim.reports.charts import interval_chart
-from eldr_sim.reports.figures import METRICS, difference, metric_heading
+from eldr_sim.reports.cells import Value, difference, nan, plain, table
 from eldr_sim.reports.folders import Folder
-from eldr_sim.reports.markup import Cell, el, folded, plain, table
+from eldr_sim.reports.headings import METRICS, without_unit
+from eldr_sim.reports.pictures import Colours, intervals
+
+Row = dict[str, Any]
 
 
-def comparison_section(folder: Folder) -> tuple[str, list[ET.Element]]:
-    """Return title and content of a comparison."""
+def comparison_section(folder: Folder, colours: Colours) -> Row:
+    """Return what ``comparison.html`` shows of a comparison."""
     summary = folder.documents["summary"]
     runs = folder.tables["runs"].to_pylist()
-    config = summary["config"]
+    config, seeds = summary["config"], summary["seeds"]
     names = list(dict.fromkeys(row["policy"] for row in runs))
-    seeds = summary["seeds"]
-    parts: list[ET.Element] = [
-        el(
-            "p",
-            f"{config['model']} on {config['gpu']}, {config['topology']}, workload "
-            f"{config['workload']}, {_load(config)}; {seeds} seed{'s' if seeds > 1 else ''} from "
-            f"{config['seed']} on. Every policy serves the same requests under a seed.",
-            class_="lead",
-        )
-    ]
-    if "summaries" in summary:
-        parts += basis(summary["summaries"])
     metrics = [metric for metric in METRICS if metric in runs[0]]
-    rows: list[list[Cell]] = [
-        [
-            name,
-            *(_mean([r[metric] for r in runs if r["policy"] == name]) for metric in metrics),
-            sum(row["failed"] for row in runs if row["policy"] == name),
-        ]
-        for name in names
-    ]
-    columns = ["policy", *(METRICS[metric] for metric in metrics)]
-    of_seeds = f"mean over {seeds} seeds" if seeds > 1 else "one seed"
-    parts.append(table(f"Figures, {of_seeds}", [*columns, "failed requests"], rows))
-    differences = summary["differences"]
-    for reference in dict.fromkeys(d["reference"] for d in differences):
-        own = [d for d in differences if d["reference"] == reference]
-        parts += _differences(own, reference, summary["best_load_balancer"], metrics)
-    seed_rows = [
+    headings = [*(METRICS[metric] for metric in metrics), "failed requests"]
+    means: list[list[Value]] = []
+    for name in names:
+        own = [row for row in runs if row["policy"] == name]
+        means.append([name, *(_mean([row[m] for row in own]) for m in metrics)])
+        means[-1].append(sum(row["failed"] for row in own))
+    each = [
         [row["policy"], row["seed"], *(row[metric] for metric in metrics), row["failed"]]
         for row in runs
     ]
-    heading = ["policy", "seed", *(METRICS[metric] for metric in metrics), "failed requests"]
+    of_seeds = f"mean over {seeds} seeds" if seeds > 1 else "one seed"
     fields = [[name, plain(value)] for name, value in config.items()]
-    parts.append(folded("Every run", table("Figures of every run", heading, seed_rows)))
-    parts.append(folded("Whole configuration", table("Configuration", ["field", "value"], fields)))
-    return f"Policies compared: {', '.join(names)}", parts
+    references = dict.fromkeys(d["reference"] for d in summary["differences"])
+    return {
+        "title": f"Policies compared: {', '.join(names)}",
+        "config": config,
+        "seeds": seeds,
+        "basis": basis(summary["summaries"]) if "summaries" in summary else None,
+        "figures": table(f"Figures, {of_seeds}", ["policy", *headings], means),
+        "differences": [_differences(summary, name, metrics, colours) for name in references],
+        "runs": table("Figures of every run", ["policy", "seed", *headings], each),
+        "configuration": table("Configuration", ["field", "value"], fields),
+    }
 
 
-def _differences(
-    differences: list[dict[str, Any]], reference: str, best: str | None, metrics: list[str]
-) -> list[ET.Element]:
-    of = f"{reference} (best load balancer)" if reference == best else reference
-    charts = el("div", class_="charts")
-    cells: dict[str, list[Cell]] = {}
+def _differences(summary: Row, reference: str, metrics: list[str], colours: Colours) -> Row:
+    """Return the differences from a policy as a table, and as a picture for each metric."""
+    best = " (best load balancer)" if reference == summary["best_load_balancer"] else ""
+    pictures = []
+    cells: dict[str, list[Value]] = {}
     for metric in metrics:
-        own = {d["policy"]: d for d in differences if d["metric"] == metric}
-        rows = [(p, _nan(d["percent"]), _nan(d["low"]), _nan(d["high"])) for p, d in own.items()]
-        charts.append(
-            interval_chart(metric_heading(METRICS[metric]), f"difference from {reference}, %", rows)
-        )
-        for policy, percent, low, high in rows:
-            cells.setdefault(policy, []).append(difference(percent, low, high))
-    columns = ["policy", *(metric_heading(METRICS[metric]) for metric in metrics)]
+        rows = [
+            (d["policy"], nan(d["percent"]), nan(d["low"]), nan(d["high"]))
+            for d in summary["differences"]
+            if (d["reference"], d["metric"]) == (reference, metric)
+        ]
+        for policy, *ends in rows:
+            cells.setdefault(policy, []).append(difference(*ends))
+        dots = [(*row, colours("policy", row[0])) for row in rows]
+        label = f"difference from {reference}, %"
+        pictures.append(intervals(without_unit(METRICS[metric]), label, dots))
+    columns = ["policy", *(without_unit(METRICS[metric]) for metric in metrics)]
     paired = table(
-        f"Difference from {of}, % [95% interval]",
+        f"Difference from {reference}{best}, % [95% interval]",
         columns,
         [[policy, *row] for policy, row in cells.items()],
         note="Paired over seeds, Student's t. Filled dots: the interval leaves 0 out.",
     )
-    return [paired, charts]
-
-
-def _load(config: dict[str, Any]) -> str:
-    rate = config["request_rate"]
-    if rate is None:
-        return "the workload's own rate"
-    return f"{plain(rate)} requests/s"
+    return {"table": paired, "pictures": pictures}
 
 
 def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
-
-
-def _nan(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -2,193 +2,148 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-from xml.etree import ElementTree as ET
 
-from eldr_sim.reports.basis import basis, warning_box
-from eldr_sim.reports.charts import interval_chart
-from eldr_sim.reports.figures import difference, pareto_chart
-from eldr_sim.reports.folders import Folder
-from eldr_sim.reports.markup import (
-    Cell,
-    add,
-    el,
-    folded,
+from eldr_sim.reports.basis import Basis, basis
+from eldr_sim.reports.cells import (
+    Table,
+    Value,
+    difference,
+    interval,
     measured,
+    nan,
     number,
     plain,
-    span,
     table,
 )
+from eldr_sim.reports.folders import Folder
+from eldr_sim.reports.headings import CLUSTER_FIGURES, CLUSTER_PRICES, bounds_in_words
+from eldr_sim.reports.pictures import Colours, Picture, intervals, pareto_picture
 from eldr_sim.simulator.metrics import table_warnings
 
 Record = Mapping[str, Any]
-_BOUNDS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
 
 
-def plan_section(folder: Folder) -> tuple[str, list[ET.Element]]:
-    """Return title and content of a plan."""
+def plan_section(folder: Folder, colours: Colours) -> dict[str, Any]:
+    """Return what ``plan.html`` or ``rates.html`` shows of a plan."""
     document = folder.documents["plan"]
-    title, parts = _rates(document) if document["kind"] == "rate" else _cluster(document)
+    bounds = ", ".join(bounds_in_words(document["slo_ms"]))
     fields = [[name, plain(value)] for name, value in document["config"].items()]
-    made = el("p", f"Made with {plain(document['versions'])}.", class_="note")
-    parts.append(
-        folded("Whole configuration", table("Configuration", ["field", "value"], fields), made)
-    )
-    return title, parts
+    section = (_rates if document["kind"] == "rate" else _cluster)(document, colours)
+    return section | {
+        "plan": document,
+        "objective": f"{bounds} for {100 * document['attainment']:g}% of the requests",
+        "configuration": table("Configuration", ["field", "value"], fields),
+    }
 
 
-def _objective(document: Record) -> str:
-    bounds = ", ".join(f"{_BOUNDS[k]} ≤ {v:g} ms" for k, v in document["slo_ms"].items())
-    return f"{bounds} for {100 * document['attainment']:g}% of the requests"
-
-
-def _basis(document: Record, notes: Sequence[str]) -> list[ET.Element]:
-    if document["assumptions"] is None:
-        box = warning_box(notes)
-        return [] if box is None else [box]
-    return basis({"": document["assumptions"]}, table_warnings, notes)
+def _basis(document: Record, notes: Sequence[str]) -> Basis:
+    known = document["assumptions"]
+    return basis({} if known is None else {"": known}, table_warnings, notes)
 
 
 # The cheapest cluster -----------------------------------------------------------------------------
 
 
-def _cluster(document: Record) -> tuple[str, list[ET.Element]]:
-    answer = document["answer"]
-    title = "No cluster meets the objective" if answer is None else f"Plan: {_name(answer)}"
-    by = "price" if document["cheapest_by"] == "price_per_hour" else "number of GPUs"
-    lead = (
-        f"The cheapest cluster by {by} that serves {document['request_rate']:g} requests/s of "
-        f"{document['config']['model']} with {_objective(document)}, of up to "
-        f"{document['max_gpus']} GPUs. {number(document['simulated_runs'])} simulated runs; "
-        f"decisions at {100 * document['confidence']:g}% confidence."
-    )
+def _cluster(document: Record, colours: Colours) -> dict[str, Any]:
+    answer, front = document["answer"], document["pareto_front"]
+    candidates = document["candidates"]
     notes = [
         f"{each['policy']} on {each['gpu']}, {note}"
-        for each in document["candidates"]
+        for each in candidates
         for note in each["notes"]
     ]
-    found = [each["cluster"] for each in document["candidates"] if each["cluster"] is not None]
+    found = [each["cluster"] for each in candidates if each["cluster"] is not None]
     labels = sorted({cluster["weakest_provenance"] for cluster in found})
     if len(labels) > 1:
-        notes.insert(
-            0,
-            f"The candidates' step times are {' and '.join(labels)}: differences between them are "
-            "also differences between sources.",
-        )
-    parts: list[ET.Element] = [el("p", lead, class_="lead")]
-    if answer is not None:
-        parts.append(_answer(document))
-    parts += _basis(document, notes)
-    if document["margin"] is not None:
-        parts.append(_losses(document))
-    if found:
-        parts.append(_clusters("Cheapest cluster of each policy and GPU", found))
-    rows = [
+        mixed = f"The candidates' step times are {' and '.join(labels)}: differences between them "
+        notes.insert(0, mixed + "are also differences between sources.")
+    without = [
         [each["policy"], each["gpu"], reason]
-        for each in document["candidates"]
+        for each in candidates
         if each["cluster"] is None
         for reason in each["reasons"]
     ]
-    if rows:
-        parts.append(table("Policies and GPUs without a cluster", ["policy", "GPU", "why"], rows))
-    if document["savings"]:
-        parts += _savings(document["savings"])
-    tried = [each for each in document["clusters"] if not each["hopeless"]]
-    parts.append(
-        add(el("div", class_="charts"), _front(tried, document), _attained(found, document))
-    )
-    if document["pareto_front"]:
-        front = "Pareto front of the clusters that meet the objective"
-        parts.append(_clusters(front, document["pareto_front"]))
-    parts.append(folded("Every cluster tried", _clusters("Clusters tried", document["clusters"])))
-    return title, parts
+    why = ["policy", "GPU", "why"]
+    meeting = "Pareto front of the clusters that meet the objective"
+    return {
+        "title": "No cluster meets the objective" if answer is None else f"Plan: {_name(answer)}",
+        "answer": _answer(document) if answer is not None else (),
+        "basis": _basis(document, notes),
+        "losses": _losses(document) if document["margin"] is not None else None,
+        "found": _clusters("Cheapest cluster of each policy and GPU", found) if found else None,
+        "without": table("Policies and GPUs without a cluster", why, without) if without else None,
+        "savings": _savings(document["savings"]) if document["savings"] else None,
+        "pictures": [_front(document, colours), _attained(found, document, colours)],
+        "front": _clusters(meeting, front) if front else None,
+        "tried": _clusters("Clusters tried", document["clusters"]),
+    }
 
 
-def _answer(document: Record) -> ET.Element:
-    box = el("section", el("h3", "Answer"), class_="answer")
-    rows = [("Cluster", _name(document["answer"]) + _price(document["answer"]))]
-    runner_up = document["runner_up"]
-    rows.append(
-        ("Runner-up", "none" if runner_up is None else _name(runner_up) + _price(runner_up))
-    )
+def _answer(document: Record) -> list[tuple[str, str]]:
+    """Return the lines of the answer: what, and how much."""
+    rows = [
+        (what, "none" if cluster is None else _name(cluster) + _price(cluster))
+        for what, cluster in (
+            ("Cluster", document["answer"]),
+            ("Runner-up", document["runner_up"]),
+        )
+    ]
     margin = document["margin"]
     if margin is not None:
         least = "at least " if margin["highest_rate_is_a_lower_bound"] else ""
         rate = _interval(margin["highest_rate"])
         load = _interval(margin["percent_above_load"], signs=True)
         rows.append(("Margin", f"carries {least}{rate} requests/s: {load}% of the load"))
-    rows += [
-        (
-            "Saving",
-            f"{each['policy']} saves {_interval(each['gpus_saved'])} GPUs against "
-            f"{each['reference']} on {each['gpu']}",
-        )
-        for each in document["savings"]
-    ]
-    listed = el("dl")
-    for name, text in rows:
-        add(listed, el("dt", name), el("dd", text))
-    return add(box, listed)
+    for each in document["savings"]:
+        gpus = f"{_interval(each['gpus_saved'])} GPUs"
+        against = f"against {each['reference']} on {each['gpu']}"
+        rows.append(("Saving", f"{each['policy']} saves {gpus} {against}"))
+    return rows
 
 
-def _losses(document: Record) -> ET.Element:
+def _losses(document: Record) -> Table:
     margin = document["margin"]
     cases = [
         ("as planned", document["answer"]),
         ("one decode worker lost", margin["one_decode_worker_lost"]),
         ("one prefill worker lost", margin["one_prefill_worker_lost"]),
     ]
-    rows: list[list[Cell]] = [
-        [what, "nothing is left that could serve", *[None] * 3]
+    keys = ("slo_attainment", "p99_ttft_ms", "p99_tpot_ms")
+    rows: list[list[Value]] = [
+        [what, "nothing is left that could serve", *[None] * len(keys)]
         if cluster is None
-        else [
-            what,
-            cluster["topology"],
-            _interval_cell(cluster["slo_attainment"], 100.0),
-            cluster["p99_ttft_ms"],
-            cluster["p99_tpot_ms"],
-        ]
+        else [what, cluster["topology"], *(_figure(cluster, key) for key in keys)]
         for what, cluster in cases
     ]
-    columns = ["case", "cluster", "SLO attainment, %", "TTFT p99, ms", "TPOT p99, ms"]
+    columns = ["case", "cluster", *(CLUSTER_FIGURES[key] for key in keys)]
     return table("What the answer bears", columns, rows)
 
 
-def _clusters(title: str, clusters: Sequence[Record]) -> ET.Element:
+def _clusters(title: str, clusters: Sequence[Record]) -> Table:
     priced = any(cluster["price_per_hour"] is not None for cluster in clusters)
-    columns = ["policy", "GPU", "cluster", "GPUs"]
-    columns += ["price/hour", "cost per million tokens"] if priced else []
-    columns += ["SLO attainment, %", "TTFT p99, ms", "TPOT p99, ms", "tokens/s for a user"]
-    columns += ["tokens/s of a GPU", "active experts a layer", "step times", "seeds", "verdict"]
-    rows: list[list[Cell]] = []
-    for cluster in clusters:
-        prices = [cluster["price_per_hour"], cluster["cost_per_million_output_tokens"]]
-        rows.append(
-            [
-                cluster["policy"],
-                cluster["gpu"],
-                _workers(cluster),
-                cluster["gpus"],
-                *(prices if priced else []),
-                _interval_cell(cluster["slo_attainment"], 100.0),
-                cluster["p99_ttft_ms"],
-                cluster["p99_tpot_ms"],
-                cluster["tokens_per_s_per_user"],
-                cluster["tokens_per_s_per_gpu"],
-                cluster["mean_active_experts_per_step"],
-                cluster["weakest_provenance"],
-                cluster["seeds"],
-                "hopeless in a short run" if cluster["hopeless"] else cluster["verdict"],
-            ]
-        )
-    return table(title, columns, rows)
+    shown = {k: v for k, v in CLUSTER_FIGURES.items() if priced or k not in CLUSTER_PRICES}
+    rows: list[list[Value]] = [
+        [
+            cluster["policy"],
+            cluster["gpu"],
+            _workers(cluster),
+            *(_figure(cluster, key) for key in shown),
+            "hopeless in a short run" if cluster["hopeless"] else cluster["verdict"],
+        ]
+        for cluster in clusters
+    ]
+    return table(title, ["policy", "GPU", "cluster", *shown.values(), "verdict"], rows)
 
 
-def _savings(savings: Sequence[Record]) -> list[ET.Element]:
-    rows: list[list[Cell]] = [
+def _figure(cluster: Record, key: str) -> Value:
+    value: Value = cluster[key]
+    return _interval_cell(cluster[key], 100.0) if key == "slo_attainment" else value
+
+
+def _savings(savings: Sequence[Record]) -> Table:
+    rows: list[list[Value]] = [
         [
             each["policy"],
             each["reference"],
@@ -201,29 +156,33 @@ def _savings(savings: Sequence[Record]) -> list[ET.Element]:
     ]
     columns = ["policy", "against", "GPU", "GPUs saved [95% interval]"]
     columns += ["GPUs, seed by seed", "GPUs of the reference"]
-    return [table("GPUs that a policy saves, paired over seeds", columns, rows)]
+    return table("GPUs that a policy saves, paired over seeds", columns, rows)
 
 
-def _front(tried: Sequence[Record], document: Record) -> ET.Element:
+def _front(document: Record, colours: Colours) -> Picture:
     """Draw the clusters that meet the objective, by policy and GPU; the front is theirs."""
-    meets: dict[str, list[tuple[float, float, str]]] = {}
+    meets: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    tried = [cluster for cluster in document["clusters"] if not cluster["hopeless"]]
     for cluster in [*tried, *document["pareto_front"]]:
         if cluster["verdict"] == "meets" and cluster["gpus"] <= document["max_gpus"]:
-            point = (
-                _nan(cluster["tokens_per_s_per_user"]),
-                _nan(cluster["tokens_per_s_per_gpu"]),
-                _name(cluster),
-            )
-            group = meets.setdefault(f"{cluster['policy']} on {cluster['gpu']}", [])
+            user, gpu = (nan(cluster[f"tokens_per_s_per_{of}"]) for of in ("user", "gpu"))
+            point = (user, gpu, _name(cluster))
+            group = meets.setdefault((cluster["policy"], cluster["gpu"]), [])
             if point not in group:
                 group.append(point)
-    return pareto_chart([(name, i, own) for i, (name, own) in enumerate(meets.items())])
+    gpus = list(dict.fromkeys(gpu for _, gpu in meets))
+    return pareto_picture(
+        [
+            (f"{policy} on {gpu}", colours("policy", policy), gpus.index(gpu), own)
+            for (policy, gpu), own in meets.items()
+        ]
+    )
 
 
-def _attained(found: Sequence[Record], document: Record) -> ET.Element:
-    rows = [_dot(c, c["slo_attainment"], 100.0) for c in found]
+def _attained(found: Sequence[Record], document: Record, colours: Colours) -> Picture:
+    rows = [_dot(c, c["slo_attainment"], colours, 100.0) for c in found]
     target = f"SLO attainment, % of the requests (asked for: {100 * document['attainment']:g}%)"
-    return interval_chart("Attainment of the cheapest clusters", target, rows, differences=False)
+    return intervals("Attainment of the cheapest clusters", target, rows, differences=False)
 
 
 def _name(cluster: Record) -> str:
@@ -248,19 +207,12 @@ def _price(cluster: Record) -> str:
 # The highest rate ---------------------------------------------------------------------------------
 
 
-def _rates(document: Record) -> tuple[str, list[ET.Element]]:
-    rates = document["rates"]
+def _rates(document: Record, colours: Colours) -> dict[str, Any]:
+    rates, gains = document["rates"], document["gains"]
     topologies = ", ".join(dict.fromkeys(each["topology"] for each in rates))
-    lead = (
-        f"The highest rate that {topologies} carries of {document['config']['model']} with "
-        f"{_objective(document)}. {number(document['simulated_runs'])} simulated runs."
-    )
-    rows: list[list[Cell]] = [
+    rows: list[list[Value]] = [
         [
-            each["policy"],
-            each["gpu"],
-            each["topology"],
-            each["gpus"],
+            *(each[key] for key in ("policy", "gpu", "topology", "gpus")),
             None if each["highest_rate"] is None else _interval_cell(each["highest_rate"]),
             ", ".join(number(rate) for rate in each["by_seed"]),
             each["reason"],
@@ -269,44 +221,49 @@ def _rates(document: Record) -> tuple[str, list[ET.Element]]:
     ]
     columns = ["policy", "GPU", "cluster", "GPUs", "requests/s [95% interval]"]
     columns += ["seed by seed, requests/s", "why none"]
-    parts = [el("p", lead, class_="lead"), *_basis(document, ())]
-    parts.append(table("Highest rate within the objective", columns, rows))
-    charts = el("div", class_="charts")
-    carried = [each for each in rates if each["highest_rate"] is not None]
-    drawn = [_dot(each, each["highest_rate"]) for each in carried]
-    label = "highest rate, requests/s"
-    charts.append(interval_chart("Highest rate", label, drawn, differences=False))
-    if document["gains"]:
-        gained = [_dot(gain, gain["percent"]) for gain in document["gains"]]
-        reference = document["gains"][0]["reference"]
-        charts.append(interval_chart("Gain", f"difference from {reference}, %", gained))
-        cells: list[list[Cell]] = [
-            [gain["policy"], gain["reference"], gain["gpu"], difference(*_ends(gain["percent"]))]
-            for gain in document["gains"]
-        ]
-        columns = ["policy", "against", "GPU", "rate, % [95% interval]"]
-        parts.append(table("What a policy gains, paired over seeds", columns, cells))
-    return f"Highest rate of {topologies}", [*parts, charts]
+    drawn = [
+        _dot(each, each["highest_rate"], colours)
+        for each in rates
+        if each["highest_rate"] is not None
+    ]
+    pictures = [intervals("Highest rate", "highest rate, requests/s", drawn, differences=False)]
+    if gains:
+        dots = [_dot(gain, gain["percent"], colours) for gain in gains]
+        label = f"difference from {gains[0]['reference']}, %"
+        pictures.append(intervals("Gain", label, dots))
+    gained = [
+        [gain["policy"], gain["reference"], gain["gpu"], difference(*_ends(gain["percent"]))]
+        for gain in gains
+    ]
+    against = ["policy", "against", "GPU", "rate, % [95% interval]"]
+    title = "What a policy gains, paired over seeds"
+    return {
+        "title": f"Highest rate of {topologies}",
+        "topologies": topologies,
+        "basis": _basis(document, ()),
+        "rates": table("Highest rate within the objective", columns, rows),
+        "gains": table(title, against, gained) if gains else None,
+        "pictures": pictures,
+    }
 
 
-def _nan(value: float | None) -> float:
-    return math.nan if value is None else value
+def _ends(of: Record) -> tuple[float, float, float]:
+    return nan(of["mean"]), nan(of["low"]), nan(of["high"])
 
 
-def _ends(interval: Record) -> tuple[float, float, float]:
-    return _nan(interval["mean"]), _nan(interval["low"]), _nan(interval["high"])
+def _dot(
+    of: Record, figure: Record, colours: Colours, factor: float = 1.0
+) -> tuple[str, float, float, float, int]:
+    """Return a row of a picture of intervals: policy and GPU, the interval, the colour."""
+    mean, low, high = (factor * value for value in _ends(figure))
+    colour = colours("policy", of["policy"])
+    return f"{of['policy']} on {of['gpu']}", mean, low, high, colour
 
 
-def _dot(of: Record, interval: Record, factor: float = 1.0) -> tuple[str, float, float, float]:
-    """Return a row of an interval chart: policy and GPU, and an interval."""
-    mean, low, high = _ends(interval)
-    return f"{of['policy']} on {of['gpu']}", factor * mean, factor * low, factor * high
+def _interval(figure: Record, factor: float = 1.0, signs: bool = False) -> str:
+    mean, low, high = (factor * value for value in _ends(figure))
+    return interval(mean, low, high, signs=signs)
 
 
-def _interval(interval: Record, factor: float = 1.0, signs: bool = False) -> str:
-    mean, low, high = (factor * value for value in _ends(interval))
-    return span(mean, low, high, signs=signs)
-
-
-def _interval_cell(interval: Record, factor: float = 1.0) -> Cell:
-    return measured(factor * _nan(interval["mean"]), _interval(interval, factor))
+def _interval_cell(figure: Record, factor: float = 1.0) -> Value:
+    return measured(factor * nan(figure["mean"]), _interval(figure, factor))

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import yaml
 
 from eldr_sim.reports.basis import basis
-from eldr_sim.reports.charts import Series, interval_chart, xy_chart
-from eldr_sim.reports.figures import (
-    METRICS,
-    MORE_METRICS,
-    mean_cell,
-    metric_heading,
-    parameter_label,
-    pareto_chart,
-)
+from eldr_sim.reports.cells import Table, Value, mean_cell, measured, number, plain, table
 from eldr_sim.reports.folders import Folder
-from eldr_sim.reports.markup import Cell, add, el, folded, measured, number, plain, table
+from eldr_sim.reports.headings import METRICS, MORE_METRICS, parameter_label, without_unit
+from eldr_sim.reports.pictures import (
+    N_COLOURS,
+    Colours,
+    Picture,
+    Series,
+    curves,
+    intervals,
+    pareto_picture,
+)
 
 Row = dict[str, Any]
 #: More curves than this are drawn as points, more points without a numeric parameter not at all.
@@ -37,38 +38,35 @@ _NESTED = (
 )
 
 
-def sweep_section(folder: Folder) -> tuple[str, list[ET.Element]]:
-    """Return title and content of a sweep."""
+def sweep_section(folder: Folder, colours: Colours) -> dict[str, Any]:
+    """Return what ``sweep.html`` shows of a sweep."""
     document = folder.documents["sweep"]
     runs = folder.tables["points"].to_pylist()
     points = folder.tables["aggregate"].to_pylist()
     parameters: list[str] = document["parameters"]
     failed = [run for run in runs if run["status"] != "completed"]
     confidence = f"{100 * document['confidence_level']:g}% interval"
-    per_point = len(runs) / max(1, len(points))
-    lead = (
-        f"{len(points):,} points over {', '.join(parameters)}; {plain(per_point)} "
-        f"run{'s' if per_point != 1 else ''} a point"
-        + (f", means with {confidence}s over the runs" if per_point > 1 else "")
-        + (f"; {len(failed):,} of {len(runs):,} runs failed." if failed else "; no run failed.")
-    )
-    parts: list[ET.Element] = [el("p", lead, class_="lead")]
     summaries = {run["name"]: _summary(run) for run in reversed(runs) if run not in failed}
-    if summaries:
-        parts += basis(summaries)
-    if failed:
-        rows = [[run["name"], run["run"], run["seed"], run["reason"]] for run in failed]
-        parts.append(table("Runs that failed", ["point", "run", "seed", "reason"], rows))
     metrics = _metrics(points)
-    axes = _Axes(parameters, points)
-    charts = el("div", class_="charts")
-    add(charts, *(axes.chart(key, label, confidence) for key, label in metrics.items()))
-    add(charts, _pareto(axes))
-    parts += [charts, _points(points, parameters, metrics, confidence)]
-    text = yaml.safe_dump(document["sweep"], sort_keys=False, allow_unicode=True)
-    versions = el("p", f"Made with {plain(document['versions'])}.", class_="note")
-    parts.append(folded("The sweep, and what it was made with", el("pre", text), versions))
-    return f"Sweep over {' and '.join(parameters)}", parts
+    axes = _Axes(parameters, points, colours)
+    failures = [[run["name"], run["run"], run["seed"], run["reason"]] for run in failed]
+    return {
+        "title": f"Sweep over {' and '.join(parameters)}",
+        "basis": basis(summaries) if summaries else None,
+        "parameters": parameters,
+        "n_points": len(points),
+        "n_runs": len(runs),
+        "runs_per_point": len(runs) / max(1, len(points)),
+        "confidence": confidence,
+        "failed": table("Runs that failed", ["point", "run", "seed", "reason"], failures),
+        "pictures": [
+            *(axes.picture(key, label, confidence) for key, label in metrics.items()),
+            _pareto(axes),
+        ],
+        "points": _points(points, parameters, metrics, confidence),
+        "document": yaml.safe_dump(document["sweep"], sort_keys=False, allow_unicode=True),
+        "versions": document["versions"],
+    }
 
 
 def _summary(run: Row) -> Row:
@@ -98,7 +96,7 @@ class _Axes:
     numeric, else the first of the others.
     """
 
-    def __init__(self, parameters: Sequence[str], points: Sequence[Row]) -> None:
+    def __init__(self, parameters: Sequence[str], points: Sequence[Row], colours: Colours) -> None:
         self.points = points
         values = {p: list(dict.fromkeys(point[p] for point in points)) for p in parameters}
         varied = [p for p in parameters if len(values[p]) > 1]
@@ -106,101 +104,97 @@ class _Axes:
         self.x = max(numeric, key=lambda p: len(values[p]), default=None)
         rest = [p for p in varied if p != self.x]
         words = [p for p in rest if p not in numeric]
-        self.colour: str | None = next(iter(words or rest), None)
-        self.others = [p for p in rest if p != self.colour]
-        self.colours = values[self.colour] if self.colour is not None else [None]
-        curves: dict[tuple[Any, ...], list[Row]] = {}
+        self.parameter: str | None = next(iter(words or rest), None)
+        self.others = [p for p in rest if p != self.parameter]
+        self._colours = colours
+        self.groups: dict[tuple[Any, ...], list[Row]] = {}
         for point in points:
-            key = tuple(point[p] for p in (self.colour, *self.others) if p is not None)
-            curves.setdefault(key, []).append(point)
-        self.curves = curves
-        self.as_lines = len(curves) <= _MOST_CURVES and any(len(c) > 1 for c in curves.values())
+            key = tuple(point[p] for p in (self.parameter, *self.others) if p is not None)
+            self.groups.setdefault(key, []).append(point)
+        several = any(len(own) > 1 for own in self.groups.values())
+        self.as_lines = len(self.groups) <= _MOST_CURVES and several
 
-    def chart(self, key: str, label: str, interval: str) -> ET.Element:
+    def colour(self, point: Row) -> int:
+        """Return the number of a point's colour."""
+        if self.parameter is None:
+            return 0
+        return self._colours(self.parameter, plain(point[self.parameter]))
+
+    def clouds(self) -> list[tuple[str, int, list[Row]]]:
+        """Return (name, colour, points) of every colour."""
+        found: dict[int, list[Row]] = {}
+        for point in self.points:
+            found.setdefault(self.colour(point), []).append(point)
+        named = self.parameter or ""
+        return [(plain(own[0][named]) if named else "", c, own) for c, own in found.items()]
+
+    def picture(self, key: str, label: str, interval: str) -> Picture:
         """Draw one figure of all points."""
         if self.x is None:
             return self._rows(key, label, interval)
         x = self.x
         series = []
-        for name, colour, dash, own in self._groups():
+        for name, colour, style, own in self._series():
             ordered = sorted(own, key=lambda point: float(point[x]))
+            mean, low, high = zip(*(_interval(point, key) for point in ordered), strict=True)
             series.append(
                 Series(
                     name,
                     [float(point[x]) for point in ordered],
-                    [_value(point, key) for point in ordered],
-                    [_value(point, f"{key}_low") for point in ordered],
-                    [_value(point, f"{key}_high") for point in ordered],
+                    mean,
+                    low,
+                    high,
                     line=self.as_lines,
                     colour=colour,
-                    dash=dash,
+                    style=style,
                     tips=None if self.as_lines else [str(point["name"]) for point in ordered],
                 )
             )
-        heading = metric_heading(label)
-        return xy_chart(heading, parameter_label(x), label, series, interval=interval)
+        return curves(without_unit(label), parameter_label(x), label, series, interval=interval)
 
-    def cloud(self) -> list[tuple[str, int, list[Row]]]:
-        """Return (name, colour, points) of every colour."""
-        return [
-            (
-                "" if self.colour is None else plain(value),
-                i,
-                [p for p in self.points if self.colour is None or p[self.colour] == value],
-            )
-            for i, value in enumerate(self.colours)
-        ]
-
-    def _groups(self) -> list[tuple[str, int, int, list[Row]]]:
-        """Return (name, colour, dash, points) of every curve, or of every colour."""
+    def _series(self) -> list[tuple[str, int, int, list[Row]]]:
+        """Return (name, colour, style, points) of every curve, or of every colour."""
         if not self.as_lines:
-            return [(name, colour, 0, own) for name, colour, own in self.cloud()]
-        seen: dict[Any, int] = {}
-        groups = []
-        for key, own in self.curves.items():
-            value = key[0] if key else None
-            dash = seen.get(value, 0)
-            seen[value] = dash + 1
-            words = [plain(value)] if key else []
+            return [(name, colour, colour // N_COLOURS, own) for name, colour, own in self.clouds()]
+        seen: Counter[int] = Counter()
+        series = []
+        for key, own in self.groups.items():
+            colour = self.colour(own[0])
+            words = [plain(value) for value in key[:1]]
             words += [f"{p} {plain(v)}" for p, v in zip(self.others, key[1:], strict=True)]
-            groups.append((", ".join(words), self.colours.index(value), dash, own))
-        return groups
+            series.append((", ".join(words), colour, seen[colour % N_COLOURS], own))
+            seen[colour % N_COLOURS] += 1
+        return series
 
-    def _rows(self, key: str, label: str, interval: str) -> ET.Element:
-        rows = [
-            (
-                str(point["name"]),
-                _value(point, key),
-                _value(point, f"{key}_low"),
-                _value(point, f"{key}_high"),
-            )
-            for point in self.points[:_MOST_ROWS]
-        ]
-        heading = metric_heading(label)
-        if len(self.points) > _MOST_ROWS:
-            heading += f" (the first {_MOST_ROWS} points)"
-        return interval_chart(heading, label, rows, differences=False, interval=interval)
+    def _rows(self, key: str, label: str, interval: str) -> Picture:
+        shown = self.points[:_MOST_ROWS]
+        rows = [(str(point["name"]), *_interval(point, key), self.colour(point)) for point in shown]
+        title = without_unit(label)
+        if len(shown) < len(self.points):
+            title += f" (the first {_MOST_ROWS} points)"
+        return intervals(title, label, rows, differences=False, interval=interval)
 
 
-def _pareto(axes: _Axes) -> ET.Element:
+def _pareto(axes: _Axes) -> Picture:
     """Draw tokens/s per user against tokens/s per GPU, with the front of all points."""
 
     def place(point: Row) -> tuple[float, float]:
         tpot, gpus = _value(point, "median_tpot_ms"), _value(point, "gpus")
         return 1e3 / tpot if tpot else math.nan, _value(point, "output_throughput") / gpus
 
-    clouds = [
-        (name, colour, [(*place(point), str(point["name"])) for point in own])
-        for name, colour, own in axes.cloud()
-    ]
-    return pareto_chart(clouds)
+    return pareto_picture(
+        [
+            (name, colour, 0, [(*place(point), str(point["name"])) for point in own])
+            for name, colour, own in axes.clouds()
+        ]
+    )
 
 
 def _points(
     points: Sequence[Row], parameters: Sequence[str], metrics: dict[str, str], confidence: str
-) -> ET.Element:
+) -> Table:
     several = any(point["runs_completed"] > 1 for point in points)
-    rows: list[list[Cell]] = [
+    rows: list[list[Value]] = [
         [
             point["point"],
             *(_parameter(point[p]) for p in parameters),
@@ -218,12 +212,17 @@ def _points(
     return table(f"All {number(len(points))} points", columns, rows, note=note)
 
 
-def _parameter(value: Any) -> Cell:
+def _parameter(value: Any) -> Value:
     return measured(float(value), plain(value)) if _is_number(value) else plain(value)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _interval(point: Row, key: str) -> tuple[float, float, float]:
+    """Return the mean of a figure over runs, and the ends of its interval."""
+    return _value(point, key), _value(point, f"{key}_low"), _value(point, f"{key}_high")
 
 
 def _value(point: Row, key: str) -> float:

@@ -97,13 +97,13 @@ _REQUESTS = (
 )
 
 _STEPS = (
-    Metric("mean_active_experts_per_step", "Mean active experts per step", "", "lower",
+    Metric("mean_active_experts_per_step", "Mean activated experts per step", "", "lower",
         "activated (distinct) experts of a decode step, mean over MoE layers, mean over steps"),
-    Metric("median_active_experts_per_step", "Median active experts per step", "", "lower",
+    Metric("median_active_experts_per_step", "Median activated experts per step", "", "lower",
         "activated experts of a decode step, mean over MoE layers, median over steps"),
-    Metric("p99_active_experts_per_step", "P99 active experts per step", "", "lower",
+    Metric("p99_active_experts_per_step", "P99 activated experts per step", "", "lower",
         "activated experts of a decode step, mean over MoE layers, 99th percentile over steps"),
-    Metric("mean_busiest_rank_experts_per_step", "Mean active experts, busiest GPU", "", "lower",
+    Metric("mean_busiest_rank_experts_per_step", "Mean activated experts, busiest GPU", "", "lower",
         "activated experts of the layer's busiest expert-parallel GPU, mean over MoE layers, "
         "mean over steps; without expert parallelism the same as `mean_active_experts_per_step`"),
     Metric("mean_decode_batch", "Mean batch", "requests", None,

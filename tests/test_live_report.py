@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from eldr_sim.kernel_profiles.tables import LatencyTable
 from eldr_sim.validation.live.calibrated import write_calibration
 from eldr_sim.validation.live.recording import write_live_run
 from eldr_sim.validation.live.report import write_report
+from eldr_sim.validation.live.report_text import markdown
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 MACHINE = {"cpu": "a processor", "cores": "2"}
@@ -121,6 +123,12 @@ def test_the_page_is_made_of_comparison_json_alone(written):
     assert len(text.splitlines()) <= 200
     assert "None" not in text
     assert not re.search(r"\b(nan|inf)\b", text)
+
+
+def test_the_committed_page_is_made_of_the_committed_figures():
+    folder = Path(__file__).parents[1] / "validation" / "reports" / "live_vllm"
+    document = json.loads((folder / "comparison.json").read_text())
+    assert markdown(document) == (folder / "README.md").read_text()
 
 
 def test_the_headline_shows_the_figures(written):

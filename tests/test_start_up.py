@@ -10,7 +10,7 @@ from eldr_sim.cli import main, trace
 from eldr_sim.cli.lazy import LazyGroup
 
 SHORT = "--topology 1P2D --request-rate 10 --duration 2 --warmup 1 --output-len 10"
-PLOTS = {"matplotlib"}
+PLOTS = {"matplotlib", "plotly", "jinja2"}
 COMPILER = PLOTS | {"numba", "simpy", "joblib"}
 TABLES = COMPILER | {"pandas", "scipy.optimize"}
 FIGURES = TABLES | {"numpy", "scipy", "pyarrow"}

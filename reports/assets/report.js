@@ -5,18 +5,18 @@
   const button = document.getElementById("theme");
   let theme = "automatic";
   try { theme = localStorage.getItem("eldr-sim-theme") || theme; } catch { /* not kept */ }
-  const show = () => {
-    if (theme === "automatic") delete root.dataset.theme; else root.dataset.theme = theme;
+  if (!themes.includes(theme)) theme = "automatic";
+  const show = (shown) => {
+    if (shown === "automatic") delete root.dataset.theme; else root.dataset.theme = shown;
     button.textContent = "Theme: " + theme;
+    draw();
   };
   button.hidden = false;
   button.addEventListener("click", () => {
     theme = themes[(themes.indexOf(theme) + 1) % 3];
     try { localStorage.setItem("eldr-sim-theme", theme); } catch { /* not kept */ }
-    show();
+    show(theme);
   });
-  if (!themes.includes(theme)) theme = "automatic";
-  show();
 
   // Tables: a click on a heading sorts, a second one turns the order; missing values stay last.
   const collator = new Intl.Collator("en", { numeric: true });
@@ -31,8 +31,6 @@
   for (const table of document.querySelectorAll("table.sortable")) {
     const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
     heads.forEach((head, column) => {
-      const first = body.rows[0] && body.rows[0].cells[column];
-      if (first && first.classList.contains("n")) head.classList.add("r");
       head.firstElementChild.addEventListener("click", () => {
         const down = head.getAttribute("aria-sort") === "ascending";
         heads.forEach((h) => h.setAttribute("aria-sort", "none"));
@@ -47,65 +45,56 @@
     });
   }
 
-  // Pictures: the mark under the pointer, else the nearest one, says its values.
-  const tip = document.getElementById("tip");
-  let told = null;
-  const hide = () => {
-    told = null;
-    tip.hidden = true;
-    for (const halo of document.querySelectorAll(".halo")) halo.remove();
+  // Pictures: what the page says of them, the common look, and the colours of the theme.
+  const pictures = [...document.querySelectorAll(".plot")].map((box) => ({
+    box, ...JSON.parse(box.nextElementSibling.textContent),
+  }));
+  const probe = document.body.appendChild(document.createElement("i"));
+  const resolve = (name) => { probe.style.color = name; return getComputedStyle(probe).color; };
+  const painted = (value) => {
+    if (Array.isArray(value)) return value.map(painted);
+    if (value === null || typeof value !== "object") return value;
+    return Object.fromEntries(Object.entries(value).map(([name, inner]) =>
+      [name, name.endsWith("color") ? resolve(inner) : painted(inner)]));
   };
-  const tell = (svg, mark) => {
-    hide();
-    const halo = document.createElementNS("http://www.w3.org/2000/svg", "circle");
-    const x = Number(mark.dataset.x), y = Number(mark.dataset.y);
-    for (const [name, value] of [["cx", x], ["cy", y], ["r", 7], ["class", "halo"]]) halo.setAttribute(name, value);
-    svg.append(halo);
-    tip.textContent = mark.dataset.tip;
-    tip.hidden = false;
-    told = () => {
-      const at = new DOMPoint(x, y).matrixTransform(svg.getScreenCTM());
-      const wide = tip.offsetWidth, left = at.x + 14 + wide > innerWidth ? at.x - 14 - wide : at.x + 14;
-      const top = Math.min(at.y - tip.offsetHeight - 10, innerHeight - tip.offsetHeight - 6);
-      tip.style.left = Math.max(6, Math.min(left, innerWidth - wide - 6)) + "px";
-      tip.style.top = Math.max(6, top) + "px";
-    };
-    told();
-  };
-  for (const svg of document.querySelectorAll(".chart > svg")) {
-    const marks = [...svg.querySelectorAll("[data-tip]")];
-    if (!marks.length) continue;
+  const axis = { gridcolor: "var(--grid)", zerolinecolor: "var(--soft)", linecolor: "var(--soft)",
+    automargin: true, exponentformat: "none", separatethousands: true, title: { standoff: 8 } };
+  const template = { layout: {
+    paper_bgcolor: "transparent", plot_bgcolor: "transparent", height: 300,
+    margin: { l: 48, r: 12, t: 12, b: 40 }, hovermode: "closest", hoverdistance: 60,
+    font: { family: "system-ui, sans-serif", size: 12, color: "var(--soft)" },
+    modebar: { bgcolor: "transparent", color: "var(--soft)", activecolor: "var(--text)" },
+    legend: { traceorder: "normal", orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: "var(--text)" } },
+    hoverlabel: { align: "left", bgcolor: "var(--text)", bordercolor: "var(--text)", font: { color: "var(--page)" } },
+    // A finger scrolls the page.
+    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    xaxis: axis, yaxis: axis, colorway: [],
+  } };
+  const config = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]] };
+  const draw = (width) => pictures.forEach(({ box, data, layout }) =>
+    Plotly.react(box, painted(data), painted({ ...layout, template, width }), config));
+
+  // With the keyboard: arrows go from mark to mark, and a reader of the screen is told the values.
+  const told = document.getElementById("told");
+  for (const { box, data } of pictures) {
+    const marks = data.flatMap((trace, curveNumber) => trace.hoverinfo === "skip" ? [] :
+      trace.x.map((_, pointNumber) => ({ curveNumber, pointNumber })));
     let current = -1;
-    const near = (event) => {
-      const under = marks.indexOf(event.target);
-      if (under >= 0) return under;
-      const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
-      let best = -1, least = 60 * 60;
-      marks.forEach((mark, index) => {
-        const distance = (mark.dataset.x - at.x) ** 2 + (mark.dataset.y - at.y) ** 2;
-        if (distance < least) [best, least] = [index, distance];
-      });
-      return best;
-    };
-    const point = (event) => {
-      const index = near(event);
-      if (index < 0) hide(); else { current = index; tell(svg, marks[index]); }
-    };
-    svg.addEventListener("pointermove", point);
-    svg.addEventListener("pointerdown", point);
-    svg.addEventListener("pointerleave", hide);
-    svg.addEventListener("blur", hide);
-    svg.addEventListener("focus", () => {
-      if (svg.matches(":focus-visible")) { current = Math.max(current, 0); tell(svg, marks[current]); }
-    });
-    svg.addEventListener("keydown", (event) => {
+    box.addEventListener("keydown", (event) => {
       const move = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 }[event.key];
-      if (event.key === "Escape") hide();
+      if (event.key === "Escape") Plotly.Fx.unhover(box);
       if (!move) return;
       event.preventDefault();
-      current = (current + move + marks.length) % marks.length;
-      tell(svg, marks[current]);
+      current = (Math.max(current, move < 0 ? 0 : -1) + move + marks.length) % marks.length;
+      Plotly.Fx.hover(box, [marks[current]]);
+      told.textContent = [...box.querySelectorAll(".hoverlayer tspan")].map((line) => line.textContent).join("; ");
     });
+    box.addEventListener("blur", () => Plotly.Fx.unhover(box));
   }
-  for (const change of ["scroll", "resize"]) addEventListener(change, () => told && told(), { passive: true });
+
+  show(theme);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
+  // On paper: light, and two pictures beside each other.
+  addEventListener("beforeprint", () => { root.dataset.theme = "light"; draw(320); });
+  addEventListener("afterprint", () => show(theme));
 })();

@@ -1,7 +1,13 @@
-"""Pictures of a report, from the tables of a comparison."""
+"""Pictures of a report as PNG: live runs beside their simulation.
+
+Blue is live, orange simulated; batches and loads are shades of ``cividis``, which readers with any
+colour vision can order.
+"""
 
 from __future__ import annotations
 
+import io
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
@@ -9,23 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
+import pandas as pd
 from numpy.typing import NDArray
 
 from eldr_sim.validation.live.calibrated import Calibrated, model_of
 from eldr_sim.validation.live.compare import Comparison
-from eldr_sim.validation.live.plots import (
-    BatchCurve,
-    CdfPanel,
-    ComponentBars,
-    StepScatter,
-    draw_cdfs,
-    draw_components,
-    draw_distinct,
-    draw_steps,
-    save_picture,
-)
 from eldr_sim.validation.live.recording import LiveRun
 from eldr_sim.validation.live.report_figures import mean
 
@@ -34,7 +28,10 @@ __all__ = ["draw_pictures"]
 Row = dict[str, Any]
 
 _METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
+_SIDES = {"live": ("C0", "-"), "simulated": ("C1", "--")}
 _MOST_CURVES, _FEWEST_STEPS = 4, 30
+_LARGEST_FILE = 80_000  # bytes, where a resolution of 60 dpi or more allows it
+_MOST_POINTS = 1500  # of a scatter; more hide each other and make the file large
 
 
 def draw_pictures(
@@ -64,133 +61,235 @@ def draw_pictures(
         kind: str, setup: str, of: str, size: tuple[float, float], draw: Callable[[Any], None]
     ) -> None:
         file = f"{kind}_{of.replace(' ', '_')}.png"
-        save_picture(folder / file, size, draw)
+        _save(folder / file, size, draw)
         drawn.append({"file": file, "kind": kind, "setup": setup, "of": of})
 
+    all_requests, all_steps = compared.requests.to_pandas(), compared.steps.to_pandas()
     for setup in dict.fromkeys(run.info.setup for run in runs):
         mine = [run for run in runs if run.info.setup == setup]
         policies = list(dict.fromkeys(run.info.policy for run in mine))
         for policy in policies:
             of = setup if len(policies) == 1 else f"{setup} {policy}"
-            panels = _cdf_panels(_where(compared.requests, setup=setup, policy=policy))
-            if panels:
-                height = 0.5 + 1.75 * len(panels)
-                picture("cdf", setup, of, (9.0, height), partial(draw_cdfs, panels=panels))
-            bars = _component_bars(compared.summary, setup, policy)
-            picture("components", setup, of, (9.0, 3.0), partial(draw_components, bars=bars))
-        kinds = _scatters(_where(compared.steps, setup=setup))
-        picture("steps", setup, setup, (4.6 * len(kinds), 5.0), partial(draw_steps, kinds=kinds))
-        curves = _curves(mine, calibrated[setup], compared.steps)
-        if curves:
-            picture("distinct", setup, setup, (9.0, 4.0), partial(draw_distinct, curves=curves))
+            at = (all_requests["setup"] == setup) & (all_requests["policy"] == policy)
+            loads = list(all_requests[at].groupby("load", sort=False))
+            if loads:
+                size = (9.0, 0.5 + 1.75 * len(loads))
+                picture("cdf", setup, of, size, partial(_cdfs, loads=loads))
+            rows = [
+                row
+                for row in compared.summary["components"]
+                if (row["setup"], row["policy"], row["of"]) == (setup, policy, "e2el")
+            ]
+            picture("components", setup, of, (9.0, 3.0), partial(_components, rows=rows))
+        steps = all_steps[all_steps["setup"] == setup]
+        decode = steps["kind"] == "decode"
+        kinds = [
+            (title, some, size, name)
+            for title, some, size, name in (
+                ("Decode only", steps[decode], "batch", "requests"),
+                ("With prompts", steps[~decode], "tokens", "tokens"),
+            )
+            if len(some)
+        ]
+        picture("steps", setup, setup, (4.6 * len(kinds), 5.0), partial(_steps, kinds=kinds))
+        batches = _batches(mine, steps)
+        if batches:
+            curves = partial(_distinct, batches=batches, run=mine[0], calibrated=calibrated[setup])
+            picture("distinct", setup, setup, (9.0, 4.0), curves)
     return drawn
 
 
-def _where(table: pa.Table, **values: Any) -> pa.Table:
-    for name, value in values.items():
-        table = table.filter(pc.equal(table[name], value))
-    return table
+def _save(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
+    """Draw a figure of ``size`` inches; write a PNG of 128 colours, coarser where it is large."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    draw(figure)
+    for dpi in (100, 80, 60):
+        buffer, packed = io.BytesIO(), io.BytesIO()
+        figure.savefig(buffer, dpi=dpi, metadata={"Software": None})
+        picture = Image.open(buffer).convert("RGB")
+        picture = picture.quantize(128, dither=Image.Dither.NONE)
+        picture.save(packed, format="PNG", optimize=True)
+        if packed.tell() <= _LARGEST_FILE:
+            break
+    path.write_bytes(packed.getvalue())
 
 
-def _cdf_panels(of: pa.Table) -> list[CdfPanel]:
-    panels = []
-    for load in dict.fromkeys(of["load"].to_pylist()):
-        repeats = [
-            _where(of, load=load, repeat=repeat)
-            for repeat in dict.fromkeys(_where(of, load=load)["repeat"].to_pylist())
+def _cdfs(figure: Any, loads: Sequence[tuple[str, pd.DataFrame]]) -> None:
+    """Draw the share of requests up to a latency: a row a load, a column a metric."""
+    grid = figure.subplots(len(loads), len(_METRICS), squeeze=False, sharey=True)
+    for row, (load, requests) in zip(grid, loads, strict=True):
+        for axes, metric in zip(row, _METRICS, strict=True):
+            for side, (colour, style) in _SIDES.items():
+                column = f"{side}_{metric}_ms"
+                for i, (_, repeat) in enumerate(requests.groupby("repeat", sort=False)):
+                    values = np.sort(repeat[column].dropna())
+                    share = np.arange(1, len(values) + 1) / max(1, len(values))
+                    look = {"color": colour, "linewidth": 1.0, "label": None if i else side}
+                    axes.plot(values, share, style, **look)
+            both = requests[[f"{side}_{metric}_ms" for side in _SIDES]].to_numpy(np.float64)
+            positive = both[both > 0]
+            if len(positive) and np.ptp(np.log10(np.percentile(positive, [1, 99]))) > 1.2:
+                axes.set_xscale("log")
+                _plain_numbers(axes.xaxis, float(np.ptp(positive) / positive.min()))
+            axes.set_ylim(0, 1)
+            axes.grid(alpha=0.3)
+            axes.tick_params(labelsize=7)
+        row[0].set_ylabel("share of requests", fontsize=8)
+        row[len(_METRICS) // 2].set_title(load, fontsize=9)
+    for axes, name in zip(grid[-1], _METRICS.values(), strict=True):
+        axes.set_xlabel(f"{name}, ms")
+    grid[0, 0].legend(fontsize=7, loc="lower right")
+
+
+def _steps(figure: Any, kinds: Sequence[tuple[str, pd.DataFrame, str, str]]) -> None:
+    """Draw predicted against measured step time, below it the error; a column a kind of step.
+
+    A kind is its title, its steps, the column that gives the colour, and what that counts.
+    """
+    grid = figure.subplots(2, len(kinds), squeeze=False, height_ratios=(3, 2), sharex="col")
+    for (above, below), (title, steps, size, size_name) in zip(grid.T, kinds, strict=True):
+        error = 100 * (steps["predicted_ms"] / steps["live_ms"] - 1).to_numpy()
+        shown = _thinned(len(error))
+        live, predicted, colour = (
+            steps[name].to_numpy(np.float64)[shown] for name in ("live_ms", "predicted_ms", size)
+        )
+        points = {"c": colour, "cmap": "cividis", "s": 5, "linewidths": 0}
+        low = min(live.min(), predicted.min()) / 1.1
+        high = max(live.max(), predicted.max()) * 1.1
+        dots = above.scatter(live, predicted, **points)
+        below.scatter(live, error[shown], **points)
+        for percent, style in ((0, "-"), (5, "--"), (10, ":")):
+            for sign in (1, -1) if percent else (1,):
+                factor = 1 + sign * percent / 100
+                line = {"color": "black", "linewidth": 0.8, "linestyle": style}
+                above.plot([low, high], [factor * low, factor * high], **line)
+                below.axhline(sign * percent, **line)
+        above.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+        median, most, worst = np.percentile(np.abs(error), [50, 90, 99])
+        bound = max(15.0, min(60.0, worst))
+        below.set(ylim=(-bound, bound), xlabel="measured step, ms")
+        said = f"error: median {median:.1f}%, p90 {most:.1f}%"
+        above.set_title(f"{title}: {len(error):,} steps\n{said}", fontsize=9)
+        figure.colorbar(dots, ax=[above, below], label=size_name)
+        for axes in (above, below):
+            axes.grid(alpha=0.3)
+        for axis in (above.xaxis, above.yaxis):
+            _plain_numbers(axis, high / low)
+    grid[0, 0].set_ylabel("predicted step, ms")
+    grid[1, 0].set_ylabel("error, %\n(lines: ±5, ±10)")
+
+
+def _components(figure: Any, rows: Sequence[Row]) -> None:
+    """Draw the error of each component, a panel a component and a bar a load.
+
+    Whiskers at the end of a bar are the noise floor, the mean distance of two live repeats: one
+    that reaches zero leaves nothing to explain.
+    """
+    loads = list(dict.fromkeys(row["load"] for row in rows))
+    rows = [row for row in rows if row["difference_ms"] is not None]
+    means = [r for r in rows if r["repeat"] is None and (r["live_ms"] or r["simulated_ms"])]
+    components = list(dict.fromkeys(row["component"] for row in means))
+    panels = dict(
+        zip(components, figure.subplots(1, len(components), squeeze=False)[0], strict=True)
+    )
+    shades = _shades(len(loads))
+    for row in means:
+        axes, i = panels[row["component"]], loads.index(row["load"])
+        axes.bar(i, row["difference_ms"], color=shades[i])
+        live = [
+            r["live_ms"]
+            for r in rows
+            if (r["load"], r["component"]) == (row["load"], row["component"])
+            and r["repeat"] is not None
         ]
-        sides = [
-            {
-                name: [r[f"{side}_{metric}_ms"].drop_null().to_numpy() for r in repeats]
-                for metric, name in _METRICS.items()
-            }
-            for side in ("live", "simulated")
-        ]
-        panels.append(CdfPanel(load, *sides))
-    return panels
+        noise = mean(abs(a - b) for a, b in combinations(live, 2))
+        if noise is not None:
+            axes.errorbar(i, row["difference_ms"], yerr=noise, color="C1", capsize=3)
+    for name, axes in panels.items():
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(loads)), [str(i + 1) for i in range(len(loads))], fontsize=7)
+        axes.tick_params(labelsize=7)
+        axes.set_title("E2E" if name == "sum" else name, fontsize=9)
+        axes.grid(axis="y", alpha=0.3)
+    panels[components[0]].set_ylabel("simulated less live, ms a request", fontsize=8)
+    names = ",  ".join(f"{i}: {load}" for i, load in enumerate(loads, 1))
+    figure.supxlabel(textwrap.fill(names, 150), fontsize=8)
 
 
-def _component_bars(summary: Row, setup: str, policy: str) -> list[ComponentBars]:
-    """Differences of each load; noise is the mean distance of two live repeats, where there are."""
-    rows = [
-        row
-        for row in summary["components"]
-        if row["setup"] == setup and row["policy"] == policy and row["of"] == "e2el"
-    ]
-    bars = []
-    for load in dict.fromkeys(row["load"] for row in rows):
-        mine = [row for row in rows if row["load"] == load and row["difference_ms"] is not None]
-        error = {
-            r["component"]: r["difference_ms"]
-            for r in mine
-            if r["repeat"] is None and (r["live_ms"] or r["simulated_ms"])
-        }
-        noise = {}
-        for name in error:
-            live = [
-                r["live_ms"] for r in mine if r["component"] == name and r["repeat"] is not None
-            ]
-            distance = mean(abs(a - b) for a, b in combinations(live, 2))
-            if distance is not None:
-                noise[name] = distance
-        bars.append(ComponentBars(load, error, noise))
-    return bars
+def _batches(runs: Sequence[LiveRun], steps: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
+    """Return some batches, each with the steps that only decode, and their distinct experts.
+
+    The batches are powers of two with steps enough, the largest ones.
+    """
+    parts = []
+    for run in runs:
+        info = run.info
+        mine = steps[(steps["policy"] == info.policy) & (steps["load"] == info.load.name)]
+        mine = mine[mine["repeat"] == info.repeat]  # in the order of the recording
+        logged = run.steps["distinct"].to_pylist()
+        mean_of_layers = [np.mean(layers) if layers else np.nan for layers in logged]
+        parts.append(mine.assign(distinct=mean_of_layers))
+    found = pd.concat(parts)
+    found = found[found["kind"] == "decode"]
+    sizes = sorted(set(found["batch"].tolist()))
+    of_batch = {size: found[found["batch"] == size] for size in sizes}
+    often = [batch for batch, own in of_batch.items() if len(own) >= _FEWEST_STEPS]
+    powers = [batch for batch in often if batch > 1 and batch & (batch - 1) == 0]
+    return [(batch, of_batch[batch]) for batch in (powers or often)[-_MOST_CURVES:]]
 
 
-def _scatters(steps: pa.Table) -> list[StepScatter]:
-    kinds = []
-    decode = pc.equal(steps["kind"], "decode")
-    for title, mine, size, size_name in (
-        ("Decode only", steps.filter(decode), "batch", "requests"),
-        ("With prompts", steps.filter(pc.invert(decode)), "tokens", "tokens"),
-    ):
-        if mine.num_rows:
-            kinds.append(
-                StepScatter(
-                    title,
-                    mine["live_ms"].to_numpy() / 1e3,
-                    mine["predicted_ms"].to_numpy() / 1e3,
-                    mine[size].to_numpy().astype(float),
-                    size_name,
-                )
-            )
-    return kinds
+def _distinct(
+    figure: Any,
+    batches: Sequence[tuple[int, pd.DataFrame]],
+    run: LiveRun,
+    calibrated: Calibrated,
+) -> None:
+    """Draw decode step time against distinct experts, live points over the calibrated curve."""
+    model = model_of(run.info.model)
+    engine = next(e for e in run.info.engines if e.role != "prefill")
+    step_time = calibrated.step_time(model, engine, run.info.max_model_len)
+    axes = figure.subplots()
+    for shade, (batch, steps) in zip(_shades(len(batches)), batches, strict=True):
+        shown = steps.iloc[_thinned(len(steps), _MOST_POINTS // len(batches))]
+        dots = {"color": shade, "markersize": 3, "alpha": 0.4}
+        axes.plot(shown["distinct"], shown["live_ms"], ".", **dots)
+        counts = np.arange(model.top_k, min(model.n_experts, batch * model.top_k) + 1.0)
+        context = float(np.median(steps["context"] / batch))
+        curve = [step_time.decode_s([d] * model.n_moe_layers, batch, context) for d in counts]
+        label = f"batch {batch}: {len(steps):,} steps"
+        axes.plot(counts, 1e3 * np.array(curve), color=shade, label=label)
+    axes.set(
+        xlabel="distinct experts of a MoE layer, mean over the layers",
+        ylabel="decode step, ms",
+        title="Points: live steps. Lines: calibrated tables, at the points' median context",
+        ylim=(0, 1.05 * axes.get_ylim()[1]),
+    )
+    axes.title.set_fontsize(9)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
 
 
-def _curves(runs: Sequence[LiveRun], calibrated: Calibrated, steps: pa.Table) -> list[BatchCurve]:
-    """Live decode-only steps by batch, with the calibrated step time over distinct experts."""
-    info = runs[0].info
-    engine = next(e for e in info.engines if e.role != "prefill")
-    model = model_of(info.model)
-    step_time = calibrated.step_time(model, engine, info.max_model_len)
-    parts = [_decode_only(run, steps) for run in runs]
-    batch, distinct, context, seconds = np.concatenate(parts).T
-    curves = []
-    for size in _telling_batches(batch):
-        at = batch == size
-        most = min(model.n_experts, size * model.top_k)
-        counts = np.arange(model.top_k, most + 1.0)
-        middle = float(np.median(context[at]))
-        curve = [step_time.decode_s([d] * model.n_moe_layers, size, middle) for d in counts]
-        curves.append(BatchCurve(size, distinct[at], seconds[at], counts, np.array(curve)))
-    return curves
+def _plain_numbers(axis: Any, ratio: float) -> None:
+    """Label a logarithmic axis 1, 2, 5, 10 instead of powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if ratio < 6 else (1, 2, 5) if ratio < 200 else (1,)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axis.set_major_formatter(ScalarFormatter())
+    axis.set_minor_formatter(NullFormatter())
 
 
-def _decode_only(run: LiveRun, steps: pa.Table) -> NDArray[np.float64]:
-    """Batch, mean distinct experts, mean context, seconds: a row a step that decodes only."""
-    info = run.info
-    names = {"setup": info.setup, "policy": info.policy, "load": info.load.name}
-    mine = _where(steps, **names, repeat=info.repeat)  # in the order of the recording
-    logged = run.steps["distinct"].to_pylist()
-    decode = np.flatnonzero(pc.equal(mine["kind"], "decode").to_numpy(zero_copy_only=False))
-    batch, context, milli = (mine[name].to_numpy() for name in ("batch", "context", "live_ms"))
-    rows = [(batch[i], np.mean(logged[i]), context[i] / batch[i], milli[i] / 1e3) for i in decode]
-    return np.array(rows, np.float64).reshape(-1, 4)
+def _thinned(count: int, most: int = _MOST_POINTS) -> NDArray[np.intp]:
+    """Pick at most ``most`` of ``count`` points, evenly; the same ones every time."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.intp))
 
 
-def _telling_batches(batch: NDArray[np.float64]) -> list[int]:
-    """Batches to show: powers of two with steps enough, the largest ones, spread out."""
-    sizes, counts = np.unique(batch, return_counts=True)
-    often = [int(s) for s, n in zip(sizes, counts, strict=True) if n >= _FEWEST_STEPS]
-    powers = [size for size in often if size > 1 and size & (size - 1) == 0]
-    return powers[-_MOST_CURVES:] or often[-_MOST_CURVES:]
+def _shades(count: int) -> list[Any]:
+    from matplotlib import colormaps
+
+    return [colormaps["cividis"](x) for x in np.linspace(0.0, 0.85, count)]

@@ -1,0 +1,89 @@
+"""Which figures a page shows, and their headings, which are the catalogue's."""
+
+from __future__ import annotations
+
+from eldr_sim.simulator.catalogue import HEADLINE, label
+
+#: Headings of a run's figures by tag of the summary, in the order of the table.
+RUN_FIGURES = {
+    tag: label(tag)
+    for tag in (
+        "num_prompts",
+        "completed",
+        "failed",
+        "slo_attainment",
+        "request_goodput",
+        "request_throughput",
+        "output_throughput",
+        "total_token_throughput",
+        "max_concurrent_requests",
+        "mean_decode_batch",
+        "mean_active_experts_per_step",
+        "p99_active_experts_per_step",
+        "mean_busiest_rank_experts_per_step",
+        "prefix_cache_hit_rate",
+        "preemptions",
+        "gpus",
+        "gpu_hours_per_million_output_tokens",
+        "cost_per_million_output_tokens",
+    )
+}
+#: Names of the latencies; their tags are ``{statistic}_{latency}_ms``.
+LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
+STATISTICS = ("mean", "p50", "p90", "p99")
+#: Headings of comparisons and sweeps by tag.
+METRICS = {tag: label(tag) for tag in HEADLINE}
+#: Headings of those that only some results have.
+MORE_METRICS = {
+    tag: label(tag)
+    for tag in (
+        "slo_attainment",
+        "cost_per_million_output_tokens",
+        "gpu_hours_per_million_output_tokens",
+    )
+}
+#: Headings of a plan's clusters by key, in the order of the table; prices only where one is known.
+CLUSTER_PRICES = {
+    "price_per_hour": "Price/hour",
+    "cost_per_million_output_tokens": label("cost_per_million_output_tokens"),
+}
+CLUSTER_FIGURES = {
+    "gpus": label("gpus"),
+    **CLUSTER_PRICES,
+    "slo_attainment": "SLO attainment, %",
+    "p99_ttft_ms": METRICS["p99_ttft_ms"],
+    "p99_tpot_ms": METRICS["p99_tpot_ms"],
+    "tokens_per_s_per_user": label("tokens_per_s_per_user"),
+    "tokens_per_s_per_gpu": label("tokens_per_s_per_gpu"),
+    "mean_active_experts_per_step": METRICS["mean_active_experts_per_step"],
+    "weakest_provenance": "Step times",
+    "seeds": "Seeds",
+}
+_PARAMETER_UNITS = {
+    "request_rate": "requests/s",
+    "output_len": "tokens",
+    "max_num_batched_tokens": "tokens",
+    "max_num_seqs": "requests",
+    "max_concurrency": "requests",
+    "num_requests": "requests",
+    "duration": "s",
+    "warmup": "s",
+}
+
+
+def parameter_label(path: str) -> str:
+    """Return a parameter's dot path with its unit, where it has one."""
+    name = path.rpartition(".")[2]
+    in_ms = name.endswith("_ms") or path.startswith("goodput.")
+    unit = "ms" if in_ms else _PARAMETER_UNITS.get(name)
+    return path if unit is None else f"{path}, {unit}"
+
+
+def without_unit(heading: str) -> str:
+    """Return a heading as the title of a picture, whose axis has the unit."""
+    return heading.removesuffix(" (ms)")
+
+
+def bounds_in_words(bounds_ms: dict[str, float | None]) -> list[str]:
+    """Return bounds of latencies, such as ``TTFT ≤ 500 ms``."""
+    return [f"{LATENCIES[k]} ≤ {v:g} ms" for k, v in bounds_ms.items() if v is not None]

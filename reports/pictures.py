@@ -1,0 +1,380 @@
+"""Pictures of a page as Plotly figures, which are plain dictionaries.
+
+Colours are the style sheet's variables, so that they follow its theme; the page's script resolves
+them and adds what all pictures share. All text is escaped: Plotly reads some HTML in text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from html import escape
+from typing import Any
+
+from eldr_sim.reports.cells import number
+
+Spec = dict[str, Any]
+_text = partial(escape, quote=False)
+
+#: Colours of the style sheet; what comes later repeats them with another dash and marker.
+N_COLOURS = 8
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_MARKERS = ("circle", "square", "triangle-up", "diamond", "cross", "x")
+#: A curve of at most so many points shows them.
+_SHOWN_POINTS = 24
+#: Four significant digits, thousands apart, in d3's language.
+_NUMBER = ",.4~r"
+
+
+class Colours:
+    """Numbers of colours, one for each name on the whole page.
+
+    Names of a kind (policy, domain, phase, ...) get their colours in the order in which they come.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, dict[str, int]] = {}
+
+    def __call__(self, kind: str, name: str) -> int:
+        """Return the number of a name's colour, ``N_COLOURS`` and more where they repeat."""
+        names = self._names.setdefault(kind, {})
+        return names.setdefault(name, len(names))
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve or cloud of points.
+
+    Attributes
+    ----------
+    name
+        As the legend has it.
+    x, y
+        Places, shape [n].
+    low, high
+        Ends of an interval around ``y``, where there is one; NaN where a point has none.
+    line
+        Join the points.
+    colour
+        Number of the colour; see :class:`Colours`.
+    style
+        Number of the dash or marker that tells series of a colour apart.
+    tips
+        What more to say of each point.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    line: bool = True
+    colour: int = 0
+    style: int = 0
+    tips: Sequence[str] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a page.
+
+    Attributes
+    ----------
+    title
+        What it shows.
+    axes
+        What its axes are, in words.
+    spec
+        Plotly's ``data`` and ``layout``; no data where no value is known.
+    note
+        A line under the picture.
+    """
+
+    title: str
+    axes: str
+    spec: Spec
+    note: str | None = None
+
+
+def curves(
+    title: str,
+    x_label: str,
+    y_label: str,
+    series: Sequence[Series],
+    *,
+    interval: str = "95% interval",
+    warmups_s: Sequence[float] = (),
+    note: str | None = None,
+) -> Picture:
+    """Draw curves or points over two numeric axes.
+
+    Parameters
+    ----------
+    title
+        What the picture shows.
+    x_label, y_label
+        Axis titles with units.
+    series
+        What to draw; points that are not finite are left out.
+    interval
+        What ``low`` and ``high`` are.
+    warmups_s
+        Ends of warm-up periods, s, where ``x`` is simulated time: they are shaded.
+    note
+        A line under the picture.
+    """
+    drawn = [_finite(s) for s in series]
+    # What is never below 0 gets no axis below 0, whatever Student's t makes of few runs.
+    floor = 0.0 if all(y >= 0 for s in drawn for y in s.y) else -math.inf
+    hover = [f"{_text(x_label)}: %{{x:{_NUMBER}}}", f"{_text(y_label)}: %{{y:{_NUMBER}}}"]
+    if len(drawn) > 1:
+        hover.insert(0, "%{fullData.name}")
+    data: list[Spec] = []
+    for s in drawn:
+        data += _curve(s, "<br>".join(hover), interval, floor) if s.x else []
+    layout: Spec = {"showlegend": len(drawn) > 1}
+    if warmups_s:
+        layout |= _warmups(warmups_s)
+    return _picture(title, (x_label, y_label), data, layout, note)
+
+
+def intervals(
+    title: str,
+    x_label: str,
+    rows: Sequence[tuple[str, float, float, float, int]],
+    *,
+    differences: bool = True,
+    interval: str = "95% interval",
+) -> Picture:
+    """Draw a dot with its interval for each row.
+
+    Parameters
+    ----------
+    title
+        What the picture shows.
+    x_label
+        Axis title with its unit.
+    rows
+        (name, value, low, high, number of the colour); ``low`` and ``high`` may be NaN.
+    differences
+        Values are differences: signed, around a line at 0, dots hollow where the interval holds 0.
+    interval
+        What ``low`` and ``high`` are.
+    """
+    form = "+,.2f" if differences else _NUMBER
+    data: list[Spec] = []
+    for name, value, low, high, colour in rows:
+        if not math.isfinite(value):
+            continue
+        known = math.isfinite(low) and math.isfinite(high)
+        clear = not differences or (known and (low > 0 or high < 0))
+        hover = f"%{{y}}<br>{_text(x_label)}: %{{x:{form}}}"
+        dot: Spec = {
+            "type": "scatter",
+            "mode": "markers",
+            "name": _text(name),
+            "x": [value],
+            "y": [_text(name)],
+            "marker": {"color": _colour(colour), "size": 10}
+            | ({} if clear else {"symbol": "circle-open"}),
+        }
+        if known:
+            ends = {"array": [high - value], "arrayminus": [value - low]}
+            dot["error_x"] = {"type": "data", "symmetric": False, "color": _colour(colour), **ends}
+            dot["customdata"] = [[low, high]]
+            hover += f"<br>{interval}: %{{customdata[0]:{form}}} to %{{customdata[1]:{form}}}"
+        data.append(dot | {"hovertemplate": f"{hover}<extra></extra>"})
+    layout: Spec = {
+        "xaxis": {"rangemode": "tozero" if differences else "normal", "zeroline": differences},
+        "yaxis": {"type": "category", "autorange": "reversed"},
+        "showlegend": False,
+        "height": 120 + 30 * max(2, len(data)),
+    }
+    return _picture(title, (x_label, ""), data, layout)
+
+
+def stacked_bars(
+    title: str,
+    x_label: str,
+    y_label: str,
+    bars: Sequence[str],
+    parts: Sequence[tuple[str, Sequence[float], int]],
+) -> Picture:
+    """Draw bars made of parts.
+
+    Parameters
+    ----------
+    title
+        What the picture shows.
+    x_label, y_label
+        Axis titles with units.
+    bars
+        Name of each bar.
+    parts
+        (name, height of the part in each bar, number of the colour).
+    """
+    totals = [math.fsum(values[i] for _, values, _ in parts) for i in range(len(bars))]
+    data: list[Spec] = []
+    for name, values, colour in parts:
+        said = [
+            [100 * value / total if total else 0.0, total]
+            for value, total in zip(values, totals, strict=True)
+        ]
+        data.append(
+            {
+                "type": "bar",
+                "name": _text(name),
+                "x": [_text(bar) for bar in bars],
+                "y": list(values),
+                "customdata": said,
+                "marker": {"color": _colour(colour)},
+                "hovertemplate": f"{_text(x_label)} %{{x}}<br>%{{fullData.name}}: %{{y:{_NUMBER}}} "
+                f"(%{{customdata[0]:.0f}}%)<br>{_text(y_label)}: %{{customdata[1]:{_NUMBER}}}"
+                "<extra></extra>",
+            }
+        )
+    layout: Spec = {"xaxis": {"type": "category"}, "barmode": "stack", "showlegend": True}
+    return _picture(title, (x_label, y_label), data if bars else [], layout)
+
+
+def pareto_picture(
+    clouds: Sequence[tuple[str, int, int, Sequence[tuple[float, float, str]]]],
+) -> Picture:
+    """Draw speed for a user against throughput of a GPU, with the front of all points.
+
+    Parameters
+    ----------
+    clouds
+        (name, colour, marker, points), a point being output tokens per second for a user, the same
+        for a GPU, and its name.
+    """
+    points = sorted({point for *_, own in clouds for point in own}, key=lambda point: point[2])
+    front = [points[i] for i in pareto([(x, y) for x, y, _ in points])]
+    # The front lies under the points, which say more, and has the colour of no series.
+    series = [_cloud("Pareto front", -1, 1, front, line=True)]
+    series += [_cloud(name, colour, mark, own, False) for name, colour, mark, own in clouds]
+    return curves(
+        "Throughput of a GPU against speed for a user",
+        "output tokens/s for a user (1 / median TPOT)",
+        "output tokens/s of a GPU",
+        series,
+        note="Up and to the right is better; no point beats one of the front in both.",
+    )
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return which points no other beats in both figures, in ascending order of the first.
+
+    Of equal points the first is kept; points that are not finite are none.
+    """
+    known = [i for i, point in enumerate(points) if all(math.isfinite(v) for v in point)]
+    front: list[int] = []
+    for i in sorted(known, key=lambda i: (-points[i][0], -points[i][1], i)):
+        if not front or points[i][1] > points[front[-1]][1]:
+            front.append(i)
+    return front[::-1]
+
+
+def _cloud(
+    name: str, colour: int, style: int, points: Sequence[tuple[float, float, str]], line: bool
+) -> Series:
+    x, y, tips = zip(*points, strict=True) if points else ((), (), ())
+    return Series(name, x, y, line=line, colour=colour, style=style, tips=tips)
+
+
+def _finite(series: Series) -> Series:
+    """Return a series without the points that have no place."""
+    places = zip(series.x, series.y, strict=True)
+    keep = [i for i, (x, y) in enumerate(places) if math.isfinite(x) and math.isfinite(y)]
+    columns = {name: getattr(series, name) for name in ("x", "y", "low", "high", "tips")}
+    picked: Spec = {k: None if v is None else [v[i] for i in keep] for k, v in columns.items()}
+    return replace(series, **picked)
+
+
+def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
+    """Return the traces of a series: its band, where it has one, and itself."""
+    shown = "lines+markers" if len(s.x) <= _SHOWN_POINTS else "lines"
+    trace: Spec = {
+        "type": "scatter",
+        "mode": shown if s.line else "markers",
+        "name": _text(s.name),
+        "legendgroup": _text(s.name),
+        "x": s.x,
+        "y": s.y,
+        "line": {"color": _colour(s.colour), "dash": _DASHES[s.style % len(_DASHES)]},
+        "marker": {
+            "color": _colour(s.colour),
+            "size": 8,
+            "symbol": _MARKERS[s.style % len(_MARKERS)],
+        },
+        "hovertemplate": hover + "%{customdata}<extra></extra>",
+    }
+    tips = s.tips or [""] * len(s.x)
+    ends = list(zip(s.low or [math.nan] * len(s.x), s.high or [math.nan] * len(s.x), strict=True))
+    known = [i for i, (low, high) in enumerate(ends) if math.isfinite(low) and math.isfinite(high)]
+    said = [""] * len(s.x)
+    for i in known:
+        said[i] = f"<br>{interval}: {number(ends[i][0])} to {number(ends[i][1])}"
+    trace["customdata"] = [
+        a + (f"<br>{_text(b)}" if b else "") for a, b in zip(said, tips, strict=True)
+    ]
+    drawn = {i: (max(floor, ends[i][0]), ends[i][1]) for i in known}
+    if s.line and len(known) > 1:
+        return [_band(s, drawn), trace]
+    if known:
+        trace["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "color": _colour(s.colour),
+            "array": [drawn[i][1] - y if i in drawn else None for i, y in enumerate(s.y)],
+            "arrayminus": [y - drawn[i][0] if i in drawn else None for i, y in enumerate(s.y)],
+        }
+    return [trace]
+
+
+def _band(s: Series, ends: Mapping[int, tuple[float, float]]) -> Spec:
+    """Return a filled outline: the upper ends, and the lower ends backwards."""
+    there, back = list(ends), list(ends)[::-1]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [s.x[i] for i in there + back],
+        "y": [ends[i][1] for i in there] + [ends[i][0] for i in back],
+        "fill": "toself",
+        "fillcolor": _colour(s.colour),
+        "line": {"width": 0},
+        "opacity": 0.17,
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "legendgroup": _text(s.name),
+    }
+
+
+def _warmups(ends_s: Sequence[float]) -> Spec:
+    """Return shapes over the warm-up periods, named once."""
+    ends = sorted({end for end in ends_s if end > 0})
+    shape = {"type": "rect", "yref": "paper", "x0": 0, "y0": 0, "y1": 1, "layer": "below"}
+    shape |= {"fillcolor": "var(--soft)", "opacity": 0.13, "line": {"width": 0}}
+    name = {"text": "warm-up", "x": 0, "y": 1, "yref": "paper", "showarrow": False}
+    name |= {"xanchor": "left", "yanchor": "top"}
+    return {"shapes": [shape | {"x1": end} for end in ends], "annotations": [name] if ends else []}
+
+
+def _picture(
+    title: str, labels: tuple[str, str], data: list[Spec], layout: Spec, note: str | None = None
+) -> Picture:
+    for axis, label in zip(("xaxis", "yaxis"), labels, strict=True):
+        layout[axis] = {"title": {"text": _text(label)}} | layout.get(axis, {})
+    layout["yaxis"].setdefault("rangemode", "tozero")
+    if layout["showlegend"]:
+        # The legend lies over the picture, about three names a line.
+        names = sum(trace.get("showlegend", True) for trace in data)
+        layout["height"] = 320 + 20 * math.ceil(names / 3)
+    axes = " against ".join(label for label in reversed(labels) if label)
+    return Picture(title, axes, {"data": data, "layout": layout}, note)
+
+
+def _colour(number: int) -> str:
+    return "var(--soft)" if number < 0 else f"var(--c{number % N_COLOURS})"

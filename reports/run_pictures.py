@@ -1,0 +1,208 @@
+"""Pictures of runs, side by side in the colours of their policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.reports.folders import Folder
+from eldr_sim.reports.pictures import N_COLOURS, Colours, Picture, Series, curves, stacked_bars
+from eldr_sim.simulator.config import RunConfig
+
+Values = NDArray[np.float64]
+
+#: Phases of a request by the times that bound them, as in the timeline.
+_PHASES = (
+    ("prefill queue", "sent_s", "prefill_start_s"),
+    ("prefill", "prefill_start_s", "prefill_end_s"),
+    ("handoff", "prefill_end_s", "transfer_start_s"),
+    ("KV transfer", "transfer_start_s", "transfer_end_s"),
+    ("decode queue", "transfer_end_s", "decode_start_s"),
+    ("first decode step", "decode_start_s", "first_token_s"),
+)
+_DECODING = ("decoding", "decode_start_s", "finish_s")
+_BINS = 60
+
+
+def run_pictures(folders: Sequence[Folder], colours: Colours) -> list[Picture]:
+    """Return the pictures of one run, or of several side by side.
+
+    A run has the colour of its policy, and runs of one policy differ in their dashes; where all
+    runs have the same policy, each has a colour of its own.
+    """
+    policies = [str(folder.documents["summary"]["policy"]) for folder in folders]
+    by_policy = len(set(policies)) > 1 or len(folders) == 1
+    runs = []
+    for i, folder in enumerate(folders):
+        named = ("policy", policies[i]) if by_policy else ("run", folder.name)
+        style = policies[:i].count(policies[i]) if by_policy else 0
+        runs.append(_Run(folder, colours(*named), style))
+    return [
+        *_cdfs(runs),
+        _activated_experts(runs),
+        _phases(runs, colours),
+        *_requests_in_phases(runs),
+        _tpot_over_time(runs),
+        *(_decode_workers(run, len(runs) > 1, colours) for run in runs),
+    ]
+
+
+class _Run:
+    """A run: its tables, its colour and dash, and the end of its warm-up period."""
+
+    def __init__(self, folder: Folder, colour: int, style: int) -> None:
+        self.name = folder.name
+        self.requests = folder.tables["requests"].to_pandas()
+        self.done = self.requests[self.requests["measured"] & self.requests["finish_s"].notna()]
+        steps = folder.tables["steps"].to_pandas()
+        self.decode_steps = steps[steps["role"] == "decode"]
+        config = folder.documents["config"]["config"]
+        fields = {name: config.get(name) for name in ("warmup", "num_requests")}
+        self.warmup_s = RunConfig.model_construct(**fields).warmup_s
+        self._colour, self._style = colour, style + colour // N_COLOURS
+
+    def series(
+        self, x: ArrayLike, y: ArrayLike, *ends: ArrayLike, tips: Sequence[str] | None = None
+    ) -> Series:
+        """Return a curve in the run's colour; ``ends`` are those of an interval around ``y``."""
+        xs, ys, *lists = (np.asarray(values, np.float64).tolist() for values in (x, y, *ends))
+        low, high = lists or (None, None)
+        return Series(
+            self.name, xs, ys, low, high, colour=self._colour, style=self._style, tips=tips
+        )
+
+
+def _cdfs(runs: Sequence[_Run]) -> list[Picture]:
+    share = np.linspace(0, 1, 101)
+    return [
+        curves(
+            f"Distribution of {name}",
+            f"{name}, ms",
+            "share of requests at or below",
+            [run.series(run.done[column].quantile(share), share) for run in runs],
+        )
+        for column, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2el_ms", "E2E latency"))
+    ]
+
+
+def _activated_experts(runs: Sequence[_Run]) -> Picture:
+    series = []
+    for run in runs:
+        # Steps that also compute prompt tokens activate more experts than their batch explains.
+        steps = run.decode_steps
+        steps = steps[(steps["tokens"] == steps["batch"]) & (steps["batch"] > 0)]
+        of_batch = steps.groupby("batch")["active_experts"]
+        mean, count = of_batch.mean(), of_batch.size()
+        low, high = (of_batch.quantile(q).where(count >= 5) for q in (0.1, 0.9))
+        tips = [f"{n:,} steps" for n in count]
+        series.append(run.series(mean.index, mean, low, high, tips=tips))
+    return curves(
+        "Activated experts against batch",
+        "batch of a decode step, requests",
+        "activated experts a MoE layer, mean",
+        series,
+        interval="p10 to p90",
+        note="Steps that decode only. Band: p10 to p90 over the steps of that batch.",
+    )
+
+
+def _phases(runs: Sequence[_Run], colours: Colours) -> Picture:
+    parts = []
+    for name, start, end in _PHASES:
+        mean_ms = [1e3 * (run.done[end] - run.done[start]).mean() for run in runs]
+        parts.append((name, np.nan_to_num(mean_ms).tolist(), colours("phase", name)))
+    names = [run.name for run in runs]
+    title = "Where the time to first token goes"
+    return stacked_bars(title, "run", "mean time in the phase, ms", names, parts)
+
+
+def _requests_in_phases(runs: Sequence[_Run]) -> list[Picture]:
+    """Draw how many requests are in a phase over time, exactly: the mean over each interval."""
+    pictures = []
+    for title, phases in (
+        ("Requests waiting for prefill", (_PHASES[0],)),
+        ("Requests between prefill and decode", _PHASES[2:5]),
+        ("Requests decoding", (_DECODING,)),
+    ):
+        series = []
+        for run in runs:
+            last = run.requests[["finish_s", "arrival_s"]].max().max()
+            edges = np.linspace(0.0, last or 1.0, _BINS + 1)
+            times = run.requests.astype({name: float for phase in phases for name in phase[1:]})
+            spans = [(times[start].to_numpy(), times[end].to_numpy()) for _, start, end in phases]
+            level = np.sum([mean_in_phase(start, end, edges) for start, end in spans], axis=0)
+            series.append(run.series((edges[1:] + edges[:-1]) / 2, level))
+        labels = ("simulated time, s", "requests, mean of the interval")
+        pictures.append(curves(title, *labels, series, warmups_s=[r.warmup_s for r in runs]))
+    return pictures
+
+
+def mean_in_phase(start_s: Values, end_s: Values, edges_s: Values) -> Values:
+    """Return the mean number of requests in a phase, for each interval of time.
+
+    Parameters
+    ----------
+    start_s, end_s
+        When each request entered and left the phase, s, shape [n]; NaN start: never entered;
+        NaN end: still there at the last edge.
+    edges_s
+        Edges of the intervals, shape [m + 1].
+
+    Returns
+    -------
+    ndarray
+        Shape [m]. The integral of the number in the phase up to a time is the sum of
+        ``min(end, t) - min(start, t)`` over requests.
+    """
+    entered = np.isfinite(start_s)
+    start = np.sort(start_s[entered])
+    end = np.sort(np.nan_to_num(end_s[entered], nan=np.inf))
+
+    def clipped(values: Values) -> Values:
+        below = np.searchsorted(values, edges_s, side="right")
+        sums = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(values), values, 0.0))])
+        return sums[below] + edges_s * (len(values) - below)
+
+    mean: Values = np.diff(clipped(end) - clipped(start)) / np.diff(edges_s)
+    return np.maximum(mean, 0.0)  # rounding of the sums
+
+
+def _tpot_over_time(runs: Sequence[_Run]) -> Picture:
+    series = []
+    for run in runs:
+        known = run.requests.dropna(subset="tpot_ms")
+        edges = np.linspace(known["finish_s"].min(), known["finish_s"].max() + 1e-9, 41)
+        of_time = known.groupby(np.digitize(known["finish_s"], edges) - 1)["tpot_ms"]
+        median, low, high = (of_time.quantile(q) for q in (0.5, 0.1, 0.9))
+        middle = (edges[median.index] + edges[median.index + 1]) / 2
+        series.append(run.series(middle, median, low, high))
+    return curves(
+        "TPOT over time",
+        "finish time, simulated s",
+        "TPOT, ms, median",
+        series,
+        interval="p10 to p90",
+        warmups_s=[run.warmup_s for run in runs],
+        note="Band: p10 to p90 of the requests that finish in the interval.",
+    )
+
+
+def _decode_workers(run: _Run, named: bool, colours: Colours) -> Picture:
+    import pandas as pd
+
+    steps, done = run.decode_steps, run.done
+    seconds = steps["end_s"] - steps["start_s"]
+    weight, load = (x.groupby(steps["worker"]).sum() for x in (seconds, seconds * steps["batch"]))
+    mean = load / weight.clip(lower=1e-12)
+    share = pd.crosstab(done["domain"], done["decode_worker"], normalize="columns")
+    share = share.reindex(columns=mean.index, fill_value=0.0)
+    domains = [str(name) for name in share.index]
+    return stacked_bars(
+        "Mean batch of each decode worker by domain" + (f": {run.name}" if named else ""),
+        "decode worker",
+        "mean batch, requests, by share of domain",
+        [str(worker) for worker in mean.index],
+        [(name, (share.loc[name] * mean).tolist(), colours("domain", name)) for name in domains],
+    )
