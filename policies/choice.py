@@ -14,11 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
 
-Decision = Literal["decode", "prefill"]
+Decision = Literal["decode", "prefill", "queue"]
 """The decisions that a policy can make."""
 
 #: The field of a run's configuration that chooses the policy of a decision.
-FIELDS: dict[str, str] = {"decode": "policy", "prefill": "prefill_policy"}
+FIELDS: dict[str, str] = {
+    "decode": "policy",
+    "prefill": "prefill_policy",
+    "queue": "queue_order",
+}
 
 
 class Parameters(BaseModel):

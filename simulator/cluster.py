@@ -132,6 +132,9 @@ class Cluster:
     expert_masks
         The experts on each expert-parallel GPU of each worker, prefill workers first, see
         :func:`~eldr_sim.simulator.replay.rank_masks`; None where there is one such rank.
+    queue_keys
+        What the queue order makes of each request, see `policies.queue_order`; None is first come,
+        first served.
     prompts
         The rows of the prompts' tokens, see :func:`~eldr_sim.simulator.replay.prompt_rows`: what
         the steps that compute them activate. None expects uniform routing there.
@@ -150,6 +153,7 @@ class Cluster:
         time_limit_s: float,
         expert_masks: NDArray[np.uint64] | None = None,
         prompts: PromptRows | None = None,
+        queue_keys: NDArray[np.float64] | None = None,
     ) -> None:
         self.spec = spec
         self.workload = workload
@@ -157,6 +161,8 @@ class Cluster:
         self.window = window
         self.time_limit_s = time_limit_s
         self.requests = _requests(workload, replay, window)
+        if queue_keys is not None:
+            self.requests["queue_key"] = queue_keys
         self.routers = (
             _Router(prefill_policy, spec.n_prefill, workload),
             _Router(decode_policy, spec.n_decode, workload),

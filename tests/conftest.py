@@ -205,6 +205,7 @@ def make_cluster(make_step_time):
         signatures=None,
         prompts=None,
         expert_masks=None,
+        queue_keys=None,
         window=(0.0, np.inf),
         time_limit_s=np.inf,
         kv_bytes_per_token=1,
@@ -268,6 +269,7 @@ def make_cluster(make_step_time):
             time_limit_s,
             expert_masks,
             prompts,
+            queue_keys,
         )
 
     return make

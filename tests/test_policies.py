@@ -244,8 +244,9 @@ def test_names():
         "oracle",
     ]
     assert registry.names("prefill")[:3] == ["round_robin", "least_loaded", "prefix_hash"]
-    with pytest.raises(InputError, match="queue"):
-        registry.names("queue")
+    assert registry.names("queue")[:2] == ["fcfs", "sjf"]
+    with pytest.raises(InputError, match="placement"):
+        registry.names("placement")
 
 
 def test_an_unknown_name_lists_the_known_ones():
