@@ -81,7 +81,7 @@ def test_tau_zero_is_the_nearest_centroid_whatever_the_load():
     policy = make_policy(artifact, tau=0.0)
     for seed in range(30):
         counts = random_counts(seed)
-        nearest = int(np.argmax(policy.similarities(counts)))
+        nearest = int(np.argmax(policy.similarities(counts[None])))
         loads = np.zeros(8, np.int64)
         loads[nearest] = 1000
         assert policy.select(request(counts), loads) == nearest
@@ -112,14 +112,14 @@ def test_an_idle_cluster_routes_by_locality():
     policy = make_policy(make_artifact(8), tau=0.3)
     for seed in range(20):
         counts = random_counts(seed)
-        nearest = int(np.argmax(policy.similarities(counts)))
+        nearest = int(np.argmax(policy.similarities(counts[None])))
         assert policy.select(request(counts), np.zeros(8, np.int64)) == nearest
 
 
 @pytest.mark.parametrize("signature", [None, np.zeros((N_LAYERS, N_EXPERTS), np.uint16)])
 def test_a_request_that_says_nothing_joins_the_shortest_queue(signature):
     policy = make_policy(make_artifact(4))
-    assert policy.band(request(signature)) == []
+    assert signature is None or policy.bands(signature[None]) == [[]]
     picks = [policy.select(request(signature, 5), np.array([1, 0, 0, 2])) for _ in range(4)]
     assert picks == [1, 2, 1, 2]
 

@@ -177,9 +177,9 @@ def test_a_policy_is_asked_once_for_requests_that_it_treats_alike(make_cluster, 
     classes = {"round_robin": 1, "jsq": 1, "domain": DOMAINS, "eldr": WINDOWS}
     for name, expected in classes.items():
         policy, infos = make_policy(registry.decode_policy, name, 3), []
-        shortlist = policy.shortlist
-        policy.shortlist = lambda info, infos=infos, shortlist=shortlist: (
-            infos.append(info) or shortlist(info)
+        shortlists = policy.shortlists
+        policy.shortlists = lambda asked, infos=infos, shortlists=shortlists: (
+            infos.extend(asked) or shortlists(asked)
         )
         policy.select = None  # not called
         make_cluster(
@@ -206,8 +206,8 @@ def test_a_subclass_with_a_rule_of_its_own_is_asked(make_cluster, make_workload)
 
 def test_a_subclass_with_a_shortlist_of_its_own_is_applied():
     class Two(JoinShortestQueuePolicy):
-        def shortlist(self, request):
-            return Shortlist([2])
+        def shortlists(self, requests):
+            return [Shortlist([2]) for _ in requests]
 
     class Other(Two):
         def select(self, request, loads):
@@ -228,8 +228,8 @@ def test_a_shortlist_of_workers_that_do_not_exist_is_an_error(make_cluster, make
     class Wrong(JoinShortestQueuePolicy):
         name = "wrong"
 
-        def shortlist(self, request):
-            return Shortlist([0, worker])
+        def shortlists(self, requests):
+            return [Shortlist([0, worker]) for _ in requests]
 
     policy = Wrong(PolicyContext(3, np.random.default_rng(0)))
     cluster = make_cluster(make_workload([0.0], 4, 1), n_decode=3, decode_policy=policy)
