@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,8 +20,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import settings
 
+from .paths import ROOT, SHARED
+
 # The suite has a cache of its own, which lasts: kernels are compiled where it is first imported.
-os.environ["ELDR_SIM_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "eldr-sim")
+os.environ["ELDR_SIM_CACHE"] = str(ROOT / ".pytest_cache" / "eldr-sim")
 os.environ.pop("ELDR_SIM_CACHE_SIZE", None)
 
 from eldr_sim.cli.main import main
@@ -361,8 +362,7 @@ def run_watched():
 @pytest.fixture(scope="session")
 def earlier_recording(tmp_path_factory):
     """An earlier recording of a reference model, 6 layers, as imported; with it its archive."""
-    shared = Path(__file__).parents[1].parent / "shared"
-    source = shared / "data" / "routing" / "reference_moe" / "sampled.npz"
+    source = SHARED / "data" / "routing" / "reference_moe" / "sampled.npz"
     if not source.is_file():
         pytest.skip("the archive of the earlier recording is not here")
     trace = import_trace(
