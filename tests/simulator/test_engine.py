@@ -27,7 +27,7 @@ from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.prompts import assign_blocks, chain_blocks
 from eldr_sim.traces.workload import Workload
 
-from .twin import Twin, prompt_sources
+from .twin.engine import Twin, prompt_sources
 
 # -- random clusters ---------------------------------------------------------------------------
 
