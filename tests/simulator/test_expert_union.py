@@ -14,7 +14,7 @@ from eldr_sim.simulator.replay import prompt_rows, rank_masks
 from eldr_sim.traces.bitsets import bit_sets
 from eldr_sim.traces.format import open_trace
 
-from .twin.engine import TraceSets, expert_set, prompt_token_experts
+from .twin.experts import TraceSets, expert_set, prompt_token_experts
 
 
 def random_bits(rng, rows, n_layers, n_experts):

@@ -14,7 +14,7 @@ from eldr_sim.simulator import kv_cache, state
 from eldr_sim.traces.prompts import chain_blocks
 from eldr_sim.traces.workload import Workload
 
-from .twin.engine import KVBlocks
+from .twin.kv_blocks import KVBlocks
 
 
 @numba.njit
