@@ -26,13 +26,15 @@ from eldr_sim.simulator.run import simulate
 
 from ..paths import GOLDEN
 
+#: A policy that cannot be built where there is no such file.
+FAILS = "eldr:artifact=no_such"
 OUTPUTS = ("points.parquet", "aggregate.parquet", "aggregate.csv", "sweep.json")
 TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10}
 SPEC = {
     "config": TINY,
     "sweep": {
         "type": "grid",
-        "parameters": {"policy": ["jsq", "eldr", "no_such"], "request_rate": [5, 10, 20]},
+        "parameters": {"policy": ["jsq", "eldr", FAILS], "request_rate": [5, 10, 20]},
     },
     "multiRun": {"numRuns": 2},
 }
@@ -44,7 +46,7 @@ def fake_runs(monkeypatch):
     ran = []
 
     def fake(config):
-        if config.policy == "no_such":
+        if config.policy == FAILS:
             raise InputError("policy", "unknown")
         ran.append((config.policy, config.request_rate, config.seed))
         figure = config.request_rate * (1 + len(config.policy)) + 0.1 * config.seed
@@ -101,9 +103,9 @@ def test_same_bytes_in_this_process_and_on_others(tmp_path):
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
     assert not list(tmp_path.glob("*/.*"))
     rows = result.points.to_pylist()
-    assert {row["status"] for row in rows if row["policy"] == "no_such"} == {"failed"}
-    assert all("unknown policy 'no_such'" in r["reason"] for r in rows if r["status"] == "failed")
-    assert {row["status"] for row in rows if row["policy"] != "no_such"} == {"completed"}
+    assert {row["status"] for row in rows if row["policy"] == FAILS} == {"failed"}
+    assert all("no file no_such" in r["reason"] for r in rows if r["status"] == "failed")
+    assert {row["status"] for row in rows if row["policy"] != FAILS} == {"completed"}
     # Paired: one seed, one load, whatever the policy.
     frame = result.points.to_pandas().query("status == 'completed'")
     assert frame.groupby(["request_rate", "seed"]).total_input_tokens.nunique().eq(1).all()
@@ -115,7 +117,7 @@ def test_means_and_intervals_are_textbook(fake_runs):
     runs = result.points.to_pandas()
     for row in result.aggregate.to_pylist():
         own = runs[runs.point == row["point"]]
-        if row["policy"] == "no_such":
+        if row["policy"] == FAILS:
             assert (row["runs_completed"], row["runs_failed"]) == (0, 4)
             assert row["median_tpot_ms"] is None
             continue
@@ -296,7 +298,7 @@ def test_command_prints_means_failures_and_where(run_cli, tmp_path, fake_runs):
     assert (
         "Warning: 2 points with load beyond the cluster's or times beyond the tables: 2, 5;" in err
     )
-    assert "Failed: point 6 (policy=no_such, request_rate=5), seed 0: policy: unknown\n" in err
+    assert f"Failed: point 6 (policy={FAILS}, request_rate=5), seed 0: policy: unknown\n" in err
     code, _, err = run_cli("sweep", path, "--out", out, "--jobs", 1)
     assert code == 2
     assert err.startswith(f"Error: out: {out} holds a sweep")
@@ -360,7 +362,7 @@ def test_command_says_how_to_go_on(run_cli, tmp_path, fake_runs, monkeypatch):
 
 def test_a_sweep_without_a_completed_run_fails(run_cli, tmp_path, fake_runs):
     path = tmp_path / "sweep.yaml"
-    spec = {"config": TINY, "sweep": {"type": "zip", "parameters": {"policy": ["no_such"]}}}
+    spec = {"config": TINY, "sweep": {"type": "zip", "parameters": {"policy": [FAILS]}}}
     path.write_text(yaml.safe_dump(spec))
     code, _, err = run_cli("sweep", path, "--out", tmp_path / "out", "--jobs", 1)
     assert code == 1

@@ -19,7 +19,10 @@ SPEC = {
     "config": {"topology": "1P2D", "num_requests": 40},
     "sweep": {
         "type": "grid",
-        "parameters": {"policy": ["jsq", "eldr", "no_such"], "request_rate": [5, 10, 20, 40]},
+        "parameters": {
+            "policy": ["jsq", "eldr", "eldr:artifact=no_such"],
+            "request_rate": [5, 10, 20, 40],
+        },
     },
     "multiRun": {"numRuns": 10},
 }

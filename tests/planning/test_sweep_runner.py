@@ -37,7 +37,7 @@ def test_a_killed_process_costs_its_own_point_alone():
     points = [tiny(f"p{rate}", request_rate=rate) for rate in (5, 10, 15, 20)]
     expected = {outcome.key: outcome.summary for outcome in run_points(points, 1)}
     points.insert(1, Point("deadly", Deadly()))
-    points.append(tiny("bad", policy="no_such"))
+    points.append(tiny("bad", policy="eldr:artifact=no_such"))
     outcomes = list(run_points(points, 2))
     assert sorted(outcome.key for outcome in outcomes) == sorted(point.key for point in points)
     by_key = {outcome.key: outcome for outcome in outcomes}
@@ -45,7 +45,7 @@ def test_a_killed_process_costs_its_own_point_alone():
     assert deadly.killed
     assert "killed" in deadly.reason
     assert not bad.killed
-    assert bad.reason.startswith("decode policy: unknown policy 'no_such'")
+    assert bad.reason.startswith("artifact: no file no_such")
     assert {key: outcome.summary for key, outcome in by_key.items()} == expected
 
 
@@ -169,8 +169,10 @@ def test_runs_of_a_question_are_made_once_and_told_in_order(monkeypatch):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_run_that_fails_is_told_by_policy_and_cluster(jobs):
-    configs = [make_config(TINY | {"policy": policy}) for policy in ("jsq", "no_such")]
-    with pytest.raises(InputError, match="run: no_such on 1P1D: decode policy: unknown policy"):
+    configs = [
+        make_config(TINY | {"policy": policy}) for policy in ("jsq", "eldr:artifact=no_such")
+    ]
+    with pytest.raises(InputError, match="run: eldr:artifact=no_such on 1P1D: artifact: no file"):
         Runs(jobs).summaries(configs)
 
 

@@ -11,7 +11,7 @@ from eldr_sim.policies import artifact as artifact_module
 from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.base import PolicyContext, RequestInfo
 from eldr_sim.policies.clustering import METHODS
-from eldr_sim.policies.eldr import EldrPolicy
+from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
 from eldr_sim.policies.signature import TRANSFORMS, score_of
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import open_trace
@@ -196,8 +196,8 @@ def test_router_sees_requests_as_the_fit_did(calibration, variants):
     for (transform, _, clustering), made in variants.items():
         if clustering == "balanced":
             continue
-        context = PolicyContext(8, np.random.default_rng(0), tau=0.0, artifact=made)
-        policy = EldrPolicy(context)
+        context = PolicyContext(8, np.random.default_rng(0), artifact=made)
+        policy = EldrPolicy(context, EldrParameters(tau=0.0))
         assert policy.signature_score == score_of(transform)
         scores = calibration.scores(policy.signature_score)
         found = np.zeros_like(made.cluster_domains)

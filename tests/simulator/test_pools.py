@@ -147,8 +147,11 @@ def test_dot_paths_set_fields_and_copy_what_they_change():
         "policy": "jsq",
     }
     assert inner == {"gpu": "H100"}
-    with pytest.raises(InputError, match="'policy' has no fields"):
-        set_field(values, "policy.name", "eldr")
+    set_field(values, "policy.name", "eldr")
+    set_field(values, "policy.tau", 0.2)
+    assert values["policy"] == {"name": "eldr", "tau": 0.2}
+    with pytest.raises(InputError, match="'topology' has no fields"):
+        set_field({"topology": "1P1D"}, "topology.x", 1)
 
 
 def test_co_located_workers_are_one_pool():

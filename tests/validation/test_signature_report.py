@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from eldr_sim.policies.artifact import RoutingArtifact, fit
@@ -265,11 +266,12 @@ def test_run_takes_the_same_fit_from_options_and_from_an_artifact(run_cli, tmp_p
     artifact = tmp_path / "a.npz"
     options = ("--signature", "sqrt", "--layer-mask", "4,1", "--clustering", "vanilla")
     assert run_cli("fit", "--decoders", 4, "--out", artifact, *options)[0] == 0
+    chosen = "signature=sqrt,layer_mask=4,1,clustering=vanilla"
     variants = {
         "default": (),
-        "options": options,
-        "artifact": ("--artifact", artifact),
-        "both": ("--artifact", artifact, *options),
+        "options": ("--policy", f"eldr:{chosen}"),
+        "artifact": ("--policy", f"eldr:artifact={artifact}"),
+        "both": ("--policy", f"eldr:{chosen},artifact={artifact}"),
     }
     tables = {}
     for name, extra in variants.items():
@@ -278,50 +280,46 @@ def test_run_takes_the_same_fit_from_options_and_from_an_artifact(run_cli, tmp_p
     assert tables["options"] == tables["artifact"] == tables["both"]
     assert tables["options"] != tables["default"]
     config = tmp_path / "options" / "config.json"
-    assert json.loads(config.read_text())["config"]["layer_mask"] == [1, 4]
+    said = json.loads(config.read_text())["config"]["policy"]
+    assert said == "eldr:signature=sqrt,layer_mask=1,4,clustering=vanilla"
     assert run_cli("run", "--config", config, "--out", tmp_path / "again")[0] == 0
     assert (tmp_path / "again" / "requests.parquet").read_bytes() == tables["options"]
 
     for option, value, message in (
-        ("--signature", "count", "signature: count, but the artifact holds sqrt"),
-        ("--layer-mask", "all", "layer_mask: all, but the artifact holds [1, 4]"),
-        ("--clustering", "balanced", "clustering: balanced, but the artifact is vanilla"),
+        ("signature", "count", "signature: count, but the artifact holds sqrt"),
+        ("layer_mask", "all", "layer_mask: all, but the artifact holds [1, 4]"),
+        ("clustering", "balanced", "clustering: balanced, but the artifact is vanilla"),
     ):
-        code, _, err = run_cli("run", *SHORT, "--artifact", artifact, option, value)
+        policy = f"eldr:artifact={artifact},{option}={value}"
+        code, _, err = run_cli("run", *SHORT, "--policy", policy)
         assert (code, err) == (2, f"Error: {message}\n")
 
 
 def test_compare_takes_the_options(run_cli, tmp_path):
     short = [x for x in SHORT if x not in ("--policy", "eldr")]
-    code, _, _ = run_cli(
-        *("compare", "--policies", "eldr", "--seeds", 1, *short, "--out", tmp_path / "c"),
-        *("--signature", "binary", "--layer-mask", "all", "--clustering", "vanilla"),
-    )
-    assert code == 0
-    config = json.loads((tmp_path / "c" / "summary.json").read_text())["config"]
-    assert (config["signature"], config["layer_mask"], config["clustering"]) == (
-        "binary",
-        "all",
-        "vanilla",
-    )
+    policy = "eldr:signature=binary,layer_mask=all,clustering=vanilla"
+    arguments = ("--policy", f"eldr,{policy}", "--seeds", 1, *short, "--out", tmp_path / "c")
+    assert run_cli("compare", *arguments)[0] == 0
+    runs = pq.read_table(tmp_path / "c" / "runs.parquet").to_pylist()
+    assert [run["policy"] for run in runs] == ["round_robin", "eldr", policy]
 
 
 def test_gate_scores_are_served_where_the_trace_has_them(run_cli, tmp_path, gated):
     """Probabilities that are counts / 8 must route every request as plain counts do."""
     for name in ("gate-prob", "count", "gate-logit"):
-        arguments = ("--trace", gated["all"], "--signature", name, "--tau", 0)
+        policy = f"eldr:signature={name},tau=0"
+        arguments = ("--trace", gated["all"], "--policy", policy)
         assert run_cli("run", *SHORT, *arguments, "--out", tmp_path / name)[0] == 0
     tables = {p.name: (p / "requests.parquet").read_bytes() for p in tmp_path.iterdir()}
     assert tables["gate-prob"] == tables["count"]
     assert tables["gate-logit"] != tables["count"]
-    code, _, err = run_cli(
-        "run", *SHORT, "--trace", gated["calibration"], "--signature", "gate-prob"
-    )
+    policy = "eldr:signature=gate-prob"
+    code, _, err = run_cli("run", *SHORT, "--trace", gated["calibration"], "--policy", policy)
     assert code == 2
     assert err.startswith("Error: signature: gate-prob needs the gate's scores of 16 requests")
     assert err.count("\n") == 1
     # The embedded trace has scores of calibration requests only.
-    code, _, err = run_cli("run", *SHORT, "--signature", "gate-logit")
+    code, _, err = run_cli("run", *SHORT, "--policy", "eldr:signature=gate-logit")
     assert code == 2
     assert err.startswith("Error: signature: gate-logit needs the gate's scores of ")
     assert "the routing trace lacks those of " in err
