@@ -15,7 +15,7 @@ from eldr_sim.policies.queue_order import Waiting
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
 
-from . import queueing
+from .. import queueing
 
 SEEDS, WARM_UP = range(25), 200
 
