@@ -142,11 +142,20 @@ RANDOM_CLUSTER = {
     "own_experts": st.booleans(),
     "async_scheduling": st.booleans(),
     "slow_transfers": st.booleans(),
+    "n_queue_keys": st.sampled_from([1, 1, 3, 50]),
 }
 
 
 def random_cluster(
-    seed, topology, prefix, grid, n_ranks, own_experts, async_scheduling, slow_transfers
+    seed,
+    topology,
+    prefix,
+    grid,
+    n_ranks,
+    own_experts,
+    async_scheduling,
+    slow_transfers,
+    n_queue_keys=1,
 ):
     """Return the arguments of a random cluster, but for its policies.
 
@@ -216,6 +225,9 @@ def random_cluster(
         "time_limit_s": some(np.inf, np.inf, np.inf, 3 * float(rng.random())),
         "expert_masks": masks,
         "prompts": prompts,
+        "queue_keys": None
+        if n_queue_keys == 1
+        else rng.integers(n_queue_keys, size=len(workload)).astype(float),
     }
 
 

@@ -19,7 +19,7 @@ class Twin:
 
     def __init__(
         self, spec, model, workload, replay, prefill_policy, decode_policy, window, time_limit_s,
-        expert_masks=None, prompts=None,
+        expert_masks=None, prompts=None, queue_keys=None,
     ):  # fmt: skip
         self.spec, self.model, self.time_limit_s = spec, model, time_limit_s
         self.n_layers = spec.decode.step_time.n_moe_layers
@@ -27,6 +27,9 @@ class Twin:
         self.steps, self.gaps, self.reservations = [], [], 0
         self.arrived = self.sent = self.in_flight = 0
         self.requests = self.make_requests(workload, replay, window, prompts)
+        if queue_keys is not None:
+            for request, key in zip(self.requests, queue_keys, strict=True):
+                request.queue_key = key
         self.open_measured = sum(request.measured for request in self.requests)
         self.ranks = expert_masks is not None and [
             [expert_set(rank, self.n_layers) for rank in worker] for worker in expert_masks

@@ -62,6 +62,7 @@ class Worker:
             self.arrived.sort(key=lambda other: other.reserved)
         else:
             self.new.append(request)
+            self.new.sort(key=lambda other: other.queue_key)  # equal ones stay as they came
 
     def queue_late(self):
         for request in self.late:

@@ -34,6 +34,7 @@ class Request:
     preemptions: int = 0
     cached_tokens: int = -1
     decode_cached_tokens: int = -1
+    queue_key: float = 0.0  #: the lowest is admitted first
     reserved: int = -1  #: its place among those whose KV cache a decode worker fetches
     generated: int = 0
     outcome: str = ""
