@@ -112,9 +112,10 @@ class MarginalCostPolicy:
     a request counts as long as its prompt: how much it has generated is not known.
 
     A decision reads ``idle``, [K, L, E], once and refreshes one row of it; a completion refreshes
-    one row. Both together take 36 us for 16 workers and 71 us for 256 with 6 layers of 128 experts,
-    91 us and 0.60 ms with 48 layers, and a signature not seen before 0.13 ms more at 48 layers
-    (medians on one core of an AMD EPYC, ``tests/benchmarks/test_marginal_cost_benchmark.py``).
+    one row. Both together take 20 us for 16 workers and 0.12 ms for 256 with 10 layers of 128
+    experts, 65 us and 0.47 ms with 48 layers, and a signature not seen before 0.27 ms more at 48
+    layers (medians on one core of an AMD EPYC,
+    ``tests/benchmarks/test_marginal_cost_benchmark.py``).
     """
 
     name = "marginal_cost"

@@ -1,7 +1,7 @@
 """Time of one decision of ``marginal_cost`` and of the oracle, at 16 and at 256 decoders.
 
 Run on one core: ``OPENBLAS_NUM_THREADS=1 pytest tests/benchmarks/test_marginal_cost_benchmark.py
--m slow``. Sizes: the embedded trace (6 layers) and the 48 layers of Qwen3-30B-A3B, 128 experts.
+-m slow``. Sizes: the embedded trace (10 layers) and the 48 layers of Qwen3-30B-A3B, 128 experts.
 """
 
 import itertools
@@ -67,7 +67,7 @@ def build(name, n_workers, known, step_times):
 
 @pytest.mark.parametrize("n_workers", [16, 256])
 @pytest.mark.parametrize(
-    ("name", "n_layers"), [("marginal_cost", 6), ("marginal_cost", 48), ("oracle", 48)]
+    ("name", "n_layers"), [("marginal_cost", 10), ("marginal_cost", 48), ("oracle", 48)]
 )
 def test_select(benchmark, step_times, name, n_layers, n_workers):
     policy, requests = build(name, n_workers, n_layers, step_times)

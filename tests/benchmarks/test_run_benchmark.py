@@ -4,6 +4,7 @@ Run with ``pytest tests/benchmarks -m slow --benchmark-only -s``. Every figure g
 ``extra_info`` (``--benchmark-json FILE`` keeps it).
 """
 
+import json
 import subprocess
 import sys
 import time
@@ -91,21 +92,30 @@ def test_output_tokens_per_cpu_second(benchmark, topology, policy, seconds):
     )
 
 
-@pytest.mark.parametrize(("topology", "rate"), [("8P16D", 100), ("64P128D", 800)])
-def test_peak_memory_of_a_whole_command(benchmark, topology, rate):
-    """Peak resident memory of ``eldr-sim run``, imports and result tables included."""
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"policy": "eldr", "topology": "8P16D", "request_rate": 100},
+        {"policy": "eldr", "topology": "64P128D", "request_rate": 800},
+        {"policy": "jsq", "request_rate": 800, "num_requests": 1_000_000, "output_len": 64},
+    ],
+    ids=["8P16D", "64P128D", "a million requests"],
+)
+def test_peak_memory_of_a_whole_command(benchmark, fields, tmp_path):
+    """Peak resident memory of ``eldr-sim run --out``, imports and result tables included."""
     script = (
-        "import sys; from eldr_sim.simulator.config import make_config; "
+        "import json, sys; from pathlib import Path; "
+        "from eldr_sim.simulator.config import make_config; "
+        "from eldr_sim.simulator.results import write_result; "
         "from eldr_sim.simulator.run import simulate; "
-        "simulate(make_config({'policy': 'eldr', 'topology': sys.argv[1], "
-        "'request_rate': float(sys.argv[2])})); "
+        "write_result(simulate(make_config(json.loads(sys.argv[1]))), Path(sys.argv[2])); "
         "print(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1])"
     )
 
     def run():
-        command = [sys.executable, "-c", script, topology, str(rate)]
+        command = [sys.executable, "-c", script, json.dumps(fields), str(tmp_path / "result")]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     mib = float(benchmark.pedantic(run, rounds=1)) / 1024
     benchmark.extra_info.update(peak_rss_mib=mib)
-    print(f"\n{topology} {rate}/s: peak {mib:.0f} MiB")
+    print(f"\n{fields}: peak {mib:.0f} MiB")
