@@ -19,6 +19,13 @@ Decision = Literal["decode", "prefill"]
 
 #: The field of a run's configuration that chooses the policy of a decision.
 FIELDS: dict[str, str] = {"decode": "policy", "prefill": "prefill_policy"}
+#: Names of the built-in policies of each decision, for those who cannot wait for the registry.
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "decode": (
+        "random", "round_robin", "jsq", "p2c", "domain", "eldr", "marginal_cost", "oracle",
+    ),
+    "prefill": ("round_robin", "least_loaded", "prefix_hash"),
+}  # fmt: skip
 
 
 class Parameters(BaseModel):

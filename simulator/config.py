@@ -15,6 +15,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.policies.choice import FIELDS, parse
 
+#: The named workloads; any other is a file.
+WORKLOADS = ("task", "language")
 _TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D|([1-9]\d*)C", re.IGNORECASE)
 
 
@@ -141,6 +143,9 @@ class RunConfig(BaseModel):
     """Running requests of a worker; vLLM's server default for the GPU when not given."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens computed in one step; vLLM's server default for the GPU when not given."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Most tokens of a request, prompt and output together, that a worker accepts; the model's own
+    limit when not given."""
     block_size: int = Field(default=16, ge=1)
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
@@ -256,7 +261,7 @@ class RunConfig(BaseModel):
     @property
     def from_file(self) -> bool:
         """Whether the workload is a file of recorded requests."""
-        return self.workload not in ("task", "language")
+        return self.workload not in WORKLOADS
 
 
 def parse_topology(text: str) -> tuple[int, int]:

@@ -163,7 +163,7 @@ def prepare(config: RunConfig) -> Setting:
         n_decode=config.n_decode,
         prefill=prefill,
         decode=decode,
-        max_model_len=model.max_position_embeddings,
+        max_model_len=_max_model_len(config, model),
         block_size=config.block_size,
         transfer=PRESETS[config.kv_transfer].over(
             prefill.step_time.gpu.nic_bandwidth, decode.step_time.gpu.nic_bandwidth
@@ -201,10 +201,22 @@ def _engine(
         parallelism,
         max_num_seqs,
         budget,
+        _max_model_len(config, model),
         config.host_gap_ms,
         config.tables,
     )
     return EngineSpec(step_time, max_num_seqs, budget, n_blocks)
+
+
+def _max_model_len(config: RunConfig, model: ModelDims) -> int:
+    """Return the longest context of a worker, which the model's positions limit."""
+    longest = model.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        problem = f"{config.max_model_len} is beyond the positions of {model.name}"
+        raise InputError("max_model_len", problem, f"up to {longest}")
+    return config.max_model_len
 
 
 @lru_cache(maxsize=8)
@@ -214,6 +226,7 @@ def _step_time(
     parallelism: Parallelism,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    max_model_len: int,
     host_gap_ms: float | None,
     tables: str | None,
 ) -> StepTimeModel:
@@ -221,7 +234,7 @@ def _step_time(
         model,
         gpu,
         max_num_seqs=max_num_seqs,
-        max_model_len=model.max_position_embeddings,
+        max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         parallelism=parallelism,
         host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
