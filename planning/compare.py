@@ -17,6 +17,7 @@ from eldr_sim.planning.runs import Summary
 from eldr_sim.policies import registry
 from eldr_sim.simulator.catalogue import HEADLINE
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 
 #: Policies that balance load and know nothing of experts (ELDR section 6, baselines).
@@ -101,7 +102,7 @@ class Comparison:
         """
         with result_folder(Path(out), force, MARKER) as folder:
             write_table(folder / "runs.parquet", self.runs)
-            write_json(folder / MARKER, self._record())
+            write_json(folder / MARKER, portable(self._record(), out))
 
     def _record(self) -> dict[str, Any]:
         summaries = self.summaries

@@ -17,6 +17,7 @@ from eldr_sim.planning.paired import Difference, run_paired
 from eldr_sim.planning.runs import Summary
 from eldr_sim.simulator.catalogue import HEADLINE
 from eldr_sim.simulator.config import RunConfig, make_config, read_config, set_field
+from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 
 #: Figures of a what-if.
@@ -131,7 +132,7 @@ class WhatIf:
             If ``out`` exists and may not be replaced, or cannot be written.
         """
         with result_folder(Path(out), force, MARKER) as folder:
-            write_json(folder / MARKER, self.record())
+            write_json(folder / MARKER, portable(self.record(), out))
             write_table(folder / "runs.parquet", self.runs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.policies.choice import FIELDS, parse
+from eldr_sim.simulator.paths import resolved
 
 #: The named workloads; any other is a file.
 WORKLOADS = ("task", "language")
@@ -348,8 +350,12 @@ def get_field(config: RunConfig, path: str) -> Any:
 _UNION_TAGS = {"function-before[_number_or_inf(), constrained-float]", "constrained-int"}
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read field values from YAML, or from a result's ``config.json``; raises InputError."""
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read field values from YAML, or from a result's ``config.json``; raises InputError.
+
+    Paths in YAML lead from the current folder, those of a result from the result's.
+    """
+    path = Path(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -363,4 +369,4 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputError("config", f"{path} holds no mapping", "field: value lines")
     # A result's config.json keeps the fields under "config", beside checksums and versions.
     nested = values.get("config")
-    return nested if isinstance(nested, dict) else values
+    return resolved(nested, path.parent) if isinstance(nested, dict) else values
