@@ -39,12 +39,18 @@ def _policy(decision: str) -> BeforeValidator:
     return BeforeValidator(canonical)
 
 
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _topology(value: Any) -> Any:
     if isinstance(value, str):
         parse_topology(value)
     return value
 
 
+#: A name or a path.
+PathText = Annotated[str, BeforeValidator(_path_text)]
 Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
 
 
@@ -66,7 +72,7 @@ class Pool(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    gpu: str | None = None
+    gpu: PathText | None = None
     """Name of a known GPU."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Running requests of a worker."""
@@ -101,21 +107,21 @@ class RunConfig(BaseModel):
     expert_placement: Literal["linear", "eldr"] = "linear"
     """Experts of each GPU under expert parallelism: neighbours together, or ELDR's placement, which
     spreads the expected activation of each decode worker's cluster evenly."""
-    model: str = "Qwen3-30B-A3B"
+    model: PathText = "Qwen3-30B-A3B"
     """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
-    gpu: str = "H100"
+    gpu: PathText = "H100"
     """Name of a known GPU."""
     prefill: Pool = Pool()
     """What the prefill workers have of their own."""
     decode: Pool = Pool()
     """What the decode workers (or the co-located ones) have of their own."""
-    tables: str | None = None
+    tables: PathText | None = None
     """Folder of latency tables that take precedence over the embedded ones."""
-    workload: str = "task"
+    workload: PathText = "task"
     """``task``, ``language``, or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
     domain_mix: dict[str, float] | None = None
     """Share of each domain among the requests; the workload's own when not given."""
-    trace: str = "reference-moe"
+    trace: PathText = "reference-moe"
     """Name of an embedded routing trace or a trace folder."""
     trace_replay: Literal["own", "same_domain"] = "own"
     """Whose generated tokens a request replays: its own, or those of another request of its domain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ def result_folder(out: Path, force: bool, marker: str = MARKER) -> Iterator[Path
 
 def write_result(
     result: Result,
-    out: Path | str,
+    out: str | os.PathLike[str],
     *,
     force: bool = False,
     extras: dict[str, Callable[[Path], None]] | None = None,

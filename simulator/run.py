@@ -29,8 +29,10 @@ from eldr_sim.policies.fit_cache import cached_fit
 from eldr_sim.policies.placement import greedy_placement, linear_placement
 from eldr_sim.policies.registry import decode_policy, prefill_policy
 from eldr_sim.policies.signature import LayerMask, Transform, score_of
+from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
 from eldr_sim.simulator.config import Pool, RunConfig
+from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.replay import (
@@ -71,8 +73,8 @@ class Setting:
         return self.spec.decode.step_time
 
 
-@dataclass(frozen=True)
-class Result:
+@dataclass(frozen=True, repr=False)
+class Result(Shown):
     """What a run leaves behind: ``summary.json``, two tables and ``config.json``.
 
     Attributes
@@ -90,6 +92,13 @@ class Result:
     record: RunRecord
     domains: list[str]
     n_moe_layers: int
+
+    def headline(self) -> Headline:
+        """Return a few figures of the run."""
+        s = self.summary
+        title = f"{s['policy']} on {s['topology']}: {s['model_id']} on {s['gpu']}"
+        tags = ("completed", "failed", *HEADLINE)
+        return Headline(title, ("figure", "value"), [(label(tag), number(s[tag])) for tag in tags])
 
     @cached_property
     def requests(self) -> pa.Table:
