@@ -27,6 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: Fields that are mappings: ``goodput`` and the pools have options of their own, the mix is for
 #: files.
 _MAPPINGS = ("goodput", "domain_mix", "prefill", "decode")
+#: Fields that choose a policy, and for which decision.
+_DECISIONS = {field: decision for decision, field in FIELDS.items()}
 #: Options of one pool's workers, such as ``prefill_gpu``, and the fields they stand for.
 _POOL_OPTIONS = {
     f"{role}_{name}": (role, name) for role in ("prefill", "decode") for name in Pool.model_fields
@@ -96,9 +98,9 @@ def _option(name: str) -> Callable[[F], F]:
 def _completer(name: str) -> Completer | None:
     if choices := _choices(name):
         return complete(lambda: choices)
+    if name in _DECISIONS:
+        return complete(policies(_DECISIONS[name]))
     return {
-        "policy": complete(policies("decode")),
-        "prefill_policy": complete(policies("prefill")),
         "model": complete(models, "file"),
         "gpu": complete(gpus, "file"),
         "trace": complete(traces, "dir"),
@@ -143,6 +145,8 @@ def check_out(out: Path | None, force: bool, marker: str = "summary.json") -> No
 def _metavar(name: str) -> str:
     if choices := _choices(name):
         return "|".join(choices)
+    if name in _DECISIONS:
+        return "NAME[:PARAMETER=VALUE,...]"
     return {
         "topology": "xPyD|xC",
         "workload": "task|language|FILE",
@@ -152,8 +156,6 @@ def _metavar(name: str) -> str:
         "output_len": "N|recorded",
         "model": "NAME|PATH",
         "gpu": "NAME",
-        "policy": "NAME[:PARAMETER=VALUE,...]",
-        "prefill_policy": "NAME[:PARAMETER=VALUE,...]",
         "seed": "N",
     }.get(name, "N" if name.startswith(("max_", "num_", "block")) else "NUMBER")
 
@@ -161,7 +163,6 @@ def _metavar(name: str) -> str:
 def _help(name: str) -> str:
     field = RunConfig.model_fields[name]
     text = (field.description or "").replace("``", "")
-    decision = next((key for key, known in FIELDS.items() if known == name), None)
-    if decision is not None:
-        text += f" Built in: {', '.join(BUILT_IN[decision])}."
+    if name in _DECISIONS:
+        text += f" Built in: {', '.join(BUILT_IN[_DECISIONS[name]])}."
     return text if field.default is None else f"{text}  [default: {field.default}]"
