@@ -71,6 +71,7 @@ LINKED = (
     "simulator.kv_cache",
     "simulator.loop",
     "simulator.network",
+    "simulator.queues",
     "simulator.replay",
     "simulator.state",
 )

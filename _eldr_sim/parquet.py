@@ -26,6 +26,5 @@ def numbers(column: pa.ChunkedArray) -> NDArray[Any]:
     """Return a column of numbers without nulls as an array."""
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         return np.array(column.to_pylist())
-    return np.concatenate([np.from_dlpack(chunk) for chunk in column.chunks] or [[]]).astype(
-        column.type.to_pandas_dtype(), copy=False
-    )
+    nothing = np.empty(0, column.type.to_pandas_dtype())
+    return np.concatenate([nothing, *(np.from_dlpack(chunk) for chunk in column.chunks)])

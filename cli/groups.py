@@ -10,7 +10,7 @@ __all__ = ["GROUPS", "GroupedCommand"]
 
 #: The fields of a run's configuration by group, in the order of the help.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Policies": ("policy", "prefill_policy", "expert_placement"),
+    "Policies": ("policy", "prefill_policy", "queue_order", "expert_placement"),
     "Workload": (
         "workload", "domain_mix", "request_rate", "burstiness", "max_concurrency", "duration",
         "warmup", "num_requests", "output_len", "seed",

@@ -110,7 +110,8 @@ def policies() -> None:
                 default = "" if field.default is None else str(field.default)
                 parameters.append([f"{name}:{key}", default, text])
         option = f"--{FIELDS[decision].replace('_', '-')}"
-        print_table(f"{decision.capitalize()} policies ({option})", ["policy", "what"], rows)
+        title = "Queue orders" if decision == "queue" else f"{decision.capitalize()} policies"
+        print_table(f"{title} ({option})", ["name", "what"], rows)
         if parameters:
             print_table("Parameters", ["parameter", "default", "what"], parameters)
 

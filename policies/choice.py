@@ -14,17 +14,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
 
-Decision = Literal["decode", "prefill"]
+Decision = Literal["decode", "prefill", "queue"]
 """The decisions that a policy can make."""
 
 #: The field of a run's configuration that chooses the policy of a decision.
-FIELDS: dict[str, str] = {"decode": "policy", "prefill": "prefill_policy"}
+FIELDS: dict[str, str] = {
+    "decode": "policy",
+    "prefill": "prefill_policy",
+    "queue": "queue_order",
+}
 #: Names of the built-in policies of each decision, for those who cannot wait for the registry.
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "decode": (
         "random", "round_robin", "jsq", "p2c", "domain", "eldr", "marginal_cost", "oracle",
     ),
     "prefill": ("round_robin", "least_loaded", "prefix_hash"),
+    "queue": ("fcfs", "sjf"),
 }  # fmt: skip
 
 

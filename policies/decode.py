@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -38,13 +39,13 @@ class RoundRobinPolicy:
     def __init__(self, context: PolicyContext) -> None:
         self._everyone = Shortlist(range(context.n_workers), by_load=False)
 
-    def shortlist(self, request: RequestInfo) -> Shortlist:
+    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
         """Return all workers, in turn."""
-        return self._everyone
+        return [self._everyone] * len(requests)
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the next worker in turn."""
-        return self.shortlist(request).pick(loads)
+        return self.shortlists([request])[0].pick(loads)
 
 
 class JoinShortestQueuePolicy:
@@ -57,13 +58,13 @@ class JoinShortestQueuePolicy:
     def __init__(self, context: PolicyContext) -> None:
         self._everyone = Shortlist(range(context.n_workers))
 
-    def shortlist(self, request: RequestInfo) -> Shortlist:
+    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
         """Return all workers, the least loaded first."""
-        return self._everyone
+        return [self._everyone] * len(requests)
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the least loaded worker."""
-        return self.shortlist(request).pick(loads)
+        return self.shortlists([request])[0].pick(loads)
 
 
 class PowerOfTwoChoicesPolicy:
@@ -109,16 +110,17 @@ class DomainPolicy:
             for workers in split_workers(counts, context.n_workers)
         ]
 
-    def shortlist(self, request: RequestInfo) -> Shortlist:
-        """Return the workers of the request's domain."""
-        if not 0 <= request.domain < len(self._pools):
-            allowed = f"0 to {len(self._pools) - 1}"
-            raise InputError("domain", f"no domain has the index {request.domain}", allowed)
-        return self._pools[request.domain]
+    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
+        """Return the workers of each request's domain."""
+        for request in requests:
+            if not 0 <= request.domain < len(self._pools):
+                allowed = f"0 to {len(self._pools) - 1}"
+                raise InputError("domain", f"no domain has the index {request.domain}", allowed)
+        return [self._pools[request.domain] for request in requests]
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the least loaded worker of the request's domain."""
-        return self.shortlist(request).pick(loads)
+        return self.shortlists([request])[0].pick(loads)
 
 
 def split_workers(counts: NDArray[np.int64], n_workers: int) -> list[list[int]]:

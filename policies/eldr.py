@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -81,57 +82,59 @@ class EldrPolicy:
         self.artifact = artifact
         self._tau = self.parameters.tau
         self._everyone = Shortlist(range(context.n_workers))
-        self._shortlists: dict[int, Shortlist] = {}
+        self._shortlists: dict[int | None, Shortlist] = {}
 
     @property
     def signature_score(self) -> PromptScore:
         """What the policy takes as a request's signature: ``count``, ``prob`` or ``logit``."""
         return score_of(self.artifact.transform)
 
-    def similarities(self, signature: NDArray[Any]) -> Floats:
-        """Return the cosine similarity, shape [K], of a signature to each centroid.
+    def similarities(self, signatures: NDArray[Any]) -> Floats:
+        """Return the cosine similarity, shape [n, K], of signatures to each centroid.
 
         Parameters
         ----------
-        signature
-            Shape [L, E]: prefill counts or summed gate scores, as ``signature_score`` says; the
+        signatures
+            Shape [n, L, E]: prefill counts or summed gate scores, as ``signature_score`` says; the
             artifact's transform and layer mask are applied here.
         """
-        unit = self.artifact.signatures(signature[None])[0]
-        # Rounded unit vectors may exceed length 1 by 1e-7; tau = 1 must still mean every worker.
-        return np.asarray(np.minimum(self.artifact.centroids @ unit, 1.0))
+        units = self.artifact.signatures(signatures)
+        # Not `@`, whose threads cost more than so small a product. Rounded unit vectors may exceed
+        # length 1 by 1e-7; tau = 1 must still mean every worker.
+        return np.minimum(np.einsum("nd,kd->nk", units, self.artifact.centroids), 1.0)
 
-    def band(self, request: RequestInfo) -> list[int]:
-        """Return the workers in the request's locality band, the most similar one first.
+    def bands(self, signatures: NDArray[Any]) -> list[list[int]]:
+        """Return the workers in the locality band of each signature, the most similar one first.
 
-        Empty where the request says nothing of locality. Equal similarities keep the order of the
-        workers.
+        Empty where a signature says nothing of locality. Equal similarities keep the order of the
+        workers. ``signatures`` as for `similarities`.
         """
-        if request.signature is None:
-            return []
-        similar = self.similarities(request.signature)
-        order = np.argsort(-similar, kind="stable")
-        inside = similar[order] >= similar[order[0]] - self._tau
-        band: list[int] = order[inside].tolist() if similar.any() else []
-        return band
+        similar = self.similarities(signatures)
+        order = np.argsort(-similar, axis=1, kind="stable")
+        ordered = np.take_along_axis(similar, order, axis=1)
+        size = (ordered >= ordered[:, :1] - self._tau).sum(axis=1) * similar.any(axis=1)
+        return [row[:n] for row, n in zip(order.tolist(), size.tolist(), strict=True)]
 
-    def shortlist(self, request: RequestInfo) -> Shortlist:
-        """Return the workers of the locality band, or all where there is none.
+    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
+        """Return the workers of each request's locality band, or all where there is none.
 
         Remembered for every ``signature_id`` while the policy lives.
         """
-        known = request.signature_id
-        if known is not None and known in self._shortlists:
-            return self._shortlists[known]
-        band = self.band(request)
-        found = Shortlist(band, in_turn=False) if band else self._everyone
-        if known is not None:
-            self._shortlists[known] = found
-        return found
+        asked = [r for r in requests if self._shortlists.get(r.signature_id) is None]
+        signatures = [r.signature for r in asked if r.signature is not None]
+        bands = iter(self.bands(np.stack(signatures)) if signatures else [])
+        new: dict[int, Shortlist] = {}
+        for request in asked:
+            band = [] if request.signature is None else next(bands)
+            found = Shortlist(band, in_turn=False) if band else self._everyone
+            new[request.request_id] = found
+            if request.signature_id is not None:
+                self._shortlists[request.signature_id] = found
+        return [new.get(r.request_id) or self._shortlists[r.signature_id] for r in requests]
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the least loaded worker of the locality band."""
-        return self.shortlist(request).pick(loads)
+        return self.shortlists([request])[0].pick(loads)
 
 
 def _artifact(parameters: EldrParameters, context: PolicyContext) -> RoutingArtifact:

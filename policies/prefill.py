@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
@@ -27,13 +28,13 @@ class LeastLoadedPolicy:
     def __init__(self, context: PolicyContext) -> None:
         self._everyone = Shortlist(range(context.n_workers))
 
-    def shortlist(self, request: RequestInfo) -> Shortlist:
+    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
         """Return all workers, the least loaded first."""
-        return self._everyone
+        return [self._everyone] * len(requests)
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the least loaded worker."""
-        return self.shortlist(request).pick(loads)
+        return self.shortlists([request])[0].pick(loads)
 
 
 class PrefixHashPolicy:
@@ -64,9 +65,9 @@ class PrefixHashPolicy:
         weights = [_mix64((key ^ salt) & _MASK64) for salt in self._salts]
         return weights.index(max(weights))
 
-    def shortlist(self, request: RequestInfo) -> Shortlist:
+    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
         """Return all workers, the least loaded first: for prompts without hashes."""
-        return self._everyone
+        return [self._everyone] * len(requests)
 
     def select(self, request: RequestInfo, loads: Loads) -> int:
         """Return the prefix's worker, or the least loaded one if that is overloaded."""

@@ -4,11 +4,12 @@ A package adds a policy by an entry point of the group ``eldr_sim.policies`` tha
 class with
 
 - ``name``: the name that users type;
-- ``decision``: ``"decode"`` or ``"prefill"``;
+- ``decision``: ``"decode"``, ``"prefill"`` or ``"queue"``;
 - a constructor that takes a :class:`~eldr_sim.policies.base.PolicyContext`, and after it the
   parameters if the class has any: a subclass of :class:`~eldr_sim.policies.choice.Parameters` as
   its attribute ``Parameters``;
-- ``select(request, loads) -> int`` (see ``base``);
+- ``select(request, loads) -> int`` (see ``base``), or for a queue order ``keys(requests)`` (see
+  ``queue_order``);
 - for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions.
 
 The entry point's own key is free. Built-in names cannot be taken over. Other packages are loaded
@@ -37,12 +38,17 @@ from eldr_sim.policies.prefill import (
     PrefillRoundRobinPolicy,
     PrefixHashPolicy,
 )
+from eldr_sim.policies.queue_order import FirstComeFirstServed, QueueOrder, ShortestJobFirst
 
 GROUP = "eldr_sim.policies"
 """The entry-point group that other packages add policies to."""
 
-DECISIONS = ("decode", "prefill")
+DECISIONS = ("decode", "prefill", "queue")
 """The decisions that a policy can make."""
+
+
+Policy = DecodePolicy | PrefillPolicy | QueueOrder
+"""What the registry builds."""
 
 
 class PolicyClass(Protocol):
@@ -51,7 +57,7 @@ class PolicyClass(Protocol):
     name: str
     decision: str
 
-    def __call__(self, context: PolicyContext, *parameters: Any) -> DecodePolicy | PrefillPolicy:
+    def __call__(self, context: PolicyContext, *parameters: Any) -> Policy:
         """Build the policy."""
         ...
 
@@ -70,6 +76,8 @@ _BUILT_IN = cast(
         PrefillRoundRobinPolicy,
         LeastLoadedPolicy,
         PrefixHashPolicy,
+        FirstComeFirstServed,
+        ShortestJobFirst,
     ),
 )
 
@@ -80,7 +88,7 @@ def names(decision: str) -> list[str]:
     Parameters
     ----------
     decision
-        ``"decode"`` or ``"prefill"``.
+        One of `DECISIONS`.
 
     Raises
     ------
@@ -108,6 +116,11 @@ def prefill_policy(choice: object, context: PolicyContext) -> PrefillPolicy:
     return cast("PrefillPolicy", _build("prefill", choice, context))
 
 
+def queue_order(choice: object, context: PolicyContext) -> QueueOrder:
+    """Build a queue order from a `choice`; see `decode_policy`."""
+    return cast("QueueOrder", _build("queue", choice, context))
+
+
 def canonical(decision: str, choice: object) -> str:
     """Return the one word for a `choice`; raises InputError as building the policy would."""
     found = find(decision, parse(choice, FIELDS[decision]).name)
@@ -120,7 +133,7 @@ def parameters(decision: str, choice: object) -> Parameters:
     return parameters_of(find(decision, name), given, FIELDS[decision])
 
 
-def _build(decision: str, choice: object, context: PolicyContext) -> DecodePolicy | PrefillPolicy:
+def _build(decision: str, choice: object, context: PolicyContext) -> Policy:
     found = find(decision, parse(choice, FIELDS[decision]).name)
     own = parameters(decision, choice)
     return found(context, own) if hasattr(found, "Parameters") else found(context)
@@ -182,6 +195,7 @@ def _flaw(policy: object) -> str:
         return f"has no name (name={name!r})"
     if decision not in DECISIONS:
         return f"has decision={decision!r}, not one of {', '.join(DECISIONS)}"
-    if not callable(getattr(policy, "select", None)):
-        return "has no method select(request, loads)"
+    method = "keys(requests)" if decision == "queue" else "select(request, loads)"
+    if not callable(getattr(policy, method.partition("(")[0], None)):
+        return f"has no method {method}"
     return ""

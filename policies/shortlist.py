@@ -58,14 +58,14 @@ class Shortlist:
 class ShortlistPolicy(Protocol):
     """What a policy may be besides, if it always picks from a `Shortlist`.
 
-    The simulator then asks for a shortlist once for all requests that the policy treats alike, and
-    applies it itself. ``select`` must do the same.
+    The simulator then asks once for all requests that the policy treats alike, of many kinds in one
+    call where it can, and applies the shortlists itself. ``select`` must do the same.
     """
 
     shortlist_by: ShortlistBy
 
-    def shortlist(self, request: RequestInfo) -> Shortlist:
-        """Return the workers that a request may go to; the same object for equal requests."""
+    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
+        """Return the workers that each request may go to; the same object for equal requests."""
         ...
 
 
@@ -75,6 +75,6 @@ def picks_from_shortlists(policy: object) -> TypeGuard[ShortlistPolicy]:
         return False
     for owner in (policy, *type(policy).__mro__):
         own = getattr(owner, "__dict__", {})
-        if "select" in own or "shortlist" in own:
-            return "shortlist" in own
+        if "select" in own or "shortlists" in own:
+            return "shortlists" in own
     return True

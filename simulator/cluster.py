@@ -35,6 +35,9 @@ from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.prompts import Ranges, clip_ranges, join_ranges
 from eldr_sim.traces.workload import Workload
 
+_NOBODY = np.zeros(0, np.int64)
+#: Classes of requests whose shortlists a policy is asked for in one call.
+_ASKED_AT_ONCE = 512
 #: Events after which the loop comes back for progress and Ctrl-C.
 _EVENTS_A_CALL = 1 << 17
 
@@ -132,6 +135,9 @@ class Cluster:
     expert_masks
         The experts on each expert-parallel GPU of each worker, prefill workers first, see
         :func:`~eldr_sim.simulator.replay.rank_masks`; None where there is one such rank.
+    queue_keys
+        What the queue order makes of each request, see `policies.queue_order`; None is first come,
+        first served.
     prompts
         The rows of the prompts' tokens, see :func:`~eldr_sim.simulator.replay.prompt_rows`: what
         the steps that compute them activate. None expects uniform routing there.
@@ -150,6 +156,7 @@ class Cluster:
         time_limit_s: float,
         expert_masks: NDArray[np.uint64] | None = None,
         prompts: PromptRows | None = None,
+        queue_keys: NDArray[np.float64] | None = None,
     ) -> None:
         self.spec = spec
         self.workload = workload
@@ -157,6 +164,8 @@ class Cluster:
         self.window = window
         self.time_limit_s = time_limit_s
         self.requests = _requests(workload, replay, window)
+        if queue_keys is not None:
+            self.requests["queue_key"] = queue_keys
         self.routers = (
             _Router(prefill_policy, spec.n_prefill, workload),
             _Router(decode_policy, spec.n_decode, workload),
@@ -319,14 +328,32 @@ class Cluster:
 
     def _ask(self, pool: int, request: int) -> int:
         """Ask a router for a worker, or for the shortlist of requests like this one."""
-        router, workload, signature, number = self.routers[pool], self.workload, None, None
+        router = self.routers[pool]
         self._tell_listener()
+        if router.shortlisting:
+            members = router.unknown(request)
+            rules = router.policy.shortlists([self._info(pool, member) for member in members])
+            known = router.arrays
+            for member, rule in zip(members, rules, strict=True):
+                router.learn(member, rule)
+            if router.arrays is known:
+                return int(loop.LOOK)
+            arrays = self.routers[0].arrays, self.routers[1].arrays
+            self.arrays = self.arrays._replace(routers=arrays)
+            return int(loop.RETURN)
+        worker = int(router.policy.select(self._info(pool, request), router.arrays.loads))
+        router.check(worker)
+        return worker
+
+    def _info(self, pool: int, request: int) -> RequestInfo:
+        """Return a request as a router sees it."""
+        workload, signature, number = self.workload, None, None
         if pool == 1 and self.spec.n_prefill:
             number, signature = self.signatures(self._signature_rows(request))
         hashes: Sequence[int] = ()
         if len(workload.prefix_hash):
             hashes = workload.blocks(request).tolist()
-        info = RequestInfo(
+        return RequestInfo(
             request_id=request,
             prompt_len=int(workload.prompt_len[request]),
             domain=int(workload.domain[request]),
@@ -334,15 +361,6 @@ class Cluster:
             signature=signature,
             signature_id=number,
         )
-        if router.shortlisting:
-            if router.learn(request, router.policy.shortlist(info)):
-                return int(loop.LOOK)
-            arrays = self.routers[0].arrays, self.routers[1].arrays
-            self.arrays = self.arrays._replace(routers=arrays)
-            return int(loop.RETURN)
-        worker = int(router.policy.select(info, router.arrays.loads))
-        router.check(worker)
-        return worker
 
     def _tell_listener(self) -> None:
         """Let the decode policy know of the completions that were reported since the last time."""
@@ -396,7 +414,8 @@ class _Router:
         self.shortlisting = picks_from_shortlists(policy) and not (
             shares and policy.shortlist_by == "prefix"
         )
-        kind, n_classes = _classes(policy, workload) if self.shortlisting else (None, 0)
+        kind, self._first = _classes(policy, workload) if self.shortlisting else (None, _NOBODY)
+        n_classes = len(self._first)
         self._known: dict[Any, int] = {}
         self._class_of_list: dict[int, int] = {}
         self._kept: list[Shortlist] = []  # an id is good for as long as its object lives
@@ -416,20 +435,27 @@ class _Router:
         if not 0 <= worker < len(self.arrays.loads):
             raise ValueError(f"policy {self.policy.name!r} chose worker {worker}")
 
-    def learn(self, request: int, rule: Shortlist) -> bool:
-        """Note the shortlist of a request's class; return whether the arrays are the same."""
-        known = self.arrays
+    def unknown(self, request: int) -> list[int]:
+        """Return a request, and one of each of the next classes whose shortlist is not known."""
+        own = self.arrays.class_of[request]
+        if own < 0:
+            return [request]
+        others = self._first[self.arrays.list_of[: len(self._first)] < 0]
+        others = np.sort(others[others != self._first[own]])[: _ASKED_AT_ONCE - 1]
+        return [request, *others.tolist()]
+
+    def learn(self, request: int, rule: Shortlist) -> None:
+        """Note the shortlist of a request's class."""
         number = self._number(rule)
         arrays = self.arrays
         if arrays.class_of[request] >= 0:
             arrays.list_of[arrays.class_of[request]] = number
-            return self.arrays is known
+            return
         if number not in self._class_of_list:
             self._class_of_list[number] = len(arrays.list_of)
             grown = np.append(arrays.list_of, np.int32(number))
             self.arrays = arrays = arrays._replace(list_of=grown)
         arrays.class_of[request] = self._class_of_list[number]
-        return self.arrays is known
 
     def _number(self, rule: Shortlist) -> int:
         """Return the number of a shortlist; those that remember nothing are equal by contents."""
@@ -456,21 +482,21 @@ class _Router:
         return number
 
 
-def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], int]:
-    """Return the class of each request that a policy treats alike, and how many there are.
+def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the class of each request that a policy treats alike, and each class's first request.
 
     -1 where the class is not known beforehand.
     """
-    n = len(workload)
     if policy.shortlist_by == "domain":
-        return workload.domain.astype(np.int32), int(workload.domain.max(initial=0)) + 1
-    if policy.shortlist_by == "signature":
+        alike = workload.domain.astype(np.int64)
+    elif policy.shortlist_by == "signature":
         if workload.prefix_block_tokens:  # what the prefix cache holds decides, too
-            return np.full(n, -1, np.int32), 0
-        pairs = workload.trace_request.astype(np.int64) << 32 | workload.prompt_len
-        values, kind = np.unique(pairs, return_inverse=True)
-        return kind.astype(np.int32), len(values)
-    return np.zeros(n, np.int32), 1
+            return np.full(len(workload), -1, np.int32), _NOBODY
+        alike = workload.trace_request.astype(np.int64) << 32 | workload.prompt_len
+    else:
+        alike = np.zeros(len(workload), np.int64)
+    _, first, kind = np.unique(alike, return_index=True, return_inverse=True)
+    return kind.astype(np.int32), first
 
 
 def _grown(array: NDArray[Any]) -> NDArray[Any]:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, cast
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -95,6 +95,8 @@ class RunConfig(BaseModel):
     policies`` lists them."""
     prefill_policy: Annotated[str, _policy("prefill")] = "prefix_hash"
     """Prefill policy: which prefill worker gets a request when it arrives."""
+    queue_order: Annotated[str, _policy("queue")] = "fcfs"
+    """Which waiting request an engine admits next: ``fcfs``, or the shortest prompt (``sjf``)."""
     topology: Annotated[str, BeforeValidator(_topology)] = "8P16D"
     """``xPyD``: x prefill and y decode WORKERS, each of ``tensor_parallel_size`` GPUs; or ``xC``: x
     co-located workers, which compute prompts in chunks beside their decode batch."""
@@ -176,7 +178,7 @@ class RunConfig(BaseModel):
     seed: int = Field(default=0, ge=0)
     """Seed of every random stream."""
 
-    def replace(self, **changes: Any) -> RunConfig:
+    def replace(self, **changes: Any) -> Self:
         """Return a configuration with other fields; raises InputError as `make_config` does.
 
         A mapping changes the fields of a pool, of the service level or of a policy that it names:
@@ -191,9 +193,9 @@ class RunConfig(BaseModel):
                     set_field(values, f"{name}.{inner}", what)
             else:
                 values[name] = value
-        return make_config(values)
+        return cast("Self", make_config(values))
 
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Any:
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy; ``update`` is validated, which pydantic's own method does not do."""
         return self.replace(**(update or {}))
 
@@ -324,7 +326,7 @@ def set_field(values: dict[str, Any], path: str, value: Any) -> None:
     """
     *above, name = path.split(".")
     for part in above:
-        inner = values.get(part) or {}
+        inner: Any = values.get(part) or {}
         if part in FIELDS.values() and not isinstance(inner, Mapping):
             inner = parse(inner, part).mapping
         elif part in FIELDS.values() and not inner:
@@ -341,7 +343,7 @@ def get_field(config: RunConfig, path: str) -> Any:
     ``policy.tau`` is what the policy has, the default where that was not given.
     """
     first, _, rest = path.partition(".")
-    values = config.model_dump()
+    values: Any = config.model_dump()
     if first in FIELDS.values() and rest and rest != "name":
         from eldr_sim.policies import registry
 

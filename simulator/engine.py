@@ -4,8 +4,9 @@ At a step boundary the engine takes out what has ended, gives running sequences 
 their next tokens need, admits who waits, and so makes the plan of the next step: sequences that get
 their next token, and chunks of contexts that are still being computed.
 
-- First come, first served. A request is admitted if there is a place in the batch, a token of the
-  step's budget, and KV blocks for its whole prompt.
+- First come, first served, or another queue order. A request is admitted if there is a place in the
+  batch, a token of the step's budget, and KV blocks for its whole prompt; until the next in the
+  order is, nobody behind it is.
 - Running sequences come first. When their blocks are not free, the one that joined last is
   preempted: it goes to the front of the queue and recomputes its context later; nobody is admitted
   in that step.
@@ -42,6 +43,7 @@ from eldr_sim.simulator.kv_cache import (
     release,
     take_blank,
 )
+from eldr_sim.simulator.queues import queue_add, queue_pop
 from eldr_sim.simulator.state import BOUNDARY, COLOCATED, DECODE, PREFILL, TRANSFER_START
 
 #: What a boundary leaves to be done, beside the request: see `loop.drain`.
@@ -78,7 +80,7 @@ class Scratch(NamedTuple):
 
 @compiled()
 def _append(requests: Any, worker: Any, request: int) -> None:
-    """Put a request at the end of the queue for those like it."""
+    """Put a request into the queue for those like it."""
     requests[request].next = -1
     if requests[request].kv_here:  # in the order in which their blocks were reserved
         before, behind = np.int64(-1), worker.arrived_head
@@ -90,11 +92,9 @@ def _append(requests: Any, worker: Any, request: int) -> None:
         else:
             requests[before].next = request
     else:
-        if worker.new_head < 0:
-            worker.new_head = request
-        else:
-            requests[worker.new_tail].next = request
-        worker.new_tail = request
+        worker.n_queued += 1
+        requests[request].ticket = worker.n_queued
+        worker.new_head = queue_add(requests, worker.new_head, request)
 
 
 @compiled()
@@ -354,7 +354,7 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int) -> None:
         cached = _allocate(engines, w, request, prompt)
         if cached < 0:
             return
-        worker.new_head = requests[request].next
+        worker.new_head = queue_pop(requests, request)
         if role == DECODE:  # fetch the KV cache into the blocks reserved for it
             requests[request].transfer_start_s = now
             requests[request].decode_cached_tokens = cached

@@ -27,7 +27,8 @@ from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.fit_cache import cached_fit
 from eldr_sim.policies.placement import greedy_placement, linear_placement
-from eldr_sim.policies.registry import decode_policy, prefill_policy
+from eldr_sim.policies.queue_order import Waiting
+from eldr_sim.policies.registry import decode_policy, prefill_policy, queue_order
 from eldr_sim.policies.signature import LayerMask, Transform, score_of
 from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
@@ -378,7 +379,18 @@ def build_cluster(
         else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
         expert_masks=_expert_masks(config, setting, getattr(decode, "artifact", None)),
         prompts=prompt_rows(trace, workload) if trace.has_prompts else None,
+        queue_keys=_queue_keys(config, workload),
     )
+
+
+def _queue_keys(config: RunConfig, workload: Workload) -> NDArray[np.float64]:
+    """Return what the queue order makes of each request."""
+    context = PolicyContext(config.n_decode, stream(config.seed, "queue order"))
+    order = queue_order(config.queue_order, context)
+    keys = np.asarray(order.keys(Waiting(workload.prompt_len.astype(np.int64))), np.float64)
+    if keys.shape != workload.prompt_len.shape or np.isnan(keys).any():
+        raise ValueError(f"queue order {config.queue_order!r} gives no key to each request")
+    return keys
 
 
 @lru_cache(maxsize=8)
@@ -518,6 +530,7 @@ def _summary(
         "expert_placement": config.expert_placement,
         "policy": config.policy,
         "prefill_policy": None if config.colocated else config.prefill_policy,
+        "queue_order": config.queue_order,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
         **_workers(spec.decode),

@@ -60,9 +60,11 @@ REQUEST = np.dtype(
         # worker, which fetches the others; -1 before.
         ("cached_tokens", np.int32),
         ("decode_cached_tokens", np.int32),
-        ("ticket", np.int64),  # its place in the queue for those whose KV cache arrives
+        ("queue_key", np.float64),  # what the queue order makes of it: the lowest is served next
+        ("ticket", np.int64),  # its place among equals; then in the order of arriving KV caches
         ("generated", np.int64),  # output tokens, kept up to date at preemption only
-        ("next", np.int64),  # request behind it in a queue of a worker
+        ("next", np.int64),  # request behind it in a queue of a worker, or its next sibling
+        ("child", np.int64),  # its first child in the heap of those who wait for the first time
         ("domain", np.int16),
         ("outcome", np.int8),
         ("measured", np.bool_),
@@ -126,9 +128,9 @@ WORKER = np.dtype(
         ("spare", np.int64),  # first of the records that are free again
         ("idle_head", np.int64),  # least recently freed
         ("idle_tail", np.int64),
+        ("n_queued", np.int64),  # requests that have come so far
         # Queues of requests, linked by REQUEST.next; -1 where empty.
-        ("new_head", np.int64),
-        ("new_tail", np.int64),
+        ("new_head", np.int64),  # wait for the first time, see `queues`
         ("arrived_head", np.int64),  # KV cache is here; wait for a place in the batch
         ("preempted_head", np.int64),  # wait for blocks to recompute their context
         ("late_head", np.int64),  # came when the next step had been scheduled

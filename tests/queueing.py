@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from eldr_sim.errors import InputError
@@ -179,3 +180,31 @@ def _load(rate: float, mean_s: float, servers: int) -> float:
     if load >= 1.0:
         raise InputError("rate", f"a load of {load:g} a server has no steady state", "below 1")
     return load
+
+
+def shortest_job_first_wait(
+    rate: float, seconds: NDArray[np.float64], probability: NDArray[np.float64]
+) -> float:
+    """Return the mean wait in queue of M/G/1 that serves the shortest waiting job next, s.
+
+    ``W(x) = W0 / ((1 - rho(x-)) (1 - rho(x)))`` with ``W0 = rate E[S^2] / 2`` and ``rho(x)`` the
+    load of jobs of ``x`` seconds at most (Phipps, Operations Research 4, 1956; K2 section 3.6):
+    jobs of one length are a priority class (Cobham), first come, first served.
+
+    Parameters
+    ----------
+    rate
+        Arrivals per second.
+    seconds, probability
+        Shape [n]: service times in ascending order, and how likely each is.
+
+    Raises
+    ------
+    InputError
+        If the load is not below 1.
+    """
+    _load(rate, float(seconds @ probability), 1)
+    load = rate * np.cumsum(seconds * probability)
+    shorter = np.concatenate([[0.0], load[:-1]])
+    residual = rate * float(np.square(seconds) @ probability) / 2.0
+    return float(probability @ (residual / ((1.0 - shorter) * (1.0 - load))))

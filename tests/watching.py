@@ -1,4 +1,4 @@
-"""What has happened since one looked last, for tests that watch a cluster event by event."""
+"""What tests read of a cluster that they watch event by event."""
 
 
 def new_steps(cluster, seen):
@@ -12,3 +12,9 @@ def new_steps(cluster, seen):
         for step in log[seen[pool] : n_steps]:
             yield int(pools["first_worker"][pool] + step["worker"]), step
         seen[pool] = n_steps
+
+
+def free_blocks(cluster):
+    """Return the free KV blocks of each worker."""
+    workers = cluster.arrays.engines.workers
+    return (workers["n_blank"] + workers["n_idle"]).tolist()

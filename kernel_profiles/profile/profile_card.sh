@@ -9,7 +9,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 
 nvidia-smi 2>/dev/null || rocm-smi 2>/dev/null || true
 # 1. The kernels are right on this card before any of them is timed (1 to 2 minutes, compiling).
-(cd "$root" && python -m pytest -q -p no:cacheprovider tests/test_triton_moe.py)
+(cd "$root" && python -m pytest -q -p no:cacheprovider tests/kernel_profiles/test_triton_moe.py)
 # 2. Three models that fit on one card, coarse over all kernels first: 14 minutes.
 eldr-sim profile --device cuda --out "$out" --resume --budget 14m \
   --model Qwen3-30B-A3B,GPT-OSS-120B,Gemma-4-26B-A4B

@@ -16,9 +16,11 @@ from eldr_sim.planning.runner import Point, config_key, run_point, run_points
 from eldr_sim.planning.sweep import sweep
 from eldr_sim.planning.sweep_spec import make_spec, read_spec
 
+from ..paths import ROOT
+
 pytestmark = pytest.mark.slow
 
-SPEC = Path(__file__).parents[2] / "docs" / "sweep_eldr_figure_11.yaml"
+SPEC = ROOT / "docs" / "sweep_eldr_figure_11.yaml"
 JOBS = 2
 
 

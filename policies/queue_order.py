@@ -1,0 +1,60 @@
+"""Queue orders: which waiting request an engine serves next.
+
+An order gives every request a key. An engine admits the waiting request of the lowest key, and of
+equal keys the one that came first; as in vLLM a request that was preempted, or whose prompt has
+begun, comes before those that wait for the first time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.policies.base import PolicyContext
+
+
+class Waiting(NamedTuple):
+    """What an engine knows of requests that wait, a column each."""
+
+    prompt_len: NDArray[np.int64]
+    """Prompt tokens."""
+
+
+class QueueOrder(Protocol):
+    """Gives requests their keys."""
+
+    name: str
+
+    def keys(self, requests: Waiting) -> NDArray[np.float64]:
+        """Return the key of each request; no NaN."""
+        ...
+
+
+class FirstComeFirstServed:
+    """The request that came first (vLLM's default)."""
+
+    name = "fcfs"
+    decision: ClassVar[str] = "queue"
+
+    def __init__(self, context: PolicyContext) -> None:
+        pass
+
+    def keys(self, requests: Waiting) -> NDArray[Any]:
+        """Return equal keys."""
+        return np.zeros(len(requests.prompt_len))
+
+
+class ShortestJobFirst:
+    """The request of the shortest prompt."""
+
+    name = "sjf"
+    decision: ClassVar[str] = "queue"
+
+    def __init__(self, context: PolicyContext) -> None:
+        pass
+
+    def keys(self, requests: Waiting) -> NDArray[Any]:
+        """Return the prompts' lengths."""
+        return requests.prompt_len.astype(np.float64)

@@ -1,0 +1,272 @@
+"""The cache folder: where it is, what goes when it is full, and what ``clear`` may touch."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+import eldr_sim
+from eldr_sim import cache
+from eldr_sim.errors import EldrSimWarning, InputError
+
+from ..paths import ROOT
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("ELDR_SIM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_warned", False)
+    return tmp_path / "cache"
+
+
+def keep(name, size=100, age_s=None):
+    path = cache.keep(cache.BITSETS, name, lambda file: file.write(bytes(size)))
+    if age_s is not None:
+        os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def names():
+    return {file.path.name for file in cache.files()}
+
+
+# --- the folder -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="XDG is Linux")
+def test_folder_is_the_users_unless_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ELDR_SIM_CACHE", "")
+    assert cache.folder() == tmp_path / "eldr-sim"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ELDR_SIM_CACHE", "here")
+    assert cache.folder() == tmp_path / "here"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("without_home", ["error", "tilde"])
+def test_without_a_home_nothing_is_kept(home, monkeypatch, without_home):
+    def find(*_arguments, **_options):
+        if without_home == "error":
+            raise RuntimeError("no home")
+        return Path("~/.cache/eldr-sim")
+
+    monkeypatch.delenv("ELDR_SIM_CACHE")
+    monkeypatch.setattr("platformdirs.user_cache_path", find)
+    assert cache.find(cache.BITSETS, "a.bits") is None
+    assert cache.files() == cache.clear() == []
+    with pytest.warns(EldrSimWarning, match="no home folder"):
+        assert keep("a.bits") is None
+    with warnings.catch_warnings(action="error"):  # once is enough
+        assert cache.writable_folder("numba") is None
+
+
+def test_file_that_cannot_be_finished_leaves_nothing(home):
+    def full_disk(file):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.warns(EldrSimWarning, match="No space left"):
+        assert cache.keep(cache.BITSETS, "a.bits", full_disk) is None
+    assert list((home / "bitsets").iterdir()) == []
+
+
+# --- the limit --------------------------------------------------------------------------------
+
+
+def test_those_used_longest_ago_go(home, monkeypatch):
+    monkeypatch.setenv("ELDR_SIM_CACHE_SIZE", "350")
+    for age_s, name in ((40, "a"), (30, "b"), (20, "c")):
+        keep(f"{name}.bits", age_s=age_s)
+    assert names() == {"a.bits", "b.bits", "c.bits"}
+    cache.find(cache.BITSETS, "a.bits")  # now b was used longest ago
+    keep("d.bits", age_s=10)
+    assert names() == {"a.bits", "c.bits", "d.bits"}
+    keep("e.bits", size=200)
+    assert names() == {"a.bits", "e.bits"}
+
+
+def test_the_new_file_stays_however_large(home, monkeypatch):
+    monkeypatch.setenv("ELDR_SIM_CACHE_SIZE", "0")
+    keep("a.bits", age_s=-3600)  # a clock that was ahead
+    assert names() == {"a.bits"}
+    keep("b.bits")
+    assert names() == {"b.bits"}
+    keep("b.bits", size=1000)
+    assert names() == {"b.bits"}
+
+
+def test_abandoned_files_go_and_others_are_no_ones_business(home):
+    keep("a.bits")
+    for name, age_s in ((".x.bits-1", 3600), (".y.bits-2", 90000), ("notes.txt", 90000)):
+        path = home / "bitsets" / name
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    keep("b.bits")
+    left = {path.name for path in (home / "bitsets").iterdir()}
+    assert left == {"a.bits", "b.bits", ".x.bits-1", "notes.txt"}
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "nan", "inf"])
+def test_bad_limit(home, monkeypatch, text, run_cli):
+    monkeypatch.setenv("ELDR_SIM_CACHE_SIZE", text)
+    with pytest.raises(InputError, match="a number of bytes"):
+        keep("a.bits")
+    code, _, err = run_cli("cache", "info")
+    assert code == 2
+    assert err.splitlines() == [
+        f"Error: ELDR_SIM_CACHE_SIZE: {text!r} (allowed: a number of bytes, such as 4e9)"
+    ]
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_info_and_clear_of_no_cache(home, run_cli):
+    code, out, err = run_cli("cache", "info")
+    assert (code, err) == (0, "")
+    assert f"Folder: {home}\n" in out
+    assert "0.0 MB in 0 files" in out
+    assert "2147.5 MB" in out
+    assert run_cli("cache", "clear")[1] == f"Removed 0 files, 0 bytes, from {home}\n"
+    assert not home.exists()
+
+
+def test_clear_removes_what_is_ours_and_nothing_else(home, tmp_path, run_cli):
+    keep("a.bits", size=2_000_000)
+    elsewhere = tmp_path / "elsewhere"
+    ours = ["bitsets/.b.bits-tmp", "numba/0.0.9/s_12ab/f-1.py311.nbi"]
+    ours += ["numba/0.0.9/s_12ab/f-1.py311.1.nbc", "numba/0.1.0/s_12ab/f-1.py311.nbi.tmp.0123"]
+    others = ["notes.bits", "bitsets/notes.txt", "numba/numba/jit.py", "numba/a.nbi"]
+    others += ["numba/0.1.0/x/y/f.nbi", elsewhere / "c.bits", elsewhere / "d" / "f.nbi"]
+    ours, others = ([home / path for path in paths] for paths in (ours, others))
+    for path in ours + others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(10))
+    (home / "numba" / "link").symlink_to(elsewhere)
+    (home / "bitsets" / "link.bits").symlink_to(elsewhere / "c.bits")
+    _, out, _ = run_cli("cache", "info")
+    assert re.search(r"a\.bits +2\.0 ", out)
+    assert "compiled code, 3 files" in out
+    code, out, err = run_cli("cache", "clear")
+    assert (code, err) == (0, "")
+    link = len(str(elsewhere / "c.bits"))
+    assert out.splitlines() == [
+        f"Removed bit sets: 3 files, {2_000_010 + link} bytes",
+        "Removed compiled code: 3 files, 30 bytes",
+        f"Removed 6 files, {2_000_040 + link} bytes, from {home}",
+    ]
+    assert [path for path in ours if path.exists()] == []
+    assert [path for path in others if not path.exists()] == []
+    assert not (home / "numba" / "0.0.9").exists()
+    assert cache.files() == []
+
+
+def test_clear_says_what_it_cannot_remove(home, monkeypatch, run_cli):
+    for name in ("a.bits", "b.bits"):
+        keep(name)
+    unlink = Path.unlink
+
+    def refuse(path, *arguments, **options):
+        if path.name == "a.bits":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    code, _, err = run_cli("cache", "clear")
+    assert code == 2
+    assert "cannot remove" in err
+    assert "a.bits: Permission denied" in err
+    assert names() == {"a.bits"}
+
+
+# --- compiled functions -----------------------------------------------------------------------
+
+MODULE = """
+from eldr_sim.jit import njit
+import sys
+
+@njit()
+def f():
+    return {value}
+
+assert "eldr_sim.simulator.loop" not in sys.modules
+print(f(), sum(f.stats.cache_hits.values()))
+"""
+
+
+def compiled(folder, value, **variables):
+    """Run a module that compiles a function; return its value and whether it was in the cache."""
+    folder.mkdir(exist_ok=True)
+    module = folder / "module.py"
+    if not module.exists() or module.read_text() != MODULE.format(value=value):
+        module.write_text(MODULE.format(value=value))
+    done = subprocess.run(
+        [sys.executable, str(module)],
+        env={**os.environ, **{name: str(text) for name, text in variables.items()}},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    value, hits = done.stdout.split()
+    return int(value), hits == "1", done.stderr
+
+
+def test_compiled_code_is_kept_in_the_cache_and_not_beside_the_source(home, tmp_path):
+    folder = tmp_path / "code"
+    assert compiled(folder, 1) == (1, False, "")
+    assert compiled(folder, 1) == (1, True, "")
+    assert compiled(folder, 2) == (2, False, "")  # as long as before: an upgrade
+    kept = [file.path for file in cache.files()]
+    assert {path.suffix for path in kept} == {".nbi", ".nbc"}
+    (place,) = {path.parents[1] for path in kept}
+    assert place.parent == home / "numba"
+    assert place.name.startswith(f"{eldr_sim.__version__}-")
+    assert [path.name for path in folder.iterdir()] == ["module.py"]
+
+
+def test_numbas_own_variable_wins(home, tmp_path):
+    own = tmp_path / "own"
+    assert compiled(tmp_path / "code", 1, NUMBA_CACHE_DIR=own)[:2] == (1, False)
+    assert [*own.rglob("*.nbi")]
+    assert not home.exists()
+
+
+def test_functions_compile_where_nothing_can_be_kept(tmp_path):
+    (tmp_path / "file").touch()
+    value, hit, err = compiled(tmp_path / "code", 1, ELDR_SIM_CACHE=tmp_path / "file" / "cache")
+    assert (value, hit) == (1, False)
+    assert err.count("nothing can be kept") == 1
+    assert [path.name for path in (tmp_path / "code").iterdir()] == ["module.py"]
+
+
+def test_the_command_warns_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "eldr_sim.cli.main", "trace", "list"],
+        env={**os.environ, "ELDR_SIM_CACHE": str(tmp_path / "file" / "cache")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Warning: nothing can be kept in the cache (cannot make ")
+    assert line.endswith("ELDR_SIM_CACHE names another folder")
+
+
+def test_all_compiled_functions_go_through_the_cache():
+    rooms = ("_eldr_sim", "cli", "kernel_profiles", "policies", "simulator", "traces", "validation")
+    direct = re.compile(r"from numba import .*\bn?jit\b|numba\.n?jit")
+    found = [
+        str(path.relative_to(ROOT))
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+        if direct.search(path.read_text())
+    ]
+    assert found == [str(Path("_eldr_sim", "jit.py"))]

@@ -1,0 +1,163 @@
+"""Model dimensions: our formulas against published counts, checkpoints and real configurations."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import ModelDims, list_models, load_model
+
+from ..paths import SHARED
+
+COUNTS = SHARED / "data" / "models" / "model_dimensions.json"
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_total_parameters_match_what_the_publisher_says(name):
+    dims = load_model(name)
+    # Kimi-K2's "1T" is a rounded figure; every other model lies within 1%.
+    tolerance = 0.03 if name == "Kimi-K2" else 0.01
+    assert dims.total_params == pytest.approx(dims.published_total_params, rel=tolerance)
+
+
+def test_fifteen_models_ship():
+    assert len(list_models()) == 15
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_parameters_match_an_independent_count(name):
+    """The oracle instantiated each architecture on torch's meta device and counted."""
+    if not COUNTS.is_file():
+        pytest.skip(f"no independent counts: {COUNTS} is missing")
+    entries = {entry["name"]: entry["computed"] for entry in json.loads(COUNTS.read_text())}
+    dims, oracle = load_model(name), entries[name]
+    assert dims.total_params == oracle["total_params"]
+    assert dims.active_params == oracle["active_params_all"]
+    assert dims.attention_params == oracle["attention_params"]
+    assert dims.params_per_expert == oracle["params_per_routed_expert"]
+    assert dims.bytes_per_expert == oracle["bytes_per_routed_expert"]
+    assert dims.kv_bytes_per_token == oracle["kv_bytes_per_token_total_bf16"]
+    # The oracle counts the gates' fp32 correction biases (buffers, not parameters) of FP8 models.
+    assert dims.weight_bytes == pytest.approx(oracle["weight_bytes_total"], rel=1e-6)
+
+
+def test_checkpoint_sizes_are_exact_where_files_were_seen():
+    assert load_model("Qwen3-30B-A3B").weight_bytes == 61_064_245_248
+    assert load_model("Mixtral-8x7B").weight_bytes == 93_405_585_408
+
+
+def test_one_expert_by_hand():
+    qwen, gpt = load_model("Qwen3-30B-A3B"), load_model("gpt-oss-120b")
+    assert qwen.bytes_per_expert == 3 * 2048 * 768 * 2 == 9_437_184
+    weights = 3 * 2880 * 2880
+    assert gpt.bytes_per_expert == weights // 2 + weights // 32 + 2 * (2 * 2880 + 2880)
+
+
+def test_sliding_layers_cache_no_more_than_their_window():
+    gpt = load_model("GPT-OSS-120B")
+    assert gpt.kv_bytes(128) == 128 * gpt.kv_bytes_per_token
+    growth = gpt.kv_bytes(10_001) - gpt.kv_bytes(10_000)
+    assert growth == 36_864  # 18 full layers of 2,048 bytes
+    assert gpt.kv_bytes(10_000) - 10_000 * growth == 4_718_592  # the windows' cap
+    gemma = load_model("Gemma-4-26B-A4B")
+    assert gemma.kv_bytes(5_001) - gemma.kv_bytes(5_000) == 20_480
+
+
+def test_lookup_takes_names_and_hugging_face_ids_in_any_case():
+    assert load_model("qwen3-30b-a3b") is load_model("Qwen/Qwen3-30B-A3B")
+
+
+def _config(**changes):
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
+    return {key: value for key, value in (config | changes).items() if value is not None}
+
+
+def _same_dimensions(left: ModelDims, right: ModelDims) -> bool:
+    skip = {"name", "hf_id", "source", "published_source"}
+    skip |= {"published_total_params", "published_active_params"}
+    return left.model_dump(exclude=skip) == right.model_dump(exclude=skip)
+
+
+def test_a_hugging_face_configuration_gives_the_shipped_dimensions(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(_config()))
+    shipped = load_model("Qwen3-30B-A3B")
+    assert _same_dimensions(load_model(tmp_path), shipped)
+    assert _same_dimensions(load_model(tmp_path / "config.json"), shipped)
+
+
+REAL_CONFIGS = {
+    "Qwen3-30B-A3B": "Qwen--Qwen3-30B-A3B",
+    "Qwen3-235B-A22B": "Qwen--Qwen3-235B-A22B",
+    "GPT-OSS-120B": "openai--gpt-oss-120b",
+    "GPT-OSS-20B": "openai--gpt-oss-20b",
+    "Gemma-4-26B-A4B": "google--gemma-4-26B-A4B",
+    "DeepSeek-V3": "deepseek-ai--DeepSeek-V3",
+    "Mixtral-8x7B": "mistralai--Mixtral-8x7B-v0.1",
+    "Kimi-K2": "moonshotai--Kimi-K2-Instruct",
+    "MiniMax-M2": "MiniMaxAI--MiniMax-M2.5",
+}
+
+
+@pytest.mark.parametrize("name", REAL_CONFIGS)
+def test_real_configurations_of_every_family_give_the_shipped_dimensions(name):
+    package = pytest.importorskip("aiconfigurator_core", reason="real configurations ship there")
+    folder = Path(package.__file__).parent / "model_configs"
+    path = folder / f"{REAL_CONFIGS[name]}_config.json"
+    assert _same_dimensions(load_model(path), load_model(name))
+
+
+def test_fp8_halves_the_bytes_of_experts_and_linears(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(_config(quantization_config={"quant_method": "fp8"})))
+    fp8, bf16 = load_model(path), load_model("Qwen3-30B-A3B")
+    assert fp8.total_params == bf16.total_params
+    assert fp8.bytes_per_expert == bf16.bytes_per_expert // 2 + 3 * 4 * (768 // 128) * 16
+    assert 0.5 < fp8.weight_bytes / bf16.weight_bytes < 0.52
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot read"),
+        ("[]", "JSON object"),
+        (json.dumps(_config(num_experts=None)), "no routed experts"),
+        (json.dumps(_config(model_type="mamba_moe")), "mamba_moe"),
+        (json.dumps(_config(hidden_size=None)), "hidden_size"),
+        (json.dumps(_config(num_experts_per_tok=129)), "129 of 128"),
+        (json.dumps(_config(hidden_size=-5)), "hidden_size"),
+        (json.dumps(_config(quantization_config={"quant_method": "awq"})), "awq"),
+    ],
+)
+def test_bad_configurations_are_refused_in_one_line(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(InputError) as caught:
+        load_model(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_models_are_refused_with_the_names_that_exist():
+    with pytest.raises(InputError, match="Qwen3-30B-A3B"):
+        load_model("Qwen9")
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_mla_keeps_one_tensor_a_layer_others_two(name):
+    model = load_model(name)
+    assert model.n_kv_tensors == model.n_layers * {"mla": 1, "gqa": 2}[model.attention]

@@ -1,0 +1,149 @@
+"""Locality-band routing against a plain twin, and at the ends of tau."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies import registry
+from eldr_sim.policies.artifact import RoutingArtifact
+from eldr_sim.policies.base import PolicyContext, RequestInfo
+from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
+from eldr_sim.policies.signature import unit_rows
+
+N_LAYERS, N_EXPERTS, KEPT = 4, 10, 2
+
+
+def make_artifact(n_decoders, seed=0):
+    r = np.random.default_rng(seed)
+    return RoutingArtifact(
+        idf=r.random((N_LAYERS, N_EXPERTS)),
+        layer_order=np.array([3, 1, 0, 2]),
+        rho=np.array([0.4, 0.5, 0.45, 0.4]),
+        n_kept=KEPT,
+        centroids=unit_rows(r.gamma(0.3, 1.0, (n_decoders, KEPT * N_EXPERTS))),
+        cluster_domains=np.ones((n_decoders, 1), np.int64),
+        cluster_activation=np.zeros((n_decoders, N_LAYERS, N_EXPERTS), np.float32),
+        domains=("all",),
+        n_pairs=1,
+        cost=0.1,
+        seed=seed,
+        trace_checksum="",
+    )
+
+
+def make_policy(artifact, tau=0.1):
+    return EldrPolicy(
+        PolicyContext(artifact.n_decoders, np.random.default_rng(0), artifact=artifact),
+        EldrParameters(tau=tau),
+    )
+
+
+def request(signature, signature_id=None):
+    return RequestInfo(0, 10, 0, signature=signature, signature_id=signature_id)
+
+
+def random_counts(seed):
+    return np.random.default_rng(seed).poisson(1.5, (N_LAYERS, N_EXPERTS)).astype(np.uint16)
+
+
+def twin(artifact, counts, loads, tau):
+    """Sec. 4.3.2 word by word, in plain floats; None where rounding could tip the answer."""
+    x = np.concatenate([counts[layer] * artifact.idf[layer] for layer in (1, 3)])
+    if not x.any():
+        return None
+    similar = [float(c @ x) / float(np.linalg.norm(x)) for c in artifact.centroids]
+    edge = max(similar) - tau
+    if any(abs(s - edge) < 1e-5 for s in similar if tau > 0):
+        return None
+    band = [k for k, s in enumerate(similar) if s >= edge]
+    return min(band, key=lambda k: (loads[k], -similar[k]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    n=st.integers(1, 16), seed=st.integers(0, 2**32), tau=st.sampled_from([0.0, 0.05, 0.1, 0.4, 1])
+)
+def test_select_matches_the_rule(n, seed, tau):
+    artifact = make_artifact(n, seed)
+    policy = make_policy(artifact, tau)
+    r = np.random.default_rng(seed)
+    for index in range(4):
+        counts, loads = random_counts(seed + index), r.integers(0, 4, n)
+        expected = twin(artifact, counts, loads, tau)
+        if expected is not None:
+            assert policy.select(request(counts), loads) == expected
+
+
+def test_tau_zero_is_the_nearest_centroid_whatever_the_load():
+    artifact = make_artifact(8)
+    policy = make_policy(artifact, tau=0.0)
+    for seed in range(30):
+        counts = random_counts(seed)
+        nearest = int(np.argmax(policy.similarities(counts[None])))
+        loads = np.zeros(8, np.int64)
+        loads[nearest] = 1000
+        assert policy.select(request(counts), loads) == nearest
+
+
+def test_tau_one_is_the_shortest_queue():
+    policy = make_policy(make_artifact(8), tau=1.0)
+    r = np.random.default_rng(1)
+    for seed in range(30):
+        loads = r.permutation(8)
+        assert loads[policy.select(request(random_counts(seed)), loads)] == 0
+
+
+def test_tau_one_reaches_a_worker_with_nothing_in_common():
+    # Similarity exactly 1 to one centroid and 0 to the other: the band of tau = 1 holds both.
+    artifact = make_artifact(2)
+    centroids = np.zeros((2, KEPT * N_EXPERTS))
+    counts = np.zeros((N_LAYERS, N_EXPERTS), np.uint16)
+    counts[1, :7] = [3, 1, 4, 1, 5, 9, 2]
+    centroids[0] = artifact.signatures(counts[None])[0]
+    centroids[1, -1] = 1.0
+    object.__setattr__(artifact, "centroids", centroids)
+    assert make_policy(artifact, tau=1.0).select(request(counts), np.array([1, 0])) == 1
+    assert make_policy(artifact, tau=0.9).select(request(counts), np.array([1, 0])) == 0
+
+
+def test_an_idle_cluster_routes_by_locality():
+    policy = make_policy(make_artifact(8), tau=0.3)
+    for seed in range(20):
+        counts = random_counts(seed)
+        nearest = int(np.argmax(policy.similarities(counts[None])))
+        assert policy.select(request(counts), np.zeros(8, np.int64)) == nearest
+
+
+@pytest.mark.parametrize("signature", [None, np.zeros((N_LAYERS, N_EXPERTS), np.uint16)])
+def test_a_request_that_says_nothing_joins_the_shortest_queue(signature):
+    policy = make_policy(make_artifact(4))
+    assert signature is None or policy.bands(signature[None]) == [[]]
+    picks = [policy.select(request(signature, 5), np.array([1, 0, 0, 2])) for _ in range(4)]
+    assert picks == [1, 2, 1, 2]
+
+
+def test_remembered_signatures_change_nothing():
+    artifact = make_artifact(8)
+    remembering, plain = make_policy(artifact, 0.3), make_policy(artifact, 0.3)
+    r = np.random.default_rng(2)
+    for step in range(200):
+        signature_id = step % 7
+        counts, loads = random_counts(signature_id), r.integers(0, 6, 8)
+        assert remembering.select(request(counts, signature_id), loads) == plain.select(
+            request(counts), loads
+        )
+
+
+def test_registry_builds_eldr_and_it_refuses_a_misfit():
+    artifact = make_artifact(4)
+    rng = np.random.default_rng(0)
+    built = registry.decode_policy(
+        "eldr", PolicyContext(4, rng, artifact=lambda *_options: artifact)
+    )
+    assert built.name == "eldr"
+    with pytest.raises(InputError, match="made for 4 decode workers, not 5"):
+        registry.decode_policy("eldr", PolicyContext(5, rng, artifact=artifact))
+    with pytest.raises(InputError, match="counts of 4x9"):
+        built.select(request(np.ones((4, 9))), np.zeros(4, np.int64))

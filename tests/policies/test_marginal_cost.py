@@ -1,0 +1,375 @@
+"""Routing by predicted step time: a twin from scratch, and what the cluster tells the policy."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.step_time import StepCost, build_step_time_model
+from eldr_sim.policies.activation import fit_activation
+from eldr_sim.policies.base import CompletionListener, PolicyContext, RequestInfo
+from eldr_sim.policies.decode import JoinShortestQueuePolicy
+from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy, expected_step_s
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
+from eldr_sim.traces.calibration import CalibrationSet
+
+from ..watching import new_steps
+
+N_LAYERS, N_EXPERTS, MODEL_LAYERS, SEATS = 2, 8, 5, 6
+
+
+def make_step_times(seed=0):
+    """Rising tables of no particular shape."""
+    r = np.random.default_rng(seed)
+
+    def rising(*shape):
+        table = 1e-4 * r.random(shape)
+        for axis in range(len(shape)):
+            table = table.cumsum(axis=axis)
+        return table
+
+    moe = rising(SEATS + 1, N_EXPERTS + 1)
+    moe[0] = moe[:, 0] = 0.0
+    nothing = np.zeros(SEATS + 1)
+    return StepCost(
+        n_moe_layers=MODEL_LAYERS,
+        n_experts=N_EXPERTS,
+        moe_s=moe,
+        mixed_moe_s=moe,
+        uniform_moe_s=nothing,
+        dense_s=rising(SEATS + 1),
+        collectives_s=rising(SEATS + 1),
+        host_s=1e-4 * r.random(),
+        head_s=rising(SEATS + 1),
+        attention_s=rising(SEATS + 1, 5),
+        context_stride=64,
+        prompt_alone_s=nothing,
+        prompt_share_s=nothing,
+        prompt_floor_s=0.0,
+        prompt_token_s=0.0,
+    )
+
+
+def make_calibration(seed=0, n=20):
+    r = np.random.default_rng(seed)
+    share = r.dirichlet(np.full(N_EXPERTS, 0.3), (n, N_LAYERS))
+    return CalibrationSet(
+        counts=(r.poisson(share * 50) + 1).astype(np.uint16),
+        decode_activation=np.minimum(2 * share, 1).astype(np.float32),
+        domain=np.zeros(n, np.int16),
+        domains=["all"],
+        requests=np.arange(n),
+        trace_checksum="",
+    )
+
+
+def context(n_workers=4, **values):
+    rest = {"step_times": make_step_times(), "calibration": make_calibration()}
+    return PolicyContext(n_workers, np.random.default_rng(0), **(rest | values))
+
+
+def growths_from_scratch(times, residents, load, new):
+    """Growth of ``b t^2`` by ``new`` on a worker, from all (activation, prompt) that are there."""
+
+    def step(here, batch):
+        if batch == 0:
+            return 0.0
+        at = min(batch, SEATS)
+        moe = 0.0
+        for layer in range(len(new[0])):
+            distinct = 0.0
+            for e in range(N_EXPERTS):
+                idle = 1.0
+                for activation, _ in here:
+                    idle *= 1.0 - min(activation[layer][e], 1 - 2**-12)
+                distinct += 1.0 - idle
+            moe += np.interp(distinct, np.arange(N_EXPERTS + 1), times.moe_s[at])
+        knots = times.context_stride * np.arange(times.attention_s.shape[1])
+        mean_context = sum(prompt for _, prompt in here) / batch
+        attention = np.interp(mean_context, knots, times.attention_s[at])
+        fixed = times.dense_s[at] + times.collectives_s[at] + times.host_s + times.head_s[at]
+        whole = fixed + attention + moe * times.n_moe_layers / len(new[0])
+        return whole * max(1.0, batch / SEATS)
+
+    now, then = step(residents, load), step([*residents, new], load + 1)
+    return (load + 1) * then**2 - load * now**2
+
+
+def history(policy, activations, prompts, n_workers, seed):
+    """Dispatch and complete at random; yield what each decision saw, and what it was."""
+    r = np.random.default_rng(seed)
+    loads = np.zeros(n_workers, np.int64)
+    residents = [{} for _ in range(n_workers)]
+    for request, activation in enumerate(activations):
+        info = RequestInfo(request, prompts[request], 0, signature=activation[1])
+        before = [list(here.values()) for here in residents]
+        chosen = policy.select(info, loads)
+        yield before, loads.copy(), (activation[0], prompts[request]), chosen
+        loads[chosen] += 1
+        residents[chosen][request] = (activation[0], prompts[request])
+        for worker in range(n_workers):
+            for gone in [x for x in residents[worker] if r.random() < 0.15]:
+                del residents[worker][gone]
+                loads[worker] -= 1
+                policy.on_complete(gone, worker)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), n_workers=st.integers(1, 5), oracle=st.booleans())
+def test_every_decision_is_that_of_a_twin_from_scratch(seed, n_workers, oracle):
+    r = np.random.default_rng(seed)
+    times, calibration = make_step_times(seed), make_calibration(seed)
+    n = 30
+    prompts = r.integers(1, 250, n).tolist()
+    if oracle:
+        truth = r.beta(0.3, 1.0, (n, MODEL_LAYERS, N_EXPERTS))
+        activations = [(truth[i], None) for i in range(n)]
+        policy = OraclePolicy(
+            context(n_workers, step_times=times, future=lambda request: truth[request])
+        )
+    else:
+        model = fit_activation(calibration)
+        counts = make_calibration(seed + 1, n).counts
+        activations = [(model.predict(c), c) for c in counts]
+        policy = MarginalCostPolicy(context(n_workers, step_times=times, calibration=calibration))
+    for before, loads, new, chosen in history(policy, activations, prompts, n_workers, seed):
+        growths = [
+            growths_from_scratch(times, before[w], int(loads[w]), new) for w in range(n_workers)
+        ]
+        # The policy rounds probabilities to 2^-12: costs this close are equal to it.
+        assert growths[chosen] <= min(growths) + 2e-3 * abs(min(growths)) + 1e-9
+
+
+def test_step_times_are_those_of_the_step_time_model():
+    model = build_step_time_model("Qwen3-30B-A3B", "H100", max_num_seqs=64, max_model_len=4096)
+    r = np.random.default_rng(0)
+    loads = np.array([0, 1, 7, 64, 96])
+    mean_context = r.uniform(1, 4000, len(loads))
+    distinct = r.uniform(0, 128, (len(loads), 6))
+    seconds = [
+        expected_step_s(model.cost, loads[w], mean_context[w] * loads[w], distinct[w])
+        for w in range(len(loads))
+    ]
+    assert seconds[0] == 0.0
+    for w in range(1, len(loads)):
+        layers = np.tile(distinct[w], 8)
+        expected = model.decode_s(layers, min(int(loads[w]), 64), mean_context[w])
+        # 96 requests on 64 seats take turns.
+        assert seconds[w] == pytest.approx(expected * (1.5 if loads[w] == 96 else 1.0), rel=1e-12)
+
+
+def test_gpus_of_a_worker_share_its_experts():
+    """Half the experts a GPU: the table has half the columns, and is read at half the union."""
+    whole = make_step_times()
+    half = whole._replace(moe_s=np.ascontiguousarray(whole.moe_s[:, : N_EXPERTS // 2 + 1]))
+    at_half = expected_step_s(whole, 3, 90.0, np.array([2.0, 3.5]))
+    assert expected_step_s(half, 3, 90.0, np.array([4.0, 7.0])) == pytest.approx(at_half)
+
+
+def test_workers_that_look_alike_are_served_in_turn():
+    policy = MarginalCostPolicy(context(4))
+    counts = make_calibration().counts[0]
+    loads = np.zeros(4, np.int64)
+    chosen = []
+    for request in range(8):
+        worker = policy.select(RequestInfo(request, 10, 0, signature=counts), loads)
+        policy.on_complete(request, worker)
+        chosen.append(worker)
+    assert chosen == [0, 1, 2, 3] * 2
+
+
+def test_full_workers_do_not_attract():
+    """Every expert is active on a full worker, so one more request adds none: it still waits."""
+    policy = MarginalCostPolicy(context(2))
+    counts = make_calibration().counts
+    loads = np.array([5 * SEATS, 0])
+    for request in range(SEATS):
+        assert policy.select(RequestInfo(request, 10, 0, signature=counts[request]), loads) == 1
+
+
+def test_a_request_without_signature_gets_the_calibration_mean():
+    policy = MarginalCostPolicy(context(2))
+    mean = fit_activation(make_calibration()).mean_activation
+    rounded, _ = policy.usage(RequestInfo(0, 10, 0))
+    np.testing.assert_allclose(rounded, mean, atol=2**-12)
+
+
+def test_equal_signature_ids_are_predicted_once():
+    policy = MarginalCostPolicy(context(2))
+    counts = make_calibration().counts
+    first = policy.usage(RequestInfo(0, 10, 0, signature=counts[0], signature_id=7))
+    assert policy.usage(RequestInfo(1, 10, 0, signature=counts[0], signature_id=7)) is first
+    fresh = policy.usage(RequestInfo(2, 10, 0, signature=counts[0]))
+    assert (fresh[0] == first[0]).all()
+    assert (fresh[1] == first[1]).all()
+
+
+def test_what_a_policy_needs_must_be_there():
+    with pytest.raises(InputError, match="step times"):
+        MarginalCostPolicy(context(step_times=None))
+    with pytest.raises(InputError, match="calibration"):
+        MarginalCostPolicy(context(calibration=None))
+    with pytest.raises(InputError, match="future"):
+        OraclePolicy(context())
+    narrow = make_step_times()._replace(n_experts=4)
+    with pytest.raises(InputError, match="8 experts, but the model has 4"):
+        MarginalCostPolicy(context(step_times=narrow))
+    with pytest.raises(KeyError):
+        MarginalCostPolicy(context()).on_complete(0, 0)
+
+
+# --- inside the simulator ---
+
+SMALL = {"topology": "2P4D", "num_requests": 80, "request_rate": 60, "output_len": 40}
+
+
+def small_cluster(**values):
+    config = make_config(SMALL | values)
+    setting = prepare(config)
+    return build_cluster(config, setting, *offered_load(config, setting.trace))
+
+
+@pytest.mark.parametrize("delay_ms", [0.0, 200.0])
+@pytest.mark.parametrize("policy", ["marginal_cost", "oracle"])
+def test_residents_are_the_loads_and_leave_nothing_behind(run_to_rest, policy, delay_ms):
+    cluster = small_cluster(policy=policy, load_report_delay_ms=delay_ms)
+    decode = cluster.routers[1].policy
+    real, seen = decode.select, []
+
+    def select(request, loads):
+        workers = [worker for _, worker in decode._greedy._resident]
+        assert np.bincount(workers, minlength=len(loads)).tolist() == loads.tolist()
+        seen.append(request.request_id)
+        return real(request, loads)
+
+    decode.select = select
+    record = run_to_rest(cluster)  # with the reports that are still under way when the run ends
+    assert record.completed.all()
+    assert sorted(seen) == list(range(80))
+    greedy = decode._greedy
+    assert not greedy._resident
+    assert (greedy._unions.idle == 1.0).all()
+    assert (greedy._unions.distinct == 0.0).all()
+    assert (greedy._books.prompt_tokens == 0).all()
+
+
+class Listener:
+    """Joins the shortest queue and writes down what it has heard at every decision."""
+
+    name = "listener"
+
+    def __init__(self, n_workers=4):
+        self.shortest = JoinShortestQueuePolicy(PolicyContext(n_workers, np.random.default_rng(0)))
+        self.heard, self.decisions, self.cluster = [], [], None
+
+    def select(self, request, loads):
+        now = float(self.cluster.arrays.clock["now"][0])
+        self.decisions.append((now, len(self.heard)))
+        return self.shortest.select(request, loads)
+
+    def on_complete(self, request_id, worker):
+        self.heard.append((request_id, worker))
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.03])
+def test_completions_are_reported_when_the_load_falls(
+    make_cluster, make_workload, run_to_rest, delay_s
+):
+    """At every decision the policy knows those that have ended ``delay_s`` ago; later, all."""
+    rng = np.random.default_rng(3)
+    n, policy = 80, Listener()
+    workload = make_workload(
+        np.cumsum(rng.exponential(0.004, n)), rng.integers(1, 30, n), rng.integers(1, 40, n)
+    )
+    assert isinstance(policy, CompletionListener)
+    assert not isinstance(policy.shortest, CompletionListener)
+    policy.cluster = cluster = make_cluster(
+        workload, n_prefill=2, n_decode=4, load_report_delay_s=delay_s, decode_policy=policy
+    )
+    requests = run_to_rest(cluster).requests
+    order = np.argsort(requests["finish_s"], kind="stable")
+    ends = requests["finish_s"][order] + delay_s
+    assert len(policy.decisions) == n
+    assert len({known for _, known in policy.decisions}) > 10
+    for now, known in policy.decisions:
+        assert known == (ends <= now).sum()
+    expected = list(zip(order.tolist(), requests["decode_worker"][order].tolist(), strict=True))
+    assert sorted(policy.heard) == sorted(expected)
+    times = requests["finish_s"][[request for request, _ in policy.heard]]
+    assert (np.diff(times) >= 0).all()
+
+
+def test_a_run_that_ends_has_told_of_every_completion(make_cluster, make_workload):
+    """Also of those after the last decision."""
+    policy = Listener(2)
+    policy.cluster = cluster = make_cluster(
+        make_workload(np.zeros(6), 4, [1, 2, 3, 4, 5, 6]), n_decode=2, decode_policy=policy
+    )
+    record = cluster.run()
+    assert record.completed.all()
+    assert sorted(request for request, _ in policy.heard) == list(range(6))
+
+
+@pytest.mark.parametrize("output_len", [40, 300])
+@pytest.mark.parametrize("replay", ["own", "same_domain"])
+def test_oracle_sees_the_rows_that_the_worker_replays(run_watched, output_len, replay):
+    """The run is watched event by event and the bit-set rows of each step are noted."""
+    cluster = small_cluster(
+        policy="oracle",
+        topology="1P1D",
+        num_requests=6,
+        output_len=output_len,
+        trace_replay=replay,
+    )
+    rows, seen = {request: [] for request in range(6)}, [0, 0]
+    arrays = cluster.arrays
+
+    def note():
+        decoding = [(w, step) for w, step in new_steps(cluster, seen) if step["batch"] > 0]
+        assert len(decoding) <= 1
+        for worker, step in decoding:
+            members = arrays.engines.sequences["request"][worker, : step["batch"]]
+            for request, row in zip(members.tolist(), arrays.scratch.rows.tolist(), strict=False):
+                rows[request].append(row)
+
+    futures = [cluster.routers[1].policy._future(request) for request in range(6)]
+    run_watched(cluster, note)
+    for request in range(6):
+        assert len(rows[request]) == output_len
+        active = np.unpackbits(arrays.bits[rows[request]].view(np.uint8), axis=1, bitorder="little")
+        expected = active.mean(axis=0).reshape(48, 128)
+        np.testing.assert_allclose(futures[request], expected, rtol=1e-12)
+    assert all(np.isclose(future.sum(axis=1), 8).all() for future in futures)
+
+
+def test_runs_repeat_bit_by_bit():
+    for policy in ("marginal_cost", "oracle"):
+        config = make_config(SMALL | {"policy": policy})
+        first, again = simulate(config), simulate(config)
+        assert first.summary == again.summary
+        assert first.requests.equals(again.requests)
+
+
+def test_knowing_more_lowers_the_active_experts():
+    """JSQ knows loads, marginal_cost the prefill as well, the oracle the future."""
+    active = [
+        simulate(
+            make_config(
+                {"policy": policy, "topology": "4P8D", "request_rate": 25}
+                | {"duration": 20, "warmup": 10, "trace_replay": "same_domain"}
+            )
+        ).summary["mean_active_experts_per_step"]
+        for policy in ("jsq", "marginal_cost", "oracle")
+    ]
+    assert active[0] > 1.05 * active[1]
+    assert active[1] > 1.03 * active[2]
+
+
+@pytest.mark.parametrize("policy", ["marginal_cost", "oracle"])
+def test_workers_of_several_gpus_are_served(policy):
+    values = {"topology": "1P2D", "num_requests": 20, "output_len": 20, "policy": policy}
+    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    summary = simulate(make_config(SMALL | values | parallel)).summary
+    assert summary["completed"] == 20

@@ -1,0 +1,284 @@
+"""The load-balancing policies and the registry, against closed forms and brute force."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies import registry
+from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy, RequestInfo
+from eldr_sim.policies.decode import split_workers
+from eldr_sim.policies.prefill import PrefixHashPolicy
+from eldr_sim.traces.calibration import CalibrationSet
+
+REQUEST = RequestInfo(request_id=0, prompt_len=10, domain=0)
+
+
+def context(n_workers, seed=0, **rest):
+    return PolicyContext(n_workers, np.random.default_rng(seed), **rest)
+
+
+def calibration(domain, n_domains):
+    n = len(domain)
+    return CalibrationSet(
+        counts=np.ones((n, 1, 2), np.uint16),
+        decode_activation=np.ones((n, 1, 2), np.float32),
+        domain=np.array(domain, np.int16),
+        domains=[f"d{index}" for index in range(n_domains)],
+        requests=np.arange(n),
+        trace_checksum="0",
+    )
+
+
+loads_lists = st.lists(st.integers(0, 5), min_size=1, max_size=12)
+
+
+# -- load balancing ----------------------------------------------------------------------------
+
+
+def test_random_is_uniform_and_follows_its_stream():
+    policy = registry.decode_policy("random", context(7, seed=3))
+    picks = [policy.select(REQUEST, np.zeros(7, np.int64)) for _ in range(7000)]
+    assert chisquare(np.bincount(picks, minlength=7)).pvalue > 0.001
+    again = registry.decode_policy("random", context(7, seed=3))
+    assert picks == [again.select(REQUEST, np.zeros(7, np.int64)) for _ in range(7000)]
+
+
+@pytest.mark.parametrize("build", [registry.decode_policy, registry.prefill_policy])
+def test_round_robin_takes_turns_whatever_the_load(build):
+    policy = build("round_robin", context(3))
+    assert [policy.select(REQUEST, np.array([9, 0, 4])) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [(registry.decode_policy, "jsq"), (registry.prefill_policy, "least_loaded")],
+)
+@given(
+    history=st.integers(1, 9).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), max_size=20)
+    )
+)
+def test_shortest_queue_is_a_minimum(build, name, history):
+    policy = build(name, context(len(history[0]) if history else 1))
+    for loads in history:
+        assert loads[policy.select(REQUEST, np.array(loads))] == min(loads)
+
+
+def test_shortest_queue_shares_ties_evenly():
+    policy = registry.decode_policy("jsq", context(5))
+    loads = np.array([2, 1, 1, 3, 1])
+    assert Counter(policy.select(REQUEST, loads) for _ in range(300)) == {1: 100, 2: 100, 4: 100}
+
+
+def test_shortest_queue_fills_workers_evenly():
+    policy = registry.decode_policy("jsq", context(6))
+    loads = np.zeros(6, np.int64)
+    for _ in range(6 * 50):
+        loads[policy.select(REQUEST, loads)] += 1
+    assert loads.tolist() == [50] * 6
+
+
+def test_two_choices_has_the_distribution_of_the_minimum_of_two():
+    n, draws = 6, 30_000
+    loads = np.array([60, 10, 50, 20, 40, 30])
+    policy = registry.decode_policy("p2c", context(n))
+    picks = np.bincount([policy.select(REQUEST, loads) for _ in range(draws)], minlength=n)
+    rank = loads.argsort().argsort()
+    # Chosen if drawn (2/n) with one of the n - 1 - rank more loaded workers as the other.
+    expected = 2 * (n - 1 - rank) / (n * (n - 1)) * draws
+    assert picks[0] == 0
+    busy = expected > 0
+    assert chisquare(picks[busy], expected[busy]).pvalue > 0.001
+
+
+def test_two_choices_is_uniform_on_ties_and_works_alone():
+    policy = registry.decode_policy("p2c", context(5))
+    picks = [policy.select(REQUEST, np.ones(5, np.int64)) for _ in range(10_000)]
+    assert chisquare(np.bincount(picks, minlength=5)).pvalue > 0.001
+    assert registry.decode_policy("p2c", context(1)).select(REQUEST, np.array([4])) == 0
+
+
+# -- domain ------------------------------------------------------------------------------------
+
+
+def test_split_of_the_papers_task_mix():
+    # Legal, code, math, medical of ELDR Sec. 6 on 16 decoders: quotas 4.94, 3.81, 3.76, 3.49.
+    split = split_workers(np.array([3600, 2779, 2744, 2545]), 16)
+    assert [len(workers) for workers in split] == [5, 4, 4, 3]
+
+
+def hamilton(counts, seats):
+    """Largest remainder by its textbook rule, floats and all, lower index on a tie."""
+    quota = seats * np.array(counts) / sum(counts)
+    given_ = np.floor(quota + 1e-9).astype(int)
+    order = sorted(range(len(counts)), key=lambda d: (-round(quota[d] - given_[d], 9), d))
+    for domain in order[: seats - given_.sum()]:
+        given_[domain] += 1
+    return given_
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(1, 40))
+def test_split_is_a_fair_partition(counts, n_workers):
+    present = [d for d, count in enumerate(counts) if count]
+    split = split_workers(np.array(counts), n_workers)
+    assert all(not split[d] for d in range(len(counts)) if d not in present)
+    if n_workers < len(present):
+        assert all(len(split[d]) == 1 for d in present)
+        assert {w for workers in split for w in workers} == set(range(n_workers))
+        return
+    if present:
+        assert sorted(w for workers in split for w in workers) == list(range(n_workers))
+        assert all(split[d] for d in present)
+        plain = hamilton([counts[d] for d in present], n_workers)
+        if (plain > 0).all() and (
+            np.array([counts[d] for d in present]) * n_workers >= sum(counts)
+        ).all():
+            assert [len(split[d]) for d in present] == plain.tolist()
+
+
+def test_split_gives_small_domains_a_worker():
+    split = split_workers(np.array([970, 10, 10, 10]), 4)
+    assert [len(workers) for workers in split] == [1, 1, 1, 1]
+    split = split_workers(np.array([970, 10, 10, 10]), 8)
+    assert [len(workers) for workers in split] == [5, 1, 1, 1]
+
+
+def test_split_shares_scarce_workers_by_size():
+    # 50 alone; then 30 to worker 1, 25 to worker 1 would make 55 > 50: worker 0 is the fuller.
+    assert split_workers(np.array([25, 50, 30, 4]), 2) == [[1], [0], [1], [0]]
+
+
+def test_domain_policy_joins_the_shortest_queue_of_its_domain():
+    made = calibration([0] * 30 + [2] * 10, n_domains=3)
+    policy = registry.decode_policy("domain", context(4, calibration=lambda: made))
+    loads = np.array([5, 4, 6, 9])
+
+    def pick(domain):
+        return policy.select(RequestInfo(0, 10, domain), loads)
+
+    assert pick(0) == 1
+    assert pick(2) == 3
+    loads[:] = [5, 5, 6, 1]
+    assert pick(1) == 3  # nothing known of this domain: the shortest queue of all
+    with pytest.raises(InputError, match="index 3"):
+        pick(3)
+
+
+# -- prefix hash -------------------------------------------------------------------------------
+
+
+def prefix_request(*hashes):
+    return RequestInfo(0, 10, 0, prefix_hash=hashes)
+
+
+def test_prefix_hash_keys_on_the_first_256_tokens():
+    policy = PrefixHashPolicy(context(8, prefix_block_tokens=64))
+    idle = np.zeros(8, np.int64)
+    key = [policy.select(prefix_request(1, 2, 3, 4, *rest), idle) for rest in ([], [5], [6, 7, 8])]
+    assert len(set(key)) == 1
+    others = {policy.select(prefix_request(1, 2, 3, last), idle) for last in range(100, 200)}
+    assert len(others) == 8
+    # A prompt shorter than the key is keyed on what it has.
+    assert policy.select(prefix_request(1, 2), idle) == policy.home(2)
+
+
+def test_prefix_hash_spreads_keys_evenly_even_if_they_are_small_numbers():
+    policy = PrefixHashPolicy(context(8))
+    homes = np.bincount([policy.home(key) for key in range(8000)], minlength=8)
+    assert chisquare(homes).pvalue > 0.001
+
+
+def test_prefix_hash_moves_keys_only_to_a_new_worker():
+    before, after = PrefixHashPolicy(context(7)), PrefixHashPolicy(context(8))
+    moved = [(before.home(key), after.home(key)) for key in range(4000)]
+    assert all(new in (old, 7) for old, new in moved)
+    assert 0.08 < np.mean([new == 7 for _, new in moved]) < 0.17
+
+
+@given(loads=loads_lists, key=st.integers(0, 2**64 - 1))
+def test_prefix_hash_leaves_an_overloaded_worker(loads, key):
+    policy = PrefixHashPolicy(context(len(loads)))
+    chosen = policy.select(prefix_request(key), np.array(loads))
+    home = policy.home(key)
+    if loads[home] <= 1.25 * (sum(loads) + 1) / len(loads):
+        assert chosen == home
+    else:
+        assert loads[chosen] == min(loads)
+
+
+def test_prefix_hash_without_a_block_balances_load():
+    policy = PrefixHashPolicy(context(3))
+    assert policy.select(REQUEST, np.array([2, 1, 5])) == 1
+
+
+# -- registry and context ----------------------------------------------------------------------
+
+
+def test_every_built_in_policy_builds_and_selects():
+    made = calibration([0, 1], n_domains=2)
+    for name in ["random", "round_robin", "jsq", "p2c", "domain"]:
+        policy = registry.decode_policy(name, context(3, calibration=made))
+        assert isinstance(policy, DecodePolicy)
+        assert policy.name == name
+        assert policy.select(REQUEST, np.array([1, 2, 3])) in range(3)
+    for name in registry.names("prefill"):
+        prefill = registry.prefill_policy(name, context(3))
+        assert isinstance(prefill, PrefillPolicy)
+        assert prefill.name == name
+
+
+def test_names():
+    assert registry.names("decode")[:8] == [
+        "random",
+        "round_robin",
+        "jsq",
+        "p2c",
+        "domain",
+        "eldr",
+        "marginal_cost",
+        "oracle",
+    ]
+    assert registry.names("prefill")[:3] == ["round_robin", "least_loaded", "prefix_hash"]
+    assert registry.names("queue")[:2] == ["fcfs", "sjf"]
+    with pytest.raises(InputError, match="placement"):
+        registry.names("placement")
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(InputError, match=r"unknown policy 'sjf'.*random.*eldr"):
+        registry.decode_policy("sjf", context(2))
+    with pytest.raises(InputError, match=r"unknown policy 'jsq'.*prefix_hash"):
+        registry.prefill_policy("jsq", context(2))
+
+
+@pytest.mark.parametrize("name", ["domain", "eldr"])
+def test_a_policy_says_what_it_needs(name):
+    with pytest.raises(InputError, match=f"^{name}: this policy needs"):
+        registry.decode_policy(name, context(2))
+
+
+def test_calibration_is_made_only_for_a_policy_that_needs_it():
+    def fail(*_options):
+        raise AssertionError("called")
+
+    registry.decode_policy("jsq", context(2, calibration=fail, artifact=fail))
+    with pytest.raises(AssertionError, match="called"):
+        registry.decode_policy("domain", context(2, calibration=fail))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"n_workers": 0},
+        {"prefix_block_tokens": 0},
+    ],
+)
+def test_context_refuses(bad):
+    field = next(iter(bad))
+    with pytest.raises(InputError, match=f"^{field}:"):
+        PolicyContext(**{"n_workers": 2, "rng": np.random.default_rng(0), **bad})

@@ -1,0 +1,237 @@
+"""Shortlists: applied by the compiled loop they decide as the policy does when it is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_sim.policies import registry
+from eldr_sim.policies.artifact import RoutingArtifact
+from eldr_sim.policies.base import PolicyContext, RequestInfo
+from eldr_sim.policies.decode import JoinShortestQueuePolicy
+from eldr_sim.policies.shortlist import Shortlist, ShortlistPolicy, picks_from_shortlists
+from eldr_sim.policies.signature import unit_rows
+from eldr_sim.traces.calibration import CalibrationSet
+
+LAYERS, EXPERTS, DOMAINS, WINDOWS = 2, 10, 3, 6
+
+
+@pytest.mark.parametrize("by_load", [True, False])
+@pytest.mark.parametrize("in_turn", [True, False])
+@given(
+    workers=st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True),
+    history=st.lists(st.lists(st.integers(0, 3), min_size=8, max_size=8), max_size=12),
+)
+def test_a_shortlist_by_its_words(by_load, in_turn, workers, history):
+    """From the worker behind the last one picked round the list: the first, or least loaded."""
+    rule, begin = Shortlist(workers, by_load=by_load, in_turn=in_turn), 0
+    for loads in history:
+        turn = workers[begin:] + workers[:begin]
+        best = turn[0]
+        for worker in turn:
+            if by_load and loads[worker] < loads[best]:
+                best = worker
+        assert rule.pick(np.array(loads)) == best
+        if in_turn:
+            begin = (workers.index(best) + 1) % len(workers)
+
+
+class Asked:
+    """A policy of which the simulator knows nothing but ``select``."""
+
+    def __init__(self, policy):
+        self.policy, self.name, self.decisions = policy, policy.name, 0
+        for name in ("reads_signature", "signature_score"):
+            if hasattr(policy, name):
+                setattr(self, name, getattr(policy, name))
+
+    def select(self, request, loads):
+        self.decisions += 1
+        return self.policy.select(request, loads)
+
+
+def make_policy(build, name, n_workers):
+    rng = np.random.default_rng(7)
+    artifact = RoutingArtifact(
+        idf=rng.random((LAYERS, EXPERTS)),
+        layer_order=np.arange(LAYERS),
+        rho=np.full(LAYERS, 0.5),
+        n_kept=LAYERS,
+        centroids=unit_rows(rng.gamma(0.3, 1.0, (n_workers, LAYERS * EXPERTS))),
+        cluster_domains=np.ones((n_workers, 1), np.int64),
+        cluster_activation=np.zeros((n_workers, LAYERS, EXPERTS), np.float32),
+        domains=("all",),
+        n_pairs=1,
+        cost=0.1,
+        seed=0,
+        trace_checksum="",
+    )
+    calibration = CalibrationSet(
+        counts=np.ones((5, LAYERS, EXPERTS), np.uint16),
+        decode_activation=np.ones((5, LAYERS, EXPERTS), np.float32),
+        domain=np.array([0, 0, 0, 2, 2], np.int16),  # of one domain nothing is known
+        domains=[f"d{index}" for index in range(DOMAINS)],
+        requests=np.arange(5),
+        trace_checksum="",
+    )
+    context = PolicyContext(
+        n_workers, rng, calibration=calibration, artifact=artifact, prefix_block_tokens=8
+    )
+    return build("eldr:tau=0.4" if name == "eldr" else name, context)
+
+
+def make_signatures(seed):
+    """Counts of a prompt's rows, a number for each content."""
+    mix = np.random.default_rng(seed).poisson(2.0, (WINDOWS, LAYERS, EXPERTS))
+    numbers = {}
+
+    def signatures(ranges):
+        number = numbers.setdefault(tuple(ranges), len(numbers))
+        return number, sum((stop - start) * mix[which] for which, start, stop in ranges)
+
+    return signatures
+
+
+def share_prefixes(workload, rng):
+    """Prompts that begin as one of a few others, in blocks of 8 tokens."""
+    blocks = -(-workload.prompt_len // 8)
+    indptr = np.concatenate([[0], np.cumsum(blocks)])
+    branch = rng.integers(3, size=len(workload))
+    depth = np.arange(indptr[-1]) - np.repeat(indptr[:-1], blocks)
+    path = 100 * np.repeat(branch, blocks) + depth
+    return dataclasses.replace(
+        workload,
+        prefix_hash=path.astype(np.uint64),
+        prefix_indptr=indptr,
+        prefix_trace_request=(path % WINDOWS).astype(np.int32),
+        prefix_block_tokens=8,
+    )
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    n=st.integers(1, 60),
+    topology=st.tuples(st.integers(0, 3), st.integers(1, 5)),
+    gap_s=st.sampled_from([0.0, 1e-4, 2e-3]),
+    policies=st.tuples(
+        st.sampled_from(["round_robin", "least_loaded", "prefix_hash"]),
+        st.sampled_from(["round_robin", "jsq", "domain", "eldr"]),
+    ),
+    prefixes=st.booleans(),
+    load_report_delay_s=st.sampled_from([0.0, 1e-3, 10.0]),
+    max_concurrency=st.none() | st.integers(1, 20),
+    n_blocks=st.sampled_from([40, 1000]),
+)
+def test_compiled_routers_decide_as_the_policies(
+    make_cluster, make_workload, run_to_rest, seed, n, topology, gap_s, policies, prefixes,
+    load_report_delay_s, max_concurrency, n_blocks,
+):  # fmt: skip
+    rng = np.random.default_rng(seed)
+    n_prefill, n_decode = topology
+    workload = make_workload(
+        np.cumsum(gap_s * rng.exponential(size=n)),
+        rng.choice([4, 9, 30], n),
+        rng.integers(1, 30, n),
+        windows=WINDOWS,
+        seed=seed % 1000,
+    )
+    workload = dataclasses.replace(workload, domain=rng.integers(DOMAINS, size=n).astype(np.int16))
+    if prefixes:
+        workload = share_prefixes(workload, rng)
+
+    def run(wrap):
+        prefill, decode = (
+            wrap(make_policy(build, name, count)) if count else None
+            for build, name, count in zip(
+                (registry.prefill_policy, registry.decode_policy), policies, topology, strict=True
+            )
+        )
+        cluster = make_cluster(
+            workload, n_prefill=n_prefill, n_decode=n_decode, prefill_policy=prefill,
+            decode_policy=decode, signatures=make_signatures(seed), n_blocks=n_blocks, seed=seed,
+            load_report_delay_s=load_report_delay_s, max_concurrency=max_concurrency,
+            enable_prefix_caching=n_prefill > 0,
+        )  # fmt: skip
+        return run_to_rest(cluster), prefill, decode
+
+    asked, *routers = run(Asked)
+    assert asked.completed.all()
+    assert all(router.decisions == n for router in routers if router is not None)
+    compiled, *_ = run(lambda policy: policy)
+    assert compiled.requests.tobytes() == asked.requests.tobytes()
+    assert compiled.prefill_steps.tobytes() == asked.prefill_steps.tobytes()
+    assert compiled.decode_steps.tobytes() == asked.decode_steps.tobytes()
+
+
+def test_a_policy_is_asked_once_for_requests_that_it_treats_alike(make_cluster, make_workload):
+    n = 50
+    workload = dataclasses.replace(
+        make_workload(np.arange(n) * 1e-3, 10, 5, windows=WINDOWS),
+        domain=np.arange(n, dtype=np.int16) % DOMAINS,
+    )
+    classes = {"round_robin": 1, "jsq": 1, "domain": DOMAINS, "eldr": WINDOWS}
+    for name, expected in classes.items():
+        policy, infos = make_policy(registry.decode_policy, name, 3), []
+        shortlists = policy.shortlists
+        policy.shortlists = lambda asked, infos=infos, shortlists=shortlists: (
+            infos.extend(asked) or shortlists(asked)
+        )
+        policy.select = None  # not called
+        make_cluster(
+            workload, n_decode=3, decode_policy=policy, signatures=make_signatures(1)
+        ).run()
+        assert len(infos) == expected
+
+
+class Fixed(JoinShortestQueuePolicy):
+    """A built-in policy with another rule."""
+
+    def select(self, request: RequestInfo, loads):
+        return 2
+
+
+def test_a_subclass_with_a_rule_of_its_own_is_asked(make_cluster, make_workload):
+    policy = Fixed(PolicyContext(3, np.random.default_rng(0)))
+    assert isinstance(policy, ShortlistPolicy)
+    assert not picks_from_shortlists(policy)
+    workload = make_workload(np.zeros(6), 4, 3)
+    requests = make_cluster(workload, n_decode=3, decode_policy=policy).run().requests
+    assert requests["decode_worker"].tolist() == [2] * 6
+
+
+def test_a_subclass_with_a_shortlist_of_its_own_is_applied():
+    class Two(JoinShortestQueuePolicy):
+        def shortlists(self, requests):
+            return [Shortlist([2]) for _ in requests]
+
+    class Other(Two):
+        def select(self, request, loads):
+            return 1
+
+    context = PolicyContext(3, np.random.default_rng(0))
+    assert picks_from_shortlists(Two(context))
+    assert not picks_from_shortlists(Other(context))
+    plain = JoinShortestQueuePolicy(context)
+    assert picks_from_shortlists(plain)
+    assert not picks_from_shortlists(Asked(plain))
+    plain.select = lambda request, loads: 0
+    assert not picks_from_shortlists(plain)
+
+
+@pytest.mark.parametrize("worker", [-1, 3])
+def test_a_shortlist_of_workers_that_do_not_exist_is_an_error(make_cluster, make_workload, worker):
+    class Wrong(JoinShortestQueuePolicy):
+        name = "wrong"
+
+        def shortlists(self, requests):
+            return [Shortlist([0, worker]) for _ in requests]
+
+    policy = Wrong(PolicyContext(3, np.random.default_rng(0)))
+    cluster = make_cluster(make_workload([0.0], 4, 1), n_decode=3, decode_policy=policy)
+    with pytest.raises(ValueError, match=f"^policy 'wrong' chose worker {worker}"):
+        cluster.run()

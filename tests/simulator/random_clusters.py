@@ -1,0 +1,237 @@
+"""Random small clusters, and what is drawn for them.
+
+KV caches that hardly hold the largest request, requests that come together, prompts that begin
+alike.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import strategies as st
+
+from eldr_sim.kernel_profiles.step_time import StepCost
+from eldr_sim.policies import registry
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
+from eldr_sim.simulator.replay import Replay, rank_masks
+from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.traces.prompts import assign_blocks, chain_blocks
+from eldr_sim.traces.workload import Workload
+
+from ..random_rows import random_prompts, random_rows
+
+LONGEST = 300  # tokens of a context that the tables know
+N_TRACE = 6  # requests of the trace
+
+
+def random_cost(rng, seqs, budget, n_experts, n_layers, grid):
+    """Step times that are all random; with a ``grid`` all are whole parts of a second.
+
+    Sums of those are exact, so steps of several workers end together and at arrivals.
+    """
+
+    def draw(*shape):
+        if grid:
+            return rng.integers(1, 9, shape) / grid
+        return (0.1 + rng.random(shape)) * 1e-3
+
+    tokens = max(seqs, budget) + 1
+    attention = draw(seqs + 1, 4)
+    if grid:
+        attention[:] = attention[:, :1]  # the mean context is no whole number
+    return StepCost(
+        n_moe_layers=n_layers,
+        n_experts=n_experts,
+        moe_s=draw(seqs + 1, n_experts + 1),
+        mixed_moe_s=draw(budget + 1, n_experts + 1),
+        uniform_moe_s=draw(tokens),
+        dense_s=draw(tokens),
+        collectives_s=draw(tokens),
+        host_s=float(draw()),
+        head_s=draw(seqs + 1),
+        attention_s=attention,
+        context_stride=16,
+        prompt_alone_s=np.cumsum(draw(LONGEST)),
+        prompt_share_s=np.cumsum(draw(LONGEST)),
+        prompt_floor_s=float(draw()),
+        prompt_token_s=float(draw()),
+    )
+
+
+def random_workload(rng, n, gap_s, prefix, longest_prompt, longest_output, rounded=0.0):
+    """Return requests of which many come at once, and whose prompts may begin alike.
+
+    With ``prefix`` tokens a block, prompts are walks down a tree of blocks, cut anywhere.
+    """
+    arrival = np.cumsum(gap_s * rng.exponential(size=n))
+    if rounded:
+        arrival = np.round(arrival / rounded) * rounded
+    together = rng.random(n) < 0.3  # with the one before
+    arrival = arrival[np.maximum.accumulate(np.where(together, 0, np.arange(n)))]
+    lengths, ids, indptr = rng.integers(1, longest_prompt + 1, n), [], [0]
+    if prefix:
+        for length in lengths.tolist():
+            path = np.minimum(rng.integers(3, size=-(-length // prefix)), 1)
+            full = length // prefix
+            blocks = -(-length // prefix) if rng.random() < 0.7 else int(rng.integers(full + 1))
+            if blocks > full:
+                path[full] = 2 + length  # a partial block's id stands for its length too
+            ids += path[:blocks].tolist()
+            indptr.append(len(ids))
+    indptr = np.array(indptr if prefix else [0] * (n + 1))
+    hashes = chain_blocks(np.array(ids, np.uint64), indptr)
+    source, request, _ = assign_blocks(hashes, indptr, rng.integers(N_TRACE, size=n))
+    return Workload(
+        arrival_s=arrival,
+        prompt_len=lengths.astype(np.int32),
+        output_len=rng.integers(1, longest_output + 1, n).astype(np.int32),
+        trace_request=request.astype(np.int32),
+        decode_request=rng.integers(N_TRACE, size=n).astype(np.int32),
+        replay_offset=rng.integers(9, size=n).astype(np.int32),
+        domain=np.zeros(n, np.int16),
+        session=np.arange(n, dtype=np.int32),
+        prefix_hash=hashes,
+        prefix_indptr=indptr.astype(np.int64),
+        prefix_trace_request=source.astype(np.int32),
+        prefix_block_tokens=prefix,
+        description={},
+    )
+
+
+class Books:
+    """A policy that keeps its own books of who is where: it hears of completions."""
+
+    name = "books"
+
+    def __init__(self, n_workers):
+        self.placed = [set() for _ in range(n_workers)]
+
+    def select(self, request, loads):
+        assert loads.tolist() == [len(placed) for placed in self.placed]
+        lengths = [len(placed) for placed in self.placed]
+        worker = lengths.index(min(lengths))
+        self.placed[worker].add(request.request_id)
+        return worker
+
+    def on_complete(self, request_id, worker):
+        self.placed[worker].remove(request_id)
+
+
+def policies_of(spec, prefill, decode, prefix):
+    """Return new policies: the compiled cluster and its twin get their own."""
+
+    def context(n, stream):
+        return PolicyContext(
+            n_workers=n, rng=np.random.default_rng(stream), prefix_block_tokens=prefix or 16
+        )
+
+    first = registry.prefill_policy(prefill, context(spec.n_prefill, 1)) if spec.n_prefill else None
+    if decode == "books":
+        return first, Books(spec.n_decode)
+    return first, registry.decode_policy(decode, context(spec.n_decode, 2))
+
+
+RANDOM_CLUSTER = {
+    "seed": st.integers(0, 2**32),
+    "topology": st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 3), (0, 1), (0, 1), (0, 2), (0, 3)]),
+    "prefix": st.sampled_from([0, 4, 2, 7]),
+    "grid": st.sampled_from([0, 1024]),
+    "n_ranks": st.sampled_from([1, 2, 3]),
+    "own_experts": st.booleans(),
+    "async_scheduling": st.booleans(),
+    "slow_transfers": st.booleans(),
+    "n_queue_keys": st.sampled_from([1, 1, 3, 50]),
+}
+
+
+def random_cluster(
+    seed,
+    topology,
+    prefix,
+    grid,
+    n_ranks,
+    own_experts,
+    async_scheduling,
+    slow_transfers,
+    n_queue_keys=1,
+):
+    """Return the arguments of a random cluster, but for its policies.
+
+    Most have KV blocks for hardly more than the largest request, and requests that come faster
+    than they are served.
+    """
+    rng = np.random.default_rng(seed)
+
+    def some(*values):
+        return values[rng.integers(len(values))]
+
+    n_layers, n_experts = int(rng.integers(1, 5)), some(5, 64, 70)
+    trace_layers = int(rng.integers(1, n_layers + 1))
+    gap_s = some(0.0, 0.003, 0.01, 0.03)
+    workload = random_workload(
+        rng, int(rng.integers(1, 21)), gap_s, prefix, some(8, 40), some(4, 25, 25),
+        1 / 256 if grid else 0.0,
+    )  # fmt: skip
+    block_size, seqs = some(1, 2, 3, 4, 8), some(1, 2, 3, 4, 5, 6, 7)
+    need = int((workload.prompt_len + workload.output_len).max())
+    n_blocks = -(-need // block_size) + some(-1, 0, 0, 0, 1, 2, 3, 30)
+    engines = []
+    for budget in (some(1, 2, 3, 5, 8, 13, 30, 60), some(2, 7, 30)):
+        cost = random_cost(rng, seqs, budget, n_experts, n_layers, grid)
+        step_time = SimpleNamespace(cost=cost, n_moe_layers=n_layers)
+        engines.append(EngineSpec(step_time, seqs, budget, max(1, n_blocks)))
+        seqs = int(rng.integers(1, 7))
+    decode, prefill = engines
+    unit = 1 / grid if grid else 7.7e-4
+    transfer = TransferModel(unit * some(0, 1, 2), 0.0, 1e30, "test")
+    if slow_transfers:
+        egress, ingress = 1e4 * (1 + rng.random(2))
+        transfer = TransferModel(
+            3 * unit, unit / 7, float(egress), "test", some(None, float(ingress))
+        )
+    spec = ClusterSpec(
+        n_prefill=topology[0],
+        n_decode=topology[1],
+        prefill=prefill if topology[0] else decode,
+        decode=decode,
+        max_model_len=some(LONGEST, LONGEST, LONGEST, 45),
+        block_size=block_size,
+        transfer=transfer,
+        load_report_delay_s=some(0.0, 0.0, 5 * unit, 1.0),
+        max_concurrency=some(None, None, None, 1, 3, 6),
+        enable_prefix_caching=rng.random() < 0.9,
+        async_scheduling=async_scheduling,
+        capture_s=some(0.0, unit),
+        routing_s=some(0.0, 0.0, 2 * unit),
+        routing_token_s=some(0.0, 0.0, unit),
+    )
+    length = rng.integers(1, 9, N_TRACE)
+    bits = random_rows(rng, int(length.sum()), n_layers, n_experts)
+    prompts, masks = None, None
+    if topology[0] == 0 or own_experts:
+        prompts = random_prompts(rng, workload, N_TRACE, trace_layers, n_experts)
+    if n_ranks > 1:
+        ranks = rng.integers(n_ranks, size=(sum(topology), trace_layers, n_experts))
+        masks = rank_masks(ranks, n_ranks, n_layers)
+    last = float(workload.arrival_s[-1])
+    return {
+        "spec": spec,
+        "model": SimpleNamespace(n_kv_tensors=some(1, 2), kv_bytes_per_token=3),
+        "workload": workload,
+        "replay": Replay(bits, np.cumsum(length) - length, length),
+        "window": some((0.0, np.inf), (0.0, np.inf), (last * rng.random() / 2, last)),
+        "time_limit_s": some(np.inf, np.inf, np.inf, 3 * float(rng.random())),
+        "expert_masks": masks,
+        "prompts": prompts,
+        "queue_keys": None
+        if n_queue_keys == 1
+        else rng.integers(n_queue_keys, size=len(workload)).astype(float),
+    }
+
+
+POLICIES = {
+    "prefill": st.sampled_from(["least_loaded", "round_robin", "prefix_hash"]),
+    "decode": st.sampled_from(["jsq", "round_robin", "p2c", "books"]),
+}

@@ -1,0 +1,172 @@
+"""Whole runs of workers of several GPUs on the embedded trace."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from eldr_sim.cli.main import main
+from eldr_sim.errors import InputError
+from eldr_sim.simulator import run as run_module
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.results import write_result
+from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
+
+from ..step_times import fixed_s
+
+LARGE = {
+    "model": "Qwen3-235B-A22B",
+    "gpu": "H200",
+    "topology": "2P8D",
+    "tensor_parallel_size": 4,
+    "enable_expert_parallel": True,
+    "request_rate": 24,
+    "duration": 8,
+    "warmup": 6,
+    "output_len": 96,
+    "max_num_seqs": 128,
+}
+
+
+def run(**values):
+    return simulate(make_config(LARGE | values))
+
+
+def decode_steps(result):
+    steps = result.steps.to_pandas()
+    return steps[steps.role == "decode"]
+
+
+def test_forty_gpus_serve_and_are_paid_for():
+    result = run(price_per_gpu_hour=2.0)
+    summary = result.summary
+    assert summary["completed"] == summary["num_prompts"] > 100
+    assert summary["gpus"] == 40
+    assert "40 GPUs" in summary["topology"]
+    hours = 40 * summary["duration"] / 3600
+    tokens = summary["output_throughput"] * summary["duration"]
+    assert summary["gpu_hours_per_million_output_tokens"] == pytest.approx(hours / tokens * 1e6)
+    assert summary["cost_per_million_output_tokens"] == pytest.approx(2 * hours / tokens * 1e6)
+    assert summary["trace"]["layers"].startswith("10 recorded layers tiled over 94")
+
+
+def test_the_busiest_gpu_reads_between_its_share_and_all():
+    steps = decode_steps(run())
+    assert (steps.busiest_rank_experts >= steps.active_experts / 4).all()
+    assert (steps.busiest_rank_experts <= np.minimum(steps.active_experts, 32)).all()
+    assert (steps.busiest_rank_experts < steps.active_experts).any()
+    sharded = decode_steps(run(enable_expert_parallel=False))
+    assert (sharded.busiest_rank_experts == sharded.active_experts).all()
+
+
+def test_step_times_follow_the_busiest_gpu():
+    """The sum over layers of a time convex or concave in the count is bounded by its ends."""
+    model = prepare(make_config(LARGE)).step_time
+    for step in decode_steps(run()).head(300).itertuples():
+        counts = np.arange(model.cost.moe_s.shape[1])
+        line = np.interp(step.busiest_rank_experts, counts, model.cost.moe_s[step.batch])
+        knots = np.arange(model.cost.attention_s.shape[1]) * model.cost.context_stride
+        attention = np.interp(
+            step.context_tokens / step.batch, knots, model.cost.attention_s[step.batch]
+        )
+        expected = model.n_moe_layers * line + attention + fixed_s(model)[step.batch]
+        assert step.end_s - step.start_s == pytest.approx(expected, rel=0.03)
+
+
+def test_eldr_placement_relieves_the_busiest_gpu_on_the_embedded_trace():
+    """ELDR Sec. 5: clusters concentrate their hot experts, the placement parts them."""
+    linear = run(policy="eldr", workload="language").summary
+    eldr = run(policy="eldr", workload="language", expert_placement="eldr").summary
+    key = "mean_busiest_rank_experts_per_step"
+    assert eldr[key] < 0.985 * linear[key]
+    assert eldr["median_tpot_ms"] < linear["median_tpot_ms"]
+
+
+def test_one_rank_through_masks_gives_the_same_bytes(tmp_path, monkeypatch):
+    """A second rank without experts changes nothing: the two ways of counting agree."""
+    config = make_config({"topology": "2P4D", "duration": 8, "warmup": 2, "output_len": 128})
+
+    def everything_on_rank_zero(config, setting, _fitted):
+        words = -(-setting.model.n_experts // 64)
+        shape = config.n_prefill + config.n_decode, 2, setting.model.n_moe_layers * words
+        masks = np.zeros(shape, np.uint64)
+        masks[:, 0] = ~np.uint64(0)
+        return masks
+
+    write_result(simulate(config), tmp_path / "plain")
+    monkeypatch.setattr(run_module, "_expert_masks", everything_on_rank_zero)
+    write_result(simulate(config), tmp_path / "masks")
+    for name in ("summary.json", "requests.parquet", "steps.parquet", "config.json"):
+        plain, masked = ((tmp_path / which / name).read_bytes() for which in ("plain", "masks"))
+        assert plain == masked
+
+
+def test_every_gpu_sends_its_part_of_the_kv_cache():
+    """One request: set-up, a descriptor a block and tensor, then a quarter of the bytes."""
+    setting = prepare(make_config(LARGE))
+    requests = run(num_requests=1, warmup=0).requests.to_pandas()
+    prompt = requests.prompt_len[0]
+    blocks = -(-prompt // 16)
+    transfer = setting.spec.transfer
+    expected = transfer.setup_s + blocks * 2 * 94 * transfer.descriptor_s
+    expected += blocks * 16 * setting.model.kv_bytes_per_token / 4 / transfer.bandwidth
+    took = requests.transfer_end_s[0] - requests.transfer_start_s[0]
+    assert took == pytest.approx(expected, rel=1e-6)
+
+
+def test_masks_of_eldr_differ_between_workers():
+    config = make_config(LARGE | {"policy": "eldr", "expert_placement": "eldr"})
+    setting = prepare(config)
+    masks = build_cluster(config, setting, *offered_load(config, setting.trace)).arrays.masks
+    n = config.n_prefill
+    assert masks.shape == (n + 8, 4, 94 * 2)
+    assert (masks[:n] == masks[0]).all()  # linear
+    assert (masks[n] != masks[n + 1]).any()
+    assert (np.bitwise_or.reduce(masks, axis=1) == ~np.uint64(0)).all()
+    assert (np.unpackbits(masks.view(np.uint8), axis=2).sum(axis=2) == 94 * 32).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"expert_placement": "eldr", "policy": "jsq"},
+            "expert_placement: .*'jsq' has no clusters",
+        ),
+        (
+            {"expert_placement": "eldr", "enable_expert_parallel": False},
+            "expert_placement: .*--enable-expert-parallel",
+        ),
+        (
+            {"expert_placement": "eldr", "tensor_parallel_size": 1, "model": "Qwen3-30B-A3B"},
+            "expert_placement: .*2 or more",
+        ),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3 does not divide the 64"),
+        ({"tensor_parallel_size": 16}, "tensor_parallel_size: 16"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: 0"),
+        ({"expert_placement": "metro"}, "expert_placement: 'metro'"),
+        ({"gpu": "H100"}, "gpu: H100 holds .* more GPUs per worker"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_in_one_line(values, message):
+    with pytest.raises(InputError, match=message) as caught:
+        run(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_flag_pair_overrides_a_file(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "run.yaml"
+    file.write_text("tensor_parallel_size: 4\nenable_expert_parallel: true\n")
+    common = ["eldr-sim", "run", "--config", str(file), "--num-requests", "20"]
+    common += ["--topology", "1P2D", "--output-len", "8"]
+
+    def output(*flags):
+        monkeypatch.setattr(sys, "argv", [*common, *flags])
+        main()
+        return capsys.readouterr().out
+
+    spread, sharded = output(), output("--no-enable-expert-parallel")
+    assert "1 prefill + 2 decode workers of 4 GPUs: 12 GPUs" in spread
+    assert "busiest GPU" in spread
+    assert "1 prefill + 2 decode workers of 4 GPUs: 12 GPUs" in sharded
+    assert "busiest GPU" not in sharded

@@ -1,0 +1,236 @@
+"""The cluster: arrivals, routers, hand-offs and transfers."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import numpy as np
+
+from eldr_sim.policies.base import RequestInfo
+
+from .engine import COLOCATED, DECODE, PREFILL, Pool, Worker
+from .experts import TraceSets, expert_set, prompt_sources, prompt_token_experts
+from .links import Links
+from .requests import Request
+
+
+class Twin:
+    """Takes what `Cluster` takes; `run` fills ``requests``, ``steps`` and ``gaps``."""
+
+    def __init__(
+        self, spec, model, workload, replay, prefill_policy, decode_policy, window, time_limit_s,
+        expert_masks=None, prompts=None, queue_keys=None,
+    ):  # fmt: skip
+        self.spec, self.model, self.time_limit_s = spec, model, time_limit_s
+        self.n_layers = spec.decode.step_time.n_moe_layers
+        self.now, self.order, self.events, self.todo = 0.0, 0, [], []
+        self.steps, self.gaps, self.reservations = [], [], 0
+        self.arrived = self.sent = self.in_flight = 0
+        self.requests = self.make_requests(workload, replay, window, prompts)
+        if queue_keys is not None:
+            for request, key in zip(self.requests, queue_keys, strict=True):
+                request.queue_key = key
+        self.open_measured = sum(request.measured for request in self.requests)
+        self.ranks = expert_masks is not None and [
+            [expert_set(rank, self.n_layers) for rank in worker] for worker in expert_masks
+        ]
+        self.pools = self.make_pools(workload, prompts is not None)
+        self.workers = [
+            [Worker(self, pool, pool.first + i) for i in range(pool.size)] for pool in self.pools
+        ]
+        self.policies = prefill_policy, decode_policy
+        self.loads = [np.zeros(pool.size, np.int64) for pool in self.pools]
+        self.links = Links(self)
+        if self.requests:
+            self.schedule(self.requests[0].arrival_s, lambda: self.arrive(0))
+
+    def make_pools(self, workload, own_experts):
+        spec = self.spec
+        colocated = spec.n_prefill == 0
+        caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
+        prefill = Pool(
+            PREFILL, 0, spec.n_prefill, spec.prefill,
+            prefix_caching=caching, own_experts=own_experts,
+            async_scheduling=spec.async_scheduling, capture_s=spec.capture_s,
+        )  # fmt: skip
+        decode = Pool(
+            COLOCATED if colocated else DECODE, spec.n_prefill, spec.n_decode, spec.decode,
+            prefix_caching=caching, own_experts=own_experts,
+            async_scheduling=spec.async_scheduling, capture_s=0.0,
+        )  # fmt: skip
+        return prefill, decode
+
+    def make_requests(self, workload, replay, window, prompts):
+        windows = [expert_set(row, self.n_layers) for row in replay.bits]
+        trace = None
+        if prompts is not None:
+            trace_layers = len(prompts.bits[0]) * self.n_layers // len(replay.bits[0])
+            rows = [expert_set(row, trace_layers) for row in prompts.bits]
+            trace = TraceSets(rows, trace_layers)
+        made = []
+        for i in range(len(workload)):
+            prompt, blocks = int(workload.prompt_len[i]), workload.blocks(i).tolist()
+            replayed = int(workload.decode_request[i])
+            first, span = int(replay.first_row[replayed]), int(replay.length[replayed])
+            offset = int(workload.replay_offset[i])
+            arrival = float(workload.arrival_s[i])
+            request = Request(
+                number=i,
+                arrival_s=arrival,
+                prompt=prompt,
+                output=int(workload.output_len[i]),
+                measured=window[0] <= arrival < window[1],
+                token_experts=[],
+                window=[windows[first + (offset + k) % span] for k in range(span)],
+                block_keys=self.block_keys(workload, prompt, blocks),
+                info=RequestInfo(i, prompt, int(workload.domain[i]), tuple(blocks)),
+            )
+            if trace is not None:
+                request.token_experts = [
+                    prompt_token_experts(prompts, trace, source, token, self.n_layers)
+                    for token, (source, _) in enumerate(prompt_sources(workload, i))
+                ]
+            made.append(request)
+        return made
+
+    def block_keys(self, workload, prompt, prefix_blocks):
+        """A full KV block is told by its number and the prefix block its last token lies in."""
+        size, prefix = self.spec.block_size, workload.prefix_block_tokens
+        keys = []
+        for number in range(prompt // size):
+            last = (number + 1) * size - 1
+            if prefix == 0 or last // prefix >= len(prefix_blocks):
+                break
+            keys.append((number, prefix_blocks[last // prefix]))
+        return keys
+
+    # --- events ---
+
+    def schedule(self, time, act, order=None):
+        """Events of one time happen in the order in which they were scheduled."""
+        if order is None:
+            self.order += 1
+            order = self.order
+        insort(self.events, (time, order, act), key=lambda event: event[:2])
+
+    def run(self):
+        """Run until all measured requests have ended, or to the time limit."""
+        while self.open_measured and self.events and self.events[0][0] < self.time_limit_s:
+            self.now, _, act = self.events.pop(0)
+            act()
+            self.settle()
+        for request in self.requests[: self.arrived]:
+            if not request.outcome:
+                request.outcome = (
+                    "unserved_at_time_limit" if self.open_measured else "run_ended_after_window"
+                )
+        return self
+
+    def arrive(self, number):
+        self.arrived = number + 1
+        if self.arrived < len(self.requests):
+            at = self.requests[self.arrived].arrival_s
+            self.schedule(at, lambda: self.arrive(number + 1))
+
+    def settle(self):
+        """Send whom the client may send, then do the next thing that the event has brought."""
+        while True:
+            limit = self.spec.max_concurrency
+            while self.sent < self.arrived and (limit is None or self.in_flight < limit):
+                self.send(self.requests[self.sent])
+            if not self.todo:
+                return
+            act, request = self.todo.pop(0)
+            act(request)
+
+    def send(self, request):
+        self.sent += 1
+        request.sent_s = self.now
+        reason = self.refusal(request)
+        if reason:
+            self.end(request, reason)
+            return
+        self.in_flight += 1
+        self.dispatch(request, 0 if self.spec.n_prefill else 1)
+
+    def refusal(self, request):
+        """Say why a request can never be served."""
+        size, tokens = self.spec.block_size, request.prompt + request.output
+        if tokens > self.spec.max_model_len:
+            return "exceeds_max_model_len"
+        if (
+            request.prompt > self.spec.prefill.n_blocks * size
+            or tokens > self.spec.decode.n_blocks * size
+        ):
+            return "exceeds_kv_cache"
+        return ""
+
+    def dispatch(self, request, pool):
+        """Let a router pick the worker."""
+        worker = self.policies[pool].select(request.info, self.loads[pool])
+        self.loads[pool][worker] += 1
+        if pool == 0:
+            request.prefill_worker = worker
+        else:
+            request.decode_worker = worker
+        self.workers[pool][worker].take(request)
+
+    def hand_over(self, request):
+        """Its prompt is computed: tell the router, which takes its time to pick a decode worker."""
+        self.report(request, 0)
+        delay = self.spec.routing_s + self.spec.routing_token_s * request.prompt
+        if delay == 0:
+            self.dispatch(request, 1)
+        else:
+            later = (lambda who: self.dispatch(who, 1)), request
+            self.schedule(self.now + delay, lambda: self.todo.append(later))
+
+    def complete(self, request):
+        self.report(request, 1)
+        self.in_flight -= 1
+        self.end(request, "completed")
+
+    def end(self, request, outcome):
+        request.outcome = outcome
+        self.open_measured -= request.measured
+
+    def report(self, request, pool):
+        if self.spec.load_report_delay_s == 0:
+            self.hear(request, pool)
+        else:
+            at = self.now + self.spec.load_report_delay_s
+            self.schedule(at, lambda: self.hear(request, pool))
+
+    def hear(self, request, pool):
+        worker = request.decode_worker if pool else request.prefill_worker
+        self.loads[pool][worker] -= 1
+        if pool and hasattr(self.policies[1], "on_complete"):
+            self.policies[1].on_complete(request.number, worker)
+
+    # --- transfers ---
+
+    def transfer_blocks(self, request):
+        """How many KV blocks a decode worker fetches: those of the prompt that it lacks."""
+        return -(-(request.prompt - request.decode_cached_tokens) // self.spec.block_size)
+
+    def fetch(self, request):
+        """Post the descriptors, one a block and KV tensor; then the bytes flow."""
+        request.transfer_start_s = self.now
+        self.reservations += 1
+        request.reserved = self.reservations
+        transfer, blocks = self.spec.transfer, self.transfer_blocks(request)
+        latency = transfer.setup_s + blocks * self.model.n_kv_tensors * transfer.descriptor_s
+        n_bytes = blocks * self.spec.block_size * self.model.kv_bytes_per_token
+        self.schedule(self.now + latency, lambda: self.links.begin(request, n_bytes))
+
+    def transferred(self, request):
+        """The prefill worker's blocks are free, and the request can decode."""
+        request.transfer_end_s = self.now
+        source = self.workers[0][request.prefill_worker]
+        source.release(request)
+        if source.new:
+            source.wake()
+        request.kv_here = True
+        target = self.workers[1][request.decode_worker]
+        target.publish(request, request.prompt)
+        target.take(request)

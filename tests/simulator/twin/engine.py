@@ -1,0 +1,329 @@
+"""An engine: who waits, who runs, and its steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from .kv_blocks import KVBlocks
+from .requests import Sequence
+from .step_seconds import step_seconds
+
+PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
+#: Steps start when all other events of their instant have happened, by worker.
+LAST = 1 << 60
+
+
+@dataclass
+class Pool:
+    """Settings of the workers of a pool."""
+
+    role: str
+    first: int
+    size: int
+    spec: object  #: EngineSpec
+    prefix_caching: bool
+    own_experts: bool
+    async_scheduling: bool
+    capture_s: float
+
+
+class Worker:
+    """vLLM's scheduler, ``vllm/v1/core/sched/scheduler.py``, ``Scheduler.schedule``."""
+
+    def __init__(self, twin, pool, number):
+        self.twin, self.pool, self.number = twin, pool, number
+        self.role, self.cost = pool.role, pool.spec.step_time.cost
+        self.blocks = KVBlocks(pool.spec.n_blocks)
+        self.ranks = twin.ranks[number] if twin.ranks else None
+        self.decoding, self.prefilling = [], []  # running: a token a step; contexts begun
+        self.new, self.arrived, self.preempted, self.late = [], [], [], []
+        self.joined = []  # decode for the first time in the next step
+        self.step_end = -math.inf
+        self.boundary_at = None
+        self.closed = False  # nobody joins the next step any more
+        self.decided = False  # there has been a boundary since the last step
+        self.due = False  # the start of a step is scheduled
+
+    # --- who waits ---
+
+    def take(self, request):
+        """Take a new request, or one whose KV cache has arrived."""
+        if self.pool.async_scheduling and self.running():
+            self.late.append(request)  # the next step is scheduled already
+        else:
+            self.queue(request)
+        self.wake()
+
+    def queue(self, request):
+        if request.kv_here:  # in the order in which their blocks were reserved
+            self.arrived.append(request)
+            self.arrived.sort(key=lambda other: other.reserved)
+        else:
+            self.new.append(request)
+            self.new.sort(key=lambda other: other.queue_key)  # equal ones stay as they came
+
+    def queue_late(self):
+        for request in self.late:
+            self.queue(request)
+        self.late = []
+
+    def wake(self):
+        """Look at the queues at the end of the step in progress, or now if there is none."""
+        at = max(self.twin.now, self.step_end)
+        if at != self.boundary_at:
+            self.boundary_at = at
+            self.twin.schedule(at, self.boundary)
+
+    def running(self):
+        return self.decoding + self.prefilling
+
+    # --- between two steps ---
+
+    def boundary(self):
+        """End, preempt, admit, plan."""
+        self.boundary_at, self.decided = None, True
+        self.end_sequences()
+        if not (self.running() or self.arrived or self.preempted or self.new):
+            self.queue_late()  # no step has been scheduled yet
+        if self.preempt():
+            self.fill()
+            self.closed = self.has_step()  # nobody is admitted in this step if there is one
+        if not self.closed:
+            self.admit()
+        if self.has_step():
+            self.start_when_all_have_come()
+        if self.late:
+            self.queue_late()
+            if self.has_step():
+                self.closed = True
+            else:  # the last sequence was preempted: nothing is scheduled after all
+                self.wake()
+
+    def end_sequences(self):
+        """Take out who has all tokens; on a prefill worker, whose prompt is computed."""
+        now, twin = self.twin.now, self.twin
+        if self.role == PREFILL:
+            done = [s for s in self.prefilling if s.cached == s.context]
+            self.prefilling = [s for s in self.prefilling if s not in done]
+            for sequence in done:  # its blocks are held until the decode worker has them
+                sequence.request.prefill_end_s = now
+                twin.todo.append((twin.hand_over, sequence.request))
+            return
+        done = [s for s in self.decoding if s.request.generated == s.request.output]
+        self.decoding = [s for s in self.decoding if s not in done]
+        for sequence in done:
+            sequence.request.finish_s = now
+            self.release(sequence.request)
+            twin.todo.append((twin.complete, sequence.request))
+
+    def preempt(self):
+        """Take sequences back, last joined first, until the others have the blocks they need."""
+        victims = 0
+        while not self.fits(0):
+            if self.prefilling:
+                request = self.prefilling.pop().request
+            else:
+                request = self.decoding.pop().request
+                request.last_token_s = self.twin.now
+            self.release(request)
+            request.preemptions += 1
+            self.preempted.insert(0, request)
+            victims += 1
+        return victims > 0
+
+    def admit(self):
+        """First who holds blocks already, then who lost them, then who is new."""
+        self.fill()
+        for queue, rule in (
+            (self.arrived, self.admit_arrived),
+            (self.preempted, self.admit_preempted),
+            (self.new, self.admit_new),
+        ):
+            while queue and self.is_open():
+                if not rule(queue[0]):
+                    return  # first come, first served
+                queue.pop(0)
+
+    def admit_arrived(self, request):
+        """Its KV cache is here but for the last prompt token, which is decoded."""
+        request.decode_start_s = self.twin.now
+        self.join(Sequence(request, request.prompt - 1, request.prompt - 1))
+        return True
+
+    def admit_preempted(self, request):
+        """It recomputes its context but for the last token, which is decoded."""
+        context = request.prompt - 1 + request.generated
+        cached = self.allocate(request, context + 1)
+        if cached is None:
+            return False
+        self.prefilling.append(Sequence(request, cached, context))
+        self.fill()
+        return True
+
+    def admit_new(self, request):
+        """It computes its prompt, or fetches it into the blocks reserved for it."""
+        cached = self.allocate(request, request.prompt)
+        if cached is None:
+            return False
+        if self.role == DECODE:
+            request.decode_cached_tokens = cached
+            self.twin.fetch(request)
+            return True
+        request.prefill_start_s = self.twin.now
+        request.cached_tokens = cached
+        if self.role == COLOCATED:
+            request.prefill_worker = request.decode_worker
+        context = request.prompt if self.role == PREFILL else request.prompt - 1
+        self.prefilling.append(Sequence(request, cached, context))
+        self.fill()
+        return True
+
+    def is_open(self):
+        """Whether the next step has a place and a token of its budget left."""
+        return len(self.running()) < self.pool.spec.max_num_seqs and self.budget() > 0
+
+    def budget(self):
+        chunks = sum(s.chunk for s in self.running())
+        return self.pool.spec.max_num_batched_tokens - len(self.decoding) - chunks
+
+    def fill(self):
+        """Fill the token budget with contexts to compute, the one begun first."""
+        for sequence in list(self.prefilling):
+            n = min(sequence.context - sequence.cached - sequence.chunk, self.budget())
+            sequence.chunk += n
+            self.publish(sequence.request, sequence.cached + sequence.chunk)
+            if sequence.cached + sequence.chunk < sequence.context:
+                return
+            if self.role != PREFILL:
+                if self.budget() == 0:
+                    return  # none left for the token to decode
+                self.prefilling.remove(sequence)
+                self.join(sequence)
+
+    def join(self, sequence):
+        """Let a sequence get a token in the next step."""
+        self.decoding.append(sequence)
+        self.joined.append(sequence)
+
+    def has_step(self):
+        return bool(self.decoding) or any(s.chunk for s in self.prefilling)
+
+    # --- KV blocks ---
+
+    def needs_block(self, sequence):
+        table = sequence.request.tables[self]
+        return sequence.context == len(table) * self.twin.spec.block_size
+
+    def fits(self, n):
+        """Whether ``n`` blocks are free beside those that the next tokens need."""
+        needed = sum(self.needs_block(s) for s in self.decoding)
+        return len(self.blocks.free) - n >= needed
+
+    def allocate(self, request, tokens):
+        """Take the blocks of a context; return its cached tokens, or None if too few are free."""
+        size, found = self.twin.spec.block_size, []
+        if self.pool.prefix_caching:
+            for key in request.block_keys[: (tokens - 1) // size]:  # one token must be computed
+                block = self.blocks.find(key)
+                if block is None:
+                    break
+                found.append(block)
+        new = -(-tokens // size) - len(found)
+        if not self.fits(new + sum(block.holders == 0 for block in found)):
+            return None
+        for block in found:
+            self.blocks.hold(block)
+        request.tables[self] = found + [self.blocks.take() for _ in range(new)]
+        return len(found) * size
+
+    def publish(self, request, tokens):
+        """Let others find the full blocks of the first ``tokens`` tokens."""
+        if self.pool.prefix_caching:
+            full = request.block_keys[: tokens // self.twin.spec.block_size]
+            for key, block in zip(full, request.tables[self], strict=False):
+                self.blocks.publish(block, key, request.number)
+
+    def release(self, request):
+        self.blocks.give_back(request.tables.pop(self))
+
+    # --- a step ---
+
+    def start_when_all_have_come(self):
+        """Start the next step behind all other events of its instant."""
+        if not self.due:
+            self.due = True
+            self.twin.schedule(max(self.twin.now, self.step_end), self.start, LAST + self.number)
+
+    def start(self):
+        if not self.decided:  # nothing was known to happen
+            self.boundary()
+        self.due = False
+        if self.has_step():
+            self.step()
+
+    def step(self):
+        """Run the step that is planned, which starts now."""
+        twin, now = self.twin, self.twin.now
+        batch = list(self.decoding)
+        for sequence in batch:
+            if self.needs_block(sequence):
+                sequence.request.tables[self].append(self.blocks.take())
+        chunked = [s for s in self.running() if s.chunk]
+        chunks = [(s.cached, s.chunk) for s in chunked]
+        context = sum(s.context + 1 for s in batch)
+        active, activated = self.count(self.experts(batch, chunked))
+        rows = len(batch) + sum(s not in batch for s in chunked)
+        seconds = step_seconds(
+            self.cost, self.pool.own_experts, len(batch), context, chunks, rows, activated
+        )
+        end = now + (seconds + self.pool.capture_s)
+        twin.steps.append(
+            {"start": now, "end": end, "context": context, "worker": self.number}
+            | {"batch": len(batch), "joined": len(self.joined), "active": active}
+            | {"busiest": sum(activated), "chunks": len(chunks)}
+            | {"chunk_tokens": sum(n for _, n in chunks)}
+        )
+        for sequence in chunked:
+            sequence.cached += sequence.chunk
+            sequence.chunk = 0
+        for sequence in batch:
+            sequence.cached = sequence.context = sequence.context + 1
+            sequence.request.generated += 1
+        for sequence in self.joined:
+            request = sequence.request
+            if request.first_token_s < 0:
+                request.first_token_s = end
+                if self.role == COLOCATED:
+                    request.prefill_end_s = request.decode_start_s = end
+            else:
+                twin.gaps.append((request.last_token_s, end))
+        self.step_end, self.decided, self.joined = end, False, []
+        if self.role == PREFILL:
+            ended = any(s.cached == s.context for s in self.prefilling)
+        else:
+            ended = any(s.request.generated == s.request.output for s in batch)
+        if ended or chunks or self.closed:
+            self.wake()
+        else:
+            self.start_when_all_have_come()
+        self.closed = False
+
+    def experts(self, batch, chunked):
+        """Return the (layer, expert) pairs that a step's tokens select."""
+        union = set()
+        for sequence in batch:
+            union |= sequence.request.decode_experts(sequence.request.generated)
+        if self.pool.own_experts:
+            for sequence in chunked:
+                for position in range(sequence.cached, sequence.cached + sequence.chunk):
+                    union |= sequence.request.experts(position)
+        return union
+
+    def count(self, union):
+        """Return the activated experts, and by layer those of the busiest rank."""
+        by_rank = [union] if self.ranks is None else [union & held for held in self.ranks]
+        counts = [Counter(layer for layer, _ in held) for held in by_rank]
+        layers = range(self.cost.n_moe_layers)
+        return len(union), [max(count[layer] for count in counts) for layer in layers]

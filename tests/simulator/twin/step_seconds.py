@@ -1,0 +1,47 @@
+"""What a step costs, from the tables of a ``StepCost``."""
+
+from __future__ import annotations
+
+
+def moe_seconds(layer_s, activated):
+    """Sum of the MoE layers, each by its activated experts on the busiest rank."""
+    return sum(layer_s[count] for count in activated)
+
+
+def decode_attention_seconds(cost, batch, context):
+    """By the mean context, linear between the knots and beyond them."""
+    knots = cost.attention_s[batch]
+    x = context / batch / cost.context_stride
+    left = min(int(x), len(knots) - 2)
+    return knots[left] + (knots[left + 1] - knots[left]) * (x - left)
+
+
+def chunk_attention_seconds(cost, chunks):
+    """All chunks together, but no less than the slowest one alone."""
+    together, alone = cost.prompt_floor_s, [cost.prompt_floor_s]
+    for cached, n in chunks:
+        end = cached + n
+        pairs = cost.prompt_share_s[end] - cost.prompt_share_s[cached]
+        together += max(pairs, cost.prompt_token_s * end)
+        alone.append(cost.prompt_floor_s + cost.prompt_alone_s[end] - cost.prompt_alone_s[cached])
+    return max(together, *alone)
+
+
+def step_seconds(cost, own_experts, batch, context, chunks, rows, activated):
+    """Seconds of a step: ``batch`` decodes and ``chunks``, pairs (cached tokens, new tokens).
+
+    lm_head is computed for ``rows`` sequences.
+    """
+    tokens = batch + sum(new for _, new in chunks)
+    seconds = cost.dense_s[tokens] + cost.collectives_s[tokens] + cost.host_s + cost.head_s[rows]
+    if not chunks:
+        seconds += moe_seconds(cost.moe_s[batch], activated)
+    elif own_experts:
+        seconds += moe_seconds(cost.mixed_moe_s[tokens], activated)
+    else:
+        seconds += cost.n_moe_layers * cost.uniform_moe_s[tokens]
+    if batch:
+        seconds += decode_attention_seconds(cost, batch, context)
+    if chunks:
+        seconds += chunk_attention_seconds(cost, chunks)
+    return seconds

@@ -1,0 +1,221 @@
+"""Request logs: three formats against hand-written files and independent readings of real ones."""
+
+import csv
+import datetime
+import json
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.readers import read_request_log
+
+from ..paths import SHARED
+
+REQUESTS = SHARED / "data" / "requests"
+
+
+def shared_log(name):
+    if not (REQUESTS / name).is_file():
+        pytest.skip(f"{name} is not here")
+    return REQUESTS / name
+
+
+def write(tmp_path, text, name="log"):
+    file = tmp_path / name
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return file
+
+
+def test_azure(tmp_path):
+    log = read_request_log(
+        write(
+            tmp_path,
+            (
+                "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+                "2023-11-16 18:15:46.6805900,374,44\r\n"
+                "2023-11-16 18:15:50.9951691,396,109\r\n"
+                "2023-11-16 18:15:51,5,0\r\n"
+                "2023-11-16 18:16:00,7,1"
+            ),
+        )
+    )
+    assert log.format == "azure"
+    assert log.arrival_s.tolist() == [0.0, 4.3145791, 13.31941]
+    assert log.prompt_len.tolist() == [374, 396, 7]
+    assert log.output_len.tolist() == [44, 109, 1]
+    assert log.n_dropped == 1
+    assert log.session.tolist() == [0, 1, 2]
+    assert log.prefix_block_tokens == 0
+    assert log.prefix_indptr.tolist() == [0, 0, 0, 0]
+
+
+def test_azure_2024_writes_a_zone(tmp_path):
+    log = read_request_log(
+        write(
+            tmp_path,
+            (
+                "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+                "2024-05-10 00:00:00.009930+00:00,2162,5\n"
+                "2024-05-10 02:00:01+02:00,2399,6\n"
+            ),
+        )
+    )
+    assert log.arrival_s.tolist() == [0.0, 0.99007]
+
+
+def test_burstgpt(tmp_path):
+    log = read_request_log(
+        write(
+            tmp_path,
+            (
+                "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+                "5,ChatGPT,472,18,490,Conversation log\n"
+                "45.5,GPT-4,1087,230,1317,Conversation log\n"
+                "118,ChatGPT,417,0,417,Conversation log\n"
+            ),
+        )
+    )
+    assert log.format == "burstgpt"
+    assert log.arrival_s.tolist() == [0.0, 40.5]
+    assert log.prompt_len.tolist() == [472, 1087]
+    assert log.n_dropped == 1
+
+
+def test_burstgpt_sessions(tmp_path):
+    log = read_request_log(
+        write(
+            tmp_path,
+            (
+                "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,"
+                "Total tokens,Log Type\n"
+                "3,s9,1,ChatGPT,10,1,11,Conversation log\n1,s2,1,ChatGPT,11,1,12,Conversation log\n"
+                "2,s9,1,ChatGPT,12,1,13,Conversation log\n"
+            ),
+        )
+    )
+    assert log.prompt_len.tolist() == [11, 12, 10]  # sorted by arrival
+    assert log.session.tolist() == [0, 1, 1]
+
+
+def test_mooncake(tmp_path):
+    log = read_request_log(
+        write(
+            tmp_path,
+            (
+                '{"timestamp": 1000, "input_length": 513, "output_length": 5, "hash_ids": [7, 9]}\n'
+                "\n"
+                '{"timestamp": 1500.25, "input_length": 1024, "output_length": 6, '
+                '"hash_ids": [7, 8]}\n'
+            ),
+        )
+    )
+    assert log.format == "mooncake"
+    assert log.arrival_s.tolist() == [0.0, 0.50025]
+    assert log.prefix_block_tokens == 512
+    assert log.prefix_hash.tolist() == [7, 9, 7, 8]
+    assert log.prefix_indptr.tolist() == [0, 2, 4]
+
+
+def test_mooncake_with_full_blocks_of_16_and_timestamp_ms(tmp_path):
+    hashes = list(range(2**64 - 3, 2**64))
+    log = read_request_log(
+        write(
+            tmp_path,
+            json.dumps(
+                {"timestamp_ms": 46.927, "input_length": 63, "output_length": 1, "hash_ids": hashes}
+            ),
+        )
+    )
+    assert log.prefix_block_tokens == 16
+    assert log.prefix_hash.tolist() == hashes
+
+
+def test_mooncake_without_hashes(tmp_path):
+    log = read_request_log(write(tmp_path, '{"timestamp":1,"input_length":2,"output_length":3}'))
+    assert log.prefix_block_tokens == 0
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n"
+MOONCAKE = '{"timestamp": 0, "input_length": 8, "output_length": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "unknown format, first line ''"),
+        ("a,b,c\n1,2,3\n", "unknown format.*Azure CSV.*BurstGPT CSV.*Mooncake"),
+        (AZURE + "yesterday,1,1\n", "line 3: got 'yesterday,1,1'"),
+        (AZURE + "2023-11-16 18:15:46,1.5,1\n", "line 3: got"),
+        (AZURE + "2023-11-16 18:15:46,1\n", "line 3: got"),
+        (AZURE + "2023-11-16 18:15:46,-1,1\n", "record 2: -1 prompt"),
+        (AZURE + "2023-11-16 18:15:46,1,99999999999\n", "record 2: 1 prompt and 99999999999"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
+        ("Timestamp,Request tokens,Response tokens\nnan,1,1\n", "line 2: got 'nan,1,1'"),
+        ("Timestamp,Request tokens,Response tokens\ninf,1,1\n", "line 2: got"),
+        ("Timestamp,Request tokens,Response tokens\n1,1,0\n", "holds no request"),
+        (MOONCAKE + "{oops\n", "line 2: got '{oops'"),
+        (MOONCAKE + "[1]\n", "line 2: got"),
+        (MOONCAKE + '{"timestamp": 0, "input_length": 8}\n', "line 2: got"),
+        (MOONCAKE + '{"timestamp": 0, "input_length": "8", "output_length": 1}\n', "line 2: got"),
+        (MOONCAKE + '{"timestamp": 0, "input_length": true, "output_length": 1}\n', "line 2: got"),
+        (MOONCAKE + '{"timestamp": NaN, "input_length": 8, "output_length": 1}\n', "line 2: got"),
+        ('{"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": 5}\n', "line 1: got"),
+        (
+            '{"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": ["x"]}',
+            "line 1: got",
+        ),
+        (
+            '{"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": [-1]}',
+            "hash id is out of range",
+        ),
+        (
+            '{"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": [1, 2, 3, 4, 5]}',
+            "fit no block size",
+        ),
+        (b"\xff\xfe\x00", "not UTF-8"),
+    ],
+)
+def test_bad_file_is_told_in_one_line(tmp_path, text, message):
+    with pytest.raises(InputError, match=message) as caught:
+        read_request_log(write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(InputError, match="No such file"):
+        read_request_log(tmp_path / "absent.csv")
+    with pytest.raises(InputError, match="Is a directory"):
+        read_request_log(tmp_path)
+
+
+def test_real_azure_log():
+    path = shared_log("azure2023_conv.csv")
+    log = read_request_log(path)
+    rows = list(csv.DictReader(path.open()))
+    assert len(log.arrival_s) + log.n_dropped == len(rows) == 19_366
+    times = [datetime.datetime.fromisoformat(r["TIMESTAMP"][:26]) for r in rows]
+    first = min(times)
+    seconds = sorted((t - first).total_seconds() for t in times)
+    np.testing.assert_allclose(log.arrival_s, seconds, atol=2e-6)  # datetime drops 100 ns digits
+    assert log.prompt_len.sum() == sum(int(r["ContextTokens"]) for r in rows)
+    assert log.output_len.sum() == sum(int(r["GeneratedTokens"]) for r in rows)
+    assert log.prompt_len.mean() == pytest.approx(1155, abs=0.5)
+    assert log.output_len.mean() == pytest.approx(211, abs=0.5)
+    assert len(log.arrival_s) / log.arrival_s[-1] == pytest.approx(5.5, abs=0.05)
+
+
+def test_real_mooncake_log():
+    log = read_request_log(shared_log("mooncake_conversation.jsonl"))
+    assert len(log.arrival_s) == 12_031
+    assert log.prefix_block_tokens == 512
+    blocks = len(log.prefix_hash)
+    assert 1 - len(np.unique(log.prefix_hash)) / blocks == pytest.approx(0.366, abs=0.001)
+    assert (np.diff(log.prefix_indptr) == -(-log.prompt_len // 512)).all()
+
+
+def test_real_small_block_log():
+    log = read_request_log(shared_log("llmservingsim_sharegpt_300.jsonl"))
+    assert len(log.arrival_s) == 300
+    assert log.prefix_block_tokens == 16
+    assert (np.diff(log.prefix_indptr) == log.prompt_len // 16).all()

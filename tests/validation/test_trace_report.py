@@ -1,0 +1,164 @@
+"""`trace inspect` and `trace pack`: what they print; folders that appear whole or not at all."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.writer import write_trace
+from eldr_sim.validation import trace_report
+
+from ..paths import GOLDEN
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Thirty-two ranked requests of two domains, each with a taste of its own."""
+    rng = np.random.default_rng(7)
+    domain = np.arange(32) % 2
+    taste = np.ones((2, 3, 12))
+    taste[0, :, :4] = taste[1, :, 4:8] = 0.2
+    rows = np.repeat(domain, 10)
+    ids = np.argsort(rng.exponential(taste[rows]), axis=-1)[..., :4]
+    return write_trace(
+        tmp_path / "tiny",
+        experts=ids,
+        request_id=[f"r{i}" for i in range(32)],
+        domain=[("code", "prose")[d] for d in domain],
+        prompt_len=[6] * 32,
+        output_len=[4] * 32,
+        is_calibration=np.arange(32) < 16,
+        model="tiny",
+        n_experts=12,
+        domains=["code", "prose"],
+        captured_by="test",
+        source_data="drawn",
+        tool_versions={},
+        provenance="synthetic",
+        rank_groups=[1] * 4,
+    )
+
+
+def check_golden(name, text):
+    """Compare with ``golden/name``; to renew it, delete the file and run twice."""
+    path = GOLDEN / name
+    lines = "".join(line.rstrip() + "\n" for line in text.splitlines())
+    if not path.exists():
+        path.write_text(lines)
+        pytest.fail(f"{path} was missing: written anew, read it before you commit it")
+    assert lines == path.read_text()
+
+
+def test_inspect_is_golden(tiny, run_cli):
+    code, out, err = run_cli("trace", "inspect", tiny.path)
+    assert (code, err) == (0, "")
+    check_golden("trace_inspect_tiny.txt", out)
+
+
+PARTS = [
+    "copies",
+    "distinct_experts",
+    "domain_divergence",
+    "expert_heatmap",
+    "load_skew",
+    "next_layer",
+    "prefill_decode",
+]
+
+
+def test_report_is_whole(tiny, run_cli, tmp_path):
+    code, out, err = run_cli("trace", "inspect", tiny.path, "--out", tmp_path / "r", "--plot")
+    assert (code, err) == (0, "")
+    assert out.endswith(f"Wrote {tmp_path / 'r'}\n")
+    names = sorted(p.name for p in (tmp_path / "r").iterdir())
+    assert names == sorted(
+        [f"{p}.{k}" for p in PARTS for k in ("csv", "png")] + ["statistics.json"]
+    )
+    figures = json.loads((tmp_path / "r" / "statistics.json").read_text())
+    assert figures["manifest"]["model"] == "tiny"
+    assert set(figures["rho"]) == {"all"}
+
+    # Each share of the heat map, from the rows themselves.
+    with (tmp_path / "r" / "expert_heatmap.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 3 * 12
+    for row in rows[::5]:
+        layer, expert = int(row["layer"]), int(row["expert"])
+        share = {}
+        for d, name in enumerate(tiny.domains):
+            decoded = [tiny.experts[10 * q + 6 : 10 * q + 10, layer] for q in range(d, 32, 2)]
+            share[name] = np.mean([(ids == expert).any(axis=1) for ids in decoded])
+        assert float(row["share"]) == pytest.approx(share[row["domain"]], abs=1e-6)
+        mean = np.mean(list(share.values()))
+        over = share[row["domain"]] / mean if mean else 0
+        assert float(row["over_mean"]) == pytest.approx(over, abs=1e-4)
+
+    before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir() if p.suffix != ".png"}
+    code, _, err = run_cli("trace", "inspect", tiny.path, "--out", tmp_path / "r")
+    assert code == 2
+    assert "exists" in err
+    run_cli("trace", "inspect", tiny.path, "--out", tmp_path / "r", "--force")
+    assert before == {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
+
+
+def test_report_without_pictures_and_prompts(tiny, run_cli, tmp_path):
+    decodes = [row for q in range(32) for row in range(10 * q + 6, 10 * q + 10)]
+    write_trace(
+        tmp_path / "decodes",
+        experts=tiny.experts[decodes],
+        request_id=tiny.request_id,
+        domain=["only"] * 32,
+        prompt_len=[6] * 32,
+        output_len=[4] * 32,
+        is_calibration=[False] * 32,
+        model="tiny",
+        n_experts=12,
+        domains=["only"],
+        captured_by="test",
+        source_data="drawn",
+        tool_versions={},
+        provenance="synthetic",
+        prompt_rows=False,
+    )
+    code, out, err = run_cli("trace", "inspect", tmp_path / "decodes", "--out", tmp_path / "r")
+    assert (code, err) == (0, "")
+    assert "Decode-only" in out
+    names = sorted(p.name for p in (tmp_path / "r").iterdir())
+    assert names == sorted([f"{p}.csv" for p in PARTS[:-1]] + ["statistics.json"])
+
+
+def test_failed_picture_leaves_nothing(tiny, run_cli, tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(trace_report, "_draw_load", broken)
+    with pytest.raises(RuntimeError, match="no ink"):
+        run_cli("trace", "inspect", tiny.path, "--out", tmp_path / "r", "--plot")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny"]
+
+
+@pytest.mark.parametrize("flag", ["--plot", "--force"])
+def test_flags_need_out(tiny, run_cli, flag):
+    code, _, err = run_cli("trace", "inspect", tiny.path, flag)
+    assert code == 2
+    assert f"{flag} without --out" in err
+
+
+def test_pack_command(tiny, run_cli, tmp_path):
+    code, out, _ = run_cli(
+        "trace", "pack", tiny.path, "--out", tmp_path / "p", "--rank-groups", "2,2"
+    )
+    assert code == 0
+    assert out.startswith(f"Wrote {tmp_path / 'p'}: 0.00 MB of expert ids")
+    packed = open_trace(tmp_path / "p")
+    assert packed.manifest.rank_groups == [2, 2]
+    for groups, problem in (("2;2", "'2;2'"), ("3,3", "sum to top_k 4"), ("2", "sum to top_k 4")):
+        code, _, err = run_cli(
+            "trace", "pack", tiny.path, "--out", tmp_path / "q", "--rank-groups", groups
+        )
+        assert code == 2
+        assert problem in err
+        assert err.count("\n") == 1
+    assert not (tmp_path / "q").exists()
