@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import progress_bar
+from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.hf import capture_transformers, load_model
 from eldr_sim.traces.capture.prompts import Prompt, read_prompts, tokenize
@@ -130,7 +131,7 @@ def transformers(
 
 @capture.command()
 @_generation_options
-@click.option("--tensor-parallel-size", type=int, default=1, show_default=True)
+@click.option(*TENSOR_PARALLEL_SIZE, type=int, default=1, show_default=True)
 @click.option("--max-model-len", type=int, help="Longest sequence; the model's own by default.")
 @click.option(
     "--method",

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from eldr_sim.cli.completion import complete
+from eldr_sim.cli.completion import policies as policy_names
 from eldr_sim.cli.console import difference_cell, print_table, progress_bar
+from eldr_sim.cli.groups import GroupedCommand
 from eldr_sim.cli.options import check_out, config_from_options, run_options
-from eldr_sim.planning.compare import MARKER, Comparison
-from eldr_sim.planning.compare import compare as compare_policies
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.catalogue import HEADLINE, label
-from eldr_sim.simulator.metrics import warnings_of
+
+if TYPE_CHECKING:
+    from eldr_sim.planning.compare import Comparison
 
 
-@click.command(short_help="Compare policies on the same requests.")
+@click.command(cls=GroupedCommand, short_help="Compare policies on the same requests.")
 @click.option(
     "--policy",
     "--policies",
@@ -26,6 +29,7 @@ from eldr_sim.simulator.metrics import warnings_of
     default=("random,round_robin,jsq,p2c,domain,eldr",),
     show_default=True,
     metavar="NAME,NAME,...",
+    shell_complete=complete(policy_names("decode"), listed=True),
     help="Decode policies, with parameters as in eldr:tau=0.2; once with a list, or repeated. "
     "round_robin is added as the reference where it is missing.",
 )
@@ -43,6 +47,11 @@ def compare(
     **options: Any,
 ) -> None:
     """Run policies over the same requests; print differences with 95% confidence intervals."""
+    # The simulator takes long to import: --help and completion do without.
+    from eldr_sim.planning.compare import MARKER
+    from eldr_sim.planning.compare import compare as compare_policies
+    from eldr_sim.simulator.metrics import warnings_of
+
     config = config_from_options(options)
     check_out(out, force, MARKER)
     names = [name for text in policies for name in split(text)]

@@ -9,23 +9,27 @@ from typing import Any
 
 import click
 
+from eldr_sim.cli.completion import complete, traces, workloads
 from eldr_sim.errors import InputError
-from eldr_sim.policies.artifact import fit as fit_artifact
 from eldr_sim.policies.clustering import METHODS
 from eldr_sim.policies.signature import TRANSFORMS, parse_layer_mask, score_of
-from eldr_sim.simulator.results import check_output
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
-from eldr_sim.validation.signature_report import measured_fits, signature_report
+from eldr_sim.traces.manifest import DEFAULT_TRACE
 
 
 @click.command(short_help="Fit ELDR's routing artifact.")
-@click.option("--trace", default=DEFAULT_TRACE, show_default=True, metavar="NAME|DIR")
+@click.option(
+    "--trace",
+    default=DEFAULT_TRACE,
+    show_default=True,
+    metavar="NAME|DIR",
+    shell_complete=complete(traces, "dir"),
+)
 @click.option(
     "--workload",
     default="task",
     show_default=True,
     metavar="task|language|FILE",
+    shell_complete=complete(workloads, "file"),
     help="Whose domain mix the calibration requests follow.",
 )
 @click.option("--decoders", type=int, required=True, help="Decode workers, one centroid each.")
@@ -74,6 +78,13 @@ def fit(
     **options: Any,
 ) -> None:
     """Fit ELDR's routing artifact: IDF weights, layer mask and one centroid a decode worker."""
+    # The compiler takes long to import: --help and completion do without.
+    from eldr_sim.policies.artifact import fit as fit_artifact
+    from eldr_sim.simulator.results import check_output
+    from eldr_sim.traces.calibration import calibration_set
+    from eldr_sim.traces.format import open_trace
+    from eldr_sim.validation.signature_report import measured_fits, signature_report
+
     if out.exists() and not force:
         raise InputError("out", f"{out} exists", "a new file, or --force")
     if report is not None:

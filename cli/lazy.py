@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 __all__ = ["LazyGroup"]
 
@@ -42,6 +45,17 @@ class LazyGroup(click.Group):
             command = getattr(import_module(f"eldr_sim.cli.{module}"), attribute)
             self.add_command(command, cmd_name)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the commands' names, and options, without a call of `get_command` above."""
+        from click.shell_completion import CompletionItem
+
+        found = [
+            CompletionItem(name, help=command.get_short_help_str())
+            for name, command in sorted(self.commands.items())
+            if name.startswith(incomplete) and not command.hidden
+        ]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands; a plain group does so without a call of `get_command` above."""

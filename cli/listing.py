@@ -9,12 +9,22 @@ from pathlib import Path
 
 import click
 
+from eldr_sim.cli.completion import complete
+from eldr_sim.cli.completion import gpus as gpu_names
+from eldr_sim.cli.completion import models as model_names
 from eldr_sim.cli.console import print_table
+from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 
 
 @click.command(short_help="List the known GPUs.")
-@click.option("--model", default="Qwen3-30B-A3B", show_default=True, metavar="NAME|PATH")
+@click.option(
+    "--model",
+    default="Qwen3-30B-A3B",
+    show_default=True,
+    metavar="NAME|PATH",
+    shell_complete=complete(model_names, "file"),
+)
 def gpus(model: str) -> None:
     """List the known GPUs and how well a model's step times are known on each."""
     from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
@@ -129,10 +139,16 @@ def list_tables() -> None:
 
 
 @tables.command("import")
-@click.option("--gpu", required=True, metavar="NAME")
-@click.option("--model", default=None, metavar="NAME|PATH", help="Tables of this model's shapes.")
+@click.option("--gpu", required=True, metavar="NAME", shell_complete=complete(gpu_names))
 @click.option(
-    "--tensor-parallel-size",
+    "--model",
+    default=None,
+    metavar="NAME|PATH",
+    help="Tables of this model's shapes.",
+    shell_complete=complete(model_names, "file"),
+)
+@click.option(
+    *TENSOR_PARALLEL_SIZE,
     type=int,
     default=1,
     show_default=True,

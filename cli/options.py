@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
+from eldr_sim.cli.completion import (
+    Completer,
+    complete,
+    gpus,
+    models,
+    policies,
+    traces,
+    workloads,
+)
+from eldr_sim.cli.spellings import ALIASES
 from eldr_sim.errors import InputError
+from eldr_sim.policies.choice import BUILT_IN, FIELDS
 from eldr_sim.simulator.config import Pool, RunConfig, make_config, read_config, set_field
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -16,6 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: Fields that are mappings: ``goodput`` and the pools have options of their own, the mix is for
 #: files.
 _MAPPINGS = ("goodput", "domain_mix", "prefill", "decode")
+#: Fields that choose a policy, and for which decision.
+_DECISIONS = {field: decision for decision, field in FIELDS.items()}
 #: Options of one pool's workers, such as ``prefill_gpu``, and the fields they stand for.
 _POOL_OPTIONS = {
     f"{role}_{name}": (role, name) for role in ("prefill", "decode") for name in Pool.model_fields
@@ -35,9 +48,9 @@ def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
                 click.option(
                     "--goodput",
                     multiple=True,
-                    metavar="METRIC:MS",
-                    help="Service level of a good request, such as ttft:500 (also tpot, e2el); "
-                    "repeat for more.",
+                    metavar="METRIC:MS,...",
+                    help="Service level of a good request, ms: ttft:500,tpot:30 (also e2el); once "
+                    "with a list, or repeated.",
                 )
             )
         options.append(
@@ -58,9 +71,13 @@ def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
 
 
 def _pool_option(option: str) -> Callable[[F], F]:
-    role, name = _POOL_OPTIONS[option]
-    text = f"{Pool.model_fields[name].description} Of the {role} workers, where it is another."
-    return click.option("--" + option.replace("_", "-"), metavar=_metavar(name), help=text)
+    _, name = _POOL_OPTIONS[option]
+    return click.option(
+        "--" + option.replace("_", "-"),
+        metavar=_metavar(name),
+        help=Pool.model_fields[name].description,
+        shell_complete=_completer(name),
+    )
 
 
 def _option(name: str) -> Callable[[F], F]:
@@ -68,7 +85,35 @@ def _option(name: str) -> Callable[[F], F]:
     if RunConfig.model_fields[name].annotation is bool:
         flag = f"{flag}/--no-{flag[2:]}"
         return click.option(flag, name, default=None, help=_help(name))
-    return click.option(flag, name, metavar=_metavar(name), help=_help(name))
+    return click.option(
+        flag,
+        *ALIASES.get(name, ()),
+        name,
+        metavar=_metavar(name),
+        help=_help(name),
+        shell_complete=_completer(name),
+    )
+
+
+def _completer(name: str) -> Completer | None:
+    if choices := _choices(name):
+        return complete(lambda: choices)
+    if name in _DECISIONS:
+        return complete(policies(_DECISIONS[name]))
+    return {
+        "model": complete(models, "file"),
+        "gpu": complete(gpus, "file"),
+        "trace": complete(traces, "dir"),
+        "workload": complete(workloads, "file"),
+        "tables": complete(tuple, "dir"),
+    }.get(name)
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    """Return the words that a field may be, where these are all that it may be."""
+    field = RunConfig.model_fields.get(name)
+    annotation = None if field is None else field.annotation
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def config_from_options(options: dict[str, Any]) -> RunConfig:
@@ -81,7 +126,9 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
         set_field(values, ".".join(_POOL_OPTIONS[option]), given.pop(option))
     values |= given
     if bounds:
-        values["goodput"] = dict(_bound(text) for text in bounds)
+        from eldr_sim.planning.slo import parse_slo  # NumPy: --help does without
+
+        values["goodput"] = parse_slo(bounds, "goodput").model_dump(exclude_none=True)
     return make_config(values)
 
 
@@ -95,29 +142,20 @@ def check_out(out: Path | None, force: bool, marker: str = "summary.json") -> No
         raise InputError("force", "--force without --out", "--out DIR beside it")
 
 
-def _bound(text: str) -> tuple[str, str]:
-    name, colon, bound = text.partition(":")
-    if not colon:
-        raise InputError("goodput", repr(text), "METRIC:MS, such as ttft:500")
-    return name, bound
-
-
 def _metavar(name: str) -> str:
+    if choices := _choices(name):
+        return "|".join(choices)
+    if name in _DECISIONS:
+        return "NAME[:PARAMETER=VALUE,...]"
     return {
         "topology": "xPyD|xC",
         "workload": "task|language|FILE",
         "trace": "NAME|DIR",
         "tables": "DIR",
-        "trace_replay": "own|same_domain",
-        "prompts": "unique|shared",
-        "kv_transfer": "ideal|observed",
-        "expert_placement": "linear|eldr",
         "tensor_parallel_size": "N",
         "output_len": "N|recorded",
         "model": "NAME|PATH",
         "gpu": "NAME",
-        "policy": "NAME[:PARAMETER=VALUE,...]",
-        "prefill_policy": "NAME[:PARAMETER=VALUE,...]",
         "seed": "N",
     }.get(name, "N" if name.startswith(("max_", "num_", "block")) else "NUMBER")
 
@@ -125,4 +163,6 @@ def _metavar(name: str) -> str:
 def _help(name: str) -> str:
     field = RunConfig.model_fields[name]
     text = (field.description or "").replace("``", "")
+    if name in _DECISIONS:
+        text += f" Built in: {', '.join(BUILT_IN[_DECISIONS[name]])}."
     return text if field.default is None else f"{text}  [default: {field.default}]"

@@ -4,43 +4,52 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from eldr_sim.cli.completion import complete
+from eldr_sim.cli.completion import gpus as gpu_names
+from eldr_sim.cli.completion import policies as policy_names
 from eldr_sim.cli.console import interval_text, print_table, run_counter
+from eldr_sim.cli.groups import GroupedCommand
 from eldr_sim.cli.options import check_out, config_from_options, run_options
+from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
-from eldr_sim.planning.plan import Plan, per_gpu, per_user
-from eldr_sim.planning.plan import plan as plan_cluster
-from eldr_sim.planning.plan_files import MARKER
-from eldr_sim.planning.rates import RatePlan, plan_rate
-from eldr_sim.planning.runs import Summary
-from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
-from eldr_sim.planning.trial import Trial
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.catalogue import label
-from eldr_sim.simulator.metrics import warnings_of
+
+if TYPE_CHECKING:
+    from eldr_sim.planning.plan import Plan
+    from eldr_sim.planning.rates import RatePlan
+    from eldr_sim.planning.runs import Summary
+    from eldr_sim.planning.slo import Objective
+    from eldr_sim.planning.trial import Trial
 
 
-@click.command(short_help="Find the cheapest cluster that meets an SLO.")
+@click.command(cls=GroupedCommand, short_help="Find the cheapest cluster that meets an SLO.")
 @click.option(
     "--slo", multiple=True, required=True, metavar="METRIC:MS,...",
-    help="Bounds that a good request keeps, such as ttft:500,tpot:30 (also e2el), ms.",
+    help="Bounds that a good request keeps, ms: ttft:500,tpot:30 (also e2el); once with a list, "
+    "or repeated.",
 )  # fmt: skip
 @click.option(
     "--attainment", type=float, default=0.99, show_default=True,
     help="Share of the requests that must be good.",
 )  # fmt: skip
-@click.option("--gpu", "gpus", metavar="NAME,...", help="GPUs to choose from.  [default: H100]")
+@click.option(
+    "--gpu", "gpus", metavar="NAME,...", help="GPUs to choose from.  [default: H100]",
+    shell_complete=complete(gpu_names, "file", listed=True),
+)  # fmt: skip
 @click.option(
     "--policy", "--policies", "policies", multiple=True, metavar="NAME,...",
     help="Decode policies to choose from; once with a list, or repeated.",
+    shell_complete=complete(policy_names("decode"), listed=True),
 )  # fmt: skip
 @click.option("--max-gpus", type=int, default=64, show_default=True, help="Most GPUs of a cluster.")
 @click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU.")
 @click.option(
-    "--tensor-parallel-size", "sizes", metavar="N,...",
+    *TENSOR_PARALLEL_SIZE, "sizes", metavar="N,...",
     help="GPUs of a worker to choose from.  [default: the fewest that hold the model, more where "
     "the SLO takes them]",
 )  # fmt: skip
@@ -77,6 +86,12 @@ def plan(
     With --topology find the highest rate that this cluster carries within the SLO. Exit code 1
     says that there is none.
     """
+    # The simulator takes long to import: --help and completion do without.
+    from eldr_sim.planning.plan import plan as plan_cluster
+    from eldr_sim.planning.plan_files import MARKER
+    from eldr_sim.planning.rates import RatePlan, plan_rate
+    from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
+
     objective = Objective(parse_slo(slo), attainment, looks_up_to(seeds))
     rate = options.get("request_rate")
     if topology is not None:
@@ -109,7 +124,7 @@ def plan(
             found = plan_rate(config, objective, progress=count, **chosen)
     if out is not None:
         found.write(out, force=force)
-    is_found = _print_plan(found) if isinstance(found, Plan) else _print_rates(found)
+    is_found = _print_rates(found) if isinstance(found, RatePlan) else _print_plan(found)
     click.echo(f"{len(found.runs)} simulated runs")
     if out is not None:
         click.echo(f"Wrote {out}")
@@ -215,6 +230,8 @@ def _price_column(plan: Plan) -> list[str]:
 
 
 def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
+    from eldr_sim.planning.plan import per_gpu, per_user
+
     config = trial.config
     prices = [config.price_per_hour, trial.mean("cost_per_million_output_tokens")]
     return [
@@ -293,6 +310,8 @@ def _print_rates(plan: RatePlan) -> bool:
 
 
 def _print_assumptions(summary: Summary) -> None:
+    from eldr_sim.simulator.metrics import warnings_of
+
     trace = summary["trace"]
     _line("Step times", f"{summary['weakest_provenance']} at the weakest")
     _line("Routing", f"{trace['name']} ({trace['provenance']}), {trace['layers']}")

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from eldr_sim.cli.completion import complete
+from eldr_sim.cli.completion import models as model_names
 from eldr_sim.cli.console import print_table, progress_bar
+from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
@@ -35,6 +38,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> fl
     show_default=True,
     metavar="NAME|PATH,...",
     help="Models whose kernels to measure.",
+    shell_complete=complete(model_names, "file", listed=True),
 )
 @click.option("--device", default="cuda", show_default=True, metavar="cuda|cpu")
 @click.option("--budget", callback=_seconds, default="5m", show_default=True, metavar="TIME")
@@ -47,7 +51,7 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> fl
     help="Some of moe, moe-vllm, attention, gemm, elementwise, collectives, nixl, host-gap.",
 )
 @click.option(
-    "--tensor-parallel-size",
+    *TENSOR_PARALLEL_SIZE,
     type=int,
     default=1,
     show_default=True,

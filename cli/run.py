@@ -10,11 +10,12 @@ from typing import Any
 import click
 
 from eldr_sim.cli.console import print_summary, progress_bar
+from eldr_sim.cli.groups import GroupedCommand
 from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.errors import InputError
 
 
-@click.command(short_help="Simulate one cluster.")
+@click.command(cls=GroupedCommand, short_help="Simulate one cluster.")
 @run_options()
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the result.")
 @click.option("--force", is_flag=True, help="Replace the result in --out.")

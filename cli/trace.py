@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from eldr_sim.cli.completion import complete, traces
 from eldr_sim.cli.console import print_table
 from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.errors import InputError
-from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, builtin_traces, open_trace
-from eldr_sim.traces.importers import DECODE_ONLY, import_trace
+from eldr_sim.traces.manifest import DEFAULT_TRACE, builtin_traces
 from eldr_sim.traces.recordings import READERS
-from eldr_sim.traces.writer import pack_trace
 
 if TYPE_CHECKING:
+    from eldr_sim.traces.format import RoutingTrace
     from eldr_sim.traces.statistics import TraceStatistics
 
 
@@ -39,6 +39,8 @@ def trace() -> None:
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
 def list_traces(folders: tuple[Path, ...]) -> None:
     """List the embedded traces and those in FOLDERS."""
+    from eldr_sim.traces.format import open_trace
+
     names = [*builtin_traces(), *(str(folder) for folder in folders)]
     rows = []
     for name in names:
@@ -70,7 +72,12 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 
 
 @trace.command()
-@click.argument("name", default=DEFAULT_TRACE, metavar="[NAME|DIR]")
+@click.argument(
+    "name",
+    default=DEFAULT_TRACE,
+    metavar="[NAME|DIR]",
+    shell_complete=complete(traces, "dir"),
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 @click.option(
     "--out",
@@ -84,6 +91,8 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     """Validate a trace and print what is in it."""
     # Much to import, which the other commands do without.
     from eldr_sim.cli.options import check_out
+    from eldr_sim.traces.format import open_trace
+    from eldr_sim.traces.importers import DECODE_ONLY
     from eldr_sim.validation.trace_report import MARKER, inspect_trace, write_trace_report
 
     if plot and out is None:
@@ -162,6 +171,8 @@ def import_(file: Path, out: Path, **options: Any) -> None:
     FILE is a NumPy archive, a Parquet file, JSON lines with the routed_experts of vLLM or SGLang,
     or the folder of a GPT-OSS expert fingerprint; docs/formats.md describes them.
     """
+    from eldr_sim.traces.importers import DECODE_ONLY, import_trace
+
     opened = import_trace(file, out, tool_versions={}, **options)
     click.echo(
         f"Wrote {out}: {opened.n_requests} requests, {opened.manifest.n_tokens} tokens, "
@@ -172,7 +183,7 @@ def import_(file: Path, out: Path, **options: Any) -> None:
 
 
 @trace.command()
-@click.argument("name", metavar="NAME|DIR")
+@click.argument("name", metavar="NAME|DIR", shell_complete=complete(traces, "dir"))
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
 @click.option(
     "--rank-groups",
@@ -183,6 +194,9 @@ def import_(file: Path, out: Path, **options: Any) -> None:
 @click.option("--force", is_flag=True, help="Replace DIR.")
 def pack(name: str, out: Path, rank_groups: str | None, force: bool) -> None:
     """Write a trace again with its expert ids compressed."""
+    from eldr_sim.traces.format import open_trace
+    from eldr_sim.traces.writer import pack_trace
+
     source = open_trace(name)
     try:
         groups = None if rank_groups is None else [int(size) for size in rank_groups.split(",")]

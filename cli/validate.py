@@ -12,6 +12,7 @@ from pyarrow import csv
 
 from eldr_sim.cli.console import print_table, progress_bar, task_bar
 from eldr_sim.cli.options import check_out
+from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.validation.live.campaign import Campaign, record_campaign
@@ -166,7 +167,7 @@ def _cell(value: object) -> str:
     help="Model with a config.json; by default a small random one is made in --out.",
 )
 @click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True)
+@click.option(*TENSOR_PARALLEL_SIZE, type=click.IntRange(1), default=1, show_default=True)
 @click.option("--max-model-len", type=click.IntRange(64), default=2048, show_default=True)
 @click.option("--max-num-seqs", type=click.IntRange(1), default=32, show_default=True)
 @click.option("--max-num-batched-tokens", type=click.IntRange(64), default=512, show_default=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from eldr_sim.cli.console import difference_cell, print_table, progress_bar
 from eldr_sim.cli.options import check_out
-from eldr_sim.planning.what_if import MARKER, Change, read_base
-from eldr_sim.planning.what_if import what_if as make_what_if
 from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.metrics import warnings_of
+
+if TYPE_CHECKING:
+    from eldr_sim.planning.what_if import Change
 
 
 @click.command("what-if", short_help="Change one thing at a time in a run.")
@@ -40,6 +41,11 @@ def what_if(
 
     Base and changes run under the same seeds; differences come with 95% confidence intervals.
     """
+    # The simulator takes long to import: --help and completion do without.
+    from eldr_sim.planning.what_if import MARKER, read_base
+    from eldr_sim.planning.what_if import what_if as make_what_if
+    from eldr_sim.simulator.metrics import warnings_of
+
     config = make_config(read_base(base))
     check_out(out, force, MARKER)
     with progress_bar("what if") as update:

@@ -26,6 +26,7 @@ from eldr_sim.simulator.config import ServiceLevel
 # What every run here has in common; a field has the name of its option, with underscores.
 base = RunConfig(topology="2P4D", request_rate=20, duration=10, warmup=4, output_len=128)
 result = simulate(base.replace(policy="eldr"))  # or policy="eldr:tau=0.2"
+print(result)  # every result prints a few figures; notebooks show them as a table
 summary = result.summary  # the fields of `vllm bench serve`, see docs/metrics.md
 print(summary["label"])
 print(f"  median TPOT      {summary['median_tpot_ms']:7.2f} ms")

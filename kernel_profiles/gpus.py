@@ -6,6 +6,7 @@ Facts live in ``data/gpus.json``, each with its source.
 from __future__ import annotations
 
 import json
+import os
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -100,7 +101,7 @@ def list_gpus() -> list[str]:
     return list(_registry())
 
 
-def load_gpu(name: str | Path) -> GPU:
+def load_gpu(name: str | os.PathLike[str]) -> GPU:
     """Find a GPU by name or alias (case, spaces, hyphens and underscores do not matter).
 
     A device that is not listed is the path of a ``gpu.json``, or of the folder that holds one, as
@@ -116,12 +117,12 @@ def load_gpu(name: str | Path) -> GPU:
         return "".join(character for character in text.lower() if character.isalnum())
 
     for gpu in _registry().values():
-        if key(str(name)) in {key(known) for known in (gpu.name, *gpu.aliases)}:
+        if key(os.fspath(name)) in {key(known) for known in (gpu.name, *gpu.aliases)}:
             return gpu
     path = Path(name)
     path = path / "gpu.json" if path.is_dir() else path
     if not path.is_file():
-        raise InputError("gpu", f"unknown GPU {str(name)!r}", ", ".join(list_gpus()))
+        raise InputError("gpu", f"unknown GPU {os.fspath(name)!r}", ", ".join(list_gpus()))
     try:
         return GPU.model_validate_json(path.read_bytes())
     except OSError as error:

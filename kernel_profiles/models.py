@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -330,7 +331,7 @@ def list_models() -> list[str]:
     return list(_registry())
 
 
-def load_model(name: str | Path) -> ModelDims:
+def load_model(name: str | os.PathLike[str]) -> ModelDims:
     """Dimensions of a shipped model, or of a Hugging Face configuration on disk.
 
     Parameters
@@ -344,7 +345,7 @@ def load_model(name: str | Path) -> ModelDims:
     InputError
         Neither a known name nor a readable configuration of a MoE model.
     """
-    wanted = str(name).lower()
+    wanted = os.fspath(name).lower()
     for dims in _registry().values():
         if wanted in (dims.name.lower(), dims.hf_id.lower()):
             return dims
@@ -352,7 +353,7 @@ def load_model(name: str | Path) -> ModelDims:
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return _from_hf_config(path)
-    raise InputError("model", f"unknown model {str(name)!r}", ", ".join(list_models()))
+    raise InputError("model", f"unknown model {os.fspath(name)!r}", ", ".join(list_models()))
 
 
 def _from_hf_config(path: Path) -> ModelDims:

@@ -26,6 +26,7 @@ its expectation is known.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -158,17 +159,17 @@ class LatencyTable:
     def __len__(self) -> int:
         return len(self.columns["latency_s"])
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as Parquet; the file appears whole or not at all."""
         arrays = {name: pa.array(values) for name, values in self.columns.items()}
         table = pa.table(arrays).replace_schema_metadata(
             {_METADATA_KEY: self.metadata.model_dump_json().encode()}
         )
-        with whole_file(path) as temporary:
+        with whole_file(Path(path)) as temporary:
             pq.write_table(table, temporary, compression="zstd", compression_level=19)
 
 
-def load_table(path: Path) -> LatencyTable:
+def load_table(path: str | os.PathLike[str]) -> LatencyTable:
     """Read and validate a latency table.
 
     Raises
@@ -176,6 +177,7 @@ def load_table(path: Path) -> LatencyTable:
     InputError
         The file is missing, is no latency table, or breaks a rule of the format.
     """
+    path = Path(path)
     metadata = _read_metadata(path)
     try:
         data = read_table(path)

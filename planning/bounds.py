@@ -42,7 +42,8 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     - A decode worker generates at best ``batch / step`` tokens per second, over the batches whose
       step is within the TPOT bound. Fewer distinct experts than the model's top-k (its share on
       the busiest expert-parallel GPU) no step reads.
-    - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster.
+    - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster, and a
+      request that is longer than ``max_model_len`` is refused by any.
 
     Raises
     ------
@@ -58,6 +59,12 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     cached = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
 
     lengths = workload.prompt_len.astype(np.int64)
+    longest = setting.spec.max_model_len
+    accepted = lengths + workload.output_len <= longest
+    if accepted.mean() < objective.attainment:
+        share = f"{100 * (1.0 - accepted.mean()):.1f}% of the requests"
+        return Bounds(1, 1, rate, f"{share} are longer than {longest} tokens (max_model_len)")
+    lengths = lengths[accepted]
     n_prefill = 1
     if not cached:
         mean = max(1, int(lengths.mean()))
@@ -91,7 +98,7 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     batch = np.arange(1, len(step_s) + 1)
     tokens_per_s = float((batch[within] / step_s[within]).max())
     return Bounds(
-        n_prefill, _workers(rate * float(workload.output_len.mean()) / tokens_per_s), rate
+        n_prefill, _workers(rate * float(workload.output_len[accepted].mean()) / tokens_per_s), rate
     )
 
 

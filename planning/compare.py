@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,11 +13,13 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.paired import Difference, PairedRuns, run_paired
+from eldr_sim.planning.paired import Difference, PairedRuns, mean_of, run_paired
 from eldr_sim.planning.runs import Summary
 from eldr_sim.policies import registry
-from eldr_sim.simulator.catalogue import HEADLINE
+from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.headline import Headline, Shown, number
+from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 
 #: Policies that balance load and know nothing of experts (ELDR section 6, baselines).
@@ -25,8 +28,8 @@ LOAD_BALANCERS = ("random", "round_robin", "jsq", "p2c")
 MARKER = "summary.json"
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Shown):
     """Policies under the same seeds, and how they differ.
 
     Attributes
@@ -49,6 +52,16 @@ class Comparison:
     def n_seeds(self) -> int:
         """Number of seeds."""
         return len(self.paired.summaries["round_robin"])
+
+    def headline(self) -> Headline:
+        """Return the means of a few figures of each policy."""
+        first = next(iter(self.summaries.values()))
+        title = f"{first['topology']}, mean over seeds ({self.n_seeds})"
+        rows = [
+            (name, *(number(mean_of([s[tag] for s in summaries])) for tag in HEADLINE))
+            for name, summaries in self.paired.summaries.items()
+        ]
+        return Headline(title, ("policy", *map(label, HEADLINE)), rows)
 
     @property
     def runs(self) -> pa.Table:
@@ -84,7 +97,7 @@ class Comparison:
             for difference in self.paired.differences(name, reference, HEADLINE)
         ]
 
-    def write(self, out: Path | str, *, force: bool = False) -> None:
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write ``summary.json`` and ``runs.parquet`` into a folder, whole or not at all.
 
         Parameters
@@ -101,7 +114,7 @@ class Comparison:
         """
         with result_folder(Path(out), force, MARKER) as folder:
             write_table(folder / "runs.parquet", self.runs)
-            write_json(folder / MARKER, self._record())
+            write_json(folder / MARKER, portable(self._record(), out))
 
     def _record(self) -> dict[str, Any]:
         summaries = self.summaries

@@ -41,12 +41,12 @@ class Difference:
     @property
     def mean(self) -> float | None:
         """Mean of the figure over the seeds; None where a run has none."""
-        return _mean(self.by_seed)
+        return mean_of(self.by_seed)
 
     @property
     def reference_mean(self) -> float | None:
         """Mean of the reference's figure over the seeds; None where a run has none."""
-        return _mean(self.reference_by_seed)
+        return mean_of(self.reference_by_seed)
 
     def record(self) -> dict[str, float | None]:
         """Return ``percent, low, high`` ready for JSON: None for what does not exist."""
@@ -117,6 +117,7 @@ def with_seed(config: RunConfig, index: int) -> RunConfig:
     return config.model_copy(update={"seed": config.seed + index})
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None where a value is missing."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if len(known) == len(values) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,9 @@ from eldr_sim.planning.runs import Runs, Task
 from eldr_sim.planning.search import Found, cheapest
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.planning.trial import Trial, passes, try_cluster
+from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.headline import Headline, Shown, number
 
 #: Seeds of what is found seed by seed: the margin, and the GPUs that a policy saves.
 PAIRED_SEEDS = 5
@@ -106,8 +109,8 @@ class Saving:
     gpus: Interval
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """Result of :func:`plan`.
 
     Attributes
@@ -137,6 +140,20 @@ class Plan:
     savings: list[Saving]
     runs: Runs
 
+    def headline(self) -> Headline:
+        """Return the cheapest cluster of each candidate."""
+        rows = []
+        for answer in self.answers:
+            trial, cells = answer.trial, ["none", "", "", "", ""]
+            if trial is not None:
+                cells = [trial.config.topology, number(trial.config.n_gpus)]
+                tags = ("slo_attainment", "p99_ttft_ms", "p99_tpot_ms")
+                cells += [number(trial.mean(tag)) for tag in tags]
+            rows.append((answer.policy, answer.gpu, *cells))
+        heads = map(label, ("gpus", "slo_attainment", "p99_ttft_ms", "p99_tpot_ms"))
+        title = f"{self.rate:g} requests/s, up to {self.max_gpus} GPUs, cheapest first"
+        return Headline(title, ("policy", "GPU", "cluster", *heads), rows)
+
     @property
     def best(self) -> Answer | None:
         """The answer; None where no cluster meets the objective."""
@@ -160,7 +177,7 @@ class Plan:
         trials = [trial for answer in self.answers for trial in answer.trials]
         return bool(trials) and trials[0].config.price_per_hour is not None
 
-    def write(self, out: Path | str, *, force: bool = False) -> None:
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write ``plan.json`` and ``points.parquet`` into a folder, whole or not at all.
 
         Parameters

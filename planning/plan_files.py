@@ -18,6 +18,7 @@ from eldr_sim.planning.runs import Runs, Summary
 from eldr_sim.planning.slo import Objective
 from eldr_sim.planning.trial import Trial
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 
 #: A folder with this file holds a plan, which ``force`` replaces.
@@ -38,7 +39,7 @@ FIGURES = (
 def write_plan(out: Path, record: dict[str, Any], runs: Runs, force: bool) -> None:
     """Write ``plan.json`` and ``points.parquet`` into a folder, whole or not at all."""
     with result_folder(out, force, MARKER) as folder:
-        write_json(folder / MARKER, record)
+        write_json(folder / MARKER, portable(record, out))
         write_table(folder / "points.parquet", points_table(runs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from eldr_sim.planning.search import highest_rate
 from eldr_sim.planning.slo import Objective
 from eldr_sim.planning.trial import attains
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.headline import Headline, Shown, number
 
 #: A run of fewer expected requests says nothing about a share such as 99%.
 LEAST_REQUESTS = 100
@@ -63,8 +65,8 @@ class RateGain:
     percent: Interval
 
 
-@dataclass(frozen=True)
-class RatePlan:
+@dataclass(frozen=True, repr=False)
+class RatePlan(Shown):
     """The highest rates of a cluster, by GPU and policy, and what the policies gain.
 
     ``config`` and ``objective`` are what was asked for.
@@ -76,7 +78,21 @@ class RatePlan:
     gains: list[RateGain]
     runs: Runs
 
-    def write(self, out: Path | str, *, force: bool = False) -> None:
+    def headline(self) -> Headline:
+        """Return the highest rate of each candidate."""
+        rows = [
+            (
+                each.config.policy,
+                each.gpu,
+                each.config.topology,
+                each.reason if each.rate is None else number(each.rate.mean),
+            )
+            for each in self.rates
+        ]
+        title = f"Highest rate, mean over seeds ({self.objective.seeds})"
+        return Headline(title, ("policy", "GPU", "cluster", "requests/s"), rows)
+
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write ``plan.json`` and ``points.parquet``; as `Plan.write`."""
         from eldr_sim.planning.plan_files import rate_record, write_plan
 

@@ -87,27 +87,27 @@ def looks_up_to(seeds: int) -> tuple[int, ...]:
     return (*(n for n in looks if n < seeds), seeds)
 
 
-def parse_slo(texts: Iterable[str]) -> ServiceLevel:
-    """Read bounds such as ``ttft:500,tpot:30``, in milliseconds.
+def parse_slo(texts: Iterable[str], field: str = "slo") -> ServiceLevel:
+    """Read bounds such as ``ttft:500,tpot:30``, in milliseconds, in one word or in several.
 
     Raises
     ------
     InputError
-        If a bound is no ``METRIC:MS``, unknown, given twice, or not positive.
+        Names ``field`` if a bound is no ``METRIC:MS``, unknown, given twice, or not positive.
     """
     bounds: dict[str, str] = {}
     for text in (part.strip() for given in texts for part in given.split(",")):
         name, colon, bound = text.partition(":")
         if not colon or name in bounds:
             problem = "is given twice" if colon else "is no bound"
-            raise InputError("slo", f"{text!r} {problem}", "METRIC:MS such as ttft:500,tpot:30")
+            raise InputError(field, f"{text!r} {problem}", "METRIC:MS such as ttft:500,tpot:30")
         bounds[name] = bound
     try:
         return make_config({"goodput": bounds}).goodput
     except InputError as error:
-        field = error.field.replace("goodput.", "").replace("goodput", "")
-        problem = f"{field}: {error.problem}" if field else error.problem
-        raise InputError("slo", problem, "ttft, tpot and e2el in ms") from None
+        metric = error.field.replace("goodput.", "").replace("goodput", "")
+        problem = f"{metric}: {error.problem}" if metric else error.problem
+        raise InputError(field, problem, "ttft, tpot and e2el in ms") from None
 
 
 def attainment_interval(

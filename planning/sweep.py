@@ -42,7 +42,9 @@ from eldr_sim.planning.runner import (
     run_points,
 )
 from eldr_sim.planning.sweep_spec import SweepSpec, make_spec, read_spec
+from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.headline import MOST_ROWS, Headline, Shown, number
 from eldr_sim.simulator.results import write_json, write_table
 
 #: A folder with this file holds all of its sweep.
@@ -50,8 +52,8 @@ MARKER = "sweep.json"
 COMPLETED, FAILED = "completed", "failed"
 
 
-@dataclass(frozen=True)
-class SweepResult:
+@dataclass(frozen=True, repr=False)
+class SweepResult(Shown):
     """Data set of a sweep.
 
     Parameters
@@ -72,6 +74,19 @@ class SweepResult:
     aggregate: pa.Table
     parameters: list[str]
 
+    def headline(self) -> Headline:
+        """Return the means of a few figures of the first points."""
+        tags = [tag for tag in HEADLINE if tag in self.aggregate.column_names]
+        columns = [*self.parameters, *tags, "runs_failed"]
+        rows = [
+            tuple(number(row[name]) for name in columns)
+            for row in self.aggregate.slice(0, MOST_ROWS).select(columns).to_pylist()
+        ]
+        title = f"{self.aggregate.num_rows} points, {self.points.num_rows} runs"
+        left = self.aggregate.num_rows - len(rows)
+        heads = (*self.parameters, *map(label, tags), "failed")
+        return Headline(title, heads, rows, left)
+
 
 @dataclass(frozen=True)
 class SweepProgress:
@@ -84,8 +99,8 @@ class SweepProgress:
 
 
 def sweep(
-    spec: SweepSpec | Mapping[str, Any] | Path | str,
-    out: Path | str | None = None,
+    spec: SweepSpec | Mapping[str, Any] | str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
     *,
     resume: bool = False,
     jobs: int | None = None,
@@ -116,8 +131,8 @@ def sweep(
         If the sweep, one of its points or the folder will not do. A run that fails is a row with
         its reason.
     """
-    if isinstance(spec, Path | str):
-        spec = read_spec(Path(spec))
+    if isinstance(spec, str | os.PathLike):
+        spec = read_spec(spec)
     elif not isinstance(spec, SweepSpec):
         spec = make_spec(spec)
     check_backend(jobs, backend, address)

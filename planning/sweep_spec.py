@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,8 +151,9 @@ class SweepSpec:
     confidence: float
 
 
-def read_spec(path: Path) -> SweepSpec:
+def read_spec(path: str | os.PathLike[str]) -> SweepSpec:
     """Read a sweep from YAML; raises InputError."""
+    path = Path(path)
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

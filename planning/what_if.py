@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ import pyarrow as pa
 import yaml
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.paired import Difference, run_paired
+from eldr_sim.planning.paired import Difference, mean_of, run_paired
 from eldr_sim.planning.runs import Summary
-from eldr_sim.simulator.catalogue import HEADLINE
+from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.config import RunConfig, make_config, read_config, set_field
+from eldr_sim.simulator.headline import Headline, Shown, number
+from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 
 #: Figures of a what-if.
@@ -85,13 +88,23 @@ class Change:
         }
 
 
-@dataclass(frozen=True)
-class WhatIf:
+@dataclass(frozen=True, repr=False)
+class WhatIf(Shown):
     """The base run and what each change does to it; ``base`` holds a summary a seed."""
 
     config: RunConfig
     base: tuple[Summary, ...]
     changes: list[Change]
+
+    def headline(self) -> Headline:
+        """Return the means of a few figures of the base run and of each change."""
+        named = [("base", self.base), *((c.name, c.summaries) for c in self.changes)]
+        rows = [
+            (name, *(number(mean_of([s[tag] for s in summaries])) for tag in HEADLINE))
+            for name, summaries in named
+        ]
+        title = f"{self.base[0]['topology']}, mean over seeds ({len(self.base)})"
+        return Headline(title, ("change", *map(label, HEADLINE)), rows)
 
     @property
     def runs(self) -> pa.Table:
@@ -115,7 +128,7 @@ class WhatIf:
             "provenance": self.base[0]["provenance"],
         }
 
-    def write(self, out: Path | str, *, force: bool = False) -> None:
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write ``what_if.json`` and ``runs.parquet`` into a folder, whole or not at all.
 
         Parameters
@@ -131,11 +144,11 @@ class WhatIf:
             If ``out`` exists and may not be replaced, or cannot be written.
         """
         with result_folder(Path(out), force, MARKER) as folder:
-            write_json(folder / MARKER, self.record())
+            write_json(folder / MARKER, portable(self.record(), out))
             write_table(folder / "runs.parquet", self.runs)
 
 
-def read_base(path: Path) -> dict[str, Any]:
+def read_base(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the field values of a base run: a result folder, its ``config.json``, or YAML.
 
     Raises
@@ -143,6 +156,7 @@ def read_base(path: Path) -> dict[str, Any]:
     InputError
         If there is nothing to read.
     """
+    path = Path(path)
     if path.is_dir():
         path = path / "config.json"
         if not path.exists():

@@ -23,6 +23,14 @@ FIELDS: dict[str, str] = {
     "prefill": "prefill_policy",
     "queue": "queue_order",
 }
+#: Names of the built-in policies of each decision, for those who cannot wait for the registry.
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "decode": (
+        "random", "round_robin", "jsq", "p2c", "domain", "eldr", "marginal_cost", "oracle",
+    ),
+    "prefill": ("round_robin", "least_loaded", "prefix_hash"),
+    "queue": ("fcfs", "sjf"),
+}  # fmt: skip
 
 
 class Parameters(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _SECTIONS = {"comparison": comparison_section, "sweep": sweep_section, "plan": plan_section}
 
 
-def report(folders: Sequence[Path]) -> str:
+def report(folders: Sequence[str | os.PathLike[str]]) -> str:
     """Return the HTML of a report.
 
     Parameters
@@ -52,11 +53,13 @@ def report(folders: Sequence[Path]) -> str:
         style=Markup((assets / "report.css").read_text(encoding="utf-8")),
         scripts=[Markup(script) for script in scripts],
         hashes=[_hash(script) for script in scripts],
-        sections=_sections(open_folders(folders), environment),
+        sections=_sections(open_folders([Path(folder) for folder in folders]), environment),
     )
 
 
-def write_report(folders: Sequence[Path], out: Path, *, force: bool = False) -> None:
+def write_report(
+    folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *, force: bool = False
+) -> None:
     """Write a report, whole or not at all.
 
     Parameters
@@ -73,6 +76,7 @@ def write_report(folders: Sequence[Path], out: Path, *, force: bool = False) -> 
     InputError
         If a folder is no result, or ``out`` exists or cannot be written.
     """
+    out = Path(out)
     if out.is_dir():
         raise InputError("out", f"{out} is a folder", "a file, such as report.html")
     if out.exists() and not force:

@@ -8,6 +8,7 @@ transfer. Times are microseconds of simulated time.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,10 @@ def timeline_events(requests: pa.Table, steps: pa.Table) -> list[dict[str, Any]]
     return events
 
 
-def write_timeline(path: Path, requests: pa.Table, steps: pa.Table) -> None:
+def write_timeline(path: str | os.PathLike[str], requests: pa.Table, steps: pa.Table) -> None:
     """Write the Chrome trace JSON of a run."""
     document = {"traceEvents": timeline_events(requests, steps), "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+    Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
 
 
 _PHASES = (

@@ -20,6 +20,10 @@ memory
     How many KV blocks a worker has.
 metrics, tables, results
     What a run leaves behind: figures, tables, the result folder.
+paths
+    Paths in recorded configurations, relative to the folder of the record.
+headline
+    A few figures of a result, where Python prints it and in notebooks.
 catalogue
     Tag, heading, unit, meaning and direction of every figure.
 """

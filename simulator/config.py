@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.policies.choice import FIELDS, parse
+from eldr_sim.simulator.paths import resolved
 
+#: The named workloads; any other is a file.
+WORKLOADS = ("task", "language")
 _TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D|([1-9]\d*)C", re.IGNORECASE)
 
 
@@ -35,12 +39,18 @@ def _policy(decision: str) -> BeforeValidator:
     return BeforeValidator(canonical)
 
 
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _topology(value: Any) -> Any:
     if isinstance(value, str):
         parse_topology(value)
     return value
 
 
+#: A name or a path.
+PathText = Annotated[str, BeforeValidator(_path_text)]
 Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
 
 
@@ -62,7 +72,7 @@ class Pool(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    gpu: str | None = None
+    gpu: PathText | None = None
     """Name of a known GPU."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Running requests of a worker."""
@@ -99,21 +109,21 @@ class RunConfig(BaseModel):
     expert_placement: Literal["linear", "eldr"] = "linear"
     """Experts of each GPU under expert parallelism: neighbours together, or ELDR's placement, which
     spreads the expected activation of each decode worker's cluster evenly."""
-    model: str = "Qwen3-30B-A3B"
+    model: PathText = "Qwen3-30B-A3B"
     """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
-    gpu: str = "H100"
+    gpu: PathText = "H100"
     """Name of a known GPU."""
     prefill: Pool = Pool()
     """What the prefill workers have of their own."""
     decode: Pool = Pool()
     """What the decode workers (or the co-located ones) have of their own."""
-    tables: str | None = None
+    tables: PathText | None = None
     """Folder of latency tables that take precedence over the embedded ones."""
-    workload: str = "task"
+    workload: PathText = "task"
     """``task``, ``language``, or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
     domain_mix: dict[str, float] | None = None
     """Share of each domain among the requests; the workload's own when not given."""
-    trace: str = "reference-moe"
+    trace: PathText = "reference-moe"
     """Name of an embedded routing trace or a trace folder."""
     trace_replay: Literal["own", "same_domain"] = "own"
     """Whose generated tokens a request replays: its own, or those of another request of its domain
@@ -143,6 +153,9 @@ class RunConfig(BaseModel):
     """Running requests of a worker; vLLM's server default for the GPU when not given."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens computed in one step; vLLM's server default for the GPU when not given."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Most tokens of a request, prompt and output together, that a worker accepts; the model's own
+    limit when not given."""
     block_size: int = Field(default=16, ge=1)
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
@@ -258,7 +271,7 @@ class RunConfig(BaseModel):
     @property
     def from_file(self) -> bool:
         """Whether the workload is a file of recorded requests."""
-        return self.workload not in ("task", "language")
+        return self.workload not in WORKLOADS
 
 
 def parse_topology(text: str) -> tuple[int, int]:
@@ -345,8 +358,12 @@ def get_field(config: RunConfig, path: str) -> Any:
 _UNION_TAGS = {"function-before[_number_or_inf(), constrained-float]", "constrained-int"}
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read field values from YAML, or from a result's ``config.json``; raises InputError."""
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read field values from YAML, or from a result's ``config.json``; raises InputError.
+
+    Paths in YAML lead from the current folder, those of a result from the result's.
+    """
+    path = Path(path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -360,4 +377,4 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputError("config", f"{path} holds no mapping", "field: value lines")
     # A result's config.json keeps the fields under "config", beside checksums and versions.
     nested = values.get("config")
-    return nested if isinstance(nested, dict) else values
+    return resolved(nested, path.parent) if isinstance(nested, dict) else values

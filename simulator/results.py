@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_folder
+from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.run import Result
 
 #: The file that the folder of a run, and of most other results, is recognised by.
@@ -47,7 +49,7 @@ def result_folder(out: Path, force: bool, marker: str = MARKER) -> Iterator[Path
 
 def write_result(
     result: Result,
-    out: Path | str,
+    out: str | os.PathLike[str],
     *,
     force: bool = False,
     extras: dict[str, Callable[[Path], None]] | None = None,
@@ -72,7 +74,7 @@ def write_result(
     """
     with result_folder(Path(out), force) as folder:
         write_json(folder / MARKER, result.summary)
-        write_json(folder / "config.json", result.config)
+        write_json(folder / "config.json", portable(result.config, out))
         write_table(folder / "requests.parquet", result.requests)
         write_table(folder / "steps.parquet", result.steps)
         for name, write in (extras or {}).items():

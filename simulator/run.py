@@ -30,8 +30,10 @@ from eldr_sim.policies.placement import greedy_placement, linear_placement
 from eldr_sim.policies.queue_order import Waiting
 from eldr_sim.policies.registry import decode_policy, prefill_policy, queue_order
 from eldr_sim.policies.signature import LayerMask, Transform, score_of
+from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
 from eldr_sim.simulator.config import Pool, RunConfig
+from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.replay import (
@@ -72,8 +74,8 @@ class Setting:
         return self.spec.decode.step_time
 
 
-@dataclass(frozen=True)
-class Result:
+@dataclass(frozen=True, repr=False)
+class Result(Shown):
     """What a run leaves behind: ``summary.json``, two tables and ``config.json``.
 
     Attributes
@@ -91,6 +93,13 @@ class Result:
     record: RunRecord
     domains: list[str]
     n_moe_layers: int
+
+    def headline(self) -> Headline:
+        """Return a few figures of the run."""
+        s = self.summary
+        title = f"{s['policy']} on {s['topology']}: {s['model_id']} on {s['gpu']}"
+        tags = ("completed", "failed", *HEADLINE)
+        return Headline(title, ("figure", "value"), [(label(tag), number(s[tag])) for tag in tags])
 
     @cached_property
     def requests(self) -> pa.Table:
@@ -164,7 +173,7 @@ def prepare(config: RunConfig) -> Setting:
         n_decode=config.n_decode,
         prefill=prefill,
         decode=decode,
-        max_model_len=model.max_position_embeddings,
+        max_model_len=_max_model_len(config, model),
         block_size=config.block_size,
         transfer=PRESETS[config.kv_transfer].over(
             prefill.step_time.gpu.nic_bandwidth, decode.step_time.gpu.nic_bandwidth
@@ -202,10 +211,22 @@ def _engine(
         parallelism,
         max_num_seqs,
         budget,
+        _max_model_len(config, model),
         config.host_gap_ms,
         config.tables,
     )
     return EngineSpec(step_time, max_num_seqs, budget, n_blocks)
+
+
+def _max_model_len(config: RunConfig, model: ModelDims) -> int:
+    """Return the longest context of a worker, which the model's positions limit."""
+    longest = model.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        problem = f"{config.max_model_len} is beyond the positions of {model.name}"
+        raise InputError("max_model_len", problem, f"up to {longest}")
+    return config.max_model_len
 
 
 @lru_cache(maxsize=8)
@@ -215,6 +236,7 @@ def _step_time(
     parallelism: Parallelism,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    max_model_len: int,
     host_gap_ms: float | None,
     tables: str | None,
 ) -> StepTimeModel:
@@ -222,7 +244,7 @@ def _step_time(
         model,
         gpu,
         max_num_seqs=max_num_seqs,
-        max_model_len=model.max_position_embeddings,
+        max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         parallelism=parallelism,
         host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,

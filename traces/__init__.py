@@ -37,8 +37,6 @@ capture
     Recording a trace from Hugging Face transformers or vLLM while they run a model.
 synthetic
     A generative model of routing, fitted to a trace or from presets.
-reference_model
-    The recipe of the model whose routing is embedded.
 streams
     Random streams split by purpose, so that policies under one seed see the same requests.
 """

@@ -49,7 +49,14 @@ from eldr_sim.traces import gate_scores as gate_scores_file
 from eldr_sim.traces.bitsets import bit_sets, check_ids, count_rows
 from eldr_sim.traces.encoding import load_ids
 from eldr_sim.traces.gate_scores import GateScores, PromptScore
-from eldr_sim.traces.manifest import Manifest, Provenance, read_manifest
+from eldr_sim.traces.manifest import (
+    BUILTIN,
+    DEFAULT_TRACE,
+    Manifest,
+    Provenance,
+    builtin_traces,
+    read_manifest,
+)
 
 __all__ = [
     "DEFAULT_TRACE",
@@ -60,10 +67,6 @@ __all__ = [
     "open_trace",
 ]
 
-DEFAULT_TRACE = "reference-moe"
-"""Name of the embedded trace that runs replay unless told otherwise."""
-
-_BUILTIN = Path(__file__).parent / "data"
 SPLITS = ("calibration", "serving")
 COLUMNS = {
     "request_id": pa.string(),
@@ -323,11 +326,6 @@ class RoutingTrace:
         return out
 
 
-def builtin_traces() -> list[str]:
-    """Return the names of the traces that come with the package."""
-    return sorted(p.parent.name.replace("_", "-") for p in _BUILTIN.glob("*/manifest.json"))
-
-
 def open_trace(
     path_or_name: str | os.PathLike[str] = DEFAULT_TRACE, *, verify_checksum: bool = True
 ) -> RoutingTrace:
@@ -349,7 +347,7 @@ def open_trace(
         If anything about the trace is wrong, in one line.
     """
     if isinstance(path_or_name, str) and path_or_name in builtin_traces():
-        path = _BUILTIN / path_or_name.replace("-", "_")
+        path = BUILTIN / path_or_name.replace("-", "_")
     else:
         path = Path(path_or_name)
         if not path.is_dir():

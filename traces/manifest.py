@@ -11,7 +11,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups
 
-__all__ = ["Manifest", "Provenance", "manifest_error", "read_manifest"]
+__all__ = [
+    "BUILTIN",
+    "DEFAULT_TRACE",
+    "Manifest",
+    "Provenance",
+    "builtin_traces",
+    "manifest_error",
+    "read_manifest",
+]
+
+BUILTIN = Path(__file__).parent / "data"
+"""Folder of the traces that come with the package."""
+DEFAULT_TRACE = "reference-moe"
+"""Name of the embedded trace that runs replay unless told otherwise."""
 
 Provenance = Literal["recorded", "synthetic", "imported"]
 
@@ -66,6 +79,11 @@ class Manifest(BaseModel):
     def experts_file(self) -> str:
         """Name of the file of expert ids."""
         return FILE_NAMES[self.encoding]
+
+
+def builtin_traces() -> list[str]:
+    """Return the names of the traces that come with the package."""
+    return sorted(p.parent.name.replace("_", "-") for p in BUILTIN.glob("*/manifest.json"))
 
 
 def manifest_error(field: str, error: ValidationError) -> InputError:

@@ -506,7 +506,7 @@ def test_interrupt_leaves_nothing(analytic_cli, tmp_path, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eldr_sim.cli.plan.plan_cluster", interrupted)
+    monkeypatch.setattr("eldr_sim.planning.plan.plan", interrupted)
     code, _, err = analytic_cli("--request-rate", 20, "--out", tmp_path / "plan")
     assert (code, err.strip()) == (130, "Interrupted: nothing was written.")
     assert list(tmp_path.iterdir()) == []

@@ -18,10 +18,10 @@ import torch.nn.functional as F  # noqa: E402
 from eldr_sim.errors import InputError  # noqa: E402
 from eldr_sim.traces.format import open_trace  # noqa: E402
 from eldr_sim.traces.importers import import_trace  # noqa: E402
-from eldr_sim.traces.reference_model import data, export, record, train  # noqa: E402
-from eldr_sim.traces.reference_model.__main__ import main  # noqa: E402
-from eldr_sim.traces.reference_model.evaluate import evaluate, evaluation_text  # noqa: E402
-from eldr_sim.traces.reference_model.model import (  # noqa: E402
+from reference_model import data, export, record, train  # noqa: E402
+from reference_model.__main__ import main  # noqa: E402
+from reference_model.evaluate import evaluate, evaluation_text  # noqa: E402
+from reference_model.model import (  # noqa: E402
     KVCache,
     ModelConfig,
     Qwen3Moe,

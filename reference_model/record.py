@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from eldr_sim.errors import InputError
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import GateScores
-from eldr_sim.traces.reference_model.data import Documents, encode
-from eldr_sim.traces.reference_model.export import load_checkpoint
-from eldr_sim.traces.reference_model.model import KVCache, Qwen3Moe, SparseMLP
 from eldr_sim.traces.writer import write_trace
+from reference_model.data import Documents, encode
+from reference_model.export import load_checkpoint
+from reference_model.model import KVCache, Qwen3Moe, SparseMLP
 
 __all__ = [
     "Prompts",

@@ -20,14 +20,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.reference_model.data import Documents, encode, train_tokenizer
-from eldr_sim.traces.reference_model.evaluate import evaluate, evaluation_text
-from eldr_sim.traces.reference_model.export import (
+from reference_model.data import Documents, encode, train_tokenizer
+from reference_model.evaluate import evaluate, evaluation_text
+from reference_model.export import (
     DESCRIPTION_FILE,
     load_checkpoint,
     save_checkpoint,
 )
-from eldr_sim.traces.reference_model.model import ModelConfig, Qwen3Moe, Routing
+from reference_model.model import ModelConfig, Qwen3Moe, Routing
 
 __all__ = ["PRESETS", "TrainConfig", "balance_loss", "train"]
 

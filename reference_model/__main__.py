@@ -1,4 +1,4 @@
-"""Command line of the recipe: ``python -m eldr_sim.traces.reference_model``."""
+"""Command line of the recipe: ``python -m reference_model``."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def train(
     """
     import torch
 
-    from eldr_sim.traces.reference_model import data
-    from eldr_sim.traces.reference_model.train import PRESETS
-    from eldr_sim.traces.reference_model.train import train as run
+    from reference_model import data
+    from reference_model.train import PRESETS
+    from reference_model.train import train as run
 
     torch.set_num_threads(threads)
     model, config = PRESETS[preset]
@@ -125,9 +125,9 @@ def record(
     """Record the routing of CHECKPOINT on prompts from what TEXT held out of its training."""
     import torch
 
-    from eldr_sim.traces.reference_model import data
-    from eldr_sim.traces.reference_model import record as recording
-    from eldr_sim.traces.reference_model.export import load_checkpoint, read_description
+    from reference_model import data
+    from reference_model import record as recording
+    from reference_model.export import load_checkpoint, read_description
 
     torch.set_num_threads(1)
     if out.exists() and not force:
@@ -201,7 +201,7 @@ def main() -> None:
         run_command(cli)
     except ModuleNotFoundError as error:
         hint = InputError(
-            "reference model", f"needs {error.name}", "pip install 'eldr-sim[reference-model]'"
+            "reference model", f"needs {error.name}", "pip install '.[reference-model]'"
         )
         click.echo(f"Error: {hint}", err=True)
         sys.exit(2)

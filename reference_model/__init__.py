@@ -1,8 +1,9 @@
 """The reference model: a recipe that trains a small mixture-of-experts model and records it.
 
-``python -m eldr_sim.traces.reference_model train`` makes a checkpoint out of folders of text,
+``python -m reference_model train`` makes a checkpoint out of folders of text,
 ``... record`` a routing trace out of a checkpoint and text that its training did not see.
-Needs ``pip install 'eldr-sim[reference-model]'``.
+It is no part of the package eldr-sim: run it from the root of a checkout, after
+``pip install '.[reference-model]'``.
 
 Modules
 -------

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from eldr_sim.traces.reference_model.data import Documents, encode
-from eldr_sim.traces.reference_model.model import Qwen3Moe
+from reference_model.data import Documents, encode
+from reference_model.model import Qwen3Moe
 
 __all__ = ["evaluate", "evaluation_text"]
 

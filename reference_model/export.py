@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.reference_model.data import SEPARATOR
-from eldr_sim.traces.reference_model.model import ModelConfig, Qwen3Moe
+from reference_model.data import SEPARATOR
+from reference_model.model import ModelConfig, Qwen3Moe
 
 __all__ = ["DESCRIPTION_FILE", "load_checkpoint", "read_description", "save_checkpoint"]
 

@@ -1,0 +1,80 @@
+"""The shell completes names, and files where files may be given, without the compiler."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from eldr_sim.kernel_profiles.gpus import list_gpus
+from eldr_sim.kernel_profiles.models import list_models
+from eldr_sim.policies import registry
+from eldr_sim.policies.choice import BUILT_IN
+from eldr_sim.simulator.config import WORKLOADS
+from eldr_sim.traces.domains import DOMAIN_MIXES
+from eldr_sim.traces.format import builtin_traces
+
+# click asks a program to complete by these variables; COMP_CWORD is the word to complete.
+SCRIPT = (
+    "import sys; from eldr_sim.cli.main import main\n"
+    "try: main()\n"
+    "finally: assert not {'numba', 'scipy', 'pandas', 'matplotlib'} & set(sys.modules)\n"
+)
+
+
+def complete(*words):
+    """Return (type, value) of what is offered for the last word."""
+    environment = {
+        **os.environ,
+        "_ELDR_SIM_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(["eldr-sim", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    code = f"import sys; sys.argv = ['eldr-sim']\n{SCRIPT}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [tuple(line.split(",", 1)) for line in done.stdout.splitlines()]
+
+
+def plain(names):
+    return [("plain", name) for name in names]
+
+
+DECODE = BUILT_IN["decode"]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["wh"], plain(["what-if"])),
+        (["run", "--policy", ""], plain(DECODE)),
+        (["run", "--policy", "MARG"], plain(["marginal_cost"])),
+        (["run", "--prefill-policy", "p"], plain(["prefix_hash"])),
+        (["run", "--kv-transfer", "o"], plain(["observed"])),
+        (["run", "--model", "mixtral"], [("file", "mixtral"), ("plain", "Mixtral-8x7B")]),
+        (["run", "--decode-gpu", "h2"], [("file", "h2"), ("plain", "H200")]),
+        (["run", "--trace", "r"], [("dir", "r"), ("plain", "reference-moe")]),
+        (["run", "--workload", "t"], [("file", "t"), ("plain", "task")]),
+        (["run", "--num-p"], plain(["--num-prompts"])),
+        (["compare", "--policy", "jsq,el"], plain(["jsq,eldr"])),
+        (["plan", "--gpu", "h100,mi"], [("file", "h100,mi"), ("plain", "h100,MI300X")]),
+        (["fit", "--workload", "l"], [("file", "l"), ("plain", "language")]),
+        (["trace", "inspect", "ref"], [("dir", "ref"), ("plain", "reference-moe")]),
+        (["gpus", "--model", "mixtral"], [("file", "mixtral"), ("plain", "Mixtral-8x7B")]),
+        (["profile", "--model", "x,mixtral"], [("file", "x,mixtral"), ("plain", "x,Mixtral-8x7B")]),
+        (["what-if", "--tog"], plain(["--together"])),
+    ],
+)
+def test_what_is_offered(words, offered):
+    assert complete(*words) == offered
+
+
+def test_no_name_is_forgotten():
+    assert {name for _, name in complete("run", "--model", "")} == {"", *list_models()}
+    assert {name for _, name in complete("run", "--gpu", "")} == {"", *list_gpus()}
+    assert {name for _, name in complete("run", "--trace", "")} == {"", *builtin_traces()}
+    assert set(WORKLOADS) == set(DOMAIN_MIXES)
+    for decision in registry.DECISIONS:
+        assert BUILT_IN[decision] == tuple(registry._built_in(decision))

@@ -1,0 +1,101 @@
+"""Options as users of vLLM know them, and a help that fits on screens."""
+
+import re
+from typing import get_args
+
+import click
+import pytest
+
+from eldr_sim.cli.groups import GROUPS
+from eldr_sim.cli.main import cli
+from eldr_sim.cli.options import config_from_options, run_options
+from eldr_sim.policies.choice import BUILT_IN
+from eldr_sim.simulator.config import RunConfig, ServiceLevel
+
+
+def parse(*arguments):
+    """Return the configuration that a command's options give."""
+
+    @click.command()
+    @run_options()
+    def command(**options):
+        return config_from_options(options)
+
+    return command.main([str(argument) for argument in arguments], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("alias", "field"),
+    [
+        ("--num-prompts", "num_requests"),
+        ("--num-requests", "num_requests"),
+        ("-tp", "tensor_parallel_size"),
+        ("--tp", "tensor_parallel_size"),
+        ("--tensor-parallel-size", "tensor_parallel_size"),
+        ("--max-model-len", "max_model_len"),
+    ],
+)
+def test_spellings_of_vllm(alias, field):
+    assert getattr(parse(alias, 4), field) == 4
+
+
+@pytest.mark.parametrize(
+    "command", ["plan", "profile", "tables import", "trace capture vllm", "validate vllm"]
+)
+def test_tp_is_known_wherever_its_long_form_is(command):
+    context = click.Context(cli)
+    found = cli
+    for word in command.split():
+        found = found.get_command(context, word)
+    spellings = [set(param.opts) for param in found.params]
+    assert {"--tensor-parallel-size", "-tp", "--tp"} in spellings
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--goodput", "ttft:500,tpot:30"],
+        ["--goodput", "ttft:500", "--goodput", "tpot:30"],
+        ["--goodput", " ttft:500 , tpot:30 "],
+    ],
+)
+def test_goodput_takes_one_word_or_several(arguments):
+    assert parse(*arguments).goodput == ServiceLevel(ttft=500, tpot=30)
+
+
+@pytest.mark.parametrize(
+    ("command", "field"), [("run --goodput", "goodput"), ("plan --request-rate 9 --slo", "slo")]
+)
+@pytest.mark.parametrize("bounds", ["ttft", "ttft:1,ttft:2", "ttft:x", "itl:5", "ttft:-1"])
+def test_a_bad_bound_is_one_line(run_cli, command, field, bounds):
+    code, _, err = run_cli(*command.split(), bounds)
+    assert code == 2
+    assert re.fullmatch(rf"Error: {field}: .*\n", err)
+
+
+def test_every_field_is_in_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(RunConfig.model_fields)
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "plan"])
+def test_the_help_is_in_groups_of_a_screen(command):
+    found = cli.get_command(click.Context(cli), command)
+    text = found.get_help(click.Context(found, info_name=command, terminal_width=80))
+    parts = re.split(r"\n\n(?=\S)", text)
+    titles = [part.splitlines()[0].rstrip(":") for part in parts[1:]]
+    assert [title for title in titles if title != "Options"] == list(GROUPS)
+    assert ("Options" in titles) == (command != "run")  # of the command's own
+    assert max(part.count("\n") for part in parts) <= 40
+    assert all(f"  {option}" in text for option in ("--config", "--out", "--force"))
+
+
+def test_the_help_names_the_policies(run_cli):
+    _, out, _ = run_cli("run", "--help")
+    assert [name for name in (*BUILT_IN["decode"], *BUILT_IN["prefill"]) if name not in out] == []
+
+
+def test_words_of_a_field_are_its_metavar(run_cli):
+    _, out, _ = run_cli("run", "--help")
+    words = get_args(RunConfig.model_fields["kv_transfer"].annotation)
+    assert f"--kv-transfer {'|'.join(words)}" in out

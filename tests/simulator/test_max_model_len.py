@@ -1,0 +1,51 @@
+"""The longest context that a worker accepts: the model's positions, or less."""
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.planning.bounds import bounds
+from eldr_sim.planning.slo import Objective, parse_slo
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.run import prepare, simulate
+
+SHORT = {"topology": "1P1D", "num_requests": 30, "request_rate": 20, "output_len": 20}
+
+
+def test_the_default_is_what_the_model_has():
+    config = make_config(SHORT)
+    longest = load_model(config.model).max_position_embeddings
+    setting = prepare(config)
+    assert setting.spec.max_model_len == setting.step_time.max_model_len == longest
+    assert prepare(config.replace(max_model_len=longest)).spec == setting.spec
+
+
+def test_beyond_the_model_is_refused():
+    config = make_config(SHORT)
+    longest = load_model(config.model).max_position_embeddings
+    with pytest.raises(InputError, match=rf"max_model_len: {longest + 1} .* up to {longest}\)"):
+        prepare(config.replace(max_model_len=longest + 1))
+    with pytest.raises(InputError, match="max_model_len"):
+        make_config({"max_model_len": 0})
+
+
+@pytest.mark.parametrize("topology", ["1P1D", "1C"])
+def test_longer_requests_end_with_their_reason_and_the_others_are_served(topology):
+    config = make_config({**SHORT, "topology": topology})
+    lengths = simulate(config).requests.to_pandas()
+    assert set(lengths.outcome) == {"completed"}
+    total = np.asarray(lengths.prompt_len + lengths.output_len)
+    limit = int(np.median(total))
+    assert total.min() <= limit < total.max()  # so that the limit parts the requests
+    limited = simulate(config.replace(max_model_len=limit)).requests.to_pandas()
+    expected = np.where(total > limit, "exceeds_max_model_len", "completed")
+    np.testing.assert_array_equal(limited.outcome, expected)
+
+
+def test_a_plan_says_that_requests_are_too_long():
+    objective = Objective(parse_slo(["ttft:500"]))
+    config = make_config({**SHORT, "max_model_len": 20})
+    found = bounds(config, objective)
+    assert found.impossible == "100.0% of the requests are longer than 20 tokens (max_model_len)"
+    assert bounds(config.replace(max_model_len=4096), objective).impossible == ""
