@@ -101,7 +101,8 @@ class EldrPolicy:
         units = self.artifact.signatures(signatures)
         # Not `@`, whose threads cost more than so small a product. Rounded unit vectors may exceed
         # length 1 by 1e-7; tau = 1 must still mean every worker.
-        return np.minimum(np.einsum("nd,kd->nk", units, self.artifact.centroids), 1.0)
+        similar = np.einsum("nd,kd->nk", units, self.artifact.centroids)
+        return np.asarray(np.minimum(similar, 1.0))
 
     def bands(self, signatures: NDArray[Any]) -> list[list[int]]:
         """Return the workers in the locality band of each signature, the most similar one first.

@@ -414,15 +414,16 @@ class _Router:
         self.shortlisting = picks_from_shortlists(policy) and not (
             shares and policy.shortlist_by == "prefix"
         )
-        kind, self._first = _classes(policy, workload) if self.shortlisting else (None, _NOBODY)
-        n_classes = len(self._first)
+        kind, self._first = np.full(len(workload), -1, np.int32), _NOBODY
+        if self.shortlisting:
+            kind, self._first = _classes(policy, workload)
         self._known: dict[Any, int] = {}
         self._class_of_list: dict[int, int] = {}
         self._kept: list[Shortlist] = []  # an id is good for as long as its object lives
         self.arrays = loop.Router(
             loads=np.zeros(n_workers, np.int64),
-            class_of=np.full(len(workload), -1, np.int32) if kind is None else kind,
-            list_of=np.full(n_classes, -1, np.int32),
+            class_of=kind,
+            list_of=np.full(len(self._first), -1, np.int32),
             members=np.zeros((4, n_workers), np.int32),
             size=np.zeros(4, np.int32),
             by_load=np.zeros(4, np.bool_),

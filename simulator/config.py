@@ -96,7 +96,7 @@ class RunConfig(BaseModel):
     prefill_policy: Annotated[str, _policy("prefill")] = "prefix_hash"
     """Prefill policy: which prefill worker gets a request when it arrives."""
     queue_order: Annotated[str, _policy("queue")] = "fcfs"
-    """Which waiting request an engine admits next: ``fcfs``, or the shortest prompt (``sjf``)."""
+    """Which waiting request an engine admits next: the first that came, or the shortest prompt."""
     topology: Annotated[str, BeforeValidator(_topology)] = "8P16D"
     """``xPyD``: x prefill and y decode WORKERS, each of ``tensor_parallel_size`` GPUs; or ``xC``: x
     co-located workers, which compute prompts in chunks beside their decode batch."""
