@@ -4,12 +4,12 @@ Modules
 -------
 config, run
     `RunConfig` says what to run; `simulate` runs it and returns a `Result`.
-cluster
+cluster, router
     One run: its arrays, and the routers' decisions (`clock`: SimPy's, for what happens outside).
 loop, events
     The compiled event loop; the life of a request stands there. Its queue of events.
-engine, kv_cache
-    vLLM's scheduler for workers of every role; KV blocks with prefix caching.
+engine, queues, kv_cache
+    vLLM's scheduler for workers of every role; who waits; KV blocks with prefix caching.
 transfer, network
     What a KV transfer costs; transfers in flight over shared links.
 expert_union, replay, shared_replay

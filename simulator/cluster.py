@@ -22,7 +22,6 @@ from eldr_sim.policies.base import (
     PrefillPolicy,
     RequestInfo,
 )
-from eldr_sim.policies.shortlist import Shortlist, picks_from_shortlists
 from eldr_sim.simulator import loop, state
 from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.compiled import Callback
@@ -31,13 +30,11 @@ from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.simulator.kv_cache import make_kv_cache
 from eldr_sim.simulator.network import make_network
 from eldr_sim.simulator.replay import Replay
+from eldr_sim.simulator.router import PolicyRouter, grown
 from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.prompts import Ranges, clip_ranges, join_ranges
 from eldr_sim.traces.workload import Workload
 
-_NOBODY = np.zeros(0, np.int64)
-#: Classes of requests whose shortlists a policy is asked for in one call.
-_ASKED_AT_ONCE = 512
 #: Events after which the loop comes back for progress and Ctrl-C.
 _EVENTS_A_CALL = 1 << 17
 
@@ -167,8 +164,8 @@ class Cluster:
         if queue_keys is not None:
             self.requests["queue_key"] = queue_keys
         self.routers = (
-            _Router(prefill_policy, spec.n_prefill, workload),
-            _Router(decode_policy, spec.n_decode, workload),
+            PolicyRouter(prefill_policy, spec.n_prefill, workload),
+            PolicyRouter(decode_policy, spec.n_decode, workload),
         )
         self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
         self._heard = 0
@@ -292,11 +289,11 @@ class Cluster:
         prefill, decode = self.logs
         n_prefill, n_decode = self.arrays.engines.pools["n_steps"].tolist()
         if n_prefill == len(prefill):
-            self.logs = _grown(prefill), decode
+            self.logs = grown(prefill), decode
         elif n_decode == len(decode):
-            self.logs = prefill, _grown(decode)
+            self.logs = prefill, grown(decode)
         else:
-            self.gaps = _grown(self.gaps)
+            self.gaps = grown(self.gaps)
 
     def _record(self, end_s: float) -> RunRecord:
         self._tell_listener()
@@ -401,110 +398,6 @@ def _decided(cluster: weakref.ref[Cluster], pool: int, request: int) -> int:
     alive = cluster()
     assert alive is not None, "a cluster lives while it advances"
     return alive.decide(pool, request)
-
-
-class _Router:
-    """A router and what the compiled loop knows of it."""
-
-    def __init__(
-        self, policy: PrefillPolicy | DecodePolicy | None, n_workers: int, workload: Workload
-    ) -> None:
-        self.policy: Any = policy
-        shares = workload.prefix_block_tokens > 0
-        self.shortlisting = picks_from_shortlists(policy) and not (
-            shares and policy.shortlist_by == "prefix"
-        )
-        kind, self._first = np.full(len(workload), -1, np.int32), _NOBODY
-        if self.shortlisting:
-            kind, self._first = _classes(policy, workload)
-        self._known: dict[Any, int] = {}
-        self._class_of_list: dict[int, int] = {}
-        self._kept: list[Shortlist] = []  # an id is good for as long as its object lives
-        self.arrays = loop.Router(
-            loads=np.zeros(n_workers, np.int64),
-            class_of=kind,
-            list_of=np.full(len(self._first), -1, np.int32),
-            members=np.zeros((4, n_workers), np.int32),
-            size=np.zeros(4, np.int32),
-            by_load=np.zeros(4, np.bool_),
-            in_turn=np.zeros(4, np.bool_),
-            turn=np.zeros(4, np.int32),
-        )
-
-    def check(self, worker: int) -> None:
-        """Raise ValueError if there is no such worker: compiled code would not notice."""
-        if not 0 <= worker < len(self.arrays.loads):
-            raise ValueError(f"policy {self.policy.name!r} chose worker {worker}")
-
-    def unknown(self, request: int) -> list[int]:
-        """Return a request, and one of each of the next classes whose shortlist is not known."""
-        own = self.arrays.class_of[request]
-        if own < 0:
-            return [request]
-        others = self._first[self.arrays.list_of[: len(self._first)] < 0]
-        others = np.sort(others[others != self._first[own]])[: _ASKED_AT_ONCE - 1]
-        return [request, *others.tolist()]
-
-    def learn(self, request: int, rule: Shortlist) -> None:
-        """Note the shortlist of a request's class."""
-        number = self._number(rule)
-        arrays = self.arrays
-        if arrays.class_of[request] >= 0:
-            arrays.list_of[arrays.class_of[request]] = number
-            return
-        if number not in self._class_of_list:
-            self._class_of_list[number] = len(arrays.list_of)
-            grown = np.append(arrays.list_of, np.int32(number))
-            self.arrays = arrays = arrays._replace(list_of=grown)
-        arrays.class_of[request] = self._class_of_list[number]
-
-    def _number(self, rule: Shortlist) -> int:
-        """Return the number of a shortlist; those that remember nothing are equal by contents."""
-        key = id(rule) if rule.in_turn else (rule.workers, rule.by_load)
-        if key in self._known:
-            return self._known[key]
-        number = len(self._known)
-        if number == len(self.arrays.size):
-            self.arrays = self.arrays._replace(
-                **{
-                    name: _grown(getattr(self.arrays, name))
-                    for name in ("members", "size", "by_load", "in_turn", "turn")
-                }
-            )
-        arrays = self.arrays
-        for worker in rule.workers:
-            self.check(worker)
-        arrays.members[number, : len(rule.workers)] = rule.workers
-        arrays.size[number] = len(rule.workers)
-        arrays.by_load[number], arrays.in_turn[number] = rule.by_load, rule.in_turn
-        arrays.turn[number] = rule.turn
-        self._known[key] = number
-        self._kept.append(rule)
-        return number
-
-
-def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the class of each request that a policy treats alike, and each class's first request.
-
-    -1 where the class is not known beforehand.
-    """
-    if policy.shortlist_by == "domain":
-        alike = workload.domain.astype(np.int64)
-    elif policy.shortlist_by == "signature":
-        if workload.prefix_block_tokens:  # what the prefix cache holds decides, too
-            return np.full(len(workload), -1, np.int32), _NOBODY
-        alike = workload.trace_request.astype(np.int64) << 32 | workload.prompt_len
-    else:
-        alike = np.zeros(len(workload), np.int64)
-    _, first, kind = np.unique(alike, return_index=True, return_inverse=True)
-    return kind.astype(np.int32), first
-
-
-def _grown(array: NDArray[Any]) -> NDArray[Any]:
-    """Return an array of twice the length, zeros at its end."""
-    grown = np.zeros((2 * len(array), *array.shape[1:]), array.dtype)
-    grown[: len(array)] = array
-    return grown
 
 
 def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -> NDArray[np.void]:

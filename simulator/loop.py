@@ -69,7 +69,7 @@ _PENDING_DISPATCH = np.int64(2)  # beside those of the engine: the decode router
 
 
 class Router(NamedTuple):
-    """What the loop knows of a router; see `cluster._Router`."""
+    """What the loop knows of a router; see `router.PolicyRouter`."""
 
     loads: NDArray[np.int64]  #: ``[workers]``: requests in flight, as the router knows
     class_of: NDArray[np.int32]  #: ``[requests]``: requests of a class have one shortlist; -1: ask

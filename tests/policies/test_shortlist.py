@@ -15,6 +15,7 @@ from eldr_sim.policies.base import PolicyContext, RequestInfo
 from eldr_sim.policies.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.shortlist import Shortlist, ShortlistPolicy, picks_from_shortlists
 from eldr_sim.policies.signature import unit_rows
+from eldr_sim.simulator import router
 from eldr_sim.traces.calibration import CalibrationSet
 
 LAYERS, EXPERTS, DOMAINS, WINDOWS = 2, 10, 3, 6
@@ -168,7 +169,11 @@ def test_compiled_routers_decide_as_the_policies(
     assert compiled.decode_steps.tobytes() == asked.decode_steps.tobytes()
 
 
-def test_a_policy_is_asked_once_for_requests_that_it_treats_alike(make_cluster, make_workload):
+@pytest.mark.parametrize("at_once", [512, 2])
+def test_a_policy_is_asked_once_for_requests_that_it_treats_alike(
+    make_cluster, make_workload, monkeypatch, at_once
+):
+    monkeypatch.setattr(router, "_ASKED_AT_ONCE", at_once)
     n = 50
     workload = dataclasses.replace(
         make_workload(np.arange(n) * 1e-3, 10, 5, windows=WINDOWS),
