@@ -8,16 +8,13 @@ of the policy's own list. Equal choices are equal words, in results and comparis
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
 
-Decision = Literal["decode", "prefill", "queue"]
-"""The decisions that a policy can make."""
-
-#: The field of a run's configuration that chooses the policy of a decision.
+#: The decisions that a policy can make, and the field of a run's configuration that chooses it.
 FIELDS: dict[str, str] = {
     "decode": "policy",
     "prefill": "prefill_policy",

@@ -43,7 +43,7 @@ from eldr_sim.policies.queue_order import FirstComeFirstServed, QueueOrder, Shor
 GROUP = "eldr_sim.policies"
 """The entry-point group that other packages add policies to."""
 
-DECISIONS = ("decode", "prefill", "queue")
+DECISIONS = tuple(FIELDS)
 """The decisions that a policy can make."""
 
 
