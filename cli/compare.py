@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,5 +96,7 @@ def _print(comparison: Comparison) -> None:
 
 
 def _mean(values: list[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{math.fsum(known) / len(known):.2f}" if known else "-"
+    from eldr_sim.planning.paired import mean_known
+
+    mean = mean_known(values)
+    return "-" if mean is None else f"{mean:.2f}"

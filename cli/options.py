@@ -19,7 +19,7 @@ from eldr_sim.cli.completion import (
 )
 from eldr_sim.cli.spellings import ALIASES
 from eldr_sim.errors import InputError
-from eldr_sim.policies.choice import BUILT_IN, FIELDS
+from eldr_sim.policies.choice import BUILT_IN, DECISION_OF
 from eldr_sim.simulator.config import Pool, RunConfig, make_config, read_config, set_field
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,8 +27,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: Fields that are mappings: ``goodput`` and the pools have options of their own, the mix is for
 #: files.
 _MAPPINGS = ("goodput", "domain_mix", "prefill", "decode")
-#: Fields that choose a policy, and for which decision.
-_DECISIONS = {field: decision for decision, field in FIELDS.items()}
 #: Options of one pool's workers, such as ``prefill_gpu``, and the fields they stand for.
 _POOL_OPTIONS = {
     f"{role}_{name}": (role, name) for role in ("prefill", "decode") for name in Pool.model_fields
@@ -98,8 +96,8 @@ def _option(name: str) -> Callable[[F], F]:
 def _completer(name: str) -> Completer | None:
     if choices := _choices(name):
         return complete(lambda: choices)
-    if name in _DECISIONS:
-        return complete(policies(_DECISIONS[name]))
+    if name in DECISION_OF:
+        return complete(policies(DECISION_OF[name]))
     return {
         "model": complete(models, "file"),
         "gpu": complete(gpus, "file"),
@@ -145,7 +143,7 @@ def check_out(out: Path | None, force: bool, marker: str = "summary.json") -> No
 def _metavar(name: str) -> str:
     if choices := _choices(name):
         return "|".join(choices)
-    if name in _DECISIONS:
+    if name in DECISION_OF:
         return "NAME[:PARAMETER=VALUE,...]"
     return {
         "topology": "xPyD|xC",
@@ -163,6 +161,6 @@ def _metavar(name: str) -> str:
 def _help(name: str) -> str:
     field = RunConfig.model_fields[name]
     text = (field.description or "").replace("``", "")
-    if name in _DECISIONS:
-        text += f" Built in: {', '.join(BUILT_IN[_DECISIONS[name]])}."
+    if name in DECISION_OF:
+        text += f" Built in: {', '.join(BUILT_IN[DECISION_OF[name]])}."
     return text if field.default is None else f"{text}  [default: {field.default}]"

@@ -13,12 +13,12 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.paired import Difference, PairedRuns, mean_of, run_paired
+from eldr_sim.planning.paired import Difference, PairedRuns, headline_of, run_paired
 from eldr_sim.planning.runs import Summary
 from eldr_sim.policies import registry
-from eldr_sim.simulator.catalogue import HEADLINE, label
+from eldr_sim.simulator.catalogue import HEADLINE
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.headline import Headline, Shown, number
+from eldr_sim.simulator.headline import Headline, Shown
 from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 
@@ -57,11 +57,7 @@ class Comparison(Shown):
         """Return the means of a few figures of each policy."""
         first = next(iter(self.summaries.values()))
         title = f"{first['topology']}, mean over seeds ({self.n_seeds})"
-        rows = [
-            (name, *(number(mean_of([s[tag] for s in summaries])) for tag in HEADLINE))
-            for name, summaries in self.paired.summaries.items()
-        ]
-        return Headline(title, ("policy", *map(label, HEADLINE)), rows)
+        return headline_of(title, "policy", self.paired.summaries.items())
 
     @property
     def runs(self) -> pa.Table:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.planning.runs import Runs, Summary
+from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.headline import Headline, number
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,21 @@ def with_seed(config: RunConfig, index: int) -> RunConfig:
     return config.model_copy(update={"seed": config.seed + index})
 
 
+def headline_of(title: str, first: str, named: Iterable[tuple[str, Sequence[Summary]]]) -> Headline:
+    """Return the means over seeds of the headline figures by name; ``first`` heads the names."""
+    rows = [
+        (name, *(number(mean_of([s[tag] for s in summaries])) for tag in HEADLINE))
+        for name, summaries in named
+    ]
+    return Headline(title, (first, *map(label, HEADLINE)), rows)
+
+
+def mean_known(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are not missing; None where all are."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
 def mean_of(values: Sequence[float | None]) -> float | None:
     """Return the mean; None where a value is missing."""
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if len(known) == len(values) else None
+    return None if None in values else mean_known(values)

@@ -14,11 +14,11 @@ import pyarrow as pa
 import yaml
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.paired import Difference, mean_of, run_paired
+from eldr_sim.planning.paired import Difference, headline_of, run_paired
 from eldr_sim.planning.runs import Summary
-from eldr_sim.simulator.catalogue import HEADLINE, label
+from eldr_sim.simulator.catalogue import HEADLINE
 from eldr_sim.simulator.config import RunConfig, make_config, read_config, set_field
-from eldr_sim.simulator.headline import Headline, Shown, number
+from eldr_sim.simulator.headline import Headline, Shown
 from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 
@@ -98,26 +98,24 @@ class WhatIf(Shown):
 
     def headline(self) -> Headline:
         """Return the means of a few figures of the base run and of each change."""
-        named = [("base", self.base), *((c.name, c.summaries) for c in self.changes)]
-        rows = [
-            (name, *(number(mean_of([s[tag] for s in summaries])) for tag in HEADLINE))
-            for name, summaries in named
-        ]
         title = f"{self.base[0]['topology']}, mean over seeds ({len(self.base)})"
-        return Headline(title, ("change", *map(label, HEADLINE)), rows)
+        return headline_of(title, "change", self._named())
 
     @property
     def runs(self) -> pa.Table:
         """A row a run: the change (``base`` for none), the seed, and every figure."""
         keys = ("seed", "num_prompts", "completed", "failed", *FIGURES)
-        named = [("base", self.base), *((c.name, c.summaries) for c in self.changes)]
         return pa.Table.from_pylist(
             [
                 {"change": name} | {key: summary[key] for key in keys}
-                for name, summaries in named
+                for name, summaries in self._named()
                 for summary in summaries
             ]
         )
+
+    def _named(self) -> list[tuple[str, tuple[Summary, ...]]]:
+        """Return the summaries of the base run and of each change, by name."""
+        return [("base", self.base), *((c.name, c.summaries) for c in self.changes)]
 
     def record(self) -> dict[str, Any]:
         """Return base and changes as plain values, ready for JSON."""

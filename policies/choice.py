@@ -20,6 +20,8 @@ FIELDS: dict[str, str] = {
     "prefill": "prefill_policy",
     "queue": "queue_order",
 }
+#: The same the other way round.
+DECISION_OF = {field: decision for decision, field in FIELDS.items()}
 #: Names of the built-in policies of each decision, for those who cannot wait for the registry.
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "decode": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from typing import Any
 
 from eldr_sim import cache
 from eldr_sim.errors import InputError
@@ -47,7 +48,7 @@ def cached_fit(
     n_decoders, seed, transform, layer_mask, clustering
         As for `fit`, which says what it raises.
     """
-    options = {
+    options: dict[str, Any] = {
         "n_decoders": n_decoders,
         "seed": seed,
         "transform": transform,
@@ -56,7 +57,8 @@ def cached_fit(
     }
     manifest = trace.manifest
     files = [manifest.checksum, manifest.requests_checksum, manifest.gate_scores_checksum]
-    key = [files, trace.top_k, workload, domain_mix, options, cache.stamp(_SOURCES)]
+    mix = None if domain_mix is None else list(domain_mix.items())
+    key = [files, trace.top_k, workload, mix, options, cache.stamp(_SOURCES)]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode())
     name = f"{digest.hexdigest()[:32]}.npz"
     path = cache.find(cache.FITS, name)
@@ -71,13 +73,6 @@ def cached_fit(
             seed,
         ):
             return found
-    made = fit(
-        calibration(),
-        n_decoders,
-        seed,
-        transform=transform,
-        layer_mask=layer_mask,
-        clustering=clustering,
-    )
+    made = fit(calibration(), **options)
     cache.keep(cache.FITS, name, made.write)
     return made

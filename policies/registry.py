@@ -123,19 +123,24 @@ def queue_order(choice: object, context: PolicyContext) -> QueueOrder:
 
 def canonical(decision: str, choice: object) -> str:
     """Return the one word for a `choice`; raises InputError as building the policy would."""
-    found = find(decision, parse(choice, FIELDS[decision]).name)
-    return spell(found.name, parameters(decision, choice))
+    found, own = _resolve(decision, choice)
+    return spell(found.name, own)
 
 
 def parameters(decision: str, choice: object) -> Parameters:
     """Return all parameters of a `choice`; raises InputError as building the policy would."""
+    return _resolve(decision, choice)[1]
+
+
+def _resolve(decision: str, choice: object) -> tuple[PolicyClass, Parameters]:
+    """Return the class and the parameters of a `choice`."""
     name, given = parse(choice, FIELDS[decision])
-    return parameters_of(find(decision, name), given, FIELDS[decision])
+    found = find(decision, name)
+    return found, parameters_of(found, given, FIELDS[decision])
 
 
 def _build(decision: str, choice: object, context: PolicyContext) -> Policy:
-    found = find(decision, parse(choice, FIELDS[decision]).name)
-    own = parameters(decision, choice)
+    found, own = _resolve(decision, choice)
     return found(context, own) if hasattr(found, "Parameters") else found(context)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from eldr_sim.planning.paired import mean_known
 from eldr_sim.reports.basis import basis
 from eldr_sim.reports.cells import Value, difference, nan, plain, table
 from eldr_sim.reports.folders import Folder
@@ -25,7 +25,7 @@ def comparison_section(folder: Folder, colours: Colours) -> Row:
     means: list[list[Value]] = []
     for name in names:
         own = [row for row in runs if row["policy"] == name]
-        means.append([name, *(_mean([row[m] for row in own]) for m in metrics)])
+        means.append([name, *(mean_known([row[m] for row in own]) for m in metrics)])
         means[-1].append(sum(row["failed"] for row in own))
     each = [
         [row["policy"], row["seed"], *(row[metric] for metric in metrics), row["failed"]]
@@ -70,8 +70,3 @@ def _differences(summary: Row, reference: str, metrics: list[str], colours: Colo
         note="Paired over seeds, Student's t. Filled dots: the interval leaves 0 out.",
     )
     return {"table": paired, "pictures": pictures}
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None

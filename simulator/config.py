@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.policies.choice import FIELDS, parse
+from eldr_sim.policies.choice import DECISION_OF, parse
 from eldr_sim.simulator.paths import resolved
 
 #: The named workloads; any other is a file.
@@ -327,9 +327,9 @@ def set_field(values: dict[str, Any], path: str, value: Any) -> None:
     *above, name = path.split(".")
     for part in above:
         inner: Any = values.get(part) or {}
-        if part in FIELDS.values() and not isinstance(inner, Mapping):
+        if part in DECISION_OF and not isinstance(inner, Mapping):
             inner = parse(inner, part).mapping
-        elif part in FIELDS.values() and not inner:
+        elif part in DECISION_OF and not inner:
             inner = parse(RunConfig.model_fields[part].default, part).mapping
         if not isinstance(inner, dict):
             raise InputError(path, f"{part!r} has no fields of its own")
@@ -344,11 +344,10 @@ def get_field(config: RunConfig, path: str) -> Any:
     """
     first, _, rest = path.partition(".")
     values: Any = config.model_dump()
-    if first in FIELDS.values() and rest and rest != "name":
+    if first in DECISION_OF and rest and rest != "name":
         from eldr_sim.policies import registry
 
-        decision = next(key for key, field in FIELDS.items() if field == first)
-        values = {first: registry.parameters(decision, values[first]).model_dump()}
+        values = {first: registry.parameters(DECISION_OF[first], values[first]).model_dump()}
     for part in path.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values

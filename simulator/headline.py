@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
@@ -29,12 +30,12 @@ class Headline(NamedTuple):
     left: int = 0
 
 
-class Shown:
+class Shown(ABC):
     """A result that shows its headline instead of all that it holds."""
 
+    @abstractmethod
     def headline(self) -> Headline:
         """Return a few figures of the result."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         title, columns, rows, left = _shown(self.headline())

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -295,25 +295,18 @@ def build_cluster(
     """Put the cluster of a run together, policies fitted."""
     trace = setting.trace
 
-    @cache
-    def calibration(score: PromptScore = "count") -> CalibrationSet:
-        mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
-        return _calibration(trace, config.workload, mix, score)
+    mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
+
+    def calibration() -> CalibrationSet:
+        return _calibration(trace, config.workload, mix, "count")
 
     def artifact(
         transform: Transform, layer_mask: LayerMask, clustering: Method
     ) -> RoutingArtifact:
-        return cached_fit(
-            trace,
-            config.workload,
-            config.domain_mix,
-            lambda: calibration(score_of(transform)),
-            config.n_decode,
-            config.seed,
-            transform=transform,
-            layer_mask=layer_mask,
-            clustering=clustering,
-        )
+        return _fit(
+            trace, config.workload, mix, config.n_decode, config.seed, transform, layer_mask,
+            clustering,
+        )  # fmt: skip
 
     model, step_time = setting.model, setting.step_time
     replay = replay_of(
@@ -403,6 +396,31 @@ def _calibration(
     """Pick calibration requests; those picked before are not read again by this process."""
     mix = None if domain_mix is None else dict(domain_mix)
     return calibration_set(trace, workload=workload, domain_mix=mix, score=score)
+
+
+@lru_cache(maxsize=16)
+def _fit(
+    trace: RoutingTrace,
+    workload: str,
+    domain_mix: tuple[tuple[str, float], ...] | None,
+    n_decoders: int,
+    seed: int,
+    transform: Transform,
+    layer_mask: LayerMask,
+    clustering: Method,
+) -> RoutingArtifact:
+    """Fit ELDR's router; a sweep's points differ in what no fit depends on, such as the rate."""
+    return cached_fit(
+        trace,
+        workload,
+        None if domain_mix is None else dict(domain_mix),
+        lambda: _calibration(trace, workload, domain_mix, score_of(transform)),
+        n_decoders,
+        seed,
+        transform=transform,
+        layer_mask=layer_mask,
+        clustering=clustering,
+    )
 
 
 def _check_colocated(config: RunConfig, policy: DecodePolicy) -> None:
