@@ -18,7 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Routing trace": ("trace", "trace_replay", "prompts"),
     "Cluster": (
         "topology", "gpu", "tensor_parallel_size", "enable_expert_parallel", "kv_transfer",
-        "load_report_delay_ms", "price_per_gpu_hour",
+        "load_report_delay_ms", "signal_interval_ms", "price_per_gpu_hour",
     ),
     "Prefill and decode workers, where they differ": ("prefill", "decode"),
     "Engine": (

@@ -8,7 +8,8 @@ class with
 - a constructor that takes a :class:`~eldr_sim.policies.base.PolicyContext`, and after it the
   parameters if the class has any: a subclass of :class:`~eldr_sim.policies.choice.Parameters` as
   its attribute ``Parameters``;
-- ``select(request, loads) -> int`` (see ``base``), or for a queue order ``keys(requests)`` (see
+- ``select(request, workers) -> int | None`` (see ``base``), or for a queue order
+  ``keys(requests)`` (see
   ``queue_order``);
 - for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions.
 
@@ -200,7 +201,7 @@ def _flaw(policy: object) -> str:
         return f"has no name (name={name!r})"
     if decision not in DECISIONS:
         return f"has decision={decision!r}, not one of {', '.join(DECISIONS)}"
-    method = "keys(requests)" if decision == "queue" else "select(request, loads)"
+    method = "keys(requests)" if decision == "queue" else "select(request, workers)"
     if not callable(getattr(policy, method.partition("(")[0], None)):
         return f"has no method {method}"
     return ""

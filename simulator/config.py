@@ -171,6 +171,10 @@ class RunConfig(BaseModel):
     """Time of a step that no kernel accounts for, ms; the profile's figure when not given."""
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Age of the completions that the routers have heard of, ms."""
+    signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How often the engines publish what the routers see of them beside loads (waiting and running
+    requests, tokens, KV usage), ms; 0: as of each decision. vLLM's data-parallel coordinator
+    publishes every 100 ms."""
     goodput: ServiceLevel = ServiceLevel()
     """Service-level objective of good requests."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)

@@ -168,6 +168,7 @@ def prepare(config: RunConfig) -> Setting:
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
     decode = _engine(config, "decode", model, parallelism)
     prefill = decode if config.colocated else _engine(config, "prefill", model, parallelism)
+    output_len = config.effective_output_len
     spec = ClusterSpec(
         n_prefill=config.n_prefill,
         n_decode=config.n_decode,
@@ -179,7 +180,9 @@ def prepare(config: RunConfig) -> Setting:
             prefill.step_time.gpu.nic_bandwidth, decode.step_time.gpu.nic_bandwidth
         ),
         load_report_delay_s=config.load_report_delay_ms / 1e3,
+        signal_interval_s=config.signal_interval_ms / 1e3,
         max_concurrency=config.max_concurrency,
+        max_tokens=output_len if isinstance(output_len, int) else None,
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=config.async_scheduling,
     )
