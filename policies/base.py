@@ -59,12 +59,13 @@ class Workers(NamedTuple):
         """Return healthy workers with these ``loads`` whose engines report nothing."""
         counted = np.asarray(loads, np.int64)
         n = len(counted)
-        none = (np.zeros(n, np.int64) for _ in range(4))
-        return cls(counted, *none, kv_usage=np.zeros(n), healthy=np.ones(n, np.bool_))
+        a, b, c, d = np.zeros((4, n), np.int64)
+        return cls(counted, a, b, c, d, kv_usage=np.zeros(n), healthy=np.ones(n, np.bool_))
 
     def usable(self) -> list[int]:
         """Return the indices of the healthy workers."""
-        return np.flatnonzero(self.healthy).tolist()
+        found: list[int] = np.flatnonzero(self.healthy).tolist()
+        return found
 
 
 class RequestInfo(NamedTuple):

@@ -35,7 +35,7 @@ class Shortlist:
     def __init__(
         self, workers: Sequence[int], *, by_load: bool = True, in_turn: bool = True
     ) -> None:
-        self.workers = tuple(workers)
+        self.workers: tuple[int, ...] = tuple(workers)
         if not self.workers:
             raise ValueError("a shortlist without workers")
         self.by_load = by_load
@@ -50,7 +50,7 @@ class Shortlist:
         usable = set(workers.usable())
         order = [*range(self.turn, len(self.workers)), *range(self.turn)]
         order = [place for place in order if self.workers[place] in usable]
-        loads = workers.loads.tolist()
+        loads: list[int] = workers.loads.tolist()
         if not order:
             return min(usable, key=lambda worker: (loads[worker], worker), default=None)
         place = order[0]

@@ -278,9 +278,9 @@ def drain(
         head = clock[0].pending_head
         if head == clock[0].pending_tail:
             clock[0].pending_head = clock[0].pending_tail = 0
-            for pool in range(2):
-                if routers[pool].held[0].to_ask > 0:
-                    answer = _ask_held(clock, events, engines, routers, decide, np.int64(pool))
+            for router in range(2):
+                if routers[router].held[0].to_ask > 0:
+                    answer = _ask_held(clock, events, engines, routers, decide, np.int64(router))
                     if answer < 0:
                         return answer
             return 0

@@ -45,11 +45,11 @@ class PolicyRouter:
         self._class_of_list: dict[int, int] = {}
         self._kept: list[Shortlist] = []  # an id is good for as long as its object lives
         self.signals = np.zeros(n_workers, state.SIGNALS)
-        self._view = Workers.idle(np.zeros(n_workers, np.int64))._replace(
-            **{name: self.signals[name] for name in state.SIGNALS.names or ()}
-        )
+        columns = [self.signals[name] for name in state.SIGNALS.names or ()]
+        loads, healthy = np.zeros(n_workers, np.int64), np.ones(n_workers, np.bool_)
+        self._columns = loads, *columns, healthy
         self.arrays = loop.Router(
-            loads=self._view.loads,
+            loads=loads,
             signals=self.signals,
             held=np.zeros(1, state.HELD),
             class_of=kind,
@@ -63,7 +63,7 @@ class PolicyRouter:
 
     def workers(self, now_s: float, signals_s: float) -> Workers:
         """Return the workers as the router sees them now; the columns change with time."""
-        return self._view._replace(now_s=now_s, signals_s=signals_s)
+        return Workers._make((*self._columns, now_s, signals_s))
 
     def check(self, worker: int) -> None:
         """Raise ValueError if there is no such worker: compiled code would not notice."""

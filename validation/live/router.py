@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,16 +20,20 @@ from eldr_sim.policies.base import (
 from eldr_sim.policies.registry import decode_policy
 from eldr_sim.traces.streams import stream
 
-__all__ = ["Router", "build_decode_policy"]
+__all__ = ["EngineSignals", "Router", "build_decode_policy"]
 
 
-class Signals(Protocol):
-    """What an engine publishes of itself; see `signals.EngineSignals`."""
+class EngineSignals(NamedTuple):
+    """The columns of :class:`~eldr_sim.policies.base.Workers` that an engine knows."""
 
     waiting: int
+    """Requests in the waiting queue (``vllm:num_requests_waiting``)."""
     running: int
+    """Running requests (``vllm:num_requests_running``)."""
     kv_usage: float
+    """Share of the KV blocks in use, 0 to 1 (``vllm:kv_cache_usage_perc``)."""
     kv_tokens: int
+    """Tokens of the blocks in use: the usage of all that ``vllm:cache_config_info`` names."""
 
 
 class Router:
@@ -69,7 +73,7 @@ class Router:
         engine = self.dispatch(request)
         if engine is not None:
             return engine
-        placed = asyncio.get_running_loop().create_future()
+        placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._held.append((request, placed))
         try:
             return await placed
@@ -86,7 +90,7 @@ class Router:
             self._listener.on_complete(request_id, engine)
         self._ask_again()
 
-    def publish(self, signals: Sequence[Signals | None]) -> None:
+    def publish(self, signals: Sequence[EngineSignals | None]) -> None:
         """Take note of what the engines publish; None of one that does not answer.
 
         vLLM publishes no tokens of its waiting queue: they are the prompts of the requests that

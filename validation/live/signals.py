@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.validation.live.http import import_aiohttp
-from eldr_sim.validation.live.router import Router
+from eldr_sim.validation.live.router import EngineSignals, Router
 
-__all__ = ["EngineSignals", "parse_metrics", "watch_engines"]
-
-
-class EngineSignals(NamedTuple):
-    """The columns of :class:`~eldr_sim.policies.base.Workers` that an engine knows."""
-
-    waiting: int
-    """Requests in the waiting queue (``vllm:num_requests_waiting``)."""
-    running: int
-    """Running requests (``vllm:num_requests_running``)."""
-    kv_usage: float
-    """Share of the KV blocks in use, 0 to 1 (``vllm:kv_cache_usage_perc``)."""
-    kv_tokens: int
-    """Tokens of the blocks in use: the usage of all that ``vllm:cache_config_info`` names."""
+__all__ = ["parse_metrics", "watch_engines"]
 
 
 def parse_metrics(text: str) -> EngineSignals:
