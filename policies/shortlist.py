@@ -40,7 +40,7 @@ class Shortlist:
             raise ValueError("a shortlist without workers")
         self.by_load = by_load
         self.in_turn = in_turn
-        self.turn = 0
+        self.turn: int = 0
 
     def pick(self, workers: Workers) -> int | None:
         """Return the chosen worker's index; None where no worker of the pool is healthy.
@@ -48,7 +48,7 @@ class Shortlist:
         Where none of the list is, the least loaded healthy worker of the pool stands in.
         """
         usable = set(workers.usable())
-        order = [*range(self.turn, len(self.workers)), *range(self.turn)]
+        order: list[int] = [*range(self.turn, len(self.workers)), *range(self.turn)]
         order = [place for place in order if self.workers[place] in usable]
         loads: list[int] = workers.loads.tolist()
         if not order:
