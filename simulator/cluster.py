@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.policies.base import (
     CompletionListener,
@@ -48,6 +49,7 @@ class EngineSpec:
     max_num_seqs: int
     max_num_batched_tokens: int
     n_blocks: int
+    parallelism: Parallelism = SINGLE_GPU
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Cluster:
     Parameters
     ----------
     spec, model
-        The cluster, and the part of its model on one GPU of a worker.
+        The cluster, and the part of its model on one GPU of a decode worker.
     workload, replay
         The requests, and the bit sets of the windows they replay.
     signatures
@@ -135,7 +137,7 @@ class Cluster:
         Simulated time after which the run gives the rest up as unserved.
     expert_masks
         The experts on each expert-parallel GPU of each worker, prefill workers first, see
-        :func:`~eldr_sim.simulator.replay.rank_masks`; None where there is one such rank.
+        :func:`~eldr_sim.simulator.replay.rank_masks`; None where every worker has one such rank.
     queue_keys
         What the queue order makes of each request, see `policies.queue_order`; None is first come,
         first served.

@@ -98,8 +98,8 @@ BROKEN = {
         "has no name",
     ),
     "undecided": (
-        "class Policy:\n name = 'x'\n decision = 'placement'\n def select(self, r, l): ...",
-        "decision='placement', not one of decode, prefill",
+        "class Policy:\n name = 'x'\n decision = 'lunch'\n def select(self, r, l): ...",
+        "decision='lunch', not one of decode, prefill",
     ),
     "idle": ("class Policy:\n name = 'x'\n decision = 'decode'", "has no method select"),
     "usurper": (

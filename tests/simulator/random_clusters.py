@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
 from eldr_sim.simulator.replay import Replay, rank_masks
 from eldr_sim.simulator.transfer import TransferModel
@@ -246,7 +247,9 @@ def random_cluster(
         prompts = random_prompts(rng, workload, N_TRACE, trace_layers, n_experts)
     if n_ranks > 1:
         ranks = rng.integers(n_ranks, size=(sum(topology), trace_layers, n_experts))
-        masks = rank_masks(ranks, n_ranks, n_layers)
+        masks = rank_masks(
+            [Placement.of_ranks(of_worker, n_ranks) for of_worker in ranks], n_experts, n_layers
+        )
     last = float(workload.arrival_s[-1])
     return {
         "spec": spec,
