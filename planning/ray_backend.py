@@ -1,8 +1,12 @@
-"""Points on a Ray cluster, for those who outgrow one machine.
+"""Points on a Ray cluster, for sweeps that outgrow one machine.
 
-Every node needs eldr-sim installed, and whatever files the configurations name under the same
-paths. Only the driver knows what is done: a point whose worker or node dies on the way is handed
-out again, and it yields one outcome however often it was begun.
+Every node needs eldr-sim installed, and the files that the configurations name under the same
+paths. The driver alone keeps track of what is done: a point whose worker or node dies is submitted
+again, and yields one outcome however often it was begun.
+
+Why not joblib's Ray backend (``ray.util.joblib``; tried with Ray 2.60 and joblib 1.6): it refuses
+``return_as="generator_unordered"``, so no outcome comes before the last, and one killed worker or
+lost node ends the whole call with ``ActorDiedError`` or ``ActorUnavailableError`` and no outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from eldr_sim.errors import InputError
 if TYPE_CHECKING:
     from eldr_sim.planning.runner import Outcome, Point
 
-#: A point is begun so many times at most: nodes do die, but not always under the same point.
+#: How often a point is begun at most: a node may die under any point, but not always the same one.
 _ATTEMPTS = 3
 
 
