@@ -182,38 +182,6 @@ def import_(file: Path, out: Path, **options: Any) -> None:
         click.echo(DECODE_ONLY)
 
 
-@trace.command()
-@click.argument("name", metavar="NAME|DIR", shell_complete=complete(traces, "dir"))
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
-@click.option(
-    "--rank-groups",
-    metavar="N,N,...",
-    help="How much of the gate's order to keep, such as 4,4: which four of eight came first. The "
-    "less, the smaller. By default all that the trace knows.",
-)
-@click.option("--force", is_flag=True, help="Replace DIR.")
-def pack(name: str, out: Path, rank_groups: str | None, force: bool) -> None:
-    """Write a trace again with its expert ids compressed."""
-    from eldr_sim.traces.format import open_trace
-    from eldr_sim.traces.writer import pack_trace
-
-    source = open_trace(name)
-    try:
-        groups = None if rank_groups is None else [int(size) for size in rank_groups.split(",")]
-    except ValueError:
-        raise InputError("rank_groups", repr(rank_groups), "numbers such as 4,4") from None
-    packed = pack_trace(source, out, rank_groups=groups, force=force)
-    before, after = (
-        (opened.path / opened.manifest.experts_file).stat().st_size / 1e6
-        for opened in (source, packed)
-    )
-    tokens = packed.manifest.n_tokens * packed.n_layers
-    click.echo(
-        f"Wrote {out}: {after:.2f} MB of expert ids ({before:.2f} MB in {name}), "
-        f"{1e6 * after / tokens:.2f} bytes a token and layer"
-    )
-
-
 def _print_manifest(opened: RoutingTrace) -> None:
     manifest = opened.manifest
     click.echo(f"Trace:      {opened.path.name}, format v{manifest.format_version}, valid")

@@ -400,7 +400,10 @@ def write_recording(
     notes: str = "",
     force: bool = False,
 ) -> RoutingTrace:
-    """Write a recording as a routing trace.
+    """Write a recording as a routing trace, compressed.
+
+    Of the gate's order the trace keeps which half of a token's experts came first: a model of half
+    the top-k can be served, and the file stays small (see `eldr_sim.traces.encoding`).
 
     Parameters
     ----------
@@ -423,9 +426,11 @@ def write_recording(
         requests=covered, prob=recording.gate_prob[covered], logit=recording.gate_logit[covered]
     )
     names = [domains[d] for d in prompts.domain]
+    ranked = recording.experts
+    halves = [np.sort(half) for half in np.array_split(ranked, min(2, ranked.shape[-1]), axis=-1)]
     return write_trace(
         out,
-        experts=recording.experts,
+        experts=np.concatenate(halves, axis=-1),
         request_id=[f"{name}-{i:04d}" for i, name in enumerate(names)],
         domain=names,
         prompt_len=recording.prompt_len,
@@ -440,6 +445,7 @@ def write_recording(
         provenance="recorded",
         notes=notes,
         gate_scores=scores if len(covered) else None,
-        rank_groups=[1] * recording.experts.shape[-1],
+        rank_groups=[part.shape[-1] for part in halves],
+        encoding="xz",
         force=force,
     )

@@ -10,7 +10,7 @@ manifest
 encoding
     The file of expert ids, plain or compressed, and how much of the gate's order it keeps.
 writer
-    `write_trace`: a whole and valid trace folder, or nothing; `pack_trace` compresses one.
+    `write_trace`: a whole and valid trace folder, or nothing.
 gate_scores
     `GateScores`: an optional part of a trace, the gate's scores summed over prompts.
 bitsets

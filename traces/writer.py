@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_folder
 from eldr_sim.traces import gate_scores as gate_scores_file
-from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups, regroup, save_ids
+from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups, save_ids
 from eldr_sim.traces.format import (
     COLUMNS,
     SPLITS,
@@ -28,7 +28,7 @@ from eldr_sim.traces.format import (
 from eldr_sim.traces.gate_scores import GateScores
 from eldr_sim.traces.manifest import Manifest, Provenance, manifest_error
 
-__all__ = ["pack_trace", "write_trace"]
+__all__ = ["write_trace"]
 
 
 def write_trace(
@@ -162,68 +162,3 @@ def write_trace(
         (temporary / "manifest.json").write_text(text, encoding="utf-8")
         open_trace(temporary).experts  # noqa: B018  reads and checks them
     return open_trace(target)
-
-
-def pack_trace(
-    trace: RoutingTrace,
-    out: str | os.PathLike[str],
-    *,
-    rank_groups: Sequence[int] | None = None,
-    force: bool = False,
-) -> RoutingTrace:
-    """Write a trace again, its expert ids compressed.
-
-    Parameters
-    ----------
-    trace
-        The trace; all of its ``top_k`` experts are kept.
-    out
-        Folder to make.
-    rank_groups
-        How much of the gate's order to keep, see ``encoding.regroup``: the less, the smaller. By
-        default what the trace has.
-    force
-        Replace ``out`` if it is there.
-
-    Returns
-    -------
-    RoutingTrace
-        The trace as read back from ``out``.
-
-    Raises
-    ------
-    InputError
-        If the trace does not keep such an order, or ``out`` exists and ``force`` is false.
-    """
-    manifest = trace.manifest
-    have = manifest.rank_groups
-    want = have if rank_groups is None else check_groups(rank_groups, trace.top_k, "rank_groups")
-    first, length = trace.recorded_rows(np.arange(trace.n_requests))
-    if (np.diff(first) > 0).all():
-        ids = trace.experts
-    else:
-        spans = zip(first.tolist(), length.tolist(), strict=True)
-        ids = np.concatenate([trace.experts[row : row + n] for row, n in spans])
-    return write_trace(
-        out,
-        experts=regroup(ids, have, want),
-        request_id=trace.request_id,
-        domain=[trace.domains[d] for d in trace.domain.tolist()],
-        prompt_len=trace.prompt_len,
-        output_len=trace.output_len,
-        is_calibration=trace.is_calibration,
-        model=manifest.model,
-        n_experts=manifest.n_experts,
-        domains=manifest.domains,
-        captured_by=manifest.captured_by,
-        source_data=manifest.source_data,
-        tool_versions=manifest.tool_versions,
-        provenance=manifest.provenance,
-        notes=manifest.notes,
-        session=trace.session,
-        gate_scores=trace.gate_scores,
-        rank_groups=want,
-        prompt_rows=manifest.prompt_rows,
-        encoding="xz",
-        force=force,
-    )
