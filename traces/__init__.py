@@ -19,8 +19,8 @@ domains
     Domain mixes of the named workloads ``task`` and ``language``, with their sources.
 workload
     `make_workload`: arrivals, lengths and prefix blocks joined with a routing trace.
-readers
-    Request logs: Azure CSV, Mooncake JSONL, BurstGPT CSV.
+request_logs
+    `read_request_log`: Azure CSV, Mooncake JSONL, BurstGPT CSV.
 calibration
     `calibration_set`: the requests on which a routing policy is fitted.
 recordings

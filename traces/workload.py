@@ -2,7 +2,7 @@
 
 The named workloads ``task`` (code, math, medical, legal) and ``language`` (en, zh, ru, fr)
 draw requests from a trace's serving split by a domain mix. Any other name is the path of a
-request log (`readers`), which gives arrivals and lengths, and whose requests take the routing
+request log (`request_logs`), which gives arrivals and lengths, and whose requests take the routing
 of trace requests. `prompts` says which trace row a prompt's token replays.
 """
 
@@ -22,7 +22,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.domains import DOMAIN_MIXES, resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.prompts import Ranges, assign_blocks, chain_blocks, join_ranges
-from eldr_sim.traces.readers import RequestLog, read_request_log
+from eldr_sim.traces.request_logs import RequestLog, read_request_log
 from eldr_sim.traces.streams import stream
 
 __all__ = ["Workload", "draw_arrivals", "make_workload"]
