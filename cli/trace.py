@@ -12,8 +12,8 @@ from eldr_sim.cli.completion import complete, traces
 from eldr_sim.cli.console import print_table
 from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.errors import InputError
+from eldr_sim.traces.import_formats import READERS
 from eldr_sim.traces.manifest import DEFAULT_TRACE, builtin_traces
-from eldr_sim.traces.recordings import READERS
 
 if TYPE_CHECKING:
     from eldr_sim.traces.format import RoutingTrace
@@ -145,7 +145,7 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 @click.option(
     "--format",
     type=click.Choice([*READERS]),
-    help="Told by the content when not given.",
+    help="Detected from the content when not given.",
 )
 @click.option("--model", required=True, help="Model whose gates chose the experts.")
 @click.option(

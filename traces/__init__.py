@@ -1,4 +1,4 @@
-"""Traces: what do requests ask for, and which experts did a real model choose for their tokens?
+"""Request and routing traces: what requests ask for, and which experts a model chose for them.
 
 Modules
 -------
@@ -23,10 +23,10 @@ request_logs
     `read_request_log`: Azure CSV, Mooncake JSONL, BurstGPT CSV.
 calibration
     `calibration_set`: the requests on which a routing policy is fitted.
-recordings
-    Readers of what other tools record: NumPy, Parquet, vLLM and SGLang, expert fingerprints.
+import_formats
+    Files of other tools: NumPy, Parquet, vLLM and SGLang, expert fingerprints.
 importers
-    `import_trace`: a routing trace out of such a recording.
+    `import_trace`: a routing trace from such a file.
 statistics
     `trace_statistics`: load, reuse and overlap of the experts in a trace.
 structure
@@ -34,7 +34,7 @@ structure
 copies
     How often a decode batch holds two copies of one trace request.
 capture
-    Recording a trace from Hugging Face transformers or vLLM while they run a model.
+    Capture of a trace from Hugging Face transformers or vLLM while they run a model.
 synthetic
     A generative model of routing, fitted to a trace or from presets.
 streams

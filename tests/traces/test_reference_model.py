@@ -510,5 +510,5 @@ def test_without_torch_one_line_names_the_extra(text_folder, tmp_path, command, 
     code, _, err = command("train", text_folder, "--out", tmp_path / "out", "--steps", "1")
     assert code == 2
     assert err == (
-        "Error: reference model: needs torch (allowed: pip install 'eldr-sim[reference-model]')\n"
+        "Error: reference model: needs torch (allowed: pip install '.[reference-model]')\n"
     )

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.capture.captured import CapturedRouting, describe_generation
 from eldr_sim.traces.capture.gates import Gate, find_gates, probabilities, read_gate
 from eldr_sim.traces.capture.prompts import first_line
-from eldr_sim.traces.capture.recording import Recording, describe_generation
 
 __all__ = ["capture_transformers", "load_model"]
 
@@ -67,7 +67,7 @@ def capture_transformers(
     ignore_eos: bool = False,
     gate_scores: bool = False,
     progress: Callable[[float], None] | None = None,
-) -> Recording:
+) -> CapturedRouting:
     """Generate from prompts and record the experts that every gate chooses.
 
     Prompts of similar length share a batch, padded on the left; padding is not recorded. The
@@ -97,7 +97,7 @@ def capture_transformers(
 
     Returns
     -------
-    Recording
+    CapturedRouting
         Experts ranked by the weight that the gate gave them.
 
     Raises
@@ -149,7 +149,7 @@ def capture_transformers(
                 progress((start + len(batch)) / len(order))
     has = {kind: gate_scores and values[0] is not None for kind, values in sums.items()}
     classes = sorted({type(gate.module).__name__ for gate in gates})
-    return Recording(
+    return CapturedRouting(
         experts=experts,
         prompt_len=[len(prompt) for prompt in token_ids],
         layers=[gate.layer for gate in gates],
