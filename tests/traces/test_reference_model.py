@@ -1,4 +1,4 @@
-"""The reference model: its architecture, training, checkpoints and recordings."""
+"""The reference model: its architecture, training, checkpoints and recorded routing."""
 
 from __future__ import annotations
 
@@ -312,21 +312,21 @@ def brute_force(model, prompt, draws, temperature):
 def test_recording_equals_brute_force(documents, checkpoint):
     model, tokenizer = export.load_checkpoint(checkpoint)
     prompts = record.choose_prompts(documents, tokenizer, SMALL)
-    recording = record.record(checkpoint, prompts, SMALL)
-    assert recording.experts.dtype == np.uint8
+    routing = record.record(checkpoint, prompts, SMALL)
+    assert routing.experts.dtype == np.uint8
     start = 0
     with torch.no_grad():
         for q, prompt in enumerate(prompts.tokens):
             draws = np.random.default_rng([SMALL.seed, 1, q]).random(SMALL.output_len)
             ids, experts, prob, logit = brute_force(model, prompt, draws, SMALL.temperature)
             end = start + len(prompt) + SMALL.output_len
-            assert recording.token_ids[start:end].tolist() == ids
-            np.testing.assert_array_equal(recording.experts[start:end], experts)
-            np.testing.assert_allclose(recording.gate_prob[q], prob, rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(recording.gate_logit[q], logit, rtol=1e-3, atol=1e-4)
+            assert routing.token_ids[start:end].tolist() == ids
+            np.testing.assert_array_equal(routing.experts[start:end], experts)
+            np.testing.assert_allclose(routing.gate_prob[q], prob, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(routing.gate_logit[q], logit, rtol=1e-3, atol=1e-4)
             start = end
-    assert start == len(recording.experts)
-    assert 0 not in recording.token_ids
+    assert start == len(routing.experts)
+    assert 0 not in routing.token_ids
 
 
 def test_prompts_come_from_their_own_held_out_documents(documents, checkpoint):

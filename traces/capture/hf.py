@@ -114,47 +114,35 @@ def capture_transformers(
     gates = find_gates(model)
     config = model.config.get_text_config()
     _check_prompts(token_ids, config, max_new_tokens)
-    recorder = _Recorder(gates, gate_scores)
+    hooks = _GateHooks(gates, gate_scores)
     device = next(model.parameters()).device
     order = sorted(range(len(token_ids)), key=lambda q: -len(token_ids[q]))
-    experts: list[NDArray[Any]] = [np.empty(0, np.uint8)] * len(token_ids)
-    sums: dict[str, list[Any]] = {"prob": [None] * len(token_ids), "logit": [None] * len(token_ids)}
+    experts: dict[int, NDArray[Any]] = {}
+    scores: dict[str, dict[int, NDArray[np.float32]]] = {"prob": {}, "logit": {}}
     torch.manual_seed(seed)
     with (
         torch.inference_mode(),
         _generation(model, max_new_tokens, temperature, ignore_eos) as stops,
-        recorder.hooked(),
+        hooks.hooked(),
     ):
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            width = max(len(token_ids[q]) for q in batch)
-            ids = torch.zeros((len(batch), width), dtype=torch.long)
-            mask = torch.zeros((len(batch), width), dtype=torch.long)
-            for row, q in enumerate(batch):
-                ids[row, width - len(token_ids[q]) :] = torch.tensor(token_ids[q])
-                mask[row, width - len(token_ids[q]) :] = 1
-            ids, mask = ids.to(device), mask.to(device)
-            recorder.begin(mask)
-            tokens = model.generate(input_ids=ids, attention_mask=mask)[:, width:].cpu().numpy()
-            prompt_rows, token_rows = recorder.rows()
-            for row, q in enumerate(batch):
-                count = _output_len(tokens[row], stops, max_new_tokens)
-                experts[q] = np.concatenate(
-                    [prompt_rows[row, width - len(token_ids[q]) :], token_rows[:count, row]]
-                )
-            for kind, values in recorder.score_sums().items():
-                for row, q in enumerate(batch):
-                    sums[kind][q] = values[row]
+            ids, mask = _left_padded([token_ids[q] for q in batch], device)
+            hooks.begin(mask)
+            tokens = model.generate(input_ids=ids, attention_mask=mask)[:, ids.shape[1] :]
+            lengths = [_output_len(row, stops, max_new_tokens) for row in tokens.cpu().numpy()]
+            experts.update(zip(batch, hooks.rows(lengths), strict=True))
+            for kind, values in hooks.score_sums().items():
+                scores[kind].update(zip(batch, values, strict=True))
             if progress is not None:
                 progress((start + len(batch)) / len(order))
-    has = {kind: gate_scores and values[0] is not None for kind, values in sums.items()}
     classes = sorted({type(gate.module).__name__ for gate in gates})
     return CapturedRouting(
-        experts=experts,
+        experts=_in_order(experts),
         prompt_len=[len(prompt) for prompt in token_ids],
         layers=[gate.layer for gate in gates],
         n_decoder_layers=int(config.num_hidden_layers),
-        n_experts=recorder.n_experts,
+        n_experts=hooks.n_experts,
         captured_by=f"transformers {transformers.__version__}, hooks on {', '.join(classes)}, "
         f"{str(model.dtype).removeprefix('torch.')} on {device.type}, batches of {batch_size}",
         tool_versions={
@@ -162,14 +150,31 @@ def capture_transformers(
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        prob=np.stack(sums["prob"]) if has["prob"] else None,
-        logit=np.stack(sums["logit"]) if has["logit"] else None,
+        prob=np.stack(_in_order(scores["prob"])) if scores["prob"] else None,
+        logit=np.stack(_in_order(scores["logit"])) if scores["logit"] else None,
         notes=[generation],
     )
 
 
-class _Recorder:
-    """Keeps what the gates choose, on the model's device until a batch is done."""
+def _left_padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[Any, Any]:
+    """Return token ids and attention mask of a batch, each ``[batch, longest prompt]``."""
+    import torch
+
+    width = max(map(len, prompts))
+    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _in_order(values: dict[int, NDArray[Any]]) -> list[NDArray[Any]]:
+    return [values[request] for request in range(len(values))]
+
+
+class _GateHooks:
+    """Hooks that keep what the gates choose, on the model's device until a batch is done."""
 
     def __init__(self, gates: Sequence[Gate], gate_scores: bool) -> None:
         self.gates = gates
@@ -226,8 +231,8 @@ class _Recorder:
 
         return hook
 
-    def rows(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the batch's rows: ``[batch, width, layer, k]``, ``[pass, batch, layer, k]``."""
+    def rows(self, output_len: Sequence[int]) -> list[NDArray[Any]]:
+        """Return each request's rows ``[token, layer, top_k]``: prompt, then generated tokens."""
         import torch
 
         batch, width = self._mask.shape
@@ -239,8 +244,14 @@ class _Recorder:
             )
         layers = [torch.cat(ids).cpu().numpy().astype(dtype) for ids in self._ids]
         ids = np.stack(layers, axis=1)
-        prompt = ids[: batch * width].reshape(batch, width, *ids.shape[1:])
-        return prompt, ids[batch * width :].reshape(-1, batch, *ids.shape[1:])
+        # The first pass computed the padded prompts, each later one a token of every request.
+        prompts = ids[: batch * width].reshape(batch, width, *ids.shape[1:])
+        passes = ids[batch * width :].reshape(-1, batch, *ids.shape[1:])
+        padding = width - self._mask.sum(dim=1).cpu().numpy()
+        return [
+            np.concatenate([prompts[row, padding[row] :], passes[:count, row]])
+            for row, count in enumerate(output_len)
+        ]
 
     def score_sums(self) -> dict[str, NDArray[np.float32]]:
         """Return the sums that every gate has, each ``[batch, layer, expert]``."""

