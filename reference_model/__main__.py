@@ -126,7 +126,7 @@ def record(
     force: bool,
     **options: Any,
 ) -> None:
-    """Record the routing of CHECKPOINT on prompts from what TEXT held out of its training."""
+    """Record the routing of CHECKPOINT on prompts from the held-out part of TEXT."""
     import torch
 
     from reference_model import record as recorder
@@ -209,7 +209,7 @@ def _description(model: Qwen3Moe, tokens: int) -> str:
 
 
 def main() -> None:
-    """Run the command line; a package that is missing is one line too."""
+    """Run the command line; a missing package is one line, too."""
     try:
         run_command(cli)
     except ModuleNotFoundError as error:

@@ -36,8 +36,7 @@ def load_model(model: str, *, device: str = "cpu", dtype: str = "auto") -> Any:
     Raises
     ------
     InputError
-        If torch or transformers is missing, the device is not there, or the model cannot be
-        loaded.
+        If torch, transformers or the device is missing, or the model cannot be loaded.
     """
     try:
         import torch
@@ -85,11 +84,11 @@ def capture_transformers(
     batch_size
         Requests in a forward pass.
     temperature
-        Of plain sampling over the whole vocabulary; 0 is greedy.
+        Temperature of plain sampling over the whole vocabulary; 0 is greedy.
     seed
-        Of the sampling. The same seed, batch size and prompts give the same tokens.
+        Seed of the sampling. The same seed, batch size and prompts give the same tokens.
     ignore_eos
-        Go on to ``max_new_tokens`` whatever the model says.
+        Generate ``max_new_tokens`` tokens whether or not the model ends earlier.
     gate_scores
         Also sum the gate's probabilities and raw scores over each prompt.
     progress
@@ -266,10 +265,10 @@ class _GateHooks:
 def _generation(
     model: Any, max_new_tokens: int, temperature: float, ignore_eos: bool
 ) -> Iterator[set[int]]:
-    """Make the model sample plainly, whatever its own settings; yields the stop tokens.
+    """Replace the model's sampling settings by plain ones, and yield the stop tokens.
 
-    One token more than asked for is generated: its forward pass never runs, and the pass of the
-    one before it is the last that is recorded.
+    The model generates one token more than asked for. Its forward pass never runs; the last pass
+    to be recorded is that of the token before it.
     """
     from transformers import GenerationConfig
 

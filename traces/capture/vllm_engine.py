@@ -75,11 +75,11 @@ def capture_vllm(
     max_new_tokens, temperature, ignore_eos
         As in `capture_transformers`.
     seed
-        Of the sampling; request ``i`` samples with ``seed + i``, whatever else runs beside it.
+        Seed of the sampling; request ``i`` samples with ``seed + i``, independent of the others.
     dtype
         ``auto``, ``float32``, ``bfloat16`` or ``float16``.
     tensor_parallel_size
-        GPUs that the model is cut over.
+        GPUs of the tensor-parallel group.
     max_model_len
         Longest sequence; the model's own by default.
     method
@@ -129,7 +129,7 @@ def capture_vllm(
 
 
 def _run(job: Path, method: Method, poll: Callable[[], object]) -> None:
-    """Run vLLM on a job; its log stays beside the job and is read where it fails."""
+    """Run vLLM on a job, and raise its reason from the log beside the job if it fails."""
     environment = dict(os.environ)
     environment.pop(ENVIRONMENT_VARIABLE, None)
     if method == "plugin":
@@ -155,7 +155,7 @@ def _run(job: Path, method: Method, poll: Callable[[], object]) -> None:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End vLLM and the worker processes that it started."""
+    """Stop vLLM and the worker processes that it started."""
     os.killpg(child.pid, signal.SIGTERM)
     try:
         child.wait(_GRACE_S)
