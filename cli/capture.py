@@ -37,7 +37,7 @@ def _options(function: Callable[..., Any], *options: Callable[..., Any]) -> Call
 def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of the trace that is written; the command gets them as ``about``.
 
-    They are checked before hours of work go by.
+    They are checked before the capture, which may take hours.
     """
     names = ("out", "calibration_fraction", "model_name", "source_data", "notes", "force")
 
@@ -68,7 +68,7 @@ def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--source-data", help="Where the prompts come from; the file's name by default."
         ),
-        click.option("--notes", default="", help="What else a reader must know."),
+        click.option("--notes", default="", help="Notes for readers of results."),
         click.option("--force", is_flag=True, help="Replace DIR."),
     )
 
@@ -87,7 +87,7 @@ def _generation_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="JSONL: prompt (text, token ids or chat messages) and domain.",
         ),
         click.option("--max-new-tokens", type=int, default=128, show_default=True),
-        click.option("--max-prompt-tokens", type=int, help="Cut prompts after so many tokens."),
+        click.option("--max-prompt-tokens", type=int, help="Cut longer prompts to this."),
         click.option(
             "--temperature", type=float, default=1.0, show_default=True, help="0 is greedy."
         ),

@@ -1,4 +1,4 @@
-"""``eldr-sim trace``: look at routing traces and import them."""
+"""``eldr-sim trace``: inspect, list and import routing traces."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 @click.option("--force", is_flag=True, help="Replace the report in --out.")
 def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
     """Validate a trace and print what is in it."""
-    # Much to import, which the other commands do without.
+    # Imported here: the other commands need none of it.
     from eldr_sim.cli.options import check_out
     from eldr_sim.traces.format import open_trace
     from eldr_sim.traces.importers import DECODE_ONLY
@@ -108,13 +108,13 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     statistics = report.statistics
     _print_manifest(opened)
     _print_requests(statistics)
-    _print_distinct(statistics)
+    _print_activated(statistics)
     _print_copies(statistics)
     click.echo()
     load = statistics.load_max_over_mean
-    click.echo(f"Load of the busiest expert over the mean, by layer: {_range(load)}")
+    click.echo(f"Load of the most loaded expert over the mean, by layer: {_range(load)}")
     click.echo(
-        f"Experts that the next token uses again: {statistics.neighbour_reuse:.3f} "
+        f"Experts that the next token chooses again: {statistics.neighbour_reuse:.3f} "
         f"(random pairs of tokens {statistics.random_reuse:.3f}, "
         f"uniform {statistics.uniform_reuse:.3f})"
     )
@@ -149,14 +149,14 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 )
 @click.option("--model", required=True, help="Model whose gates chose the experts.")
 @click.option(
-    "--experts", "n_experts", type=int, metavar="N", help="Experts a layer; a .npz file says it."
+    "--experts", "n_experts", type=int, metavar="N", help="Experts a layer; a .npz file has it."
 )
 @click.option(
-    "--ranked", is_flag=True, help="The ids of a token stand in the gate's order, highest first."
+    "--ranked", is_flag=True, help="The ids of a token are in the gate's order, highest first."
 )
 @click.option("--captured-by", required=True, help="How the choices were recorded.")
 @click.option("--source-data", required=True, help="Text that the model read, with its licence.")
-@click.option("--notes", default="", help="What else a reader must know.")
+@click.option("--notes", default="", help="Notes for readers of results.")
 @click.option(
     "--provenance",
     type=click.Choice(["recorded", "synthetic", "imported"]),
@@ -227,7 +227,7 @@ def _print_requests(statistics: TraceStatistics) -> None:
     click.echo()
 
 
-def _print_distinct(statistics: TraceStatistics) -> None:
+def _print_activated(statistics: TraceStatistics) -> None:
     rows = [
         [
             entry.group,
@@ -240,14 +240,14 @@ def _print_distinct(statistics: TraceStatistics) -> None:
         for entry in statistics.distinct_experts
     ]
     print_table(
-        "Distinct experts a layer in a decode step, no request twice",
+        "Activated experts a layer in a decode step, no request twice",
         ["domains", "batch", "uniform", "mixed", "one domain", "saved"],
         rows,
     )
 
 
 def _print_copies(statistics: TraceStatistics) -> None:
-    """Say what copies make of runs that replay requests again and again."""
+    """Print how often copies of a request meet in runs that are longer than the trace."""
     click.echo()
     rows = [
         [entry.group, str(entry.batch), f"{entry.mixed:.1%}", f"{entry.one_domain:.1%}"]

@@ -33,9 +33,9 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
     Parameters
     ----------
     points
-        What to run, begun in this order.
+        Points to run, begun in this order.
     jobs
-        Points in flight; as many as the cluster has CPUs when not given, nodes that join later
+        Points in flight; by default as many as the cluster has CPUs, nodes that join later
         included.
     address
         ``auto``, ``local`` or ``HOST:PORT``, as `ray.init` reads it.
@@ -54,7 +54,7 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
     ours = not ray.is_initialized()
     if ours:
         _connect(ray, address)
-    # Ray's own retries are off: it would not tell a point that kills every worker it gets.
+    # Ray's own retries are off: they would hide a point that kills every worker.
     remote = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(run_point)
     queue = deque(points)
     begun: dict[Any, tuple[Point, float]] = {}
@@ -70,7 +70,7 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
                 point, start = begun.pop(reference)
                 try:
                     yield ray.get(reference)
-                except ray.exceptions.RayTaskError as error:  # the worker could not even begin
+                except ray.exceptions.RayTaskError as error:  # the worker could not begin
                     reason = f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
                     yield Outcome(point.key, None, reason, time.perf_counter() - start)
                 except ray.exceptions.RayError as error:  # its worker or its node is gone
@@ -90,7 +90,7 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
 def _connect(ray: Any, address: str) -> None:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if colon:  # where nobody listens, Ray itself goes on asking for minutes
+        if colon:  # without a listener, Ray itself retries for minutes
             socket.create_connection((host, int(port)), timeout=5.0).close()
         ray.init(
             address=address,
