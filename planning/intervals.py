@@ -1,4 +1,4 @@
-"""Means with their confidence intervals, and differences paired over seeds."""
+"""Confidence intervals of means and of paired differences over seeds."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
 def paired_percent(
     values: Sequence[float | None], reference: Sequence[float | None], confidence: float = 0.95
 ) -> Interval:
-    """Return the paired differences of two configurations in percent of the reference.
+    """Return the mean paired difference of two configurations in percent of the reference.
 
     Parameters
     ----------
     values, reference
-        One figure a seed, in the same order. Seeds in which one has no figure are left out; with
-        none left all is NaN.
+        One value per seed, in the same order. Seeds in which either has none are left out; if no
+        seed is left, the result is NaN.
     confidence
-        Of the interval.
+        Confidence level of the interval.
     """
     pairs = [(v, r) for v, r in zip(values, reference, strict=True) if v is not None and r]
     if not pairs:

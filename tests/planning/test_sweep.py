@@ -19,8 +19,8 @@ from scipy import stats
 from eldr_sim.cli.console import sweep_bar
 from eldr_sim.errors import InputError
 from eldr_sim.planning import runner
-from eldr_sim.planning.journal import FILE_NAME
 from eldr_sim.planning.sweep import SweepProgress, sweep
+from eldr_sim.planning.sweep_journal import FILE_NAME
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
 
