@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -47,3 +47,12 @@ def paired_percent(
         return Interval(math.nan, math.nan, math.nan)
     ours, theirs = np.array(pairs, dtype=np.float64).T
     return t_interval((100.0 * (ours / theirs - 1.0)).tolist(), confidence)
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean over the seeds that have a value; None if none has.
+
+    Seeds without a value are left out, as they are from paired differences.
+    """
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None

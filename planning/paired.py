@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.planning.intervals import mean_known, paired_percent
 from eldr_sim.planning.runs import Runs, Summary
 from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.config import RunConfig
@@ -128,12 +128,3 @@ def headline_of(title: str, first: str, named: Iterable[tuple[str, Sequence[Summ
         for name, summaries in named
     ]
     return Headline(title, (first, *map(label, HEADLINE)), rows)
-
-
-def mean_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean over the seeds that have a value; None if none has.
-
-    Seeds without a value are left out, as they are from paired differences.
-    """
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None

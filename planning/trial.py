@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from eldr_sim.planning.intervals import Interval
-from eldr_sim.planning.paired import mean_known, with_seed
+from eldr_sim.planning.intervals import Interval, mean_known
+from eldr_sim.planning.paired import with_seed
 from eldr_sim.planning.runs import Search, Summary
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.config import RunConfig

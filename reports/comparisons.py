@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eldr_sim.planning.paired import mean_known
+from eldr_sim.planning.intervals import mean_known
 from eldr_sim.reports.basis import basis
 from eldr_sim.reports.cells import Value, difference, nan, plain, table
 from eldr_sim.reports.folders import Folder

@@ -15,9 +15,9 @@ from eldr_sim.policies.base import PolicyContext, RequestInfo
 from eldr_sim.policies.signature import unit_rows
 from eldr_sim.traces.capture.step_log import Header, StepLog
 from eldr_sim.validation.live.client import prefill_ahead, send_load
+from eldr_sim.validation.live.live_run import LoadInfo
 from eldr_sim.validation.live.load import make_load
 from eldr_sim.validation.live.proxy import ProxyConfig, join_proxy_log, make_app, serve
-from eldr_sim.validation.live.recording import LoadInfo
 from eldr_sim.validation.live.router import Router
 from eldr_sim.validation.live.signatures import SignatureReader
 
