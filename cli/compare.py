@@ -96,7 +96,7 @@ def _print(comparison: Comparison) -> None:
 
 
 def _mean(values: list[float | None]) -> str:
-    from eldr_sim.planning.paired import mean_known
+    from eldr_sim.planning.intervals import mean_known
 
     mean = mean_known(values)
     return "-" if mean is None else f"{mean:.2f}"

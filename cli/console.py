@@ -24,7 +24,7 @@ from rich.table import Table
 from eldr_sim.simulator.catalogue import LATENCIES, label
 
 if TYPE_CHECKING:
-    from eldr_sim.planning.paired import Difference
+    from eldr_sim.planning.paired import PairedDifference
     from eldr_sim.planning.sweep import SweepProgress
 
 _WIDTH = 64
@@ -149,7 +149,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=width, highlight=False, markup=False).print(table)
 
 
-def difference_cell(difference: Difference) -> str:
+def difference_cell(difference: PairedDifference) -> str:
     """Return a paired difference in percent with its 95% interval."""
     return interval_text(difference.percent, difference.low, difference.high, "+.2f")
 

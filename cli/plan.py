@@ -163,7 +163,7 @@ def _goal(objective: Objective) -> str:
 
 
 def _print_plan(plan: Plan) -> bool:
-    """Print a plan; return whether there is an answer."""
+    """Print a plan; return whether there is an result."""
     click.echo(f"{plan.rate:g} requests/s within {_goal(plan.objective)}, up to "
                f"{plan.max_gpus} GPUs")  # fmt: skip
     by = "lowest price" if plan.has_prices else "fewest GPUs (no prices given)"
@@ -175,18 +175,18 @@ def _print_plan(plan: Plan) -> bool:
         f"Cheapest cluster of each candidate, {by} first",
         columns,
         [
-            _cluster_row(plan, answer.trial)
-            if answer.trial
-            else [answer.policy, answer.gpu, "none", *([""] * (len(columns) - 3))]
-            for answer in plan.answers
+            _cluster_row(plan, result.trial)
+            if result.trial
+            else [result.policy, result.gpu, "none", *([""] * (len(columns) - 3))]
+            for result in plan.candidates
         ],
     )
-    for answer in plan.answers:
-        if answer.trial is None:
-            for reason in answer.reasons:
-                click.echo(f"{answer.policy} on {answer.gpu}: {reason}")
-        for note in answer.notes:
-            click.echo(f"{answer.policy} on {answer.gpu}: {note}")
+    for result in plan.candidates:
+        if result.trial is None:
+            for reason in result.reasons:
+                click.echo(f"{result.policy} on {result.gpu}: {reason}")
+        for note in result.notes:
+            click.echo(f"{result.policy} on {result.gpu}: {note}")
     if plan.best is None or plan.best.trial is None or plan.margin is None:
         click.echo("No cluster meets the objective.")
         return False
@@ -215,7 +215,7 @@ def _print_plan(plan: Plan) -> bool:
     )
     click.echo()
     _print_assumptions(plan.best.trial.summaries[0])
-    labels = {a.trial.summaries[0]["weakest_provenance"] for a in plan.answers if a.trial}
+    labels = {a.trial.summaries[0]["weakest_provenance"] for a in plan.candidates if a.trial}
     if len(labels) > 1:
         click.echo(
             f"Warning: the candidates' step times are {' and '.join(sorted(labels))}: differences "

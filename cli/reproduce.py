@@ -11,7 +11,7 @@ from pyarrow import csv
 from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.cli.options import check_out
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.validation.eldr import (
+from eldr_sim.validation.eldr_evaluation import (
     choose,
     claims_table,
     figures,

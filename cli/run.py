@@ -37,7 +37,7 @@ def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: An
     if out is not None:
         extras: dict[str, Callable[[Path], None]] = {}
         if plot:
-            from eldr_sim.reports.plots import plot_writers
+            from eldr_sim.reports.run_plots import plot_writers
 
             extras |= plot_writers(result.requests, result.steps, result.summary)
         if timeline:

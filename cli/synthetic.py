@@ -19,7 +19,7 @@ from eldr_sim.traces.synthetic.model import RoutingModel
 from eldr_sim.traces.synthetic.presets import PRESETS, preset_model
 from eldr_sim.traces.synthetic.synthesize import synthesize as write_synthetic
 from eldr_sim.traces.synthetic.synthesize import synthesize_like
-from eldr_sim.validation.synthetic_twin import Row, compare_with_twin, twin_report
+from eldr_sim.validation.synthetic_twin import TwinStatistic, compare_with_twin, twin_report
 
 
 @click.command("fit-synthetic", short_help="Fit a generative model of routing to a trace.")
@@ -164,7 +164,7 @@ def synthesize(
     )
 
 
-def _compare(opened: RoutingTrace, model: RoutingModel, seed: int) -> list[Row]:
+def _compare(opened: RoutingTrace, model: RoutingModel, seed: int) -> list[TwinStatistic]:
     with (
         tempfile.TemporaryDirectory(prefix="eldr-sim-twin-") as folder,
         progress_bar("drawing the twin") as update,
@@ -176,7 +176,7 @@ def _compare(opened: RoutingTrace, model: RoutingModel, seed: int) -> list[Row]:
         return compare_with_twin(opened, twin)
 
 
-def _print(rows: list[Row]) -> None:
+def _print(rows: list[TwinStatistic]) -> None:
     for title, fitted in (("Fitted", True), ("Checked: the model was not fitted to these", False)):
         cells = [
             [row.name, f"{row.real:.3f}", f"{row.synthetic:.3f}"]

@@ -29,7 +29,7 @@ from eldr_sim.validation.silicon import (
     silicon_errors,
     worst_rows,
 )
-from eldr_sim.validation.silicon_rows import TARGETS, read_rows, uncovered_rows
+from eldr_sim.validation.silicon_rows import MEASURED_MODELS, read_rows, uncovered_rows
 
 
 @click.group(short_help="Compare the simulator with measured runs.")
@@ -40,7 +40,7 @@ def validate() -> None:
 @validate.command()
 @click.option(
     "--model",
-    type=click.Choice(list(TARGETS)),
+    type=click.Choice(list(MEASURED_MODELS)),
     default="gpt-oss-120b",
     show_default=True,
     help="Model whose runs are predicted.",
@@ -69,7 +69,7 @@ def silicon(
     The runs come with `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on them.
     """
     check_out(out, force)
-    target = TARGETS[model]
+    target = MEASURED_MODELS[model]
     moe_kernel = moe_kernel or target.moe_kernels[0]
     rows = [row for row in read_rows(target=target) if row.case.gpu in gpu]
     with progress_bar("silicon") as update:

@@ -1,21 +1,21 @@
-"""Planning: which cluster, which policy? Many runs at once, and what they add up to.
+"""Planning: questions about clusters and policies that take many runs.
 
 Modules
 -------
 runner, ray_backend
-    Many points (configurations) on many processes of this machine, or on a Ray cluster.
+    Many points (configurations) on processes of this machine or on a Ray cluster.
 runs
-    The runs of a question, each made once; searches side by side.
+    Runs shared by searches: each configuration is simulated once.
 intervals, paired
-    Student's t; configurations under the same seeds, and how they differ.
-sweep_spec, journal, sweep
-    A sweep's YAML as points; the file that keeps what is done; the data set of them all.
+    Confidence intervals; configurations paired over seeds.
+sweep, sweep_spec, sweep_journal
+    Sweeps: the data set of all points, the parser of the YAML, the file of ended runs.
 compare
-    Policies side by side on the same requests.
+    Policies compared on the same requests.
 what_if
-    One change at a time against a base run.
+    One change at a time compared with a base run.
 plan, rates
-    The cheapest cluster that meets an objective; the highest rate that a cluster carries.
-slo, bounds, search, trial, offers, plan_files
-    What a plan is made of: objectives, arithmetic bounds, the search, its files.
+    The cheapest cluster that meets an objective; the highest rate of a cluster.
+slo, bounds, candidates, search, trial, plan_files
+    Parts of a plan: objectives, lower bounds, candidates, the search, trials, files.
 """

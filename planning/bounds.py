@@ -1,7 +1,7 @@
-"""Bounds on the size of a cluster by arithmetic, before any run.
+"""Lower bounds on the size of a cluster, by arithmetic instead of runs.
 
-The bounds are optimistic: every step is full, reads as few experts as it can, and no request waits
-for another. What they rule out, no run need show.
+The bounds are optimistic: every step is full and activates as few experts as it can, and no request
+waits for another.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.run import offered_load, prepare
 
-#: A finite run may serve a little more than the cluster could for ever.
+#: A finite run may serve a little more than the cluster's steady state.
 _SLACK = 0.9
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Fewest workers that could serve a load, and why none could where that is so.
+    """Fewest workers that could serve a load.
 
-    ``rate`` is the offered load, requests per second.
+    ``rate`` is the offered load, requests per second; ``impossible`` says why no number of workers
+    can serve it, and is empty otherwise.
     """
 
     n_prefill: int
@@ -37,29 +38,29 @@ class Bounds:
 def bounds(config: RunConfig, objective: Objective) -> Bounds:
     """Bound the workers that a load needs on the pools of a configuration.
 
-    - A prefill worker computes prompts of mean length at best in steps filled up to the token
-      budget. With prefix caching of prompts that share blocks nothing is said.
+    - A prefill worker computes prompts of mean length, at best in steps filled up to the token
+      budget. With prefix caching of prompts that share blocks there is no bound.
     - A decode worker generates at best ``batch / step`` tokens per second, over the batches whose
-      step is within the TPOT bound. Fewer distinct experts than the model's top-k (its share on
-      the busiest expert-parallel GPU) no step reads.
-    - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster, and a
-      request that is longer than ``max_model_len`` is refused by any.
+      step is within the TPOT bound. A step activates at least the model's top-k experts (under
+      expert parallelism, at least their share per rank).
+    - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster, and
+      any cluster rejects a request longer than ``max_model_len``.
 
     Raises
     ------
     InputError
-        As :func:`~eldr_sim.simulator.run.prepare` does, so if the model does not fit.
+        As :func:`~eldr_sim.simulator.run.prepare`, for example if the model does not fit.
     """
-    setting = prepare(config)
-    workload, _ = offered_load(config, setting.trace)
-    prefill, decode = setting.spec.prefill, setting.spec.decode
+    prepared = prepare(config)
+    workload, _ = offered_load(config, prepared.trace)
+    prefill, decode = prepared.spec.prefill, prepared.spec.decode
     span = float(workload.arrival_s[-1] - workload.arrival_s[0])
     rate = config.effective_rate or (len(workload) - 1) / max(span, 1e-9)
     level, gpu = objective.level, decode.step_time.gpu.name
     cached = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
 
     lengths = workload.prompt_len.astype(np.int64)
-    longest = setting.spec.max_model_len
+    longest = prepared.spec.max_model_len
     accepted = lengths + workload.output_len <= longest
     if accepted.mean() < objective.attainment:
         share = f"{100 * (1.0 - accepted.mean()):.1f}% of the requests"
@@ -85,7 +86,7 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     step_s = _fastest_steps(
         decode.step_time,
         config.pool("decode").parallelism.n_expert_ranks,
-        setting.model.top_k,
+        prepared.model.top_k,
         lengths.mean(),
     )
     alone_ms = 1e3 * float(step_s[0])
@@ -119,7 +120,7 @@ def _late(step_time: StepTimeModel, lengths: NDArray[np.int64], bound_s: float) 
 def _fastest_steps(
     step_time: StepTimeModel, n_ranks: int, top_k: int, context: float
 ) -> NDArray[np.float64]:
-    """Return the least time of a decode step of 1, 2, ... requests, s."""
+    """Return a lower bound on the time of a decode step at batch 1, 2, ..., s."""
     activated = [-(-top_k // n_ranks)] * step_time.n_moe_layers
     batches = range(1, step_time.max_num_seqs + 1)
     return np.array([step_time.decode_s(activated, n, context) for n in batches])

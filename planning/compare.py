@@ -1,4 +1,4 @@
-"""Policies side by side: the same requests under every policy, seed by seed."""
+"""Comparison of policies on the same requests, paired over seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.paired import Difference, PairedRuns, headline_of, run_paired
+from eldr_sim.planning.paired import PairedDifference, PairedRuns, headline_of, run_paired
 from eldr_sim.planning.runs import Summary
 from eldr_sim.policies import registry
 from eldr_sim.simulator.catalogue import HEADLINE
@@ -22,7 +22,7 @@ from eldr_sim.simulator.headline import Headline, Shown
 from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 
-#: Policies that balance load and know nothing of experts (ELDR section 6, baselines).
+#: Policies that balance load and ignore experts (ELDR section 6, baselines).
 LOAD_BALANCERS = ("random", "round_robin", "jsq", "p2c")
 #: A folder with this file may hold a comparison, which ``force`` replaces.
 MARKER = "summary.json"
@@ -30,14 +30,14 @@ MARKER = "summary.json"
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """Policies under the same seeds, and how they differ.
+    """Policies under the same seeds, and their paired differences.
 
     Attributes
     ----------
     config
-        What the policies share.
+        The configuration apart from its policy.
     paired
-        The summaries of each policy, seed by seed.
+        The summaries of each policy under each seed.
     """
 
     config: RunConfig
@@ -45,7 +45,7 @@ class Comparison(Shown):
 
     @property
     def summaries(self) -> dict[str, Summary]:
-        """The first seed's summary of each policy."""
+        """Summary of each policy under the first seed."""
         return {name: summaries[0] for name, summaries in self.paired.summaries.items()}
 
     @property
@@ -54,14 +54,14 @@ class Comparison(Shown):
         return len(self.paired.summaries["round_robin"])
 
     def headline(self) -> Headline:
-        """Return the means of a few figures of each policy."""
+        """Return the means of the headline metrics of each policy."""
         first = next(iter(self.summaries.values()))
         title = f"{first['topology']}, mean over seeds ({self.n_seeds})"
         return headline_of(title, "policy", self.paired.summaries.items())
 
     @property
     def runs(self) -> pa.Table:
-        """The figures of every run, one row a policy and seed."""
+        """Headline metrics of every run, a row per policy and seed."""
         keys = (*HEADLINE, "num_prompts", "completed", "failed")
         return pa.Table.from_pylist(
             [
@@ -74,7 +74,7 @@ class Comparison(Shown):
 
     @cached_property
     def best_load_balancer(self) -> str:
-        """The load balancer with the lowest median TPOT, mean over the seeds."""
+        """Load balancer with the lowest median TPOT, mean over the seeds."""
 
         def tpot(name: str) -> float:
             return sum(s["median_tpot_ms"] or math.inf for s in self.paired.summaries[name])
@@ -83,8 +83,8 @@ class Comparison(Shown):
         return min(names, key=lambda name: (tpot(name), name))
 
     @cached_property
-    def differences(self) -> list[Difference]:
-        """Of every policy from ``round_robin`` and from the best load balancer."""
+    def differences(self) -> list[PairedDifference]:
+        """Differences of every policy from ``round_robin`` and from the best load balancer."""
         return [
             difference
             for reference in dict.fromkeys(("round_robin", self.best_load_balancer))
@@ -140,11 +140,11 @@ def compare(
     Parameters
     ----------
     config
-        The run; its ``policy`` is ignored, its ``seed`` is the first of the seeds.
+        The run; its ``policy`` is ignored, its ``seed`` is the first seed.
     policies
-        Decode policies. ``round_robin`` is added where it is missing: it is a reference.
+        Decode policies. ``round_robin``, a reference, is added if missing.
     n_seeds
-        Seeds, at least 1; two or more give intervals.
+        Number of seeds, at least 1; intervals need two.
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress

@@ -1,9 +1,9 @@
-"""Means with their confidence intervals, and differences paired over seeds."""
+"""Confidence intervals of means and of paired differences over seeds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,18 +32,27 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
 def paired_percent(
     values: Sequence[float | None], reference: Sequence[float | None], confidence: float = 0.95
 ) -> Interval:
-    """Return the paired differences of two configurations in percent of the reference.
+    """Return the mean paired difference of two configurations in percent of the reference.
 
     Parameters
     ----------
     values, reference
-        One figure a seed, in the same order. Seeds in which one has no figure are left out; with
-        none left all is NaN.
+        One value per seed, in the same order. Seeds in which either has none are left out; if no
+        seed is left, the result is NaN.
     confidence
-        Of the interval.
+        Confidence level of the interval.
     """
     pairs = [(v, r) for v, r in zip(values, reference, strict=True) if v is not None and r]
     if not pairs:
         return Interval(math.nan, math.nan, math.nan)
     ours, theirs = np.array(pairs, dtype=np.float64).T
     return t_interval((100.0 * (ours / theirs - 1.0)).tolist(), confidence)
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean over the seeds that have a value; None if none has.
+
+    Seeds without a value are left out, as they are from paired differences.
+    """
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None

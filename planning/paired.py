@@ -1,4 +1,4 @@
-"""The paired comparison: the same seeds, and so the same requests, for every configuration."""
+"""Paired comparisons: every configuration runs under the same seeds, so on the same requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.planning.intervals import mean_known, paired_percent
 from eldr_sim.planning.runs import Runs, Summary
 from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.config import RunConfig
@@ -15,20 +15,20 @@ from eldr_sim.simulator.headline import Headline, number
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Difference of one figure between a configuration and a reference, paired over seeds.
+class PairedDifference:
+    """Difference of one metric between a configuration and a reference, paired over seeds.
 
     Attributes
     ----------
     name, reference
-        The two configurations.
+        Names of the two configurations.
     metric
-        Tag of the figure, see :mod:`eldr_sim.simulator.catalogue`.
+        Tag of the metric, see :mod:`eldr_sim.simulator.catalogue`.
     by_seed, reference_by_seed
-        The figure under each seed; None where a run has none.
+        The metric under each seed; None if a run has none.
     percent, low, high
-        Mean of the paired differences in percent of the reference, and the ends of its 95% interval
-        (Student's t over seeds); the ends are NaN for one seed.
+        Mean of the paired differences in percent of the reference, and its 95% interval (Student's
+        t over seeds); the ends are NaN for one seed.
     """
 
     name: str
@@ -42,28 +42,30 @@ class Difference:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the figure over the seeds; None where a run has none."""
-        return mean_of(self.by_seed)
+        """Mean over the seeds, see `mean_known`."""
+        return mean_known(self.by_seed)
 
     @property
     def reference_mean(self) -> float | None:
-        """Mean of the reference's figure over the seeds; None where a run has none."""
-        return mean_of(self.reference_by_seed)
+        """Mean of the reference over the seeds, see `mean_known`."""
+        return mean_known(self.reference_by_seed)
 
     def record(self) -> dict[str, float | None]:
-        """Return ``percent, low, high`` ready for JSON: None for what does not exist."""
+        """Return ``percent``, ``low`` and ``high`` ready for JSON: None instead of NaN."""
         ends = {"percent": self.percent, "low": self.low, "high": self.high}
         return {key: None if math.isnan(value) else value for key, value in ends.items()}
 
 
 @dataclass(frozen=True)
 class PairedRuns:
-    """Runs of several configurations under the same seeds: a summary a seed by name."""
+    """Runs of several configurations under the same seeds: by name, a summary per seed."""
 
     summaries: dict[str, tuple[Summary, ...]]
 
-    def differences(self, name: str, reference: str, metrics: Sequence[str]) -> list[Difference]:
-        """Return how a configuration differs from a reference, a figure each."""
+    def differences(
+        self, name: str, reference: str, metrics: Sequence[str]
+    ) -> list[PairedDifference]:
+        """Return the difference of a configuration from a reference in each metric."""
         differences = []
         for metric in metrics:
             ours, theirs = (
@@ -71,7 +73,7 @@ class PairedRuns:
                 for which in (name, reference)
             )
             interval = paired_percent(ours, theirs)
-            differences.append(Difference(name, reference, metric, ours, theirs, *interval))
+            differences.append(PairedDifference(name, reference, metric, ours, theirs, *interval))
         return differences
 
 
@@ -86,9 +88,9 @@ def run_paired(
     Parameters
     ----------
     configs
-        By name; the seed of each is the first of its seeds.
+        Configurations by name; the seed of each is its first seed.
     n_seeds
-        Seeds, at least 1; two or more give intervals.
+        Number of seeds, at least 1; intervals need two.
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
@@ -120,20 +122,9 @@ def with_seed(config: RunConfig, index: int) -> RunConfig:
 
 
 def headline_of(title: str, first: str, named: Iterable[tuple[str, Sequence[Summary]]]) -> Headline:
-    """Return the means over seeds of the headline figures by name; ``first`` heads the names."""
+    """Return the means over seeds of the headline metrics by name, under the heading ``first``."""
     rows = [
-        (name, *(number(mean_of([s[tag] for s in summaries])) for tag in HEADLINE))
+        (name, *(number(mean_known([s[tag] for s in summaries])) for tag in HEADLINE))
         for name, summaries in named
     ]
     return Headline(title, (first, *map(label, HEADLINE)), rows)
-
-
-def mean_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not missing; None where all are."""
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
-
-
-def mean_of(values: Sequence[float | None]) -> float | None:
-    """Return the mean; None where a value is missing."""
-    return None if None in values else mean_known(values)

@@ -9,49 +9,55 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.candidates import (
+    Candidate,
+    ClusterTemplate,
+    clusters_to_plan,
+    cost,
+    make_candidate,
+)
 from eldr_sim.planning.intervals import Interval, t_interval
-from eldr_sim.planning.offers import Candidate, Offer, candidate, clusters_to_plan, cost
 from eldr_sim.planning.rates import LEAST_REQUESTS, carried
-from eldr_sim.planning.runs import Runs, Task
-from eldr_sim.planning.search import Found, cheapest
+from eldr_sim.planning.runs import Runs, Search
+from eldr_sim.planning.search import SearchState, cheapest
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.planning.trial import Trial, passes, try_cluster
 from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
 
-#: Seeds of what is found seed by seed: the margin, and the GPUs that a policy saves.
+#: Seeds of the margin and of the savings, which are searched seed by seed.
 PAIRED_SEEDS = 5
-#: Pareto points beside each answer: so many times its decode workers.
+#: More Pareto points: the best cluster of each candidate with its decode workers times these.
 _LARGER = (1.25, 1.5, 2.0)
 
 
 @dataclass
-class Answer:
-    """The cheapest cluster of one policy on one GPU, and how it was found.
+class CandidateResult:
+    """The cheapest cluster of one candidate, and how the search found it.
 
     Attributes
     ----------
     gpu, policy
-        Which candidate.
-    offer
-        The workers of the cluster; None where no cluster meets the objective.
-    found
-        What the search along xPyD learned.
+        The candidate.
+    template
+        Size and policy of the workers; None if no cluster meets the objective.
+    search
+        State of the search over xPyD at its end.
     trials
-        Every cluster tried, of all sizes of worker.
+        Every cluster tried, of all worker sizes.
     trial
-        The cluster itself.
+        The cheapest cluster that meets the objective, or None.
     reasons
-        Why there is no cluster, or why some sizes of worker have none.
+        Why no cluster, or none of some worker size, meets the objective.
     notes
-        Where the verdicts were not monotone, and cheaper clusters that stayed undecided.
+        Verdicts that contradict monotonicity, and cheaper clusters that stayed undecided.
     """
 
     gpu: str
     policy: str
-    offer: Offer | None = None
-    found: Found = field(default_factory=Found)
+    template: ClusterTemplate | None = None
+    search: SearchState = field(default_factory=SearchState)
     trials: list[Trial] = field(default_factory=list)
     trial: Trial | None = None
     reasons: list[str] = field(default_factory=list)
@@ -59,12 +65,12 @@ class Answer:
 
     @property
     def cost(self) -> float:
-        """Price an hour, or GPUs; infinite where there is no cluster."""
+        """Price per hour, or GPUs; infinite if there is no cluster."""
         return math.inf if self.trial is None else cost(self.trial.config)
 
     def beside(self, prefill: int = 0, decode: int = 0) -> Trial | None:
-        """Return the trial of the cluster with so many more workers, if it was tried."""
-        if self.offer is None or self.trial is None:
+        """Return the trial of the cluster with this many more workers, or None if not tried."""
+        if self.template is None or self.trial is None:
             return None
         x, y = self.trial.config.n_prefill + prefill, self.trial.config.n_decode + decode
         tried = (t for t in self.trials if (t.config.n_prefill, t.config.n_decode) == (x, y))
@@ -73,18 +79,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Margin:
-    """Load and failures that the answer bears.
+    """Extra load and lost workers that the best cluster tolerates.
 
     Attributes
     ----------
     rate
-        Highest rate that it carries within the objective, mean over seeds with 95% interval.
+        Highest rate within the objective, requests per second, mean over seeds with its 95%
+        interval.
     percent
-        The same as what it carries beyond the planned load, in percent.
+        The same rate relative to the planned load, less 1, in percent.
     is_bounded
-        Whether a seed carried the highest rate tried, so that the true figure is higher.
+        Whether a seed met the objective at the highest rate tried: the true rate is then higher.
     lost_decode, lost_prefill
-        The cluster with one worker less; None where none would be left.
+        The cluster with one worker less; None if the pool has a single worker.
     """
 
     rate: Interval
@@ -96,9 +103,9 @@ class Margin:
 
 @dataclass(frozen=True)
 class Saving:
-    """GPUs that a policy saves against the first policy on the same GPU, paired over seeds.
+    """GPUs that a policy saves compared with the first policy on the same GPU, paired over seeds.
 
-    ``by_seed`` and ``reference_by_seed`` are the GPUs of the cheapest cluster of each seed alone.
+    ``by_seed`` and ``reference_by_seed`` hold the GPUs of the cheapest cluster under each seed.
     """
 
     gpu: str
@@ -116,25 +123,25 @@ class Plan(Shown):
     Attributes
     ----------
     config, objective, rate, max_gpus
-        What was asked for; ``rate`` in requests per second.
-    answers
+        The question; ``rate`` in requests per second.
+    candidates
         The cheapest cluster of every policy and GPU, cheapest first.
     margin
-        Of the first of them; None where there is none.
+        Margin of the cheapest cluster; None if no cluster meets the objective.
     front
-        Clusters that meet the objective and that no other one beats both in tokens/s per user and
-        in tokens/s per GPU, fastest first.
+        Pareto front over tokens/s per user and tokens/s per GPU of the clusters that meet the
+        objective, fastest first.
     savings
-        What policies save against the first one.
+        GPUs that policies save compared with the first one.
     runs
-        Every run that was made.
+        All simulated runs.
     """
 
     config: RunConfig
     objective: Objective
     rate: float
     max_gpus: int
-    answers: list[Answer]
+    candidates: list[CandidateResult]
     margin: Margin | None
     front: list[Trial]
     savings: list[Saving]
@@ -143,28 +150,28 @@ class Plan(Shown):
     def headline(self) -> Headline:
         """Return the cheapest cluster of each candidate."""
         rows = []
-        for answer in self.answers:
-            trial, cells = answer.trial, ["none", "", "", "", ""]
+        for result in self.candidates:
+            trial, cells = result.trial, ["none", "", "", "", ""]
             if trial is not None:
                 cells = [trial.config.topology, number(trial.config.n_gpus)]
                 tags = ("slo_attainment", "p99_ttft_ms", "p99_tpot_ms")
                 cells += [number(trial.mean(tag)) for tag in tags]
-            rows.append((answer.policy, answer.gpu, *cells))
+            rows.append((result.policy, result.gpu, *cells))
         heads = map(label, ("gpus", "slo_attainment", "p99_ttft_ms", "p99_tpot_ms"))
         title = f"{self.rate:g} requests/s, up to {self.max_gpus} GPUs, cheapest first"
         return Headline(title, ("policy", "GPU", "cluster", *heads), rows)
 
     @property
-    def best(self) -> Answer | None:
-        """The answer; None where no cluster meets the objective."""
-        return self.answers[0] if self.answers and self.answers[0].trial else None
+    def best(self) -> CandidateResult | None:
+        """The candidate with the cheapest cluster; None if no cluster meets the objective."""
+        return self.candidates[0] if self.candidates and self.candidates[0].trial else None
 
     @property
     def runner_up(self) -> Trial | None:
-        """The second best: of another policy or GPU where there is one, else the next cheapest."""
+        """The best cluster of another policy or GPU, or else the next cheapest of the same."""
         if self.best is None:
             return None
-        others = [answer.trial for answer in self.answers[1:] if answer.trial is not None]
+        others = [result.trial for result in self.candidates[1:] if result.trial is not None]
         if others:
             return others[0]
         within = [t for t in self.best.trials if t.verdict is Verdict.MEETS]
@@ -173,8 +180,8 @@ class Plan(Shown):
 
     @property
     def has_prices(self) -> bool:
-        """True if cheap means a low price, False if it means few GPUs."""
-        trials = [trial for answer in self.answers for trial in answer.trials]
+        """Whether clusters are ranked by price; if not, by GPUs."""
+        trials = [trial for result in self.candidates for trial in result.trials]
         return bool(trials) and trials[0].config.price_per_hour is not None
 
     def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
@@ -214,19 +221,19 @@ def plan(
     Parameters
     ----------
     config
-        The load and the engines; topology, policy and GPU are what is searched. ``prefill.gpu`` and
+        The load and the engines; topology, policy and GPU are searched. ``prefill.gpu`` and
         ``decode.gpu`` fix the GPU of a pool.
     objective
-        What has to be met.
+        Service level and attainment.
     policies, gpus
-        Candidates; those of ``config`` when empty.
+        Candidates; those of ``config`` if empty.
     max_gpus
         Most GPUs of a cluster.
     prices
         Price of a GPU-hour by GPU. Without prices the cheapest cluster has the fewest GPUs.
     tensor_parallel_sizes
-        GPUs of a worker to choose from. When empty, the fewest (a power of two) that hold the
-        model, and more only where no cluster of those meets the objective.
+        GPUs per worker to choose from. If empty, the smallest power of two that holds the model,
+        and larger ones only if no cluster of smaller workers meets the objective.
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
@@ -235,7 +242,7 @@ def plan(
     Raises
     ------
     InputError
-        If something asked for does not exist or does not fit together.
+        If an argument is not valid, or the arguments contradict each other.
     """
     if max_gpus < 2:
         raise InputError("max_gpus", str(max_gpus), "2 or more: one worker of each kind")
@@ -243,18 +250,19 @@ def plan(
         raise InputError("request_rate", "inf", "a finite rate")
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {})
-    candidates = [candidate(c, objective, max_gpus, tensor_parallel_sizes) for c in configs]
-    rate = next((offer.bounds.rate for each in candidates for offer in each.offers), math.nan)
+    candidates = [make_candidate(c, objective, max_gpus, tensor_parallel_sizes) for c in configs]
+    sized = (template for candidate in candidates for template in candidate.templates)
+    rate = next((template.bounds.rate for template in sized), math.nan)
     _check_load(config, rate)
     runs = Runs(jobs, progress)
-    answers = runs.together([_answer(each, objective) for each in candidates])
-    savings = _savings(answers, objective, runs)
-    ranked = sorted(answers, key=lambda answer: (answer.cost, _rank(answer.trial)))
+    results = runs.together([_search_sizes(each, objective) for each in candidates])
+    savings = _savings(results, objective, runs)
+    ranked = sorted(results, key=lambda result: (result.cost, _rank(result.trial)))
     margin = None
     if ranked[0].trial is not None:
         margin = _margin(ranked[0], objective, rate, runs)
-    larger = [task for answer in answers for task in _larger(answer, objective)]
-    trials = [trial for answer in answers for trial in answer.trials] + runs.together(larger)
+    larger = [search for result in results for search in _larger(result, objective)]
+    trials = [trial for result in results for trial in result.trials] + runs.together(larger)
     front = _front(trials, max_gpus)
     return Plan(asked, objective, rate, max_gpus, ranked, margin, front, savings, runs)
 
@@ -264,64 +272,66 @@ def _check_load(config: RunConfig, rate: float) -> None:
     if expected < LEAST_REQUESTS:
         raise InputError(
             "duration",
-            f"about {expected:.0f} requests in the measured window tell little about a share",
+            f"about {expected:.0f} requests in the measured window are too few to estimate a share",
             f"{LEAST_REQUESTS} or more",
         )
 
 
 def _rank(trial: Trial | None) -> tuple[float, float, float]:
-    """Order clusters: cheapest, then fewest GPUs, then highest attainment."""
+    """Return a sort key: cheapest, then fewest GPUs, then highest attainment."""
     if trial is None:
         return (math.inf, math.inf, 0.0)
     return cost(trial.config), trial.config.n_gpus, -trial.attainment.mean
 
 
-def _answer(each: Candidate, objective: Objective) -> Task[Answer]:
-    """Search the sizes of worker one after the other; a larger one must beat the smaller ones."""
-    answer = Answer(each.gpu, each.policy)
-    for offer in each.offers:
-        if each.larger_if_needed and answer.trial is not None:
+def _search_sizes(candidate: Candidate, objective: Objective) -> Search[CandidateResult]:
+    """Search the worker sizes in turn; a larger one must beat the smaller ones."""
+    result = CandidateResult(candidate.gpu, candidate.policy)
+    for template in candidate.templates:
+        if candidate.larger_if_needed and result.trial is not None:
             break
-        if offer.bounds.impossible:
-            answer.reasons.append(_of_size(offer, offer.bounds.impossible))
+        if template.bounds.impossible:
+            result.reasons.append(_of_size(template, template.bounds.impossible))
             continue
-        found, trials = yield from _search(offer, objective, answer.cost)
-        answer.trials += trials.values()
-        if found.best is not None:
-            answer.offer, answer.found, answer.trial = offer, found, trials[found.best]
-        elif answer.trial is None:
-            answer.reasons.append(_of_size(offer, _why_none(offer, found, trials)))
-        answer.notes += _notes(offer, found, trials, answer.cost)
-    answer.reasons += each.reasons
-    return answer
+        state, trials = yield from _search_size(template, objective, result.cost)
+        result.trials += trials.values()
+        if state.best is not None:
+            result.template, result.search, result.trial = template, state, trials[state.best]
+        elif result.trial is None:
+            result.reasons.append(_of_size(template, _why_none(template, state, trials)))
+        result.notes += _notes(template, state, trials, result.cost)
+    result.reasons += candidate.reasons
+    return result
 
 
-def _search(
-    offer: Offer, objective: Objective, below: float
-) -> Task[tuple[Found, dict[tuple[int, int], Trial]]]:
+def _search_size(
+    template: ClusterTemplate, objective: Objective, below: float
+) -> Search[tuple[SearchState, dict[tuple[int, int], Trial]]]:
     trials: dict[tuple[int, int], Trial] = {}
 
-    def judge(x: int, y: int) -> Task[Verdict]:
-        trials[x, y] = yield from try_cluster(offer.at(x, y), objective)
+    def judge(x: int, y: int) -> Search[Verdict]:
+        trials[x, y] = yield from try_cluster(template.at(x, y), objective)
         return trials[x, y].verdict
 
-    found = yield from cheapest(offer.space(below), judge)
-    return found, trials
+    state = yield from cheapest(template.search_space(below), judge)
+    return state, trials
 
 
-def _of_size(offer: Offer, text: str) -> str:
-    size = offer.config.tensor_parallel_size
+def _of_size(template: ClusterTemplate, text: str) -> str:
+    size = template.config.tensor_parallel_size
     return f"{size} GPU{'s' if size > 1 else ''} a worker: {text}"
 
 
-def _why_none(offer: Offer, found: Found, trials: dict[tuple[int, int], Trial]) -> str:
-    least = offer.bounds
+def _why_none(
+    template: ClusterTemplate, state: SearchState, trials: dict[tuple[int, int], Trial]
+) -> str:
+    least = template.bounds
     if not trials:
         return (
             f"the load takes at least {least.n_prefill} prefill and {least.n_decode} decode "
-            f"workers at full speed, more than {offer.max_gpus} GPUs"
+            f"workers at full speed, more than {template.max_gpus} GPUs"
         )
-    if found.x_least is None:
+    if state.x_least is None:
         x, y = max(trials, key=lambda point: (sum(point), point))
         trial = trials[x, y]
         parts = ", ".join(
@@ -330,74 +340,81 @@ def _why_none(offer: Offer, found: Found, trials: dict[tuple[int, int], Trial]) 
         )
         return f"even {x}P{y}D attains only {100 * trial.attainment.mean:.1f}% ({parts})"
     return (
-        f"needs {found.x_least} prefill and {found.y_least} decode workers at least, and no such "
-        f"cluster of up to {offer.max_gpus} GPUs meets the objective"
+        f"needs {state.x_least} prefill and {state.y_least} decode workers at least, and no such "
+        f"cluster of up to {template.max_gpus} GPUs meets the objective"
     )
 
 
 def _notes(
-    offer: Offer, found: Found, trials: dict[tuple[int, int], Trial], best: float
+    template: ClusterTemplate,
+    state: SearchState,
+    trials: dict[tuple[int, int], Trial],
+    best: float,
 ) -> list[str]:
     cheaper = "" if math.isinf(best) else "would be cheaper and "
     notes = [
         _of_size(
-            offer,
+            template,
             f"not monotone: {p[0]}P{p[1]}D meets the objective and {q[0]}P{q[1]}D does not",
         )
-        for p, q in found.contradictions()
+        for p, q in state.contradictions()
     ]
     notes += [
         _of_size(
-            offer,
+            template,
             f"{x}P{y}D {cheaper}is undecided after {len(trial.summaries)} seeds: "
             f"{100 * trial.attainment.mean:.2f}% "
             f"[{100 * trial.attainment.low:.2f}, {100 * trial.attainment.high:.2f}]",
         )
         for (x, y), trial in sorted(trials.items())
         if trial.verdict is Verdict.UNDECIDED
-        and offer.cost(x, y) < best
-        and x + y <= offer.max_workers
+        and template.cost(x, y) < best
+        and x + y <= template.max_workers
     ]
     return notes
 
 
-def _margin(answer: Answer, objective: Objective, rate: float, runs: Runs) -> Margin:
-    """Find how much more load the answer carries, seed by seed, up to four times as much."""
-    assert answer.trial is not None
-    config = answer.trial.config.model_copy(update={"request_rate": rate})
+def _margin(result: CandidateResult, objective: Objective, rate: float, runs: Runs) -> Margin:
+    """Find the highest rate of a cluster under each seed, up to four times the planned rate."""
+    assert result.trial is not None
+    config = result.trial.config.model_copy(update={"request_rate": rate})
     high = 4.0 * rate
-    tasks = [
+    searches = [
         carried(config, seed, objective, low=rate / 4.0, high=high, factor=1.25)
         for seed in range(min(PAIRED_SEEDS, objective.seeds))
     ]
-    rates = [value or 0.0 for value in runs.together(tasks)]
+    rates = [value or 0.0 for value in runs.together(searches)]
     return Margin(
         t_interval(rates),
         t_interval([100.0 * (value / rate - 1.0) for value in rates]),
         max(rates) >= high,
-        answer.beside(decode=-1),
-        answer.beside(prefill=-1),
+        result.beside(decode=-1),
+        result.beside(prefill=-1),
     )
 
 
-def _larger(answer: Answer, objective: Objective) -> list[Task[Trial]]:
-    """Return trials of the answer with more decode workers: faster for each user, and dearer."""
-    if answer.trial is None or answer.offer is None:
+def _larger(result: CandidateResult, objective: Objective) -> list[Search[Trial]]:
+    """Return searches that try a result with more decode workers: faster per user, but dearer."""
+    if result.trial is None or result.template is None:
         return []
-    x, y = answer.trial.config.n_prefill, answer.trial.config.n_decode
+    x, y = result.trial.config.n_prefill, result.trial.config.n_decode
     sizes = {math.ceil(factor * y) for factor in _LARGER}
-    clusters = [answer.offer.at(x, n) for n in sorted(sizes) if x + n <= answer.offer.max_workers]
-    return [try_cluster(cluster, objective) for cluster in clusters]
+    template = result.template
+    return [
+        try_cluster(template.at(x, n), objective)
+        for n in sorted(sizes)
+        if x + n <= template.max_workers
+    ]
 
 
 def per_user(trial: Trial) -> float:
-    """Return the tokens per second that the median request sees."""
+    """Return the output tokens per second of the median request."""
     tpot_ms = trial.mean("median_tpot_ms")
     return 1e3 / tpot_ms if tpot_ms else math.nan
 
 
 def per_gpu(trial: Trial) -> float:
-    """Return the output tokens per second of each GPU."""
+    """Return the output tokens per second per GPU."""
     return (trial.mean("output_throughput") or 0.0) / trial.config.n_gpus
 
 
@@ -415,22 +432,22 @@ def _front(trials: Sequence[Trial], max_gpus: int) -> list[Trial]:
     return front
 
 
-def _savings(answers: Sequence[Answer], objective: Objective, runs: Runs) -> list[Saving]:
-    """Find the cheapest cluster of each seed alone, and pair policies on the same GPU."""
+def _savings(results: Sequence[CandidateResult], objective: Objective, runs: Runs) -> list[Saving]:
+    """Find the cheapest cluster under each seed, and pair policies on the same GPU."""
     seeds = range(min(PAIRED_SEEDS, objective.seeds))
-    by_gpu: dict[str, list[Answer]] = {}
-    for answer in answers:
-        by_gpu.setdefault(answer.gpu, []).append(answer)
+    by_gpu: dict[str, list[CandidateResult]] = {}
+    for result in results:
+        by_gpu.setdefault(result.gpu, []).append(result)
     pairs = [
         (group[0], other)
         for group in by_gpu.values()
         for other in group[1:]
         if group[0].trial is not None and other.trial is not None
     ]
-    asked = {id(answer): answer for pair in pairs for answer in pair}
-    tasks = [_alone(answer, seed, objective) for answer in asked.values() for seed in seeds]
-    found = iter(runs.together(tasks))
-    by_seed = {key: [next(found) for _ in seeds] for key in asked}
+    asked = {id(result): result for pair in pairs for result in pair}
+    searches = [_fewest_gpus(each, seed, objective) for each in asked.values() for seed in seeds]
+    gpus = iter(runs.together(searches))
+    by_seed = {key: [next(gpus) for _ in seeds] for key in asked}
     savings = []
     for reference, other in pairs:
         both = zip(by_seed[id(reference)], by_seed[id(other)], strict=True)
@@ -450,16 +467,16 @@ def _savings(answers: Sequence[Answer], objective: Objective, runs: Runs) -> lis
     return savings
 
 
-def _alone(answer: Answer, seed: int, objective: Objective) -> Task[int | None]:
+def _fewest_gpus(result: CandidateResult, seed: int, objective: Objective) -> Search[int | None]:
     """Return the GPUs of the cheapest cluster that meets the objective under one seed."""
-    offer = answer.offer
-    assert offer is not None
+    template = result.template
+    assert template is not None
 
-    def judge(x: int, y: int) -> Task[Verdict]:
-        good = yield from passes(offer.at(x, y), seed, objective)
+    def judge(x: int, y: int) -> Search[Verdict]:
+        good = yield from passes(template.at(x, y), seed, objective)
         return Verdict.MEETS if good else Verdict.MISSES
 
-    found = yield from cheapest(offer.space(math.inf), judge, answer.found)
-    if found.best is None:
+    state = yield from cheapest(template.search_space(math.inf), judge, result.search)
+    if state.best is None:
         return None
-    return offer.at(*found.best).n_gpus
+    return template.at(*state.best).n_gpus

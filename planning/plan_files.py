@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from eldr_sim.planning.candidates import gpu_label
 from eldr_sim.planning.intervals import Interval
-from eldr_sim.planning.offers import gpu_label
-from eldr_sim.planning.plan import Answer, Plan, Saving, per_gpu, per_user
+from eldr_sim.planning.plan import CandidateResult, Plan, Saving, per_gpu, per_user
 from eldr_sim.planning.rates import CarriedRate, RatePlan
 from eldr_sim.planning.runs import Runs, Summary
 from eldr_sim.planning.slo import Objective
@@ -23,7 +23,7 @@ from eldr_sim.simulator.results import result_folder, write_json, write_table
 
 #: A folder with this file holds a plan, which ``force`` replaces.
 MARKER = "plan.json"
-#: Figures of a run in ``points.parquet`` and of a cluster in ``plan.json`` (means over seeds).
+#: Metrics of a run in ``points.parquet`` and, as means over seeds, of a cluster in ``plan.json``.
 FIGURES = (
     "median_ttft_ms",
     "p99_ttft_ms",
@@ -44,7 +44,7 @@ def write_plan(out: Path, record: dict[str, Any], runs: Runs, force: bool) -> No
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """Return all of a plan but its runs, ready for JSON."""
+    """Return a plan without its runs, ready for JSON."""
     best, margin = plan.best, plan.margin
     return {
         "kind": "cluster",
@@ -63,10 +63,10 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "one_decode_worker_lost": _maybe(margin.lost_decode),
             "one_prefill_worker_lost": _maybe(margin.lost_prefill),
         },
-        "candidates": [_answer(answer) for answer in plan.answers],
+        "candidates": [_candidate(each) for each in plan.candidates],
         "savings": [saving(each) for each in plan.savings],
         "pareto_front": [cluster(trial) for trial in plan.front],
-        "clusters": [cluster(trial) for answer in plan.answers for trial in answer.trials],
+        "clusters": [cluster(trial) for result in plan.candidates for trial in result.trials],
         "assumptions": None
         if best is None or best.trial is None
         else assumptions(best.trial.summaries[0]),
@@ -75,7 +75,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def rate_record(plan: RatePlan) -> dict[str, Any]:
-    """Return all of a plan of rates but its runs, ready for JSON."""
+    """Return a rate plan without its runs, ready for JSON."""
     summaries = [each.summary for each in plan.rates if each.summary is not None]
     return {
         "kind": "rate",
@@ -96,12 +96,12 @@ def rate_record(plan: RatePlan) -> dict[str, Any]:
 
 
 def points_table(runs: Runs) -> pa.Table:
-    """Return every run of a plan, one row each, in an order that does not depend on the processes.
+    """Return every run of a plan, a row each, in an order independent of the processes.
 
     Columns: policy, gpu, topology, tensor_parallel_size, enable_expert_parallel, gpus,
     price_per_hour, request_rate, duration and num_requests (a quarter in a pre-run), seed,
-    num_prompts, slo_attainment, attainment of each bound, the figures, and the two of a Pareto
-    front: output tokens per second of each GPU and of the median user.
+    num_prompts, slo_attainment, attainment of each bound, the metrics, and the axes of the Pareto
+    front: output tokens per second per GPU and of the median user.
     """
     rows = [_row(config, summary) for config, summary in runs.made()]
     rows.sort(key=lambda row: json.dumps(list(row.values())))
@@ -109,7 +109,7 @@ def points_table(runs: Runs) -> pa.Table:
 
 
 def cluster(trial: Trial) -> dict[str, Any]:
-    """Return a cluster and what was learned about it; figures are means over its seeds."""
+    """Return a cluster, its verdict and its metrics (means over its seeds)."""
     return {
         **_cluster_of(trial.config),
         "verdict": trial.verdict.value,
@@ -128,7 +128,7 @@ def cluster(trial: Trial) -> dict[str, Any]:
 
 
 def carried_rate(each: CarriedRate) -> dict[str, Any]:
-    """Return a cluster and the highest rate that it carries."""
+    """Return a cluster and its highest rate."""
     return {
         **_cluster_of(each.config),
         "highest_rate": None if each.rate is None else interval(each.rate),
@@ -150,7 +150,7 @@ def saving(each: Saving) -> dict[str, Any]:
 
 
 def interval(value: Interval) -> dict[str, float | None]:
-    """Return a mean and the ends of its interval, None for those that do not exist."""
+    """Return a mean and the ends of its interval; None for what does not exist."""
     return {
         "mean": _finite(value.mean),
         "low": _finite(value.low),
@@ -159,7 +159,7 @@ def interval(value: Interval) -> dict[str, float | None]:
 
 
 def assumptions(summary: Summary) -> dict[str, Any]:
-    """Return what a run's figures rest on."""
+    """Return the provenance of a run: step times, KV transfer, routing trace."""
     keys = (
         "weakest_provenance",
         "provenance",
@@ -189,15 +189,15 @@ def _made(runs: Runs) -> dict[str, Any]:
     }
 
 
-def _answer(answer: Answer) -> dict[str, Any]:
+def _candidate(result: CandidateResult) -> dict[str, Any]:
     return {
-        "gpu": answer.gpu,
-        "policy": answer.policy,
-        "cluster": _maybe(answer.trial),
-        "fewest_prefill_workers": answer.found.x_least,
-        "fewest_decode_workers": answer.found.y_least,
-        "reasons": answer.reasons,
-        "notes": answer.notes,
+        "gpu": result.gpu,
+        "policy": result.policy,
+        "cluster": _maybe(result.trial),
+        "fewest_prefill_workers": result.search.x_least,
+        "fewest_decode_workers": result.search.y_least,
+        "reasons": result.reasons,
+        "notes": result.notes,
     }
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.bounds import bounds
+from eldr_sim.planning.candidates import clusters_to_plan, gpu_label
 from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
-from eldr_sim.planning.offers import clusters_to_plan, gpu_label
-from eldr_sim.planning.runs import Runs, Summary, Task
+from eldr_sim.planning.runs import Runs, Search, Summary
 from eldr_sim.planning.search import highest_rate
 from eldr_sim.planning.slo import Objective
 from eldr_sim.planning.trial import attains
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
 
-#: A run of fewer expected requests says nothing about a share such as 99%.
+#: Fewest expected requests of a run that estimates a share such as 99%.
 LEAST_REQUESTS = 100
-#: Largest ratio, less 1, of a rate that fails to the rate told.
+#: Largest relative distance between the rate returned and one that misses.
 TOLERANCE = 0.01
 
 
@@ -33,13 +33,13 @@ class CarriedRate:
     config
         The cluster.
     gpu
-        Its GPU, or those of the two pools.
+        GPU of the cluster, or of its two pools.
     by_seed
-        Highest rate of each seed, requests per second; None where even the lowest rate misses.
+        Highest rate under each seed, requests per second; None if even the lowest rate misses.
     rate
-        Their mean with its 95% interval; None unless there is a rate for every seed.
+        Mean over the seeds with its 95% interval; None unless every seed has a rate.
     summary
-        Of the first seed's run at its highest rate.
+        Summary of the first seed's run at its highest rate.
     reason
         Why there is no rate.
     """
@@ -54,9 +54,9 @@ class CarriedRate:
 
 @dataclass(frozen=True)
 class RateGain:
-    """Gain in the highest rate of a cluster under a policy, against the first policy, in percent.
+    """Gain in a cluster's highest rate under a policy, compared with the first policy.
 
-    ``percent`` is the mean of the paired ratios of the seeds, less 1, with its 95% interval.
+    ``percent`` is the mean over seeds of the paired ratio less 1, with its 95% interval.
     """
 
     gpu: str
@@ -67,9 +67,9 @@ class RateGain:
 
 @dataclass(frozen=True, repr=False)
 class RatePlan(Shown):
-    """The highest rates of a cluster, by GPU and policy, and what the policies gain.
+    """Highest rates of a cluster by GPU and policy, and the gains of the policies.
 
-    ``config`` and ``objective`` are what was asked for.
+    ``config`` and ``objective`` are the question.
     """
 
     config: RunConfig
@@ -111,18 +111,18 @@ def plan_rate(
 ) -> RatePlan:
     """Find the highest rate that a cluster carries within its objective, seed by seed.
 
-    Each seed has its own highest rate, found by bisection to within 1%; under one seed all
-    policies and rates see the same requests, at gaps that the rate stretches. Their mean over
-    ``objective.seeds`` seeds comes with Student's t interval.
+    The highest rate of each seed is found by bisection to 1%. Under one seed all policies and rates
+    see the same requests; the rate scales the gaps between them. The mean over ``objective.seeds``
+    seeds has Student's t interval.
 
     Parameters
     ----------
     config
-        The cluster and what the requests are like; its rate is ignored.
+        The cluster and the workload; its rate is ignored.
     objective
-        What has to be met.
+        Service level and attainment.
     policies, gpus
-        Compared on the same topology; those of ``config`` when empty.
+        Candidates on the same topology; those of ``config`` if empty.
     prices
         Price of a GPU-hour by GPU.
     jobs
@@ -133,20 +133,22 @@ def plan_rate(
     Raises
     ------
     InputError
-        If the configuration does not exist or does not fit together.
+        If an argument is not valid, or the arguments contradict each other.
     """
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {})
     low = lowest_rate(config)
     runs = Runs(jobs, progress)
-    tasks = []
+    searches: list[Search[float | None]] = []
     impossible = []
     for each in configs:
         start = each.model_copy(update={"request_rate": max(low, float(each.n_decode))})
         impossible.append(bounds(start, objective).impossible)
         if not impossible[-1]:
-            tasks += [carried(start, seed, objective, low=low) for seed in range(objective.seeds)]
-    found = iter(runs.together(tasks))
+            searches += [
+                carried(start, seed, objective, low=low) for seed in range(objective.seeds)
+            ]
+    found = iter(runs.together(searches))
     rates = []
     for each, reason in zip(configs, impossible, strict=True):
         by_seed = () if reason else tuple(next(found) for _ in range(objective.seeds))
@@ -155,7 +157,7 @@ def plan_rate(
 
 
 def lowest_rate(config: RunConfig) -> float:
-    """Return the lowest rate worth a run: below it there are too few requests in the window."""
+    """Return the lowest rate with enough requests in the measured window."""
     if config.num_requests is None:
         return LEAST_REQUESTS / config.duration
     if config.num_requests < LEAST_REQUESTS:
@@ -171,15 +173,15 @@ def carried(
     low: float,
     high: float = float("inf"),
     factor: float = 2.0,
-) -> Task[float | None]:
-    """Find the highest rate that one seed of a cluster carries, from the configuration's rate on.
+) -> Search[float | None]:
+    """Find the highest rate of a cluster under one seed, starting at the configuration's rate.
 
-    ``low``, ``high`` and ``factor`` are those of
+    For ``low``, ``high`` and ``factor`` see
     :func:`~eldr_sim.planning.search.highest_rate`.
     """
     assert config.request_rate is not None
 
-    def meets(rate: float) -> Task[bool]:
+    def meets(rate: float) -> Search[bool]:
         return attains(config.model_copy(update={"request_rate": rate}), seed, objective)
 
     return highest_rate(

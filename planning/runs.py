@@ -1,8 +1,7 @@
-"""The runs of a question: each configuration is simulated once, many side by side.
+"""Runs shared by searches: each configuration is simulated once, many in parallel.
 
-A search is a generator: it yields the configurations whose summaries it wants next and is sent
-those summaries. :meth:`Runs.together` carries many searches on at the same time, so that their
-runs fill the processes.
+A search is a generator that yields the configurations it needs next and is sent their summaries.
+:meth:`Runs.together` advances many searches in rounds, so that their runs fill the processes.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from eldr_sim.simulator.config import RunConfig
 
 T = TypeVar("T")
 Summary: TypeAlias = Mapping[str, Any]
-Task: TypeAlias = Generator[Sequence[RunConfig], Sequence[Summary], T]
+Search: TypeAlias = Generator[Sequence[RunConfig], Sequence[Summary], T]
 
 
 class Runs:
-    """Summaries by configuration; what has been run is not run again.
+    """Summaries by configuration; no configuration is run twice.
 
     Parameters
     ----------
@@ -43,16 +42,16 @@ class Runs:
         return len(self._made)
 
     def made(self) -> list[tuple[RunConfig, Summary]]:
-        """Return every configuration that was run, with its summary."""
+        """Return every simulated configuration with its summary."""
         return list(self._made.values())
 
     def summaries(self, configs: Sequence[RunConfig]) -> list[Summary]:
-        """Return the summaries of configurations, in order; run those that have not been run.
+        """Return the summaries of configurations, in order; run those that are new.
 
         Raises
         ------
         InputError
-            If a run fails; the others are given up.
+            If a run fails; the others are cancelled.
         """
         keys = [config_key(config) for config in configs]
         new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}
@@ -67,27 +66,27 @@ class Runs:
                 found[outcome.key] = outcome.summary
                 if self.progress is not None:
                     self.progress(len(self) + len(found), len(self) + len(new))
-        # In the order in which they were asked for, not in that in which they ended.
+        # In the order asked for, not in the order of completion.
         self._made |= {key: (config, found[key]) for key, config in new.items()}
         return [self._made[key][1] for key in keys]
 
-    def together(self, tasks: Sequence[Task[T]]) -> list[T]:
-        """Carry all tasks on to their ends, round by round, and return what they return."""
+    def together(self, searches: Sequence[Search[T]]) -> list[T]:
+        """Advance all searches in rounds to their ends, and return their results."""
         results: dict[int, T] = {}
         asked: dict[int, Sequence[RunConfig]] = {}
 
-        def resume(index: int, answer: list[Summary] | None) -> None:
-            task = tasks[index]
+        def resume(index: int, summaries: list[Summary] | None) -> None:
+            search = searches[index]
             try:
-                asked[index] = next(task) if answer is None else task.send(answer)
+                asked[index] = next(search) if summaries is None else search.send(summaries)
             except StopIteration as end:
                 results[index] = end.value
                 asked.pop(index, None)
 
-        for index in range(len(tasks)):
+        for index in range(len(searches)):
             resume(index, None)
         while asked:
             self.summaries([config for configs in asked.values() for config in configs])
             for index, configs in list(asked.items()):
                 resume(index, self.summaries(configs))
-        return [results[index] for index in range(len(tasks))]
+        return [results[index] for index in range(len(searches))]

@@ -1,38 +1,37 @@
-"""The cheapest xPyD that is good enough, and the highest rate that is, in few questions.
+"""Searches: the cheapest xPyD, or the highest rate, that meets an objective, with few trials.
 
-Both take for granted that more workers or a lower rate never make a good cluster bad. What the
-answers say against that is collected and returned with the result.
+Both assume that more workers or a lower rate never turn a pass into a miss. The cluster search
+reports the verdicts that contradict this.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias
 
+from eldr_sim.planning.runs import Search
 from eldr_sim.planning.slo import Verdict
 
-T = TypeVar("T")
-Search: TypeAlias = Generator[Any, Any, T]
 #: Judges a cluster of x prefill and y decode workers.
 Judge: TypeAlias = Callable[[int, int], Search[Verdict]]
 
 
 @dataclass(frozen=True)
-class Space:
-    """Clusters to choose from.
+class SearchSpace:
+    """Clusters that a search may choose from.
 
     Attributes
     ----------
     x_min, y_min
-        Fewest prefill and decode workers that could do.
+        Lower bounds on prefill and decode workers.
     max_workers
         Most workers of both kinds together.
     cost
         Cost of x prefill and y decode workers; grows with both.
     below
-        Only clusters that cost less than this are of interest.
+        Only clusters that cost less than this are considered.
     """
 
     x_min: int
@@ -58,7 +57,7 @@ class Space:
 
 
 @dataclass
-class Found:
+class SearchState:
     """State of a search: the best cluster and every verdict so far.
 
     Attributes
@@ -66,10 +65,10 @@ class Found:
     best
         Prefill and decode workers of the cheapest cluster that meets the objective, or None.
     x_least, y_least
-        Fewest prefill workers that do beside as many decode workers as there can be, and the other
-        way round; None where even the most do not.
+        Fewest prefill workers that meet the objective with the most decode workers, and vice
+        versa; None if even the most do not.
     verdicts
-        Of every cluster that was judged, by (x, y).
+        Verdict of every cluster judged, by (x, y).
     """
 
     best: tuple[int, int] | None = None
@@ -78,9 +77,9 @@ class Found:
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
 
     def contradictions(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Return pairs of clusters of which the smaller meets the objective, the larger does not.
+        """Return pairs of a cluster that meets the objective and a larger one that does not.
 
-        Of each smaller one only the pair with the nearest larger one is told.
+        Each smaller cluster is paired with the nearest larger one only.
         """
         good = sorted(p for p, verdict in self.verdicts.items() if verdict is Verdict.MEETS)
         bad = [p for p, verdict in self.verdicts.items() if verdict is Verdict.MISSES]
@@ -95,9 +94,10 @@ class Found:
 def smallest(
     low: int, high: int, meets: Callable[[int], Search[bool]], start: int | None = None
 ) -> Search[int | None]:
-    """Return the smallest n in [low, high] that meets, or None; n must be monotone.
+    """Return the smallest n in [low, high] for which ``meets`` is true, or None.
 
-    Goes up (or down) from ``start`` in steps that double, then bisects.
+    ``meets`` must be monotone. The search goes up or down from ``start`` in doubling steps, then
+    bisects.
     """
     if low > high:
         return None
@@ -130,55 +130,57 @@ def smallest(
     return good
 
 
-def cheapest(space: Space, judge: Judge, start: Found | None = None) -> Search[Found]:
+def cheapest(
+    space: SearchSpace, judge: Judge, start: SearchState | None = None
+) -> Search[SearchState]:
     """Find the cheapest cluster that meets the objective.
 
-    First the fewest decode workers beside as many prefill workers as there can be, and the other
-    way round: no cluster with fewer meets the objective. From that corner the search goes along
-    the border of those that do: for each x, the smallest y that is cheaper than the best so far.
-    Last it looks at the neighbours of the answer; if one worker less still does, the answers are
-    not monotone, and the search goes on from there.
+    1. The fewest decode workers with the most prefill workers, and vice versa: no cluster with
+       fewer meets the objective.
+    2. From that corner along the border: for each x, the smallest y that is cheaper than the best
+       cluster so far.
+    3. The neighbours of the best cluster. If it still meets the objective with one worker less,
+       verdicts are not monotone, and the search continues from there.
 
     Parameters
     ----------
     space
-        The clusters.
+        Clusters to choose from.
     judge
-        Says whether x prefill and y decode workers meet the objective; asked again about a cluster
-        it must give the same verdict.
+        Judges a cluster of x prefill and y decode workers; deterministic.
     start
-        What a like search has found, as the place to begin at.
+        Final state of a similar search, where this one begins.
     """
-    found = Found()
+    state = SearchState()
 
     def meets(x: int, y: int) -> Search[bool]:
-        if (x, y) not in found.verdicts:
-            found.verdicts[x, y] = yield from judge(x, y)
-        return found.verdicts[x, y] is Verdict.MEETS
+        if (x, y) not in state.verdicts:
+            state.verdicts[x, y] = yield from judge(x, y)
+        return state.verdicts[x, y] is Verdict.MEETS
 
     x_top, y_top = space.most_prefill(space.y_min), space.most_decode(space.x_min)
     if x_top < space.x_min or y_top < space.y_min:
-        return found
-    found.y_least = yield from smallest(
+        return state
+    state.y_least = yield from smallest(
         space.y_min, y_top, lambda y: meets(x_top, y), None if start is None else start.y_least
     )
-    if found.y_least is None:
-        return found
-    found.x_least = yield from smallest(
+    if state.y_least is None:
+        return state
+    state.x_least = yield from smallest(
         space.x_min, x_top, lambda x: meets(x, y_top), None if start is None else start.x_least
     )
-    if found.x_least is None:
-        return found
+    if state.x_least is None:
+        return state
     cost = space.below
-    for x in range(found.x_least, x_top + 1):
+    for x in range(state.x_least, x_top + 1):
         most = space.most_decode(x, cost)
-        if most < found.y_least:
+        if most < state.y_least:
             break
-        y = yield from _fewest_beside(x, found, most, meets)
+        y = yield from _fewest_beside(x, state, most, meets)
         if y is not None:
-            found.best, cost = (x, y), space.cost(x, y)
-    while found.best is not None:
-        x, y = found.best
+            state.best, cost = (x, y), space.cost(x, y)
+    while state.best is not None:
+        x, y = state.best
         below = [(x - 1, y), (x, y - 1)]
         better = []
         for point in below:
@@ -189,21 +191,21 @@ def cheapest(space: Space, judge: Judge, start: Found | None = None) -> Search[F
                 if sum(point) <= space.max_workers:
                     yield from meets(*point)
             break
-        found.best = min(better, key=lambda point: space.cost(*point))
-    return found
+        state.best = min(better, key=lambda point: space.cost(*point))
+    return state
 
 
 def _fewest_beside(
-    x: int, found: Found, most: int, meets: Callable[[int, int], Search[bool]]
+    x: int, state: SearchState, most: int, meets: Callable[[int, int], Search[bool]]
 ) -> Search[int | None]:
-    """Return the fewest decode workers, at most ``most``, that do beside x prefill workers."""
-    assert found.y_least is not None
-    if found.best is None:
-        return (yield from smallest(found.y_least, most, lambda y: meets(x, y)))
-    # Only a cheaper cluster counts: mostly there is none, and one question says so.
+    """Return the fewest decode workers, up to ``most``, that suffice with x prefill workers."""
+    assert state.y_least is not None
+    if state.best is None:
+        return (yield from smallest(state.y_least, most, lambda y: meets(x, y)))
+    # Only a cheaper cluster counts. Usually there is none, and one trial shows it.
     if not (yield from meets(x, most)):
         return None
-    return (yield from smallest(found.y_least, most, lambda y: meets(x, y), most))
+    return (yield from smallest(state.y_least, most, lambda y: meets(x, y), most))
 
 
 def highest_rate(
@@ -220,17 +222,17 @@ def highest_rate(
     Parameters
     ----------
     start
-        Rate to begin at, requests per second.
+        First rate, requests per second.
     low, high
-        Lowest and highest rate of interest; None is returned if the lowest does not do, and the
-        highest if it does.
+        Range of rates; the result is None if ``low`` misses the objective, and ``high`` if that
+        meets it.
     meets
-        Whether a rate does; must be monotone.
+        Whether a rate meets the objective; must be monotone.
     factor
-        By which the rate changes until the border is between two rates, which are then bisected
-        (on a logarithmic scale).
+        Step until one rate meets the objective and the next misses it; then both are bisected on
+        a logarithmic scale.
     tolerance
-        Largest ratio, less 1, of a rate that does not to the one returned.
+        Largest relative distance between the rate returned and one that misses.
     """
     rate = min(max(start, low), high)
     if (yield from meets(rate)):

@@ -1,4 +1,4 @@
-"""Service-level objectives, and when a few seeds are enough to say that one is met."""
+"""Service-level objectives, and the confidence intervals that decide whether one is met."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eldr_sim.simulator.config import ServiceLevel, make_config
 
 
 class Verdict(StrEnum):
-    """Verdict on a cluster: does it meet its objective?"""
+    """Whether a cluster meets its objective."""
 
     MEETS = "meets"
     MISSES = "misses"
@@ -22,18 +22,19 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Objective:
-    """A service level, the share of requests that must keep it, and how sure one has to be.
+    """A service level, the share of requests that must keep it, and the confidence required.
 
     Attributes
     ----------
     level
-        Bounds of TTFT, TPOT and E2EL, ms; one at least.
+        Bounds of TTFT, TPOT and E2EL, ms; at least one.
     attainment
         Share of the measured requests that must keep all bounds, between 0 and 1.
     looks
-        Seeds after which the interval is looked at: the first that clears the target decides.
+        Numbers of seeds after which the interval is computed. The first interval that lies on one
+        side of the target decides.
     confidence
-        Of the decision over all looks together (Bonferroni): each look takes an interval of
+        Confidence of the decision over all looks (Bonferroni): each look uses an interval of
         ``1 - (1 - confidence) / len(looks)``.
     """
 
@@ -55,7 +56,7 @@ class Objective:
 
     @property
     def hopeless(self) -> float:
-        """Attainment of a short pre-run from which no cluster is given another chance."""
+        """Attainment of the pre-run at or below which a cluster is dropped."""
         return self.attainment / 2
 
     def interval(self, shares: Sequence[float], requests: int) -> Interval:
@@ -64,19 +65,19 @@ class Objective:
         return attainment_interval(shares, requests, each)
 
     def verdict(self, interval: Interval) -> Verdict:
-        """Say on which side of the target an interval lies."""
+        """Return on which side of the target an interval lies."""
         if interval.low >= self.attainment:
             return Verdict.MEETS
         return Verdict.MISSES if interval.high < self.attainment else Verdict.UNDECIDED
 
 
 def looks_up_to(seeds: int) -> tuple[int, ...]:
-    """Return when to look at the interval if there are at most ``seeds`` seeds: 3, 5, 8, 13, ...
+    """Return the looks for at most ``seeds`` seeds: 3, 5, 8, 13, ..., ``seeds``.
 
     Raises
     ------
     InputError
-        With fewer than two seeds there is no interval.
+        If ``seeds`` is below 2: an interval needs two.
     """
     if seeds < 2:
         raise InputError("seeds", str(seeds), "2 or more: an interval needs them")
@@ -88,12 +89,12 @@ def looks_up_to(seeds: int) -> tuple[int, ...]:
 
 
 def parse_slo(texts: Iterable[str], field: str = "slo") -> ServiceLevel:
-    """Read bounds such as ``ttft:500,tpot:30``, in milliseconds, in one word or in several.
+    """Parse bounds such as ``ttft:500,tpot:30``, in milliseconds, from one or more texts.
 
     Raises
     ------
     InputError
-        Names ``field`` if a bound is no ``METRIC:MS``, unknown, given twice, or not positive.
+        If a bound is not ``METRIC:MS``, unknown, given twice, or not positive; names ``field``.
     """
     bounds: dict[str, str] = {}
     for text in (part.strip() for given in texts for part in given.split(",")):
@@ -115,19 +116,19 @@ def attainment_interval(
 ) -> Interval:
     """Return the mean attainment over seeds with an interval.
 
-    Requests of one run wait for each other, so the seeds are the sample: Student's t over their
-    shares. Where these hardly differ (all of them 1, say) the seeds alone would look surer than
-    their requests allow, so the interval also covers Wilson's, which takes the requests of all
-    seeds as independent (Wilson, JASA 22, 1927): the lesser condition of the two.
+    Requests of one run depend on each other, so the sample is the seeds: Student's t over their
+    shares. If the shares hardly differ (all of them 1, say), that interval is too narrow for the
+    number of requests, so the result also covers Wilson's interval, which treats the requests of
+    all seeds as independent (Wilson, JASA 22, 1927).
 
     Parameters
     ----------
     shares
-        Share of good requests of each seed.
+        Share of good requests under each seed.
     requests
-        Requests of all seeds together.
+        Total requests of all seeds.
     confidence
-        Of both intervals.
+        Confidence level of both intervals.
     """
     from scipy.special import ndtri  # takes long to import
 

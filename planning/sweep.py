@@ -1,16 +1,17 @@
-"""Sweeps: every point run once, whatever interrupts it, and one data set of them all.
+"""Sweeps: every point is run once, across interruptions, and all runs become one data set.
 
-A sweep's folder holds
+The folder of a sweep holds
 
-- ``runs.jsonl``: what is done (see :mod:`~eldr_sim.planning.journal`). The order of its
-  lines is that in which the runs ended.
+- ``runs.jsonl``: the runs that have ended, in order of completion
+  (:mod:`~eldr_sim.planning.sweep_journal`).
 
-and, when all runs are done, written whole or not at all and the same to the byte however often the
-sweep was interrupted and on however many processes it ran:
+When all runs have ended it also holds the files below, written whole or not at all. Their bytes
+depend neither on interruptions nor on the number of processes.
 
-- ``points.parquet``: a row a point and seed (`points_table`).
-- ``aggregate.parquet`` and ``aggregate.csv``: a row a point (`aggregate_table`).
-- ``sweep.json``: the sweep itself, its parameters, how many runs failed, versions.
+
+- ``points.parquet``: a row per point and seed (`points_table`).
+- ``aggregate.parquet`` and ``aggregate.csv``: a row per point (`aggregate_table`).
+- ``sweep.json``: the sweep, its parameters, the number of failed runs, versions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.planning.intervals import t_interval
-from eldr_sim.planning.journal import Journal, open_journal
 from eldr_sim.planning.runner import (
     Backend,
     Outcome,
@@ -41,13 +41,14 @@ from eldr_sim.planning.runner import (
     expected_tokens,
     run_points,
 )
+from eldr_sim.planning.sweep_journal import SweepJournal, open_journal
 from eldr_sim.planning.sweep_spec import SweepSpec, make_spec, read_spec
 from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import MOST_ROWS, Headline, Shown, number
 from eldr_sim.simulator.results import write_json, write_table
 
-#: A folder with this file holds all of its sweep.
+#: A folder with this file holds a finished sweep.
 MARKER = "sweep.json"
 COMPLETED, FAILED = "completed", "failed"
 
@@ -59,15 +60,15 @@ class SweepResult(Shown):
     Parameters
     ----------
     points
-        A row a point and seed: ``point`` (its number), ``name``, ``run``, ``seed``, a column a
-        parameter, ``status`` (``completed`` or ``failed``), ``reason``, and the figures of
+        A row per point and seed: ``point`` (its number), ``name``, ``run``, ``seed``, a column per
+        parameter, ``status`` (``completed`` or ``failed``), ``reason``, and the metrics of
         ``summary.json``, nested ones as JSON text.
     aggregate
-        A row a point: ``point``, ``name``, a column a parameter, ``runs_completed`` and
-        ``runs_failed``, and per numeric figure the mean over the completed runs and, under ``_low``
-        and ``_high``, the ends of its confidence interval (null for one run).
+        A row per point: ``point``, ``name``, a column per parameter, ``runs_completed`` and
+        ``runs_failed``, and for each numeric metric the mean over the completed runs with the ends
+        of its confidence interval as ``_low`` and ``_high`` (null for one run).
     parameters
-        The dot paths of the parameters: names of columns of both.
+        Dot paths of the parameters, which name columns of both tables.
     """
 
     points: pa.Table
@@ -75,7 +76,7 @@ class SweepResult(Shown):
     parameters: list[str]
 
     def headline(self) -> Headline:
-        """Return the means of a few figures of the first points."""
+        """Return the means of the headline metrics of the first points."""
         tags = [tag for tag in HEADLINE if tag in self.aggregate.column_names]
         columns = [*self.parameters, *tags, "runs_failed"]
         rows = [
@@ -90,7 +91,7 @@ class SweepResult(Shown):
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """Progress of a sweep: runs ``done`` of ``total``, and the share of its expected work done."""
+    """Progress of a sweep: runs ``done`` of ``total``, and the share of the expected work done."""
 
     done: int
     total: int
@@ -113,23 +114,22 @@ def sweep(
     Parameters
     ----------
     spec
-        The sweep: a YAML file, the mapping that it would hold, or either parsed; see
+        The sweep: a YAML file, its content as a mapping, or a parsed specification; see
         :mod:`~eldr_sim.planning.sweep_spec`.
     out
-        Folder that keeps what is done; nothing is written when not given.
+        Folder of the sweep; if None, nothing is written.
     resume
-        Go on with the sweep in ``out``: no run that is done is repeated, but for those whose
-        process was killed.
+        Continue the sweep in ``out``: only runs whose process was killed are repeated.
     jobs, backend, address
-        As for :func:`~eldr_sim.planning.runner.run_points`.
+        See :func:`~eldr_sim.planning.runner.run_points`.
     progress
-        Called at the start and whenever a run has ended.
+        Called at the start and after each run.
 
     Raises
     ------
     InputError
-        If the sweep, one of its points or the folder will not do. A run that fails is a row with
-        its reason.
+        If the sweep, one of its points or the folder is not valid. A failed run is a row with its
+        reason.
     """
     if isinstance(spec, str | os.PathLike):
         spec = read_spec(spec)
@@ -153,13 +153,13 @@ def sweep(
 
 def _run_all(
     configs: dict[str, RunConfig],
-    journal: Journal | None,
+    journal: SweepJournal | None,
     jobs: int | None,
     backend: Backend,
     address: str | None,
     progress: Callable[[SweepProgress], None] | None,
 ) -> dict[str, Outcome]:
-    """Run what is not done yet, longest first: no long run is left for the end."""
+    """Run the configurations that have no outcome yet, the longest first."""
     outcomes = {} if journal is None else journal.outcomes
     done = {key for key in configs if key in outcomes and not outcomes[key].killed}
     todo = [Point(key, config) for key, config in configs.items() if key not in done]
@@ -185,9 +185,9 @@ def _run_all(
 
 
 def points_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
-    """Return a row a point and seed, in the order of the sweep; see `SweepResult`.
+    """Return a row per point and seed, in the order of the sweep; see `SweepResult`.
 
-    A parameter takes the place of a figure of the same name: ``topology`` is ``8P16D``.
+    A parameter replaces a metric of the same name: ``topology`` is ``8P16D``.
     """
     rows: list[dict[str, Any]] = []
     for index, point in enumerate(spec.points):
@@ -210,7 +210,7 @@ def points_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
 
 
 def aggregate_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
-    """Return a row a point: means over its runs with confidence intervals; see `SweepResult`."""
+    """Return a row per point: means over its runs with confidence intervals; see `SweepResult`."""
     rows: list[dict[str, Any]] = []
     for index, point in enumerate(spec.points):
         runs = [outcomes[config_key(config)].summary for config in point.configs]
@@ -244,7 +244,7 @@ def _table(rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> pa.Table:
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """Numbers as they are, else text; what is neither is its JSON."""
+    """Return a column of numbers or booleans, or of text with other values as JSON."""
     known = [value for value in values if value is not None]
     if any(isinstance(value, bool | str | list | tuple | dict) for value in known) and not all(
         isinstance(value, bool) for value in known
@@ -255,14 +255,14 @@ def _column(values: list[Any]) -> pa.Array:
         ]
     elif any(isinstance(value, float) for value in known):
         values = [None if value is None else float(value) for value in values]
-    # A column without a value would have no type, and a figure that no run has is a number.
+    # A column without values gets the type of a metric.
     return pa.array(values, None if known else pa.float64())
 
 
 def _write(folder: Path, spec: SweepSpec, result: SweepResult) -> None:
-    """Write the data set; its marker comes last."""
+    """Write the data set, its marker last."""
     (folder / MARKER).unlink(missing_ok=True)
-    for stale in folder.glob(".sweep-*"):  # of a process that was killed here
+    for stale in folder.glob(".sweep-*"):  # left by a killed process
         shutil.rmtree(stale, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=".sweep-", dir=folder))
     try:

@@ -1,4 +1,4 @@
-"""A sweep's YAML, in aiperf's words, as a list of points.
+"""Parser of a sweep's YAML, in the terms of aiperf, into a list of points.
 
 .. code-block:: yaml
 
@@ -14,8 +14,8 @@
     multiRun: {numRuns: 5, confidenceLevel: 0.95}
     randomSeed: 0
 
-Run ``i`` of every point has seed ``randomSeed + i``: points are paired, they see the same requests
-as far as their parameters allow.
+Run ``i`` of every point has seed ``randomSeed + i``, so points are paired: they see the same
+requests unless a parameter changes the workload.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Grid(BaseModel):
 
 
 class Zip(BaseModel):
-    """The first value of every parameter, then the second of every, and so on."""
+    """First values of all parameters, then second values, and so on."""
 
     model_config = _STRICT
 
@@ -84,7 +84,7 @@ class Scenario(BaseModel):
 
 
 class Scenarios(BaseModel):
-    """Points by name, each with the fields that it changes (nested, or by dot path)."""
+    """Named points, each with the fields that it changes (nested, or by dot path)."""
 
     model_config = _STRICT
 
@@ -130,11 +130,11 @@ class SweepPoint:
     Parameters
     ----------
     name
-        The scenario's, or the parameters with their values.
+        Name of the scenario, or the parameters with their values.
     parameters
-        Value of every parameter of the sweep by dot path, as the run takes it.
+        Value of every parameter by dot path.
     configs
-        The runs, a seed each.
+        Configuration for each seed.
     """
 
     name: str
@@ -144,7 +144,7 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """A sweep: what was asked for (``document``), and the points that it comes to."""
+    """A sweep: its YAML (``document``) and its points."""
 
     document: dict[str, Any]
     points: list[SweepPoint]
@@ -170,13 +170,13 @@ def make_spec(document: Any) -> SweepSpec:
     Parameters
     ----------
     document
-        The mapping that the YAML holds.
+        Content of the YAML.
 
     Raises
     ------
     InputError
-        If it is no sweep, or any of its points no configuration of a run. Whether a run can be
-        made from a configuration shows when it is run.
+        If it is not a sweep, or a point is not a valid configuration. A valid configuration may
+        still fail when it is run.
     """
     if not isinstance(document, Mapping) or "sweep" not in document:
         raise InputError("sweep", "no sweep in it", "sweep: {type: ..., parameters: ...}")
@@ -192,7 +192,9 @@ def make_spec(document: Any) -> SweepSpec:
     changes = list(parsed.sweep.changes())
     paths = list(dict.fromkeys(path for _, values in changes for path in values))
     if "seed" in paths:
-        raise InputError("sweep", "seed is no parameter", "multiRun: {numRuns: N} and randomSeed")
+        raise InputError(
+            "sweep", "seed is not a parameter", "multiRun: {numRuns: N} and randomSeed"
+        )
     points: list[SweepPoint] = []
     for name, values in changes:
         label = name or ", ".join(f"{path}={_text(value)}" for path, value in values.items())
@@ -211,7 +213,7 @@ def make_spec(document: Any) -> SweepSpec:
 
 
 def first_change(old: Any, new: Any, path: str = "") -> str | None:
-    """Say where two documents first differ; None if they are equal."""
+    """Return where two documents first differ; None if they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*old, *new]):
             inner = f"{path}.{key}" if path else str(key)

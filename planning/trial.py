@@ -1,23 +1,23 @@
-"""Trying one cluster: a short run first, then seeds until its attainment is told."""
+"""Trials of clusters: a short pre-run, then seeds until the attainment is decided."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from eldr_sim.planning.intervals import Interval
+from eldr_sim.planning.intervals import Interval, mean_known
 from eldr_sim.planning.paired import with_seed
-from eldr_sim.planning.runs import Summary, Task
+from eldr_sim.planning.runs import Search, Summary
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.config import RunConfig
 
-#: Share of the measured window (or of the requests) of the run that comes first.
+#: Length of the pre-run, as a share of the measured window or of the requests.
 _PRE_RUN = 0.25
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Verdict on one cluster under one load, and the runs that it rests on.
+    """Verdict on one cluster under one load, with its runs.
 
     Attributes
     ----------
@@ -28,9 +28,9 @@ class Trial:
     attainment
         Share of good requests with its interval at the last look.
     summaries
-        Of the runs, seed by seed; only the short pre-run's where that was hopeless.
+        Summary of each seed's run; of the pre-run alone if that was hopeless.
     hopeless
-        Whether the pre-run decided.
+        Whether the pre-run decided the verdict.
     """
 
     config: RunConfig
@@ -40,9 +40,8 @@ class Trial:
     hopeless: bool
 
     def mean(self, key: str) -> float | None:
-        """Return the mean of a figure of the summaries; None where one has none."""
-        values = [summary[key] for summary in self.summaries]
-        return None if None in values else math.fsum(values) / len(values)
+        """Return the mean of a metric over the seeds, see `mean_known`."""
+        return mean_known([summary[key] for summary in self.summaries])
 
     def attained(self, metric: str) -> float:
         """Return the mean attainment of one bound alone."""
@@ -50,19 +49,19 @@ class Trial:
         return math.fsum(shares) / len(shares)
 
 
-def try_cluster(config: RunConfig, objective: Objective) -> Task[Trial]:
+def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
     """Judge a cluster.
 
-    A pre-run of a quarter of the length comes first: a cluster that attains less than half of the
-    target in it is given up (queues only grow with time). Then come seeds, the same for every
-    cluster, until the interval clears the target.
+    First a pre-run of a quarter of the length: a cluster that attains at most half of the target
+    there is dropped, as queues only grow with time. Then one run per seed, the same seeds for
+    every cluster, until the confidence interval lies on one side of the target.
 
     Parameters
     ----------
     config
         The cluster and its load; ``goodput`` must be the objective's level.
     objective
-        What it has to meet.
+        Service level and attainment.
     """
     first = (yield [pre_run(config)])[0]
     if first["slo_attainment"] <= objective.hopeless:
@@ -83,22 +82,22 @@ def try_cluster(config: RunConfig, objective: Objective) -> Task[Trial]:
     return Trial(config, verdict, attainment, tuple(summaries), hopeless=False)
 
 
-def passes(config: RunConfig, seed: int, objective: Objective) -> Task[bool]:
-    """Say whether the run of one seed alone attains the target."""
+def passes(config: RunConfig, seed: int, objective: Objective) -> Search[bool]:
+    """Return whether one seed attains the target, after the pre-run."""
     first = (yield [pre_run(config)])[0]
     if first["slo_attainment"] <= objective.hopeless:
         return False
     return (yield from attains(config, seed, objective))
 
 
-def attains(config: RunConfig, seed: int, objective: Objective) -> Task[bool]:
-    """Say whether one seed attains the target, without the pre-run of :func:`passes`."""
+def attains(config: RunConfig, seed: int, objective: Objective) -> Search[bool]:
+    """Return whether one seed attains the target, without a pre-run."""
     summary = (yield [with_seed(config, seed)])[0]
     return bool(summary["slo_attainment"] >= objective.attainment)
 
 
 def pre_run(config: RunConfig) -> RunConfig:
-    """Return the short run that comes before the others."""
+    """Return the configuration of the short pre-run."""
     if config.num_requests is not None:
         return config.model_copy(
             update={"num_requests": max(1, int(_PRE_RUN * config.num_requests))}

@@ -1,4 +1,4 @@
-"""One change at a time against a base run, paired over seeds."""
+"""What-ifs: one change at a time compared with a base run, paired over seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 import yaml
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.paired import Difference, headline_of, run_paired
+from eldr_sim.planning.paired import PairedDifference, headline_of, run_paired
 from eldr_sim.planning.runs import Summary
 from eldr_sim.simulator.catalogue import HEADLINE
 from eldr_sim.simulator.config import RunConfig, make_config, read_config, set_field
@@ -22,7 +22,7 @@ from eldr_sim.simulator.headline import Headline, Shown
 from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 
-#: Figures of a what-if.
+#: Metrics of a what-if.
 FIGURES = (
     *HEADLINE,
     "slo_attainment",
@@ -31,8 +31,8 @@ FIGURES = (
 )
 #: A folder with this file holds a what-if, which ``force`` replaces.
 MARKER = "what_if.json"
-#: Fields that say which requests a run serves, and what they come to. Others leave arrivals,
-#: prompts and experts alone.
+#: Fields that decide which requests a run serves, with the attribute that holds the effective
+#: value. Other fields change neither arrivals nor prompts nor experts.
 REQUEST_FIELDS = {
     "workload": "workload",
     "domain_mix": "domain_mix",
@@ -56,21 +56,21 @@ class Change:
     Attributes
     ----------
     name
-        As it was given, such as ``decode.gpu=h200``.
+        The change as given, such as ``decode.gpu=h200``.
     config
         The changed run, under the first seed.
     effects
-        Differences from the base run, one a figure.
+        Differences from the base run, one per metric.
     other_requests
-        Fields that make the changed run serve other requests than the base run: then pairs share
-        no more than their seed.
+        Changed fields that give the run other requests than the base run's: pairs then share their
+        seed only.
     summaries
-        Of the changed runs, seed by seed.
+        Summary of the changed run under each seed.
     """
 
     name: str
     config: RunConfig
-    effects: list[Difference]
+    effects: list[PairedDifference]
     other_requests: tuple[str, ...]
     summaries: tuple[Summary, ...]
 
@@ -90,20 +90,20 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class WhatIf(Shown):
-    """The base run and what each change does to it; ``base`` holds a summary a seed."""
+    """Effects of changes to a base run; ``base`` holds its summary under each seed."""
 
     config: RunConfig
     base: tuple[Summary, ...]
     changes: list[Change]
 
     def headline(self) -> Headline:
-        """Return the means of a few figures of the base run and of each change."""
+        """Return the means of the headline metrics of the base run and of each change."""
         title = f"{self.base[0]['topology']}, mean over seeds ({len(self.base)})"
         return headline_of(title, "change", self._named())
 
     @property
     def runs(self) -> pa.Table:
-        """A row a run: the change (``base`` for none), the seed, and every figure."""
+        """Metrics of every run, a row per change (``base`` for none) and seed."""
         keys = ("seed", "num_prompts", "completed", "failed", *FIGURES)
         return pa.Table.from_pylist(
             [
@@ -152,7 +152,7 @@ def read_base(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises
     ------
     InputError
-        If there is nothing to read.
+        If nothing can be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -163,14 +163,17 @@ def read_base(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def change_fields(values: dict[str, Any], change: str) -> dict[str, Any]:
-    """Return field values with a change: ``policy=eldr``, ``"topology=8P12D policy.tau=0.2"``.
+    """Return field values with a change applied.
 
-    Values are read as YAML; fields are dot paths such as ``decode.gpu``.
+    A change is one or more assignments, such as ``policy=eldr`` or
+    ``topology=8P12D policy.tau=0.2``.
+
+    Fields are dot paths such as ``decode.gpu``; values are YAML.
 
     Raises
     ------
     InputError
-        If the change is no ``FIELD=VALUE``.
+        If the change is not ``FIELD=VALUE``.
     """
     changed = dict(values)
     try:
@@ -205,13 +208,13 @@ def what_if(
     Parameters
     ----------
     base
-        The base run; its seed is the first of the seeds.
+        The base run; its seed is the first seed.
     changes
-        One at a time, see :func:`change_fields`.
+        Changes to compare with the base one by one, see :func:`change_fields`.
     n_seeds
-        Seeds, at least 1; two or more give intervals.
+        Number of seeds, at least 1; intervals need two.
     together
-        Also make all the changes at once.
+        Also run with all changes at once.
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
@@ -220,8 +223,8 @@ def what_if(
     Raises
     ------
     InputError
-        If a change names no field or gives a value that is not allowed, or changes nothing; if a
-        run fails.
+        If a change names an unknown field, gives a value that is not allowed, or has no effect; if
+        a run fails.
     """
     if not changes:
         raise InputError("set", "no change", "--set FIELD=VALUE, once or more")
@@ -234,7 +237,7 @@ def what_if(
     configs = {name: make_config(change_fields(values, name)) for name in wanted}
     for name, config in configs.items():
         if config == base:
-            raise InputError("set", f"{name} is what the base run has", "another value")
+            raise InputError("set", f"{name} has no effect on the base run", "another value")
     paired = run_paired({"base": base, **configs}, n_seeds, jobs, progress)
     return WhatIf(
         base,

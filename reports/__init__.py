@@ -1,19 +1,19 @@
-"""Reports: results as one HTML page that needs no network.
+"""Reports: results as one HTML page that needs no network, and pictures of a run.
 
 Modules
 -------
 page
-    `report` puts the page together from ``templates`` (Jinja2) and ``assets``; `write_report`
-    writes it.
+    `report` makes the page from ``templates`` (Jinja2) and ``assets``; `write_report` writes it.
 folders
-    Which command wrote a folder, and what is in it.
-runs, run_pictures, comparisons, sweeps, plans, basis
-    What the templates of each kind of folder show.
-pictures
-    Plotly figures as dictionaries, and their colours.
+    Result folders: the command that wrote each, and its files.
+run_section, comparison_section, sweep_section, plan_section
+    Content of each kind of folder, for the template of the same name.
+basis
+    Head of every section: warnings, weakest provenance, routing traces.
+pictures, run_pictures
+    Plotly figures as dictionaries, and their colours; the figures of a run.
 cells, headings
-    Tables and numbers; names of the figures.
-
-plots, timeline
-    Pictures of a run as PNG; the run as a Chrome trace.
+    Tables and numbers; the metrics shown, with their headings.
+run_plots, timeline
+    Pictures of a run as PNG; a run as a Chrome trace.
 """

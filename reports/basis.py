@@ -1,4 +1,4 @@
-"""What figures rest on, and what their reader must be warned of: at the head of every section."""
+"""Head of a section: warnings, the weakest provenance and the routing traces of its figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eldr_sim.kernel_profiles.tables import PROVENANCES, weakest
 from eldr_sim.reports.cells import Table, number, table
 from eldr_sim.simulator.metrics import warnings_of
 
-#: A line names at most so many runs.
+#: Most runs named in a line.
 _MOST_NAMES = 4
 _PARTS = {"moe": "MoE layer", "gemm": "dense GEMMs", "host_gap": "host gap"}
 
@@ -22,13 +22,13 @@ class Basis:
     Attributes
     ----------
     warnings
-        Lines.
+        Warnings, a line each.
     label
-        Weakest provenance of a step time; None where no step times are known.
+        Weakest provenance of a step time; None without step times.
     facts
-        What the routing traces are, a line each.
+        Descriptions of the routing traces, a line each.
     sources
-        Of each part of a step, and of the KV transfer.
+        Sources of each part of a step, and of the KV transfer.
     """
 
     warnings: Sequence[str]
@@ -47,13 +47,13 @@ def basis(
     Parameters
     ----------
     summaries
-        Summaries of runs by the name to use where they differ.
+        Summaries of runs by name.
     warn
-        Says what a summary must warn of.
+        Returns the warnings of a summary.
     also
-        More warnings, which come first.
+        Additional warnings, which come first.
     """
-    warned = [*also, *_told({name: warn(summary) for name, summary in summaries.items()})]
+    warned = [*also, *_merged({name: warn(summary) for name, summary in summaries.items()})]
     if not summaries:
         return Basis(warned)
     rows = {
@@ -71,7 +71,7 @@ def basis(
 
 
 def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what a reader must know of the routing traces: origin, tiling, reuse.
+    """Return origin, tiling and reuse of the routing traces, a line each.
 
     Parameters
     ----------
@@ -105,14 +105,14 @@ def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _span(traces: Sequence[Mapping[str, Any]], key: str, factor: float | None = None) -> str:
-    """Return a value, or the least and the greatest."""
+    """Return the only value, or the range of values."""
     values = [trace[key] for trace in traces]
     ends = [v if factor is None else factor * v for v in dict.fromkeys((min(values), max(values)))]
     return " to ".join(number(end) if isinstance(end, int) else f"{end:.1f}" for end in ends)
 
 
-def _told(lines_of: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return each line once; one that not all say with the names of those that do."""
+def _merged(lines_of: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return each line once, with the names of its summaries unless all share it."""
     who: dict[str, list[str]] = {}
     for name, lines in lines_of.items():
         for line in lines:

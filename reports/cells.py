@@ -1,4 +1,4 @@
-"""Tables of a page: what a cell shows, and the number that it sorts by."""
+"""Tables of a page: text and sort key of each cell."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ class Cell(NamedTuple):
     Attributes
     ----------
     text
-        What it shows.
+        Text shown.
     value
-        The full value that it sorts by, empty where it is missing; None: it sorts by its text.
+        Full value as the sort key, empty if missing; None sorts by the text.
     """
 
     text: str
     value: str | None = None
 
 
-#: What a row may hold; see :func:`cell`.
+#: Value of a cell; see :func:`cell`.
 Value = Cell | str | int | float | None
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table that a click on a heading sorts.
+    """A sortable table.
 
     Attributes
     ----------
     caption
-        What it holds.
+        Caption.
     columns
         Headings.
     rows
-        Cells, as many a row as there are columns.
+        Cells of each row, one per column.
     numeric
-        Which columns hold numbers.
+        Whether each column holds numbers.
     note
-        A line under the table.
+        Line under the table.
     """
 
     caption: str
@@ -68,7 +68,7 @@ def table(
 
 
 def cell(value: Value) -> Cell:
-    """Return the cell of a value: a number rounded for reading, text as it is."""
+    """Return the cell of a value: a rounded number, or text unchanged."""
     if isinstance(value, Cell):
         return value
     if isinstance(value, str):
@@ -82,7 +82,7 @@ def measured(value: float | None, text: str) -> Cell:
 
 
 def number(value: float | int | None) -> str:
-    """Return a number for reading: about four significant digits, thousands apart."""
+    """Return a number with about four significant digits and thousands separators."""
     if value is None or math.isnan(value):
         return MISSING
     if isinstance(value, bool):
@@ -98,14 +98,14 @@ def number(value: float | int | None) -> str:
 
 
 def decimals(largest: float) -> int:
-    """Return how many decimals figures of a size are shown with."""
+    """Return the number of decimals for values of a size."""
     return (
         0 if largest >= 1000 else 1 if largest >= 100 else 2 if largest >= 1 or not largest else 4
     )
 
 
 def interval(mean: float, low: float, high: float, *, signs: bool = False) -> str:
-    """Return a value with its interval, all with the same decimals; NaN ends are left out."""
+    """Return a value with its interval, with equal decimals; NaN ends are left out."""
     known = [abs(value) for value in (mean, low, high) if math.isfinite(value)]
     if not known or math.isnan(mean):
         return MISSING
@@ -135,7 +135,7 @@ def percent(share: float | None) -> str:
 
 
 def nan(value: float | None) -> float:
-    """Return a value, NaN where there is none."""
+    """Return a value, or NaN for None."""
     return math.nan if value is None else value
 
 

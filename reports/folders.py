@@ -1,4 +1,4 @@
-"""Folders of results: which command wrote them, and what is in them."""
+"""Result folders: the command that wrote each, and its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from eldr_sim.errors import InputError
 
 Kind = Literal["run", "comparison", "sweep", "plan"]
-#: Files that tell a folder's kind, the most telling first.
+#: Files that identify the kind of a folder, the most specific first.
 _FILES: dict[Kind, tuple[str, ...]] = {
     "plan": ("plan.json", "points.parquet"),
     "sweep": ("sweep.json", "points.parquet", "aggregate.parquet"),
@@ -25,16 +25,16 @@ _FILES: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of results.
+    """A result folder.
 
     Attributes
     ----------
     name
-        The folder's name, or its path where two folders have one name.
+        Name of the folder, or its path if two folders have the same name.
     kind
-        What command wrote it.
+        Kind of the result.
     documents, tables
-        Its JSON and Parquet files by name without the ending.
+        JSON and Parquet files by name without suffix.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Folder:
 
 
 def open_folders(paths: Sequence[Path]) -> list[Folder]:
-    """Read folders of results.
+    """Read result folders.
 
     Raises
     ------
     InputError
-        If a folder is no result, is given twice or cannot be read.
+        If a folder is not a result, is given twice or cannot be read.
     """
     if not paths:
         raise InputError("DIR", "no folder given", "folders that run, compare, sweep or plan wrote")

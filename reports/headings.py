@@ -1,10 +1,10 @@
-"""Which figures a page shows, and their headings, which are the catalogue's."""
+"""Metrics that a page shows, with their headings from the catalogue."""
 
 from __future__ import annotations
 
 from eldr_sim.simulator.catalogue import HEADLINE, label
 
-#: Headings of a run's figures by tag of the summary, in the order of the table.
+#: Headings of a run's metrics by tag, in the order of the table.
 RUN_FIGURES = {
     tag: label(tag)
     for tag in (
@@ -33,7 +33,7 @@ LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 STATISTICS = ("mean", "p50", "p90", "p99")
 #: Headings of comparisons and sweeps by tag.
 METRICS = {tag: label(tag) for tag in HEADLINE}
-#: Headings of those that only some results have.
+#: Headings of metrics that only some results have.
 MORE_METRICS = {
     tag: label(tag)
     for tag in (
@@ -42,7 +42,7 @@ MORE_METRICS = {
         "gpu_hours_per_million_output_tokens",
     )
 }
-#: Headings of a plan's clusters by key, in the order of the table; prices only where one is known.
+#: Headings of a plan's clusters by key, in the order of the table; prices only if one is known.
 CLUSTER_PRICES = {
     "price_per_hour": "Price/hour",
     "cost_per_million_output_tokens": label("cost_per_million_output_tokens"),
@@ -72,7 +72,7 @@ _PARAMETER_UNITS = {
 
 
 def parameter_label(path: str) -> str:
-    """Return a parameter's dot path with its unit, where it has one."""
+    """Return a parameter's dot path with its unit, if any."""
     name = path.rpartition(".")[2]
     in_ms = name.endswith("_ms") or path.startswith("goodput.")
     unit = "ms" if in_ms else _PARAMETER_UNITS.get(name)
@@ -80,10 +80,10 @@ def parameter_label(path: str) -> str:
 
 
 def without_unit(heading: str) -> str:
-    """Return a heading as the title of a picture, whose axis has the unit."""
+    """Return a heading without its unit, as the title of a picture."""
     return heading.removesuffix(" (ms)")
 
 
 def bounds_in_words(bounds_ms: dict[str, float | None]) -> list[str]:
-    """Return bounds of latencies, such as ``TTFT ≤ 500 ms``."""
+    """Return bounds of latencies as text, such as ``TTFT ≤ 500 ms``."""
     return [f"{LATENCIES[k]} ≤ {v:g} ms" for k, v in bounds_ms.items() if v is not None]

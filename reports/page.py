@@ -1,4 +1,4 @@
-"""The page: one HTML file of one or more folders of results, complete without a network."""
+"""Page of a report: one self-contained HTML file of one or more result folders."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.reports.cells import number, plain
-from eldr_sim.reports.comparisons import comparison_section
+from eldr_sim.reports.comparison_section import comparison_section
 from eldr_sim.reports.folders import Folder, open_folders
 from eldr_sim.reports.pictures import Colours
-from eldr_sim.reports.plans import plan_section
-from eldr_sim.reports.runs import runs_section
-from eldr_sim.reports.sweeps import sweep_section
+from eldr_sim.reports.plan_section import plan_section
+from eldr_sim.reports.run_section import runs_section
+from eldr_sim.reports.sweep_section import sweep_section
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -34,13 +34,13 @@ def report(folders: Sequence[str | os.PathLike[str]]) -> str:
     Parameters
     ----------
     folders
-        What ``eldr-sim run``, ``compare``, ``sweep`` or ``plan`` wrote, in any mixture. Runs stand
-        side by side in one section, each other folder has a section of its own.
+        Folders that ``eldr-sim run``, ``compare``, ``sweep`` or ``plan`` wrote, in any mixture.
+        Runs share a section, side by side; each other folder has its own.
 
     Raises
     ------
     InputError
-        If a folder is no result or cannot be read.
+        If a folder is not a result or cannot be read.
     """
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -74,7 +74,7 @@ def write_report(
     Raises
     ------
     InputError
-        If a folder is no result, or ``out`` exists or cannot be written.
+        If a folder is not a result, or ``out`` exists or cannot be written.
     """
     out = Path(out)
     if out.is_dir():
@@ -120,7 +120,7 @@ def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple
             )
             content = environment.get_template(f"{folder.kind}.html").render(section=section)
         except (KeyError, TypeError, IndexError, ValueError, UndefinedError) as error:
-            # The files are there and readable, yet hold something else than their names say.
+            # The files are readable, but their content is not that of their kind.
             raise InputError(
                 "DIR",
                 f"{folder.name} has a {folder.kind}'s files but not its contents "
@@ -132,5 +132,5 @@ def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple
 
 
 def _hash(script: str) -> str:
-    """Return what a Content Security Policy calls a script."""
+    """Return the hash of a script for the Content Security Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,7 +1,7 @@
 """Pictures of a page as Plotly figures, which are plain dictionaries.
 
-Colours are the style sheet's variables, so that they follow its theme; the page's script resolves
-them and adds what all pictures share. All text is escaped: Plotly reads some HTML in text.
+Colours are variables of the style sheet, so that they follow its theme; the page's script resolves
+them and adds the shared layout. All text is escaped, as Plotly interprets some HTML.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from eldr_sim.reports.cells import number
 Spec = dict[str, Any]
 _text = partial(escape, quote=False)
 
-#: Colours of the style sheet; what comes later repeats them with another dash and marker.
+#: Colours of the style sheet; further series repeat them with another dash and marker.
 N_COLOURS = 8
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _MARKERS = ("circle", "square", "triangle-up", "diamond", "cross", "x")
-#: A curve of at most so many points shows them.
+#: Most points of a curve that shows them as markers.
 _SHOWN_POINTS = 24
-#: Four significant digits, thousands apart, in d3's language.
+#: Four significant digits with thousands separators, in d3's format.
 _NUMBER = ",.4~r"
 
 
 class Colours:
-    """Numbers of colours, one for each name on the whole page.
+    """Colour numbers, one for each name on the whole page.
 
-    Names of a kind (policy, domain, phase, ...) get their colours in the order in which they come.
+    Names of a kind (policy, domain, phase, ...) get colours in order of appearance.
     """
 
     def __init__(self) -> None:
         self._names: dict[str, dict[str, int]] = {}
 
     def __call__(self, kind: str, name: str) -> int:
-        """Return the number of a name's colour, ``N_COLOURS`` and more where they repeat."""
+        """Return the colour number of a name; from ``N_COLOURS`` on, colours repeat."""
         names = self._names.setdefault(kind, {})
         return names.setdefault(name, len(names))
 
@@ -50,19 +50,19 @@ class Series:
     Attributes
     ----------
     name
-        As the legend has it.
+        Name in the legend.
     x, y
-        Places, shape [n].
+        Coordinates, shape [n].
     low, high
-        Ends of an interval around ``y``, where there is one; NaN where a point has none.
+        Ends of an interval around ``y``, or None; NaN for points without one.
     line
-        Join the points.
+        Whether a line joins the points.
     colour
-        Number of the colour; see :class:`Colours`.
+        Colour number; see :class:`Colours`.
     style
-        Number of the dash or marker that tells series of a colour apart.
+        Number of the dash or marker that distinguishes series of one colour.
     tips
-        What more to say of each point.
+        Additional hover text of each point.
     """
 
     name: str
@@ -83,13 +83,13 @@ class Picture:
     Attributes
     ----------
     title
-        What it shows.
+        Title.
     axes
-        What its axes are, in words.
+        Description of the axes.
     spec
-        Plotly's ``data`` and ``layout``; no data where no value is known.
+        Plotly's ``data`` and ``layout``; ``data`` is empty without known values.
     note
-        A line under the picture.
+        Line under the picture.
     """
 
     title: str
@@ -113,20 +113,20 @@ def curves(
     Parameters
     ----------
     title
-        What the picture shows.
+        Title of the picture.
     x_label, y_label
         Axis titles with units.
     series
-        What to draw; points that are not finite are left out.
+        Curves; points that are not finite are left out.
     interval
-        What ``low`` and ``high`` are.
+        Name of the interval from ``low`` to ``high``.
     warmups_s
-        Ends of warm-up periods, s, where ``x`` is simulated time: they are shaded.
+        Ends of warm-up periods to shade, s, if ``x`` is simulated time.
     note
-        A line under the picture.
+        Line under the picture.
     """
     drawn = [_finite(s) for s in series]
-    # What is never below 0 gets no axis below 0, whatever Student's t makes of few runs.
+    # Values that are never negative get no axis below 0, even if an interval reaches there.
     floor = 0.0 if all(y >= 0 for s in drawn for y in s.y) else -math.inf
     hover = [f"{_text(x_label)}: %{{x:{_NUMBER}}}", f"{_text(y_label)}: %{{y:{_NUMBER}}}"]
     if len(drawn) > 1:
@@ -153,15 +153,16 @@ def intervals(
     Parameters
     ----------
     title
-        What the picture shows.
+        Title of the picture.
     x_label
         Axis title with its unit.
     rows
-        (name, value, low, high, number of the colour); ``low`` and ``high`` may be NaN.
+        (name, value, low, high, colour number); ``low`` and ``high`` may be NaN.
     differences
-        Values are differences: signed, around a line at 0, dots hollow where the interval holds 0.
+        Whether values are differences: signed, with a line at 0 and hollow dots if the interval
+        contains 0.
     interval
-        What ``low`` and ``high`` are.
+        Name of the interval from ``low`` to ``high``.
     """
     form = "+,.2f" if differences else _NUMBER
     data: list[Spec] = []
@@ -202,18 +203,18 @@ def stacked_bars(
     bars: Sequence[str],
     parts: Sequence[tuple[str, Sequence[float], int]],
 ) -> Picture:
-    """Draw bars made of parts.
+    """Draw stacked bars.
 
     Parameters
     ----------
     title
-        What the picture shows.
+        Title of the picture.
     x_label, y_label
         Axis titles with units.
     bars
         Name of each bar.
     parts
-        (name, height of the part in each bar, number of the colour).
+        (name, height of the part in each bar, colour number).
     """
     totals = [math.fsum(values[i] for _, values, _ in parts) for i in range(len(bars))]
     data: list[Spec] = []
@@ -242,17 +243,17 @@ def stacked_bars(
 def pareto_picture(
     clouds: Sequence[tuple[str, int, int, Sequence[tuple[float, float, str]]]],
 ) -> Picture:
-    """Draw speed for a user against throughput of a GPU, with the front of all points.
+    """Draw tokens/s per user against tokens/s per GPU, with the Pareto front of all points.
 
     Parameters
     ----------
     clouds
-        (name, colour, marker, points), a point being output tokens per second for a user, the same
-        for a GPU, and its name.
+        (name, colour, marker, points); a point is (output tokens per second per user, the same per
+        GPU, name).
     """
     points = sorted({point for *_, own in clouds for point in own}, key=lambda point: point[2])
     front = [points[i] for i in pareto([(x, y) for x, y, _ in points])]
-    # The front lies under the points, which say more, and has the colour of no series.
+    # The front is drawn first, under the points, in a neutral colour.
     series = [_cloud("Pareto front", -1, 1, front, line=True)]
     series += [_cloud(name, colour, mark, own, False) for name, colour, mark, own in clouds]
     return curves(
@@ -265,9 +266,9 @@ def pareto_picture(
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return which points no other beats in both figures, in ascending order of the first.
+    """Return the indices of the Pareto-optimal points, in ascending order of the first coordinate.
 
-    Of equal points the first is kept; points that are not finite are none.
+    Of equal points the first is kept; points that are not finite are left out.
     """
     known = [i for i, point in enumerate(points) if all(math.isfinite(v) for v in point)]
     front: list[int] = []
@@ -285,7 +286,7 @@ def _cloud(
 
 
 def _finite(series: Series) -> Series:
-    """Return a series without the points that have no place."""
+    """Return a series without the points that are not finite."""
     places = zip(series.x, series.y, strict=True)
     keep = [i for i, (x, y) in enumerate(places) if math.isfinite(x) and math.isfinite(y)]
     columns = {name: getattr(series, name) for name in ("x", "y", "low", "high", "tips")}
@@ -294,7 +295,7 @@ def _finite(series: Series) -> Series:
 
 
 def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
-    """Return the traces of a series: its band, where it has one, and itself."""
+    """Return the Plotly traces of a series: its band, if any, and the series."""
     shown = "lines+markers" if len(s.x) <= _SHOWN_POINTS else "lines"
     trace: Spec = {
         "type": "scatter",
@@ -335,7 +336,7 @@ def _curve(s: Series, hover: str, interval: str, floor: float) -> list[Spec]:
 
 
 def _band(s: Series, ends: Mapping[int, tuple[float, float]]) -> Spec:
-    """Return a filled outline: the upper ends, and the lower ends backwards."""
+    """Return the band of a series as a filled outline."""
     there, back = list(ends), list(ends)[::-1]
     return {
         "type": "scatter",
@@ -353,7 +354,7 @@ def _band(s: Series, ends: Mapping[int, tuple[float, float]]) -> Spec:
 
 
 def _warmups(ends_s: Sequence[float]) -> Spec:
-    """Return shapes over the warm-up periods, named once."""
+    """Return shapes over the warm-up periods, labelled once."""
     ends = sorted({end for end in ends_s if end > 0})
     shape = {"type": "rect", "yref": "paper", "x0": 0, "y0": 0, "y1": 1, "layer": "below"}
     shape |= {"fillcolor": "var(--soft)", "opacity": 0.13, "line": {"width": 0}}
@@ -369,7 +370,7 @@ def _picture(
         layout[axis] = {"title": {"text": _text(label)}} | layout.get(axis, {})
     layout["yaxis"].setdefault("rangemode", "tozero")
     if layout["showlegend"]:
-        # The legend lies over the picture, about three names a line.
+        # The legend is above the picture, with about three names per line.
         names = sum(trace.get("showlegend", True) for trace in data)
         layout["height"] = 320 + 20 * math.ceil(names / 3)
     axes = " against ".join(label for label in reversed(labels) if label)

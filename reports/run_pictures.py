@@ -1,4 +1,4 @@
-"""Pictures of runs, side by side in the colours of their policies."""
+"""Pictures of one run, or of several side by side in the colours of their policies."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _BINS = 60
 def run_pictures(folders: Sequence[Folder], colours: Colours) -> list[Picture]:
     """Return the pictures of one run, or of several side by side.
 
-    A run has the colour of its policy, and runs of one policy differ in their dashes; where all
-    runs have the same policy, each has a colour of its own.
+    A run has the colour of its policy, and runs of one policy differ in their dashes; if all runs
+    have the same policy, each has its own colour.
     """
     policies = [str(folder.documents["summary"]["policy"]) for folder in folders]
     by_policy = len(set(policies)) > 1 or len(folders) == 1
@@ -66,7 +66,7 @@ class _Run:
     def series(
         self, x: ArrayLike, y: ArrayLike, *ends: ArrayLike, tips: Sequence[str] | None = None
     ) -> Series:
-        """Return a curve in the run's colour; ``ends`` are those of an interval around ``y``."""
+        """Return a curve in the run's colour; ``ends`` are low and high ends of an interval."""
         xs, ys, *lists = (np.asarray(values, np.float64).tolist() for values in (x, y, *ends))
         low, high = lists or (None, None)
         return Series(
@@ -114,12 +114,12 @@ def _phases(runs: Sequence[_Run], colours: Colours) -> Picture:
         mean_ms = [1e3 * (run.done[end] - run.done[start]).mean() for run in runs]
         parts.append((name, np.nan_to_num(mean_ms).tolist(), colours("phase", name)))
     names = [run.name for run in runs]
-    title = "Where the time to first token goes"
+    title = "Components of TTFT"
     return stacked_bars(title, "run", "mean time in the phase, ms", names, parts)
 
 
 def _requests_in_phases(runs: Sequence[_Run]) -> list[Picture]:
-    """Draw how many requests are in a phase over time, exactly: the mean over each interval."""
+    """Draw the exact mean number of requests in a phase over intervals of time."""
     pictures = []
     for title, phases in (
         ("Requests waiting for prefill", (_PHASES[0],)),
@@ -145,8 +145,8 @@ def mean_in_phase(start_s: Values, end_s: Values, edges_s: Values) -> Values:
     Parameters
     ----------
     start_s, end_s
-        When each request entered and left the phase, s, shape [n]; NaN start: never entered;
-        NaN end: still there at the last edge.
+        Times at which requests enter and leave the phase, s, shape [n]; a NaN start means never, a
+        NaN end after the last edge.
     edges_s
         Edges of the intervals, shape [m + 1].
 

@@ -1,8 +1,8 @@
-"""The run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+"""Chrome trace of a run, for ui.perfetto.dev and chrome://tracing.
 
-One track a worker with its steps, counters of batch and active experts beside each decode worker,
-one track of overlapping slices a request, and an arrow from prefill to decode for each KV
-transfer. Times are microseconds of simulated time.
+A track per worker with its steps, counters of batch and activated experts for each decode worker, a
+track of overlapping slices per request, and an arrow from prefill to decode for each KV transfer.
+Times are microseconds of simulated time.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ _TIME_LIMIT_FACTOR = 20.0
 
 
 @dataclass(frozen=True)
-class Setting:
+class PreparedRun:
     """Everything that a run reads, loaded and checked."""
 
     model: ModelDims
@@ -148,13 +148,13 @@ def simulate_summary(config: RunConfig) -> dict[str, Any]:
 
 def _run(
     config: RunConfig, progress: Callable[[float], None] | None
-) -> tuple[Setting, Workload, RunRecord]:
+) -> tuple[PreparedRun, Workload, RunRecord]:
     setting = prepare(config)
     workload, window = offered_load(config, setting.trace)
     return setting, workload, build_cluster(config, setting, workload, window).run(progress)
 
 
-def prepare(config: RunConfig) -> Setting:
+def prepare(config: RunConfig) -> PreparedRun:
     """Load model, GPU, tables and trace, and check that they fit together.
 
     Step times and traces are kept for the next run of this process.
@@ -195,7 +195,7 @@ def prepare(config: RunConfig) -> Setting:
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=config.async_scheduling,
     )
-    return Setting(model, trace, spec)
+    return PreparedRun(model, trace, spec)
 
 
 def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
@@ -297,7 +297,7 @@ def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tupl
 
 
 def build_cluster(
-    config: RunConfig, setting: Setting, workload: Workload, window: tuple[float, float]
+    config: RunConfig, setting: PreparedRun, workload: Workload, window: tuple[float, float]
 ) -> Cluster:
     """Put the cluster of a run together, policies fitted."""
     trace = setting.trace
@@ -441,7 +441,7 @@ def _check_colocated(config: RunConfig, policy: DecodePolicy) -> None:
 
 
 def _expert_masks(
-    config: RunConfig, setting: Setting, fitted: RoutingArtifact | None
+    config: RunConfig, setting: PreparedRun, fitted: RoutingArtifact | None
 ) -> NDArray[np.uint64] | None:
     """Return the experts on each GPU of each worker; None where every GPU holds all.
 
@@ -497,7 +497,7 @@ def _topology(config: RunConfig) -> str:
     return said if max(sizes) == 1 else f"{said}: {config.n_gpus} GPUs"
 
 
-def _gpus(setting: Setting) -> str:
+def _gpus(setting: PreparedRun) -> str:
     """Name the GPU of the workers, or those of the two pools."""
     prefill, decode = (
         engine.step_time.gpu.name for engine in (setting.spec.prefill, setting.spec.decode)
@@ -515,7 +515,7 @@ def _workers(engine: EngineSpec) -> dict[str, int]:
     }
 
 
-def _provenance(setting: Setting) -> dict[str, dict[str, Any]]:
+def _provenance(setting: PreparedRun) -> dict[str, dict[str, Any]]:
     """Return what each part of a step time rests on, pool by pool where that differs."""
     prefill, decode = setting.spec.prefill.step_time, setting.step_time
     if prefill.provenance == decode.provenance:
@@ -529,7 +529,7 @@ def _provenance(setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def _summary(
-    config: RunConfig, setting: Setting, workload: Workload, record: RunRecord
+    config: RunConfig, setting: PreparedRun, workload: Workload, record: RunRecord
 ) -> dict[str, Any]:
     model, step_time, trace, spec = setting.model, setting.step_time, setting.trace, setting.spec
     started, window = record.decode_steps["start"], record.window

@@ -17,26 +17,26 @@ P50, P99, TTFT = "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms"
 ACTIVE = "mean_active_experts_per_step"
 _FIGURES = (P50, P99, TTFT, ACTIVE)
 
-Runs = dict[tuple[str, float], Summary]
+SummaryGrid = dict[tuple[str, float], Summary]
 
 
 def run_grid(
     runner: Runner, policies: Sequence[str], rates: Sequence[float], **fields: Any
-) -> Runs:
+) -> SummaryGrid:
     """Run policies at rates; returns summaries by (policy, rate)."""
     keys = [(policy, rate) for rate in rates for policy in policies]
     cases = [{"policy": policy, "request_rate": rate, **fields} for policy, rate in keys]
     return dict(zip(keys, runner.run(cases), strict=True))
 
 
-def mean_difference(runs: Runs, policy: str, reference: str, metric: str) -> float:
+def mean_difference(runs: SummaryGrid, policy: str, reference: str, metric: str) -> float:
     """Return the difference of two policies in %, mean over the rates."""
     rates = sorted({rate for _, rate in runs})
     each = [percent(runs[policy, r][metric], _reference(runs, reference, r)[metric]) for r in rates]
     return math.fsum(each) / len(each)
 
 
-def _reference(runs: Runs, name: str, rate: float) -> Summary:
+def _reference(runs: SummaryGrid, name: str, rate: float) -> Summary:
     """Return a policy's summary; ``best`` is the load balancer of the lowest median TPOT."""
     if name != "best":
         return runs[name, rate]
@@ -44,7 +44,7 @@ def _reference(runs: Runs, name: str, rate: float) -> Summary:
     return min(own, key=lambda summary: float(summary[P50]))
 
 
-def _table(runs: Runs, **constant: Any) -> list[dict[str, Any]]:
+def _table(runs: SummaryGrid, **constant: Any) -> list[dict[str, Any]]:
     return [
         {**constant, "policy": policy, "request_rate": rate, **{m: summary[m] for m in _FIGURES}}
         for (policy, rate), summary in runs.items()
@@ -129,7 +129,7 @@ def main_results(runner: Runner, workload: str, rates: Sequence[float]) -> Repro
     )
 
 
-def _separability(runs: Runs) -> str:
+def _separability(runs: SummaryGrid) -> str:
     eldr = mean_difference(runs, "eldr", "round_robin", ACTIVE)
     domain = mean_difference(runs, "domain", "round_robin", ACTIVE)
     return f"distinct experts on this trace: eldr {eldr:+.1f}%, domain {domain:+.1f}%"
@@ -191,7 +191,7 @@ def variants(
 
 
 def draw_variants(figure: Any, rows: list[dict[str, Any]]) -> None:
-    """Draw bars of the differences in median and p99 TPOT, a group a variant."""
+    """Draw the differences in median and p99 TPOT, a group of bars per variant."""
     for axes, metric in zip(figure.subplots(1, 2, sharey=True), (P50, P99), strict=True):
         for offset, workload in ((-0.2, "task"), (0.2, "language")):
             own = [row for row in rows if row["workload"] == workload]
@@ -210,7 +210,7 @@ def draw_variants(figure: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def figure_14(runner: Runner, rates: Sequence[float]) -> Reproduction:
-    """Signature transform at routing: what count-idf gives over the others (section 6.3)."""
+    """Gain of count-idf over the other signature transforms (section 6.3)."""
     cases = {name: f"eldr:signature={name}" for name in ("count-idf", "count", "sqrt", "binary")}
     rows, ours = variants(runner, rates[len(rates) // 2 :][:1], cases)
     gains = [ours["count-idf", w, P50] - ours["count", w, P50] for w in ("task", "language")]

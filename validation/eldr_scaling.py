@@ -24,10 +24,10 @@ _FREE = {"policy": "eldr:capture_overhead_ms=0,routing_overhead_ms=0"}
 
 
 def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
-    """What signatures cost a request: charged from the paper, and the router's part measured here.
+    """Overheads of signatures.
 
-    The capture runs on a GPU and is the paper's figure, charged to every prefill step; the decision
-    of the router is timed in this process.
+    The cost of the capture, which runs on a GPU, is the paper's and is charged to every prefill
+    step; the router's decision is timed in this process.
     """
     with_costs, without = runner.run(
         [{"policy": "eldr", "request_rate": 60.0, **fields} for fields in ({}, _FREE)]
@@ -85,7 +85,7 @@ def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
 
 
 def _decision_ms(trace: RoutingTrace) -> float:
-    """Return the median time of a routing decision on a signature not seen before, ms."""
+    """Return the median time of a routing decision on a new signature, ms."""
     calibration = calibration_set(trace, workload="task")
     policy = EldrPolicy(
         PolicyContext(16, np.random.default_rng(0), artifact=fit(calibration, 16, 0))
@@ -101,7 +101,7 @@ def _decision_ms(trace: RoutingTrace) -> float:
 
 
 def figure_17(runner: Runner) -> Reproduction:
-    """Prefix cache on and off at 100 requests/s, prompts repeated (section 6.3)."""
+    """Prefix cache on and off at 100 requests/s with shared prompts (section 6.3)."""
     cases = [
         {
             "policy": policy,
@@ -134,33 +134,16 @@ def figure_17(runner: Runner) -> Reproduction:
             0.0,
             percent(rr_on[P50], rr_off[P50]),
         ),
-        Claim(
-            "eldr's median TPOT gain, cache off",
-            -13.0,
-            -13.0,
-            percent(eldr_off[P50], rr_off[P50]),
-            tolerance=2.0,
-        ),
-        Claim(
-            "eldr's median TPOT gain, cache on",
-            -13.0,
-            -13.0,
-            percent(eldr_on[P50], rr_on[P50]),
-            tolerance=2.0,
-        ),
-        Claim(
-            "eldr's p99 TPOT gain, cache off",
-            -5.0,
-            -5.0,
-            percent(eldr_off[P99], rr_off[P99]),
-            tolerance=2.0,
-        ),
-        Claim(
-            "eldr's p99 TPOT gain, cache on",
-            -5.0,
-            -5.0,
-            percent(eldr_on[P99], rr_on[P99]),
-            tolerance=2.0,
+        *(
+            Claim(
+                f"eldr's {name} TPOT gain, cache {state}",
+                gain,
+                gain,
+                percent(eldr[metric], rr[metric]),
+                tolerance=2.0,
+            )
+            for name, metric, gain in (("median", P50, -13.0), ("p99", P99, -5.0))
+            for state, eldr, rr in (("off", eldr_off, rr_off), ("on", eldr_on, rr_on))
         ),
         Claim(
             "the cache collapses TTFT",
@@ -189,7 +172,7 @@ def figure_17(runner: Runner) -> Reproduction:
 
 
 def figure_18(runner: Runner, rates: Sequence[float]) -> Reproduction:
-    """Qwen3-235B-A22B at 2P8D with TP=4 and EP=4 a worker: 40 GPUs (section 6.4)."""
+    """Qwen3-235B-A22B at 2P8D with TP=4 and EP=4 per worker: 40 GPUs (section 6.4)."""
     fields = {
         "model": "Qwen3-235B-A22B",
         "topology": "2P8D",
@@ -254,7 +237,7 @@ def figure_18(runner: Runner, rates: Sequence[float]) -> Reproduction:
 
 
 def beyond(runner: Runner, rates: Sequence[float], seeds: Sequence[int]) -> Reproduction:
-    """Policies that the paper has not: marginal_cost, and the oracle, paired with eldr by seed."""
+    """Policies beyond the paper: marginal_cost and the oracle, paired with eldr by seed."""
     rows = []
     for workload in ("task", "language"):
         for rate in rates:

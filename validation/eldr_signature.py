@@ -1,4 +1,4 @@
-"""ELDR section 4: signature quality by transform and layer, and what the clusters look like."""
+"""ELDR section 4: signature quality by transform and layer, and the clusters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GATES: tuple[Transform, ...] = ("gate-prob", "gate-logit")
 
 
 def fits_of(trace: RoutingTrace, n_decoders: int) -> Fits:
-    """Fit and measure both workloads (section 4.2.3: one calibration set a cell)."""
+    """Fit and measure both workloads (section 4.2.3: one calibration set each)."""
     calibration = calibration_set(trace, workload="task")
     return measured_fits(trace, "task", calibration, fit(calibration, n_decoders, 0))
 
@@ -80,7 +80,7 @@ def figure_7(fits: Fits) -> Reproduction:
 
 
 def _lead(fits: list[SignatureQuality]) -> float:
-    """Mean rho of the weakest count variant less that of the strongest gate score, points."""
+    """Return mean rho of the weakest count variant less the strongest gate score's, points."""
 
     def mean(transform: Transform) -> float:
         return float(np.mean([fit.rho_by_transform[transform] for fit in fits]))

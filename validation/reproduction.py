@@ -1,4 +1,4 @@
-"""What a reproduced figure is: a table, a picture, and the paper's claims beside ours."""
+"""Reproduction of a paper's figure: a table, a picture, and the paper's claims with our values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eldr_sim.simulator.config import make_config
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of a paper, and what the simulator says.
+    """One claim of a paper, and the simulator's value.
 
     Parameters
     ----------
@@ -23,16 +23,15 @@ class Claim:
     low, high
         Ends of the paper's range; equal for a single figure.
     ours
-        Our figure; None where it could not be had.
+        Our value; None if not available.
     unit
-        Of all three.
+        Unit of all three.
     tolerance
-        How far outside the range ``ours`` may lie and still agree in size.
+        Largest distance of ``ours`` from the range at which the sizes agree.
     reason
-        Why it differs or is missing, measured; empty where it agrees.
+        Measured reason for a difference or a missing value; may be empty.
     stated
-        Whether the range is the paper's; False where the paper shows a picture or says it in
-        words, and the range is how we read it.
+        Whether the paper states the range; False if we read it from a picture or from words.
     """
 
     statement: str
@@ -46,7 +45,7 @@ class Claim:
 
     @property
     def direction_agrees(self) -> bool | None:
-        """Whether ours has the sign of the paper's range; None where there is none."""
+        """Whether our value has the sign of the paper's range; None without a value."""
         if self.ours is None:
             return None
         if self.low < 0.0 < self.high:
@@ -55,7 +54,7 @@ class Claim:
 
     @property
     def size_agrees(self) -> bool | None:
-        """Whether ours lies in the paper's range, give or take the tolerance."""
+        """Whether our value lies in the paper's range, within the tolerance."""
         if self.ours is None:
             return None
         return self.low - self.tolerance <= self.ours <= self.high + self.tolerance
@@ -65,7 +64,7 @@ class Claim:
 class Reproduction:
     """One figure or table of a paper, reproduced.
 
-    ``draw`` paints on a matplotlib figure; ``table`` holds the numbers behind it.
+    ``draw`` draws on a matplotlib figure; ``table`` holds its numbers.
     """
 
     name: str
@@ -76,7 +75,7 @@ class Reproduction:
 
 
 class Runner:
-    """Runs configurations once each, several side by side, and keeps their summaries.
+    """Runner of configurations: each runs once, several in parallel; summaries are kept.
 
     Parameters
     ----------
@@ -85,7 +84,7 @@ class Runner:
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
-        Called with the share of the runs asked for so far that are done.
+        Called with the share of the requested runs that have ended.
     """
 
     def __init__(
@@ -98,10 +97,10 @@ class Runner:
         self._runs = Runs(jobs, lambda done, asked: progress(done / asked))
 
     def run(self, cases: Sequence[dict[str, Any]]) -> list[Summary]:
-        """Return the summary of each case (fields that differ from the base), in order."""
+        """Return the summary of each case (fields that override the base), in order."""
         return self._runs.summaries([make_config(self.base | case) for case in cases])
 
 
 def percent(value: float, reference: float) -> float:
-    """Return how much ``value`` differs from ``reference``, %."""
+    """Return the difference of ``value`` from ``reference``, %."""
     return 100.0 * (value / reference - 1.0)

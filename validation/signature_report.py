@@ -1,4 +1,4 @@
-"""Report of ELDR's offline fit: figures 7, 8 and 9 of the paper on this trace, each with its CSV.
+"""Report on ELDR's offline fit: figures 7, 8 and 9 of the paper on this trace, with CSV files.
 
 A folder of ``rho_by_transform``, ``rho_by_layers`` and ``signature_pca``, each as PNG and CSV, and
 ``summary.json`` (the fits in plain numbers), written whole or not at all. Numbers in the CSV files
@@ -33,25 +33,25 @@ Row = dict[str, str | int | float]
 def measured_fits(
     trace: RoutingTrace, workload: str, calibration: CalibrationSet, artifact: RoutingArtifact
 ) -> dict[str, SignatureQuality]:
-    """Measure a fit, and fits of the same options for the other workloads, as the paper has both.
+    """Measure a fit, and fits with the same options for the other named workloads.
 
-    The transforms are compared on calibration requests that have gate scores, where the trace has
-    those of 3 or more in the workload's mix, and otherwise on the requests of the fit.
+    Transforms are compared on the calibration requests with gate scores if the workload has 3 or
+    more of them, else on the requests of the fit.
 
     Parameters
     ----------
     trace
         The routing trace.
     workload
-        What the fit is for: ``task``, ``language`` or a file.
+        Workload of the fit: ``task``, ``language`` or a file.
     calibration, artifact
-        The fit and what it was made from.
+        Calibration set and result of the fit.
 
     Returns
     -------
     dict
         By workload, the given one first, then the named ones whose domains the trace has, with
-        calibration requests enough for as many decode workers.
+        enough calibration requests for the decode workers.
     """
     compared = _with_gate_scores(trace, workload, calibration)
     fits = {workload: signature_quality(calibration, artifact, compared)}
@@ -68,7 +68,7 @@ def measured_fits(
 def _with_gate_scores(
     trace: RoutingTrace, workload: str, calibration: CalibrationSet
 ) -> CalibrationSet:
-    """Pick calibration requests that have gate scores; ``calibration`` itself where too few do."""
+    """Return the calibration requests with gate scores, or ``calibration`` if too few have them."""
     if trace.gate_scores is None:
         return calibration
     try:
@@ -82,14 +82,14 @@ def _with_gate_scores(
 def signature_report(
     out: Path, fits: Mapping[str, SignatureQuality], *, force: bool = False
 ) -> Iterator[None]:
-    """Write the report of fits; the folder appears when the ``with`` block ends well.
+    """Write the report of fits; the folder appears when the ``with`` block ends without an error.
 
     Parameters
     ----------
     out
         Folder to make.
     fits
-        What was measured, by name of the workload.
+        Measured fits by workload.
     force
         Replace an earlier report.
 
@@ -113,7 +113,7 @@ def signature_report(
 
 
 def transform_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
-    """Rho of every transform on all layers (Fig. 7): a row a workload and transform."""
+    """Return rho of every transform on all layers (Fig. 7), a row per workload and transform."""
     return [
         {
             "workload": workload,
@@ -129,7 +129,7 @@ def transform_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
 
 
 def layer_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
-    """Rho against the layers kept by the greedy selection (Fig. 8): a row a workload and layer."""
+    """Return rho by layers kept by the greedy selection (Fig. 8), a row per workload and layer."""
     return [
         {
             "workload": workload,
@@ -147,7 +147,7 @@ def layer_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
 
 
 def pca_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
-    """Signatures and centroids in a plane (Fig. 9): a row a calibration request or centroid.
+    """Return signatures and centroids in a plane (Fig. 9), a row per request or centroid.
 
     ``index`` is the request's row in the trace or the decode worker of the centroid; ``domain`` is
     empty for centroids; ``explained_1`` and ``explained_2`` are the shares of the variance.
@@ -247,7 +247,7 @@ def draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
 
 
 def draw_pca(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
-    """Draw signatures by domain and the centroids, a panel a workload (Fig. 9)."""
+    """Draw signatures by domain and the centroids, a panel per workload (Fig. 9)."""
     for axes, (workload, fit) in zip(
         figure.subplots(1, len(fits), squeeze=False)[0], fits.items(), strict=True
     ):

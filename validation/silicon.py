@@ -1,11 +1,11 @@
-"""Predicting real serving runs, the rows of :mod:`~eldr_sim.validation.silicon_rows`.
+"""Prediction of measured serving runs, the rows of :mod:`~eldr_sim.validation.silicon_rows`.
 
-Each is predicted from its configuration alone. Nothing here or below is fitted on them:
-:func:`predict` gets a :class:`Case`, which has no measured figure.
+Each run is predicted from its configuration alone. Nothing is fitted to the measurements:
+:func:`predict` gets a :class:`Case`, which holds no measured value.
 
-The load of a row: closed loop, as many requests in flight as the row says, ten times as many
-prompts, input and output lengths uniform on [0.8 L, L], end-of-sequence ignored, no prefix cache,
-8,192 tokens a step, GPU memory 0.9. The routing of its random prompts is not known: uniform.
+The load of a row: closed loop at the row's concurrency, ten times as many prompts, input and output
+lengths uniform on [0.8 L, L], end-of-sequence ignored, no prefix cache, 8,192 tokens a step, GPU
+memory 0.9. The routing of its random prompts is unknown, hence uniform.
 
 Of MiniMax-M2.5 and Qwen3-235B-A22B-FP8 the package has MoE, attention and GEMM tables, which are
 imported for the run. Left out: quantising activations before a dense FP8 GEMM, and what MiniMax's
@@ -39,10 +39,10 @@ from eldr_sim.simulator.metrics import request_times
 from eldr_sim.simulator.run import build_cluster, prepare
 from eldr_sim.traces.workload import Workload
 from eldr_sim.traces.writer import write_trace
-from eldr_sim.validation.silicon_rows import TARGETS, Case, Row, Target
+from eldr_sim.validation.silicon_rows import MEASURED_MODELS, Case, MeasuredModel, MeasuredRun
 
-#: Median and 90th percentile of AIConfigurator 0.12's absolute errors, %, by model and GPU: TPOT
-#: and TTFT. Its own predictions, made and scored with the package itself, filtered rows.
+#: Median and 90th percentile of AIConfigurator 0.12's absolute errors of TPOT and TTFT, %, by model
+#: and GPU: predictions by the package itself, on the filtered rows.
 AICONFIGURATOR: dict[str, dict[str, dict[str, tuple[float, float]]]] = {
     "gpt-oss-120b": {
         "H100": {"tpot": (5.7, 14.0), "ttft": (33.0, 64.0)},
@@ -50,18 +50,18 @@ AICONFIGURATOR: dict[str, dict[str, dict[str, tuple[float, float]]]] = {
         "B200": {"tpot": (13.1, 44.8), "ttft": (47.0, 82.0)},
     }
 }
-#: Median and 90th percentile of how far 54 runs repeated on other dates differ, %.
+#: Median and 90th percentile of the differences of 54 runs repeated on other dates, %.
 REPEATABILITY = {"tpot": (0.8, 8.7), "ttft": (3.9, 15.0)}
 
-_PROMPTS_PER_SEAT = 10
+_PROMPTS_PER_SLOT = 10
 _TRACE_REQUESTS, _TRACE_PROMPT, _TRACE_OUTPUT = 32, 128, 96
-_GPT_OSS = TARGETS["gpt-oss-120b"]
+_GPT_OSS = MEASURED_MODELS["gpt-oss-120b"]
 
 
 def predict(
-    case: Case, trace: Path, tables: Path | None, target: Target = _GPT_OSS
+    case: Case, trace: Path, tables: Path | None, target: MeasuredModel = _GPT_OSS
 ) -> tuple[float, float]:
-    """Return the mean TTFT and TPOT, ms, of a run of this configuration.
+    """Return the predicted mean TTFT and TPOT of a configuration, ms.
 
     Parameters
     ----------
@@ -70,11 +70,11 @@ def predict(
     trace
         Routing trace folder that its tokens replay, see :func:`uniform_trace`.
     tables
-        Folder of latency tables that take precedence; None takes the shipped ones alone.
+        Folder of latency tables that take precedence; None uses the shipped ones only.
     target
         The model.
     """
-    seats = case.concurrency
+    concurrency = case.concurrency
     config = make_config(
         {
             "topology": "1C",
@@ -85,10 +85,10 @@ def predict(
             "enable_expert_parallel": case.expert_parallel,
             "trace": str(trace),
             "tables": None if tables is None else str(tables),
-            "num_requests": _PROMPTS_PER_SEAT * seats,
+            "num_requests": _PROMPTS_PER_SLOT * concurrency,
             "request_rate": "inf",
-            "max_concurrency": seats,
-            "max_num_seqs": 512 if case.gpu == "B200" else seats,
+            "max_concurrency": concurrency,
+            "max_num_seqs": 512 if case.gpu == "B200" else concurrency,
             "max_num_batched_tokens": 8192,
             "gpu_memory_utilization": 0.9,
             "enable_prefix_caching": False,
@@ -101,7 +101,7 @@ def predict(
 
 
 def _closed_loop(case: Case) -> Workload:
-    n = _PROMPTS_PER_SEAT * case.concurrency
+    n = _PROMPTS_PER_SLOT * case.concurrency
     rng = np.random.default_rng([case.input_len, case.output_len, case.concurrency])
 
     def lengths(longest: int) -> np.ndarray:
@@ -125,8 +125,8 @@ def _closed_loop(case: Case) -> Workload:
     )
 
 
-def uniform_trace(folder: Path, seed: int = 0, target: Target = _GPT_OSS) -> Path:
-    """Write a trace whose tokens choose the model's experts uniformly at random."""
+def uniform_trace(folder: Path, seed: int = 0, target: MeasuredModel = _GPT_OSS) -> Path:
+    """Write a routing trace whose tokens choose experts uniformly at random."""
     model = target.dims()
     rng = np.random.default_rng(seed)
     n = _TRACE_REQUESTS
@@ -155,14 +155,14 @@ def uniform_trace(folder: Path, seed: int = 0, target: Target = _GPT_OSS) -> Pat
 
 
 def case_tables(
-    folder: Path, cases: Iterable[Case], moe_kernel: str, target: Target = _GPT_OSS
+    folder: Path, cases: Iterable[Case], moe_kernel: str, target: MeasuredModel = _GPT_OSS
 ) -> Path | None:
-    """Write the tables that cases need and that are not shipped; None if there are none.
+    """Write the tables that cases need beyond the shipped ones; return None if there are none.
 
     Raises
     ------
     InputError
-        The package has no MoE, attention or GEMM table of a case: it cannot be predicted.
+        If the package lacks a MoE, attention or GEMM table of a case.
     """
     model = target.dims()
     found: list[LatencyTable] = []
@@ -191,13 +191,13 @@ def case_tables(
 
 
 def predict_rows(
-    rows: Sequence[Row],
+    rows: Sequence[MeasuredRun],
     *,
-    target: Target = _GPT_OSS,
+    target: MeasuredModel = _GPT_OSS,
     moe_kernel: str | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> pa.Table:
-    """Predict every row and set the figures beside each other.
+    """Predict every run, and return measured and predicted values.
 
     Parameters
     ----------
@@ -216,13 +216,13 @@ def predict_rows(
     Returns
     -------
     table
-        One row a measured run, in order: the fields of :class:`Case` and :class:`Row`,
+        One row a measured run, in order: the fields of :class:`Case` and :class:`MeasuredRun`,
         ``predicted_ttft_ms``, ``predicted_tpot_ms``, and ``ttft_error``, ``tpot_error`` in %.
 
     Raises
     ------
     InputError
-        No such MoE kernel for this model.
+        If the model has no such MoE kernel.
     """
     moe_kernel = moe_kernel or target.moe_kernels[0]
     if moe_kernel not in target.moe_kernels:
@@ -261,11 +261,11 @@ class Errors:
     Attributes
     ----------
     group, metric
-        Which rows, ``tpot`` or ``ttft``.
+        Name of the group; ``tpot`` or ``ttft``.
     rows, median, p90, bias
-        Rows that are not marked, and their errors; ``bias`` is the mean with its sign.
+        Number of unmarked rows, and their errors; ``bias`` is the signed mean.
     all_rows, all_median, all_p90
-        The same with the marked rows.
+        The same including marked rows.
     """
 
     group: str
@@ -288,14 +288,14 @@ def silicon_errors(
         ("concurrency",),
     ),
 ) -> list[Errors]:
-    """Return the errors over groups of rows.
+    """Return the errors of groups of rows.
 
     Parameters
     ----------
     table
         From :func:`predict_rows`.
     groups
-        Sets of columns; each makes a group of every combination of their values.
+        Sets of columns; each combination of their values is a group.
     """
     frame = table.to_pandas()
     found = []
@@ -326,10 +326,10 @@ def silicon_errors(
 
 
 def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
-    """Return the n rows, of those not marked, with the largest TPOT error.
+    """Return the n unmarked rows with the largest TPOT error.
 
-    ``why`` says that an older vLLM ran it where that is the case (the tables are of 0.24); where it
-    is empty the error is unexplained.
+    ``why`` names runs of an older vLLM (the tables are of 0.24); if empty, the error is not
+    explained.
     """
     frame = table.to_pandas()
     frame = frame[frame.excluded == ""]
@@ -342,10 +342,10 @@ def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
 
 
 def growth_error(table: pa.Table, metric: str) -> float:
-    """Mean error, %, of how a metric grows with concurrency from each setting's lowest one.
+    """Return the mean error of a metric's growth with concurrency, %.
 
-    Settings are (GPU, GPUs of the worker, whether experts are spread, lengths) over the rows that
-    are not marked; NaN where none has two concurrencies.
+    Growth is relative to the lowest concurrency of each setting (GPU, parallelism, lengths) of the
+    unmarked rows; NaN if no setting has two concurrencies.
     """
     frame = table.to_pandas()
     frame = frame[frame.excluded == ""]

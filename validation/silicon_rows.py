@@ -1,9 +1,9 @@
-"""Measured serving runs that ``aiconfigurator-core`` publishes, and which can be predicted.
+"""Measured serving runs that ``aiconfigurator-core`` publishes.
 
 ``silicon_sample.csv`` of the package holds end-to-end runs with measured mean TTFT and TPOT. This
-module reads those on vLLM of the models in :data:`TARGETS`, one engine on one worker of 1 to 8
-GPUs. What a row says about its configuration decides whether it can be predicted; what it measured
-decides only whether it is left out of the filtered errors.
+module reads the runs on vLLM of the models in :data:`MEASURED_MODELS`, one engine on 1 to 8 GPUs.
+The configuration of a run decides whether it can be predicted; its measured values decide only
+whether it is left out of the filtered errors.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ GPUS = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
 
 
 @dataclass(frozen=True)
-class Target:
+class MeasuredModel:
     """A model whose measured runs can be predicted.
 
     Attributes
     ----------
     model_path
-        Its name in the file.
+        Name in the file.
     shipped
-        Its name among the shipped models; None takes the dimensions of the package's copy of its
+        Name among the shipped models; None takes the dimensions from the package's copy of the
         Hugging Face configuration.
     moe_kernels
-        Choices of the MoE kernel, the one that comes closest to what the runs used first, see
+        Choices of the MoE kernel, the closest to that of the runs first, see
         :func:`~eldr_sim.validation.silicon.predict_rows`.
     """
 
@@ -45,7 +45,7 @@ class Target:
 
     @property
     def model(self) -> str:
-        """What :func:`load_model` takes."""
+        """Name or path for :func:`load_model`."""
         if self.shipped is not None:
             return self.shipped
         name = f"{self.model_path.replace('/', '--')}_config.json"
@@ -56,10 +56,10 @@ class Target:
         return load_model(self.model).model_copy(update={"name": self.model_path.split("/")[-1]})
 
 
-TARGETS = {
-    "gpt-oss-120b": Target("openai/gpt-oss-120b", "GPT-OSS-120B", ("marlin", "newest")),
-    "minimax-m2.5": Target("MiniMaxAI/MiniMax-M2.5", None, ("oldest", "newest")),
-    "qwen3-235b": Target("Qwen/Qwen3-235B-A22B-FP8", None, ("oldest", "newest")),
+MEASURED_MODELS = {
+    "gpt-oss-120b": MeasuredModel("openai/gpt-oss-120b", "GPT-OSS-120B", ("marlin", "newest")),
+    "minimax-m2.5": MeasuredModel("MiniMaxAI/MiniMax-M2.5", None, ("oldest", "newest")),
+    "qwen3-235b": MeasuredModel("Qwen/Qwen3-235B-A22B-FP8", None, ("oldest", "newest")),
 }
 
 
@@ -76,12 +76,12 @@ class Case:
 
     @property
     def parallelism(self) -> Parallelism:
-        """How the worker spreads the model."""
+        """Parallelism of the worker."""
         return Parallelism(self.tensor_parallel_size, self.expert_parallel)
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredRun:
     """A measured run.
 
     Attributes
@@ -91,10 +91,10 @@ class Row:
     ttft_ms, tpot_ms
         Means over its requests.
     version, date
-        Of vLLM (empty where the file does not say), and of the measurement.
+        vLLM version (empty if the file has none), and date of the measurement.
     excluded
-        Why the row is left out of the filtered errors; empty where it is not. The reasons use
-        measurements only, never a prediction.
+        Why the row is left out of the filtered errors, or empty. The reasons use measurements only,
+        never a prediction.
     """
 
     case: Case
@@ -111,7 +111,7 @@ def package_folder() -> Path:
     Raises
     ------
     InputError
-        The package is not installed.
+        If the package is not installed.
     """
     try:
         return Path(str(resources.files("aiconfigurator_core")))
@@ -123,8 +123,10 @@ def package_folder() -> Path:
         ) from None
 
 
-def read_rows(path: Path | None = None, target: Target = TARGETS["gpt-oss-120b"]) -> list[Row]:
-    """Read the rows, each configuration with the same figures once, and mark the doubtful ones.
+def read_rows(
+    path: Path | None = None, target: MeasuredModel = MEASURED_MODELS["gpt-oss-120b"]
+) -> list[MeasuredRun]:
+    """Read the measured runs without duplicates, and mark the doubtful ones.
 
     Parameters
     ----------
@@ -136,21 +138,21 @@ def read_rows(path: Path | None = None, target: Target = TARGETS["gpt-oss-120b"]
     Raises
     ------
     InputError
-        The package is not installed, or the file has no such rows.
+        If the package is not installed, or the file has no such rows.
     """
-    found = {row for _, row in _records(path, target) if isinstance(row, Row)}
+    found = {row for _, row in _records(path, target) if isinstance(row, MeasuredRun)}
     if not found:
         raise InputError("silicon", f"the file has no vLLM row of {target.model_path}")
     return _marked(sorted(found, key=lambda r: (r.case, r.date, r.tpot_ms)))
 
 
-def uncovered_rows(target: Target, path: Path | None = None) -> Counter[tuple[str, str]]:
-    """Count the model's rows on vLLM that cannot be predicted, by card and reason."""
+def uncovered_rows(target: MeasuredModel, path: Path | None = None) -> Counter[tuple[str, str]]:
+    """Count the model's rows on vLLM that cannot be predicted, by GPU and reason."""
     return Counter((gpu, row) for gpu, row in _records(path, target) if isinstance(row, str))
 
 
-def _records(path: Path | None, target: Target) -> Iterator[tuple[str, Row | str]]:
-    """Card, and the row or why it cannot be predicted, of every record of the model on vLLM."""
+def _records(path: Path | None, target: MeasuredModel) -> Iterator[tuple[str, MeasuredRun | str]]:
+    """Yield the GPU and the run, or why it cannot be predicted, of each vLLM record."""
     model: ModelDims | None = None
     file_path = path or package_folder() / "systems" / "silicon_sample.csv"
     with file_path.open(encoding="utf-8", newline="") as file:
@@ -160,13 +162,13 @@ def _records(path: Path | None, target: Target) -> Iterator[tuple[str, Row | str
                 yield GPUS.get(record["system"], record["system"]), _row(record, model)
 
 
-def _row(record: dict[str, str], model: ModelDims) -> Row | str:
+def _row(record: dict[str, str], model: ModelDims) -> MeasuredRun | str:
     source = record["silicon_data_source"]
     concurrency = re.search(r"silicon_concurrency=(\d+)", source)
     if record["mode"] != "agg" or concurrency is None:
-        return "disaggregated: its workers are not told"
+        return "disaggregated: its workers are not given"
     if record["system"] not in GPUS:
-        return "this card is not modelled"
+        return "this GPU is not modelled"
     size, moe_size, ranks = (int(record[f"{k}_size"]) for k in ("tp", "moe_tp", "moe_ep"))
     if record["attention_dp_size"] not in ("", "1"):
         return "data-parallel attention inside a worker is not modelled"
@@ -181,7 +183,7 @@ def _row(record: dict[str, str], model: ModelDims) -> Row | str:
         return f"no such kernel: {error.problem}"
     date = re.search(r"measured=([\d-]+)", source)
     lengths = int(record["isl"]), int(record["osl"])
-    return Row(
+    return MeasuredRun(
         Case(GPUS[record["system"]], size, *lengths, int(concurrency[1]), ranks > 1),
         round(float(record["silicon_ttft_ms"]), 3),
         round(float(record["silicon_tpot_ms"]), 3),
@@ -190,11 +192,11 @@ def _row(record: dict[str, str], model: ModelDims) -> Row | str:
     )
 
 
-def _marked(rows: Sequence[Row]) -> list[Row]:
-    """Say which rows contradict themselves or their neighbours."""
-    fallen: set[Row] = set()
+def _marked(rows: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+    """Mark rows that contradict themselves or their neighbours."""
+    fallen: set[MeasuredRun] = set()
 
-    def setting(row: Row) -> tuple[object, ...]:
+    def setting(row: MeasuredRun) -> tuple[object, ...]:
         case = row.case
         lengths = case.input_len, case.output_len
         return case.gpu, case.parallelism, *lengths, row.date
@@ -208,7 +210,7 @@ def _marked(rows: Sequence[Row]) -> list[Row]:
             if other.tpot_ms < 0.9 * row.tpot_ms:
                 fallen |= {row, other}
 
-    def reason(row: Row) -> str:
+    def reason(row: MeasuredRun) -> str:
         if row.case.gpu == "H100" and row.case.concurrency == 512:
             return "H100 at concurrency 512: TTFT of minutes beside TPOT of milliseconds"
         if row.ttft_ms > 0.25 * row.tpot_ms * row.case.output_len:
@@ -217,4 +219,4 @@ def _marked(rows: Sequence[Row]) -> list[Row]:
             return "TPOT falls by over 10% as concurrency doubles"
         return ""
 
-    return [Row(**(vars(row) | {"excluded": reason(row)})) for row in rows]
+    return [MeasuredRun(**(vars(row) | {"excluded": reason(row)})) for row in rows]

@@ -1,8 +1,8 @@
-"""A trace beside its synthetic twin: what the model was fitted to, and what it was not.
+"""Comparison of a routing trace with its synthetic twin.
 
-The twin has the same requests (domains, lengths, splits), drawn anew from the fitted model with a
-seed of its own. Statistics that entered the fit only show that it converged; the others tell what
-the model is worth.
+The twin has the same requests (domains, lengths, splits), with routing drawn from the fitted model
+under its own seed. Statistics that entered the fit only show that it converged; the others validate
+the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from eldr_sim.traces.synthetic.fit import requests_of
 from eldr_sim.traces.synthetic.model import BLOCK
 from eldr_sim.traces.synthetic.moments import LAGS, information, measure
 
-__all__ = ["Row", "compare_with_twin", "twin_report"]
+__all__ = ["TwinStatistic", "compare_with_twin", "twin_report"]
 
 REUSE_LAGS = (1, 2, 4, 8, 16, 32, 64)
 _PAIR_TOKENS = 40_000
@@ -41,8 +41,8 @@ _STEPS, _STEP_BATCH = 400, 32
 
 
 @dataclass(frozen=True)
-class Row:
-    """One statistic of both traces; ``fitted`` if the model was fitted to it."""
+class TwinStatistic:
+    """One statistic of both traces; ``fitted`` if it entered the fit."""
 
     fitted: bool
     name: str
@@ -50,7 +50,7 @@ class Row:
     synthetic: float
 
 
-def compare_with_twin(trace: RoutingTrace, twin: RoutingTrace) -> list[Row]:
+def compare_with_twin(trace: RoutingTrace, twin: RoutingTrace) -> list[TwinStatistic]:
     """Measure a trace and its twin.
 
     Parameters
@@ -63,13 +63,13 @@ def compare_with_twin(trace: RoutingTrace, twin: RoutingTrace) -> list[Row]:
     Returns
     -------
     rows
-        The fitted statistics first. A statistic that the traces are too short or too small for is
-        left out, as are those that need ranks where a trace does not know them.
+        The fitted statistics first. Statistics that need longer or larger traces are left out, as
+        are those that need ranks if a trace has none.
     """
     trace.require_prompts("synthetic twins")
     real, drawn = _facts(trace, twin), _facts(twin, trace)
     return [
-        Row(fitted, name, value, drawn[fitted, name])
+        TwinStatistic(fitted, name, value, drawn[fitted, name])
         for (fitted, name), value in sorted(real.items(), key=lambda item: not item[0][0])
         if np.isfinite(value) and np.isfinite(drawn.get((fitted, name), np.nan))
     ]
@@ -166,7 +166,7 @@ def _reuse_by_lag(trace: RoutingTrace) -> dict[int, float]:
 
 
 def _coupling_at(trace: RoutingTrace, apart: int) -> float:
-    """Return the bits that `Moments.coupling_bits` defines, for layers further apart."""
+    """Return `Moments.coupling_bits` for layers further apart."""
     layers = np.arange(0, trace.n_layers - apart, max(1, (trace.n_layers - apart) // 4))
     every = np.arange(trace.n_requests)
     total = trace.prompt_len + trace.output_len
@@ -241,21 +241,21 @@ def _rho(trace: RoutingTrace, domains: Sequence[str]) -> float:
 
 @contextmanager
 def twin_report(
-    out: Path, rows: Sequence[Row], about: dict[str, Any], *, force: bool = False
+    out: Path, rows: Sequence[TwinStatistic], about: dict[str, Any], *, force: bool = False
 ) -> Iterator[None]:
-    """Write the comparison; the folder appears when the ``with`` block ends well.
+    """Write the comparison; the folder appears when the ``with`` block ends without an error.
 
-    ``summary.json`` holds what was compared, ``statistics.csv`` the rows, and
-    ``distinct_experts.png`` the curves of ELDR's Fig. 4 for both traces.
+    ``summary.json`` describes the traces, ``statistics.csv`` holds the rows, and
+    ``distinct_experts.png`` shows ELDR's Fig. 4 for both traces.
 
     Parameters
     ----------
     out
         Folder to make.
     rows
-        Of `compare_with_twin`.
+        Result of `compare_with_twin`.
     about
-        What the traces and the model are.
+        Description of the traces and the model.
     force
         Replace an earlier report.
 
@@ -276,7 +276,7 @@ def twin_report(
         yield
 
 
-def _draw(path: Path, rows: Sequence[Row]) -> None:
+def _draw(path: Path, rows: Sequence[TwinStatistic]) -> None:
     from matplotlib.figure import Figure
 
     values = {row.name: row for row in rows}

@@ -1,6 +1,6 @@
-"""What is in a routing trace, as numbers and pictures: figures 1, 3 and 4 of ELDR, and more.
+"""Report on a routing trace: statistics and pictures, among them figures 1, 3 and 4 of ELDR.
 
-A folder written whole or not at all: ``statistics.json`` (manifest, all of
+A folder, written whole or not at all: ``statistics.json`` (manifest, all of
 `traces.statistics.trace_statistics`, rho) and a CSV of each picture:
 
 ``expert_heatmap``
@@ -48,7 +48,7 @@ MARKER = "statistics.json"
 
 @dataclass(frozen=True, eq=False)
 class TraceReport:
-    """What was measured in a trace.
+    """Measurements of a routing trace.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class TraceReport:
         Its statistics.
     rho
         Spearman's rho of ``count-idf`` signatures on all layers (ELDR Eq. 1) over the calibration
-        requests of each group of domains; none where a group has fewer than 3, or no prompts.
+        requests of each group of domains; absent for a group with fewer than 3, or without prompts.
     """
 
     trace: RoutingTrace
@@ -105,11 +105,11 @@ def write_trace_report(
     Parameters
     ----------
     report
-        What was measured.
+        Measurements of the trace.
     out
         Folder to make.
     plot
-        Draw the pictures too.
+        Also draw the pictures.
     force
         Replace an earlier report.
 
@@ -171,7 +171,7 @@ class _Use:
         return cls([trace.domains[d] for d in present], np.stack(decode), prompt)
 
     def over_mean(self, names: list[str]) -> NDArray[np.float64]:
-        """Decode share over the mean of some domains; 0 where none of them uses the expert."""
+        """Return decode shares over their mean of some domains; 0 if none uses the expert."""
         mine = self.decode[[self.names.index(name) for name in names]]
         mean = mine.mean(axis=0)
         ratio: NDArray[np.float64] = mine / np.where(mean > 0, mean, np.inf)

@@ -66,7 +66,7 @@ def test_plans():
     planned = plan(load, objective, max_gpus=3, tensor_parallel_sizes=[1], **options)
     check(planned, "10 requests/s", "jsq", "H100", "1P1D", "SLO attainment")
     none = dataclasses.replace(
-        planned, answers=[dataclasses.replace(planned.answers[0], trial=None)]
+        planned, candidates=[dataclasses.replace(planned.candidates[0], trial=None)]
     )
     check(none, "none")
     carried = plan_rate(SHORT.replace(request_rate=None, duration=5), objective, **options)

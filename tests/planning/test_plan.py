@@ -129,14 +129,14 @@ def brute_force(gpu, policy, cost, target=0.9, size=1, max_gpus=32):
 
 def test_the_cheapest_cluster_is_that_of_the_whole_grid():
     found = ask()
-    assert {(a.gpu, a.policy) for a in found.answers} == {
+    assert {(a.gpu, a.policy) for a in found.candidates} == {
         (gpu, policy) for gpu in SPEED for policy in LOCALITY
     }
-    for answer in found.answers:
+    for answer in found.candidates:
         least = brute_force(answer.gpu, answer.policy, lambda x, y: x + y)
         assert answer.trial.config.n_gpus == answer.cost == least
         assert not answer.notes
-    assert [a.cost for a in found.answers] == sorted(a.cost for a in found.answers)
+    assert [a.cost for a in found.candidates] == sorted(a.cost for a in found.candidates)
     assert (found.best.gpu, found.best.policy) == ("MI300X", "eldr")
     assert found.runner_up.config.gpu == "MI300X" or found.runner_up.config.policy == "eldr"
 
@@ -146,7 +146,7 @@ def test_prices_decide_where_there_are_some():
     found = ask(prices={"h100": 1.0, "MI300X": 2.0})
     assert found.has_prices
     assert found.best.gpu == "H100"
-    for answer in found.answers:
+    for answer in found.candidates:
         price = {"H100": 1.0, "MI300X": 2.0}[answer.gpu]
         least = brute_force(answer.gpu, answer.policy, lambda x, y, p=price: p * (x + y))
         assert answer.cost == pytest.approx(least)
@@ -156,23 +156,23 @@ def test_a_pool_may_keep_its_gpu_and_its_price():
     evaluate = Analytic()
     prices = {"h100": 1.0, "mi300x": 2.0, "a100": 0.5}
     found = ask(evaluate, prices=prices, config={"prefill": {"gpu": "a100"}})
-    assert [answer.gpu for answer in found.answers[:2]] == ["A100 + H100", "A100 + H100"]
+    assert [answer.gpu for answer in found.candidates[:2]] == ["A100 + H100", "A100 + H100"]
     config = found.best.trial.config
     assert config.price_per_hour == config.n_prefill * 0.5 + config.n_decode * 1.0
     # Both pools fixed: what --gpu lists makes no difference, and one candidate a policy is left.
     found = ask(config={"prefill": {"gpu": "h100"}, "decode": {"gpu": "h100"}})
-    assert len(found.answers) == 2
+    assert len(found.candidates) == 2
 
 
 def test_larger_workers_are_taken_where_they_are_cheaper_or_needed():
     """Half the gain of a second GPU is lost on decode workers, so one GPU each is best here."""
     alone, both = ask(), ask(tensor_parallel_sizes=[1, 2])
-    for one, any_size in zip(alone.answers, both.answers, strict=True):
+    for one, any_size in zip(alone.candidates, both.candidates, strict=True):
         assert any_size.cost == one.cost
         sizes = {trial.config.tensor_parallel_size for trial in any_size.trials}
         assert sizes == {1, 2}
     two = ask(tensor_parallel_sizes=[2], gpus=["h100"])
-    for answer in two.answers:
+    for answer in two.candidates:
         assert answer.cost == brute_force(answer.gpu, answer.policy, lambda x, y: x + y, size=2)
 
     class Slow(Analytic):
@@ -184,7 +184,7 @@ def test_larger_workers_are_taken_where_they_are_cheaper_or_needed():
 
     for evaluate, sizes in ((Analytic(), {1}), (Slow(), {1, 2})):
         found = ask(evaluate, tensor_parallel_sizes=[], gpus=["h100"])
-        for answer in found.answers:
+        for answer in found.candidates:
             assert {trial.config.tensor_parallel_size for trial in answer.trials} == sizes
             assert answer.trial.config.tensor_parallel_size == max(sizes)
 
@@ -251,7 +251,7 @@ def test_savings_are_paired_over_seeds():
 def test_the_front_holds_what_no_other_cluster_beats():
     found = ask()
     good = [
-        t for a in found.answers for t in a.trials
+        t for a in found.candidates for t in a.trials
         if t.verdict is Verdict.MEETS and t.config.n_gpus <= 32
     ]  # fmt: skip
     assert found.front
@@ -270,7 +270,7 @@ def test_no_cluster_is_large_enough():
     assert found.best is None
     assert found.margin is None
     assert found.runner_up is None
-    for answer in found.answers:
+    for answer in found.candidates:
         assert (
             "needs 5 prefill and" in answer.reasons[0] or "even 7P7D attains" in answer.reasons[0]
         )
@@ -285,16 +285,16 @@ def test_arithmetic_alone_rules_out_what_it_can():
             tensor_parallel_sizes=[1], jobs=1,
         )  # fmt: skip
     assert found.best is None
-    assert "more than the TPOT bound of 2 ms" in found.answers[0].reasons[0]
+    assert "more than the TPOT bound of 2 ms" in found.candidates[0].reasons[0]
     with simulated_by(evaluate):
         found = plan(
             make_config(BASE), Objective(parse_slo(["ttft:1"]), 0.9), gpus=["h100"], jobs=1
         )
-    assert "takes longer than the TTFT bound of 1 ms" in found.answers[0].reasons[0]
+    assert "takes longer than the TTFT bound of 1 ms" in found.candidates[0].reasons[0]
     found = ask(evaluate, config={"request_rate": 2_000}, max_gpus=4)
-    assert "at full speed, more than 4 GPUs" in found.answers[0].reasons[0]
+    assert "at full speed, more than 4 GPUs" in found.candidates[0].reasons[0]
     found = ask(evaluate, config={"model": "Qwen3-235B-A22B"}, tensor_parallel_sizes=[1, 2])
-    reasons = [reason.split(":")[0] for reason in found.answers[0].reasons]
+    reasons = [reason.split(":")[0] for reason in found.candidates[0].reasons]
     assert reasons == ["1 GPU a worker", "2 GPUs a worker"]
     assert evaluate.configs == []
 
@@ -302,7 +302,7 @@ def test_arithmetic_alone_rules_out_what_it_can():
 def test_a_model_takes_the_workers_that_hold_it():
     """Qwen3-235B-A22B in bfloat16 does not fit on four H100, see docs/parallelism.md."""
     found = ask(config={"model": "Qwen3-235B-A22B"}, tensor_parallel_sizes=[], gpus=["H100"])
-    assert {t.config.tensor_parallel_size for a in found.answers for t in a.trials} == {8}
+    assert {t.config.tensor_parallel_size for a in found.candidates for t in a.trials} == {8}
 
 
 def test_bounds_hold_in_simulations():

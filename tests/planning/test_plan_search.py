@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.search import Found, Space, cheapest, highest_rate, smallest
+from eldr_sim.planning.search import SearchSpace, SearchState, cheapest, highest_rate, smallest
 from eldr_sim.planning.slo import (
     Objective,
     Verdict,
@@ -84,8 +84,8 @@ def test_cheapest_is_that_of_the_whole_grid(staircase, hint):
     points = [(x, y) for x in range(1, size) for y in range(1, size - x + 1)]
     good = [(x, y) for x, y in points if y >= fewest[x - 1]]
     oracle = Oracle(lambda x, y: y >= fewest[x - 1])
-    space = Space(1, 1, size, lambda x, y: prefill * x + decode * y)
-    start = None if hint is None else Found(x_least=hint[0], y_least=hint[1])
+    space = SearchSpace(1, 1, size, lambda x, y: prefill * x + decode * y)
+    start = None if hint is None else SearchState(x_least=hint[0], y_least=hint[1])
     found = finish(cheapest(space, oracle, start))
     if good:
         assert space.cost(*found.best) == min(space.cost(*point) for point in good)
@@ -102,7 +102,7 @@ def test_cheapest_is_that_of_the_whole_grid(staircase, hint):
 def test_few_questions_on_a_large_grid():
     """2,016 clusters of up to 64 workers; the border barely bends, as TTFT and TPOT have it."""
     oracle = Oracle(lambda x, y: x >= 5 and y >= 14 + (x == 5))
-    found = finish(cheapest(Space(1, 1, 64, lambda x, y: x + y), oracle))
+    found = finish(cheapest(SearchSpace(1, 1, 64, lambda x, y: x + y), oracle))
     assert found.best in {(5, 15), (6, 14)}
     assert len(oracle.asked) <= 24
 
@@ -111,7 +111,7 @@ def test_only_what_costs_less_is_of_interest():
     oracle = Oracle(lambda x, y: x >= 3 and y >= 4)
 
     def best(below):
-        return finish(cheapest(Space(1, 1, 32, lambda x, y: x + y, below), oracle)).best
+        return finish(cheapest(SearchSpace(1, 1, 32, lambda x, y: x + y, below), oracle)).best
 
     assert best(8) == (3, 4)
     assert best(7) is None
@@ -123,7 +123,7 @@ def test_only_what_costs_less_is_of_interest():
 def test_a_hole_beside_the_answer_is_told():
     """One prefill worker more makes it worse: 4P6D does, 5P6D does not."""
     oracle = Oracle(lambda x, y: x >= 4 and y >= 6 and (x, y) != (5, 6))
-    found = finish(cheapest(Space(1, 1, 32, lambda x, y: x + y), oracle))
+    found = finish(cheapest(SearchSpace(1, 1, 32, lambda x, y: x + y), oracle))
     assert found.best == (4, 6)
     assert found.contradictions() == [((4, 6), (5, 6))]
 
@@ -131,14 +131,14 @@ def test_a_hole_beside_the_answer_is_told():
 def test_a_cheaper_cluster_behind_a_contradiction_is_taken():
     """With many prefill workers it takes 8 decode workers, with few of them 6 are enough."""
     oracle = Oracle(lambda x, y: x >= 2 and y >= (8 if x > 9 else 6))
-    found = finish(cheapest(Space(1, 1, 32, lambda x, y: x + y), oracle))
+    found = finish(cheapest(SearchSpace(1, 1, 32, lambda x, y: x + y), oracle))
     assert found.best == (2, 6)
     assert found.contradictions()
 
 
 def test_undecided_is_not_good_enough_and_no_contradiction():
     oracle = Oracle(lambda x, y: Verdict.UNDECIDED if y == 7 else x >= 2 and y >= 6)
-    found = finish(cheapest(Space(1, 1, 32, lambda x, y: x + y), oracle))
+    found = finish(cheapest(SearchSpace(1, 1, 32, lambda x, y: x + y), oracle))
     assert found.verdicts[found.best] is Verdict.MEETS
     assert not found.contradictions()
 

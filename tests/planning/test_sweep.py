@@ -19,8 +19,8 @@ from scipy import stats
 from eldr_sim.cli.console import sweep_bar
 from eldr_sim.errors import InputError
 from eldr_sim.planning import runner
-from eldr_sim.planning.journal import FILE_NAME
 from eldr_sim.planning.sweep import SweepProgress, sweep
+from eldr_sim.planning.sweep_journal import FILE_NAME
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
 
@@ -68,6 +68,23 @@ def fake_runs(monkeypatch):
 
     monkeypatch.setattr(runner, "simulate_summary", fake)
     return ran
+
+
+def interrupt_after(done):
+    """Return a progress function that interrupts a sweep after so many runs."""
+
+    def progress(now):
+        if now.done == done:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+@pytest.fixture
+def sweep_file(tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(SPEC, sort_keys=False))
+    return path
 
 
 def contents(folder):
@@ -165,13 +182,9 @@ def test_a_cut_anywhere_loses_and_repeats_nothing(tmp_path, fake_runs):
 
 
 def test_an_interrupted_sweep_has_no_data_set_and_goes_on(tmp_path, fake_runs):
-    def interrupt(progress):
-        if progress.done == 5:
-            raise KeyboardInterrupt
-
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        sweep(SPEC, out, jobs=1, progress=interrupt)
+        sweep(SPEC, out, jobs=1, progress=interrupt_after(5))
     assert [path.name for path in out.iterdir()] == [FILE_NAME]
     before = len(fake_runs)
     seen = []
@@ -250,11 +263,8 @@ def test_bad_backend_leaves_no_folder(tmp_path):
 
 
 def test_a_sweep_that_begins_nothing_leaves_no_folder(tmp_path, fake_runs):
-    def interrupt(_progress):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        sweep(SPEC, tmp_path / "out", jobs=1, progress=interrupt)
+        sweep(SPEC, tmp_path / "out", jobs=1, progress=interrupt_after(0))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -264,32 +274,24 @@ def test_progress_is_the_share_of_the_expected_tokens(tmp_path, fake_runs):
         "config": {"topology": "1P1D", "duration": 10, "warmup": 0, "output_len": 10},
         "sweep": {"type": "grid", "parameters": {"request_rate": [10, 20, 30, 40]}},
     }
-
-    def interrupt(progress):
-        if progress.done == 2:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        sweep(spec, tmp_path / "out", jobs=1, progress=interrupt)
+        sweep(spec, tmp_path / "out", jobs=1, progress=interrupt_after(2))
     seen = []
     sweep(spec, tmp_path / "out", jobs=1, resume=True, progress=seen.append)
     assert [now.share for now in seen] == pytest.approx([0.7, 0.9, 1.0])
 
 
-def test_dry_run_prints_points_and_writes_nothing(run_cli, tmp_path):
-    path = tmp_path / "sweep.yaml"
-    path.write_text(yaml.safe_dump(SPEC, sort_keys=False))
-    code, out, err = run_cli("sweep", path, "--dry-run", "--out", tmp_path / "out")
+def test_dry_run_prints_points_and_writes_nothing(run_cli, tmp_path, sweep_file):
+    code, out, err = run_cli("sweep", sweep_file, "--dry-run", "--out", tmp_path / "out")
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == ("9 points, 18 runs, about 0.0 million output tokens to simulate")
     assert len(out.splitlines()) == 2 + 9
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
 
 
-def test_command_prints_means_failures_and_where(run_cli, tmp_path, fake_runs):
-    path, out = tmp_path / "sweep.yaml", tmp_path / "out"
-    path.write_text(yaml.safe_dump(SPEC, sort_keys=False))
-    code, text, err = run_cli("sweep", path, "--out", out, "--jobs", 1)
+def test_command_prints_means_failures_and_where(run_cli, tmp_path, sweep_file, fake_runs):
+    out = tmp_path / "out"
+    code, text, err = run_cli("sweep", sweep_file, "--out", out, "--jobs", 1)
     assert code == 0
     golden = GOLDEN / "sweep.txt"
     shown = "".join(line.rstrip() + "\n" for line in text.splitlines())
@@ -299,52 +301,48 @@ def test_command_prints_means_failures_and_where(run_cli, tmp_path, fake_runs):
         "Warning: 2 points with load beyond the cluster's or times beyond the tables: 2, 5;" in err
     )
     assert f"Failed: point 6 (policy={FAILS}, request_rate=5), seed 0: policy: unknown\n" in err
-    code, _, err = run_cli("sweep", path, "--out", out, "--jobs", 1)
+    code, _, err = run_cli("sweep", sweep_file, "--out", out, "--jobs", 1)
     assert code == 2
     assert err.startswith(f"Error: out: {out} holds a sweep")
-    code, _, err = run_cli("sweep", path)
+    code, _, err = run_cli("sweep", sweep_file)
     assert (code, err.count("\n")) == (2, 1)
 
 
-def test_progress_counts_runs_and_time_left(monkeypatch):
-    terminal = StringIO()
+@pytest.mark.parametrize(
+    ("updates", "shown", "time_left"),
+    [
+        # Half of the work in 100 s, what was done before does not count; 0.3 are left.
+        (
+            [(0.0, SweepProgress(2, 9, 0, 0.2)), (100.0, SweepProgress(4, 9, 1, 0.7))],
+            ["2/9 runs", "-:--:--", "4/9 runs, 1 failed"],
+            "0:01:0[01]",
+        ),
+        # A time is there after the first run, however long that takes.
+        (
+            [(0.0, SweepProgress(0, 4, 0, 0.0)), (3600.0, SweepProgress(1, 4, 0, 0.25))],
+            ["0/4 runs", "1/4 runs"],
+            "3:00:0[01]",
+        ),
+    ],
+)
+def test_progress_counts_runs_and_time_left(monkeypatch, updates, shown, time_left):
+    terminal, clock = StringIO(), [0.0]
     terminal.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    clock = [0.0]
     monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
     with sweep_bar("grid") as update:
-        for at, done, failed, share in ((0.0, 2, 0, 0.2), (100.0, 4, 1, 0.7)):
+        for at, progress in updates:
             clock[0] = at
-            update(SweepProgress(done, 9, failed, share))
+            update(progress)
             time.sleep(0.3)  # the bar is drawn ten times a second
-    assert "2/9 runs" in terminal.getvalue()
-    assert "-:--:--" in terminal.getvalue()
-    assert "4/9 runs, 1 failed" in terminal.getvalue()
-    # Half of the work in 100 s, what was done before does not count; 0.3 are left.
-    assert re.search("0:01:0[01]", terminal.getvalue())
+    assert all(text in terminal.getvalue() for text in shown)
+    assert re.search(time_left, terminal.getvalue())
 
 
-def test_time_left_is_there_after_the_first_run_however_long_it_takes(monkeypatch):
-    terminal = StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    clock = [0.0]
-    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
-    with sweep_bar("grid") as update:
-        update(SweepProgress(0, 4, 0, 0.0))
-        clock[0] = 3600.0
-        update(SweepProgress(1, 4, 0, 0.25))
-        time.sleep(0.3)
-    assert re.search("3:00:0[01]", terminal.getvalue())
-
-
-def test_command_says_how_to_go_on(run_cli, tmp_path, fake_runs, monkeypatch):
-    path, out = tmp_path / "sweep.yaml", tmp_path / "out"
-    path.write_text(yaml.safe_dump(SPEC))
+def test_command_says_how_to_go_on(run_cli, tmp_path, sweep_file, fake_runs, monkeypatch):
+    out = tmp_path / "out"
     real, calls = runner.simulate_summary, []
 
     def interrupted(config):
@@ -354,17 +352,16 @@ def test_command_says_how_to_go_on(run_cli, tmp_path, fake_runs, monkeypatch):
         return real(config)
 
     monkeypatch.setattr(runner, "simulate_summary", interrupted)
-    code, text, err = run_cli("sweep", path, "--out", out, "--jobs", 1)
+    code, text, err = run_cli("sweep", sweep_file, "--out", out, "--jobs", 1)
     assert (code, text) == (130, "")
     assert err == f"Interrupted: {out} keeps the runs that are done; --resume goes on.\n"
-    assert run_cli("sweep", path, "--out", out, "--jobs", 1, "--resume")[0] == 0
+    assert run_cli("sweep", sweep_file, "--out", out, "--jobs", 1, "--resume")[0] == 0
 
 
-def test_a_sweep_without_a_completed_run_fails(run_cli, tmp_path, fake_runs):
-    path = tmp_path / "sweep.yaml"
+def test_a_sweep_without_a_completed_run_fails(run_cli, tmp_path, sweep_file, fake_runs):
     spec = {"config": TINY, "sweep": {"type": "zip", "parameters": {"policy": [FAILS]}}}
-    path.write_text(yaml.safe_dump(spec))
-    code, _, err = run_cli("sweep", path, "--out", tmp_path / "out", "--jobs", 1)
+    sweep_file.write_text(yaml.safe_dump(spec))
+    code, _, err = run_cli("sweep", sweep_file, "--out", tmp_path / "out", "--jobs", 1)
     assert code == 1
     assert err.endswith("No run completed\n")
 

@@ -123,7 +123,7 @@ BAD = [
         "{sweep: {type: grid, parameters: {burstiness.x: [1]}}, config: {burstiness: 0.1}}",
         "burstiness.x: 'burstiness' has no fields",
     ),
-    ("{sweep: {type: grid, parameters: {seed: [1, 2]}}}", "sweep: seed is no parameter"),
+    ("{sweep: {type: grid, parameters: {seed: [1, 2]}}}", "sweep: seed is not a parameter"),
     (
         "{sweep: {type: zip, parameters: {burstiness: [0.1], policy: [a, b]}}}",
         "sweep: lists of different",

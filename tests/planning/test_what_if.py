@@ -157,7 +157,7 @@ def test_values_are_yaml_and_fields_are_dot_paths():
         (["topology.x=1"], "topology.x: 'topology' has no fields of its own"),
         (["policy.tau=2"], "policy.tau: 'round_robin' has no such parameter"),
         (["policy=eldr policy.tau=2"], "policy.tau: 2: input should be less than or equal to 1"),
-        (["policy=round_robin"], "set: policy=round_robin is what the base run has"),
+        (["policy=round_robin"], "set: policy=round_robin has no effect on the base run"),
         (["seed=2", "seed=2"], "set: a change is given twice"),
     ],
 )

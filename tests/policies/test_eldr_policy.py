@@ -7,30 +7,16 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
-from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
-from eldr_sim.policies.signature import unit_rows
+
+from ..random_artifact import random_artifact
 
 N_LAYERS, N_EXPERTS, KEPT = 4, 10, 2
 
 
 def make_artifact(n_decoders, seed=0):
-    r = np.random.default_rng(seed)
-    return RoutingArtifact(
-        idf=r.random((N_LAYERS, N_EXPERTS)),
-        layer_order=np.array([3, 1, 0, 2]),
-        rho=np.array([0.4, 0.5, 0.45, 0.4]),
-        n_kept=KEPT,
-        centroids=unit_rows(r.gamma(0.3, 1.0, (n_decoders, KEPT * N_EXPERTS))),
-        cluster_domains=np.ones((n_decoders, 1), np.int64),
-        cluster_activation=np.zeros((n_decoders, N_LAYERS, N_EXPERTS), np.float32),
-        domains=("all",),
-        n_pairs=1,
-        cost=0.1,
-        seed=seed,
-        trace_checksum="",
-    )
+    return random_artifact(n_decoders, N_LAYERS, N_EXPERTS, seed, kept=[3, 1])
 
 
 def make_policy(artifact, tau=0.1):

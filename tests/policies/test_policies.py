@@ -264,8 +264,8 @@ def test_names():
     ]
     assert registry.names("prefill")[:3] == ["round_robin", "least_loaded", "prefix_hash"]
     assert registry.names("queue")[:2] == ["fcfs", "sjf"]
-    with pytest.raises(InputError, match="placement"):
-        registry.names("placement")
+    with pytest.raises(InputError, match="lunch"):
+        registry.names("lunch")
 
 
 def test_an_unknown_name_lists_the_known_ones():

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.policies import registry
-from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.shortlist import Shortlist, ShortlistPolicy, picks_from_shortlists
-from eldr_sim.policies.signature import unit_rows
 from eldr_sim.simulator import router
 from eldr_sim.traces.calibration import CalibrationSet
+
+from ..random_artifact import random_artifact
 
 LAYERS, EXPERTS, DOMAINS, WINDOWS = 2, 10, 3, 6
 
@@ -56,21 +56,7 @@ class Asked:
 
 
 def make_policy(build, name, n_workers):
-    rng = np.random.default_rng(7)
-    artifact = RoutingArtifact(
-        idf=rng.random((LAYERS, EXPERTS)),
-        layer_order=np.arange(LAYERS),
-        rho=np.full(LAYERS, 0.5),
-        n_kept=LAYERS,
-        centroids=unit_rows(rng.gamma(0.3, 1.0, (n_workers, LAYERS * EXPERTS))),
-        cluster_domains=np.ones((n_workers, 1), np.int64),
-        cluster_activation=np.zeros((n_workers, LAYERS, EXPERTS), np.float32),
-        domains=("all",),
-        n_pairs=1,
-        cost=0.1,
-        seed=0,
-        trace_checksum="",
-    )
+    artifact = random_artifact(n_workers, LAYERS, EXPERTS, seed=7)
     calibration = CalibrationSet(
         counts=np.ones((5, LAYERS, EXPERTS), np.uint16),
         decode_activation=np.ones((5, LAYERS, EXPERTS), np.float32),
@@ -80,7 +66,11 @@ def make_policy(build, name, n_workers):
         trace_checksum="",
     )
     context = PolicyContext(
-        n_workers, rng, calibration=calibration, artifact=artifact, prefix_block_tokens=8
+        n_workers,
+        np.random.default_rng(7),
+        calibration=calibration,
+        artifact=artifact,
+        prefix_block_tokens=8,
     )
     return build("eldr:tau=0.4" if name == "eldr" else name, context)
 

@@ -128,7 +128,7 @@ def test_every_picture_says_its_axes_with_units(pages):
             "batch of a decode step, requests",
             "activated experts a MoE layer, mean",
         ],
-        "Where the time to first token goes": ["run", "mean time in the phase, ms"],
+        "Components of TTFT": ["run", "mean time in the phase, ms"],
         "Requests waiting for prefill": in_phase,
         "Requests between prefill and decode": in_phase,
         "Requests decoding": in_phase,

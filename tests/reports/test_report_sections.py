@@ -205,6 +205,6 @@ def test_a_plan_of_rates_shows_rates_and_gains(pages):
     assert marks(page.pictures()["Highest rate"]) == [
         ("eldr on H100", 1.25, "eldr on H100", [0.5, 2.0])
     ]
-    assert page.tables()["What a policy gains, paired over seeds"][1][3].text == (
+    assert page.tables()["Gain of a policy, paired over seeds"][1][3].text == (
         "+1.25 [+0.50, +2.00]"
     )

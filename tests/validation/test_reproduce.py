@@ -7,7 +7,7 @@ import pytest
 
 from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
-from eldr_sim.validation.eldr import choose, figures, write_reproduction
+from eldr_sim.validation.eldr_evaluation import choose, figures, write_reproduction
 from eldr_sim.validation.eldr_results import mean_difference, run_grid
 from eldr_sim.validation.reproduction import Claim, Runner
 

@@ -20,7 +20,13 @@ from eldr_sim.validation.silicon import (
     silicon_errors,
     worst_rows,
 )
-from eldr_sim.validation.silicon_rows import TARGETS, Case, Row, read_rows, uncovered_rows
+from eldr_sim.validation.silicon_rows import (
+    MEASURED_MODELS,
+    Case,
+    MeasuredRun,
+    read_rows,
+    uncovered_rows,
+)
 
 COLUMNS = [
     "silicon_data_source", "backend", "backend_version", "model_path", "system", "mode", "isl",
@@ -93,7 +99,7 @@ def test_doubtful_rows_are_marked_by_what_was_measured(make_csv):
 
 
 def make_row(c, ttft=50.0, tpot=5.0, gpu="H200"):
-    return Row(Case(gpu, 8, 128, 32, c), ttft, tpot, "0.18.0", "2026-03-27")
+    return MeasuredRun(Case(gpu, 8, 128, 32, c), ttft, tpot, "0.18.0", "2026-03-27")
 
 
 def assert_measurements_do_not_matter(rows, **options):
@@ -127,10 +133,10 @@ class TestOtherModels:
     @pytest.mark.parametrize("name", ["minimax-m2.5", "qwen3-235b"])
     def test_predictions_do_not_see_the_measured_figures(self, name, monkeypatch):
         monkeypatch.setattr(silicon, "_TRACE_REQUESTS", 2)
-        rows = [r for r in read_rows(target=TARGETS[name]) if r.case.gpu == "H200"]
+        rows = [r for r in read_rows(target=MEASURED_MODELS[name]) if r.case.gpu == "H200"]
         case = replace(rows[0].case, input_len=128, output_len=32)
         rows = [replace(rows[0], case=replace(case, concurrency=c)) for c in (1, 4)]
-        assert_measurements_do_not_matter(rows, target=TARGETS[name])
+        assert_measurements_do_not_matter(rows, target=MEASURED_MODELS[name])
 
     def test_every_row_is_predicted_or_has_a_reason(self):
         """Counted here by other means than the reader's."""
@@ -139,7 +145,7 @@ class TestOtherModels:
         from eldr_sim.validation.silicon_rows import package_folder
 
         frame = pd.read_csv(package_folder() / "systems" / "silicon_sample.csv", dtype=str)
-        for name, target in TARGETS.items():
+        for name, target in MEASURED_MODELS.items():
             mine = frame[(frame.model_path == target.model_path) & (frame.backend == "vllm")]
             refused = uncovered_rows(target)
             covered = len(mine) - refused.total()
@@ -150,7 +156,7 @@ class TestOtherModels:
                 assert refused.total() > 0
         minimax = frame[frame.model_path == "MiniMaxAI/MiniMax-M2.5"]
         cut_in_eight = minimax[(minimax.system == "h200_sxm") & (minimax.tp_size == "8")]
-        reasons = uncovered_rows(TARGETS["minimax-m2.5"])
+        reasons = uncovered_rows(MEASURED_MODELS["minimax-m2.5"])
         found = [n for (card, why), n in reasons.items() if card == "H200" and "1536" in why]
         assert found == [len(cut_in_eight)]
 
@@ -160,7 +166,7 @@ class TestOtherModels:
         cut, spread = Case("H200", 4, 1024, 1024, 4), Case("H100", 4, 1024, 1024, 4, True)
 
         def tables(cases, kernel):
-            target = TARGETS["minimax-m2.5"]
+            target = MEASURED_MODELS["minimax-m2.5"]
             folder = silicon.case_tables(tmp_path / kernel, cases, kernel, target)
             return [load_table(path).metadata for path in folder.iterdir()]
 
@@ -178,11 +184,13 @@ class TestOtherModels:
     def test_a_missing_moe_table_is_refused_not_guessed(self, tmp_path):
         case = Case("A100", 2, 1024, 1024, 4)  # the card has no FP8
         with pytest.raises(InputError, match=r"no MoE table of MiniMax-M2\.5 on 2 A100"):
-            silicon.case_tables(tmp_path / "tables", [case], "newest", TARGETS["minimax-m2.5"])
+            silicon.case_tables(
+                tmp_path / "tables", [case], "newest", MEASURED_MODELS["minimax-m2.5"]
+            )
 
     def test_gpt_oss_kernels_are_not_those_of_others(self):
         with pytest.raises(InputError, match="marlin"):
-            predict_rows([make_row(1)], target=TARGETS["qwen3-235b"], moe_kernel="marlin")
+            predict_rows([make_row(1)], target=MEASURED_MODELS["qwen3-235b"], moe_kernel="marlin")
 
     def test_fp8_gemms_grow_with_the_matrix(self):
         """Rows that timed the launch would not: vLLM's of the package are as slow for 128 x 128."""
@@ -204,12 +212,12 @@ class TestOtherModels:
         ({"moe_tp_size": 4}, "labels contradict"),
         ({"attention_dp_size": 2}, "data-parallel"),
         ({"mode": "disagg"}, "disaggregated"),
-        ({"system": "b300_sxm"}, "card"),
+        ({"system": "b300_sxm"}, "this GPU"),
     ],
 )
 def test_what_cannot_be_predicted_has_a_reason(make_csv, other, reason):
     path = make_csv(("h200_sxm", 2, 1024, 1024, 4, 50.0, 5.0), **other)
-    ((_, why), count), *more = uncovered_rows(TARGETS["gpt-oss-120b"], path).items()
+    ((_, why), count), *more = uncovered_rows(MEASURED_MODELS["gpt-oss-120b"], path).items()
     assert reason in why
     assert (count, more) == (1, [])
 

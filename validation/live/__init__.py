@@ -1,1 +1,1 @@
-"""Is it true of a live engine? vLLM is started, loaded, recorded, and simulated again."""
+"""Validation against live engines: vLLM is started, loaded and recorded, then simulated."""

@@ -1,4 +1,4 @@
-"""A campaign of live runs: for each set-up start, calibrate, load and record."""
+"""Campaign of live runs: each set-up is started, calibrated, loaded and recorded."""
 
 from __future__ import annotations
 
@@ -21,28 +21,34 @@ from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, ni
 from eldr_sim.policies.artifact import fit
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import open_trace
-from eldr_sim.validation.live.calibrated import (
-    Calibrated,
-    model_of,
-    read_calibration,
-    write_calibration,
-)
-from eldr_sim.validation.live.calibration import (
+from eldr_sim.validation.live.calibrate import (
     calibration_bursts,
     engine_tables,
     outside_times,
 )
 from eldr_sim.validation.live.client import prefill_ahead, send_load
+from eldr_sim.validation.live.engine_calibration import (
+    EngineCalibration,
+    model_of,
+    read_calibration,
+    write_calibration,
+)
 from eldr_sim.validation.live.engine_log import EngineLog, read_engine_log
 from eldr_sim.validation.live.http import import_aiohttp
+from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo, RunInfo
 from eldr_sim.validation.live.load import Load, LoadRequest, make_load
-from eldr_sim.validation.live.model import domain_slices, write_model
 from eldr_sim.validation.live.plugin import FORCED_PREFIX
 from eldr_sim.validation.live.proxy import join_proxy_log
-from eldr_sim.validation.live.record import machine, record_run, versions, write_trace_of
-from eldr_sim.validation.live.recording import EngineInfo, LoadInfo, RunInfo
+from eldr_sim.validation.live.random_model import domain_slices, write_model
+from eldr_sim.validation.live.run_writer import assemble_run, machine, versions, write_trace_of
 from eldr_sim.validation.live.servers import EngineOptions, require_vllm
-from eldr_sim.validation.live.setups import SETUPS, Setup, existing, start_proxy, started
+from eldr_sim.validation.live.setups import (
+    SETUPS,
+    Setup,
+    existing_setup,
+    start_proxy,
+    started_setup,
+)
 
 __all__ = ["LOADS", "Campaign", "LoadShape", "record_campaign", "record_setup"]
 
@@ -53,7 +59,7 @@ _KV_GRID = tuple(
     for descriptors in (1, 16, 128, 512)
     for size in (4 << 10, 16 << 10, 64 << 10)
 )
-"""(bytes, descriptors) of the transfers timed: KV blocks of a small model."""
+"""(bytes, descriptors) of the timed transfers: KV blocks of a small model."""
 
 _UNLOADED_PROMPTS = (16, 64, 128, 256)
 _UNLOADED_ROUNDS = 4
@@ -64,7 +70,7 @@ _FIT_OUTPUT = 24
 
 @dataclass(frozen=True)
 class LoadShape:
-    """A load relative to what the set-up can carry.
+    """A load relative to the capacity of the set-up.
 
     Attributes
     ----------
@@ -80,13 +86,13 @@ class LoadShape:
 
     @property
     def name(self) -> str:
-        """Names the load."""
+        """Name of the load."""
         arrivals = "Poisson" if self.burstiness == 1 else "bursty"
         return f"{100 * self.share:.0f}%, {self.lengths} lengths, {arrivals}"
 
 
-#: From light to more than a set-up carries. Several decode engines, whose question is the policy,
-#: get the second, which they carry.
+#: From light load to overload. Set-ups with several decode engines, which compare policies, get the
+#: second load only.
 LOADS = (
     LoadShape(0.4, "fixed", 1.0),
     LoadShape(0.6, "recorded", 1.0),
@@ -97,7 +103,7 @@ LOADS = (
 
 @dataclass(frozen=True)
 class Campaign:
-    """What is recorded, and how.
+    """Plan of a campaign.
 
     Attributes
     ----------
@@ -106,13 +112,13 @@ class Campaign:
     options
         The engines' model and size.
     loads, policies, repeats
-        What is offered to each set-up, and how often the same.
+        Loads and policies of each set-up, and repeats of each.
     duration_s
-        Seconds that a load's arrivals take.
+        Time over which the requests of a load arrive, s.
     prompt_len, output_len
-        Tokens of fixed lengths; means of recorded ones.
+        Fixed lengths, or means of recorded lengths, tokens.
     seed
-        Of loads.
+        Seed of the loads.
     """
 
     out: Path
@@ -147,18 +153,18 @@ def record_campaign(
     prefill: Sequence[tuple[str, Path]] = (),
     decode: Sequence[tuple[str, Path]] = (),
 ) -> list[Path]:
-    """Record set-ups one after the other; what the campaign's folder holds already is kept.
+    """Record set-ups in turn; runs already in the campaign's folder are kept.
 
     Parameters
     ----------
     campaign
-        What to record.
+        The plan.
     setups
-        Names of :data:`~.setups.SETUPS` to start.
+        Names in :data:`~.setups.SETUPS` to start.
     progress
-        Called with what is done and the share of it.
+        Called with the current task and the share of it that is done.
     prefill, decode
-        URL and log folder of engines that run already: then they are the only set-up.
+        URL and log folder of running engines; they are then the only set-up.
 
     Returns
     -------
@@ -168,7 +174,7 @@ def record_campaign(
     Raises
     ------
     InputError
-        The folder holds another campaign, or an engine, the proxy or a request fails.
+        If the folder holds another campaign, or an engine, the proxy or a request fails.
     """
     import_aiohttp()
     if not decode:
@@ -177,7 +183,7 @@ def record_campaign(
         raise InputError("decode_url", "a log folder is not there", "ELDR_SIM_TIMING of the engine")
     model = Path(campaign.options.model)
     if decode and model == campaign.out / "model":
-        raise InputError("model", "missing: nobody knows what these engines serve", "--model DIR")
+        raise InputError("model", "missing: these engines need --model", "--model DIR")
     campaign.out.mkdir(parents=True, exist_ok=True)
     if model == campaign.out / "model" and not model.exists():
         progress("making the model", 0.0)
@@ -185,7 +191,7 @@ def record_campaign(
     _check_same(campaign)
     folders: list[Path] = []
     if decode:
-        setup = existing(campaign.out / "logs", prefill, decode)
+        setup = existing_setup(campaign.out / "logs", prefill, decode)
         return record_setup(campaign, setup, progress)
     gpu = "gpu" in machine()
     for name in setups:
@@ -196,13 +202,13 @@ def record_campaign(
             continue
         log = campaign.out / "logs" / f"{name}-{time.time_ns():x}"
         progress(f"{name}: starting vLLM", 0.0)
-        with started(name, campaign.options, log, gpu=gpu) as setup:
+        with started_setup(name, campaign.options, log, gpu=gpu) as setup:
             folders += record_setup(campaign, setup, progress)
     return folders
 
 
 def _check_same(campaign: Campaign) -> None:
-    """Note the campaign in its folder; refuse one that holds runs of another."""
+    """Write the plan into the campaign's folder; refuse a folder of another campaign."""
     about = asdict(campaign) | {"out": ""}
     text = json.dumps(about, indent=2, default=str) + "\n"
     file = campaign.out / "campaign.json"
@@ -219,29 +225,29 @@ def _check_same(campaign: Campaign) -> None:
 def record_setup(
     campaign: Campaign, setup: Setup, progress: Callable[[str, float], None]
 ) -> list[Path]:
-    """Calibrate a set-up that runs, then record every load, policy and repeat.
+    """Calibrate a running set-up, then record every load, policy and repeat.
 
     Parameters
     ----------
     campaign
-        What to record.
+        The plan.
     setup
         The engines.
     progress
-        Called with what is done and the share of it.
+        Called with the current task and the share of it that is done.
 
     Returns
     -------
     list of Path
-        The folders of the recorded runs. Those that are there already are left as they are.
+        The folders of the recorded runs; existing ones are left unchanged.
 
     Raises
     ------
     InputError
-        An engine, the proxy or a request fails.
+        If an engine, the proxy or a request fails.
     """
     with _on_core(setup.client_core):
-        for endpoint in setup.endpoints:  # an engine says what it is when it gets a request
+        for endpoint in setup.endpoints:  # an engine describes itself when it gets a request
             hello = LoadRequest(f"hello-{time.time_ns():x}", "", [4, 5, 6, 7], 2, 0.0)
             _send([hello], endpoint.url)
         if not (campaign.calibration(setup.name) / "calibration.json").exists():
@@ -259,7 +265,7 @@ def record_setup(
 
 
 def _planned(campaign: Campaign, setup: str, n_decode: int) -> list[tuple[Path, int, str, int]]:
-    """Return folder, number of the load, policy and repeat of all runs of a set-up."""
+    """Return folder, load number, policy and repeat of all runs of a set-up."""
     several = n_decode > 1
     numbers = range(len(campaign.loads))[1:2] if several else range(len(campaign.loads))
     return [
@@ -271,7 +277,7 @@ def _planned(campaign: Campaign, setup: str, n_decode: int) -> list[tuple[Path, 
 
 
 def calibrate(campaign: Campaign, setup: Setup, progress: Callable[[float], None]) -> None:
-    """Measure a set-up's tables and times and write its calibration folder."""
+    """Measure the tables and delays of a set-up and write its calibration folder."""
     began = time.monotonic()
     out = campaign.calibration(setup.name)
     out.mkdir(parents=True, exist_ok=True)
@@ -333,7 +339,7 @@ def _measure_link(device: str) -> tuple[dict[tuple[int, int], float], str]:
 
 
 def _fit_artifact(campaign: Campaign, setup: Setup, out: Path) -> None:
-    """Record requests for ELDR's offline fit and fit it."""
+    """Record calibration requests and make ELDR's offline fit."""
     slices = domain_slices(model_of(campaign.config).vocab_size)
     info = LoadInfo(
         name="fit",
@@ -361,18 +367,18 @@ def _fit_artifact(campaign: Campaign, setup: Setup, out: Path) -> None:
     fit(requests_of_fit, len(setup.decode), campaign.seed).save(out / "artifact.npz")
 
 
-def capacity(campaign: Campaign, setup: Setup, calibrated: Calibrated) -> float:
-    """Return the requests per second that a set-up carries with all seats taken.
+def capacity(campaign: Campaign, setup: Setup, calibrated: EngineCalibration) -> float:
+    """Return the requests per second that a set-up carries at full batches.
 
-    From its tables: every request takes its share of full batches with uniform routing, and its
-    prompt's time; prefill engines and decode engines carry it side by side.
+    By its tables: a request takes its share of full decode batches with uniform routing, and the
+    time of its prompt. Prefill and decode engines work in parallel.
     """
     options, dims = campaign.options, model_of(campaign.config)
-    seats, prompt, output = options.max_num_seqs, campaign.prompt_len, campaign.output_len
+    batch, prompt, output = options.max_num_seqs, campaign.prompt_len, campaign.output_len
     engine = _engine_infos(setup, _read_logs(setup))[-1]
     step = calibrated.step_time(dims, engine, options.max_model_len)
-    distinct = [float(uniform_distinct(seats, dims.n_experts, dims.top_k))] * dims.n_moe_layers
-    decode_s = output * step.decode_s(distinct, seats, prompt + output / 2) / seats
+    distinct = [float(uniform_distinct(batch, dims.n_experts, dims.top_k))] * dims.n_moe_layers
+    decode_s = output * step.decode_s(distinct, batch, prompt + output / 2) / batch
     prefill_s = step.prompt_s(prompt)
     if setup.prefilled:
         return len(setup.decode) / decode_s
@@ -382,7 +388,7 @@ def capacity(campaign: Campaign, setup: Setup, calibrated: Calibrated) -> float:
 
 
 def _begun(campaign: Campaign, setup: Setup, number: int) -> LoadInfo | None:
-    """Return a load of which runs were recorded already: its rate stays what it was."""
+    """Return the load of runs recorded earlier, so that its rate stays the same."""
     for file in sorted((campaign.out / "runs").glob(f"{setup.name}-*-{number}-*/run.json")):
         return RunInfo.model_validate_json(file.read_text(encoding="utf-8")).load
     return None
@@ -410,18 +416,18 @@ def _record(
     what: str,
     progress: Callable[[str, float], None],
 ) -> None:
-    """Send one load and write what happened."""
+    """Send one load and write its recorded run."""
     out.parent.mkdir(parents=True, exist_ok=True)
     options = campaign.options
-    room = options.max_model_len - campaign.prompt_len
+    most_output = options.max_model_len - campaign.prompt_len
     load = make_load(
         info,
         domain_slices(model_of(campaign.config).vocab_size),
         prompt_len=campaign.prompt_len,
         output_len=campaign.output_len,
         prompt_range=(4, min(4 * campaign.prompt_len, options.max_num_batched_tokens)),
-        output_range=(2, min(3 * campaign.output_len, room)),
-        # An engine keeps one log: the names of an earlier, broken attempt must not come again.
+        output_range=(2, min(3 * campaign.output_len, most_output)),
+        # An engine keeps one log, so names must differ from those of an earlier, failed attempt.
         prefix=f"{out.name}-{time.time_ns():x}",
     )
     log = setup.folder / f"{out.name}.jsonl"
@@ -451,7 +457,7 @@ def _record(
         machine=machine(),
     )
     steps_of = {endpoint.name: logs[endpoint.name] for endpoint in part}
-    record_run(out, run, requests, steps_of, setup.endpoints, options.model)
+    assemble_run(out, run, requests, steps_of, setup.endpoints, options.model)
 
 
 def _read_logs(setup: Setup) -> dict[str, EngineLog]:
@@ -459,7 +465,7 @@ def _read_logs(setup: Setup) -> dict[str, EngineLog]:
 
 
 def _engine_infos(setup: Setup, logs: Mapping[str, EngineLog]) -> list[EngineInfo]:
-    """Describe the engines as they run, prefill first."""
+    """Return descriptions of the running engines, prefill first."""
     found = []
     for endpoint in setup.endpoints:
         engine = logs[endpoint.name].engine
@@ -484,14 +490,14 @@ def _send(requests: list[LoadRequest], url: str, ahead: str | None = None) -> pa
 
 
 def _of(log: EngineLog, prefix: str) -> EngineLog:
-    """Return the steps of the log whose requests all have a name with this in it."""
+    """Return the steps of the log in which all request names contain a text."""
     steps = [s for s in log.steps if all(prefix in name for name, _, _ in s.rows)]
     return EngineLog(log.engine, log.received_s, steps, log.pulled_s)
 
 
 @contextmanager
 def _on_core(core: int | None) -> Iterator[None]:
-    """Keep the client on a core, away from the threads that it measures."""
+    """Pin the client to a core, away from the threads that it measures."""
     if core is None:
         yield
         return

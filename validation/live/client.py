@@ -1,4 +1,4 @@
-"""An open-loop load client that notes when each output token of a live engine is there."""
+"""Open-loop load client that records the arrival of each output token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.validation.live.http import import_aiohttp, open_session
+from eldr_sim.validation.live.live_run import REQUESTS
 from eldr_sim.validation.live.load import Load, LoadRequest
-from eldr_sim.validation.live.recording import REQUESTS
 
 __all__ = ["prefill_ahead", "prefill_body", "send_load"]
 
@@ -44,50 +44,49 @@ def send_load(
     start_s: float | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> pa.Table:
-    """Send every request at its time, whatever has become of the others, and wait for all tokens.
+    """Send every request at its own time (open loop), and wait for all tokens.
 
     Parameters
     ----------
     load
-        What is sent.
+        The load.
     url
         Base URL of an engine or of the proxy, such as ``http://127.0.0.1:8000``. It must stream
         completions with ``continuous_usage_stats``, as vLLM does.
     model
         Name of the model that the engine serves.
     temperature
-        Of the sampling.
+        Sampling temperature.
     timeout_s
-        Most seconds that one request may take.
+        Longest time of one request, s.
     start_s
-        The moment, of `time.monotonic`, from which the load's times count; 0.2 s from now where
-        none is given.
+        Time by `time.monotonic` from which the load's times count; 0.2 s from now if None.
     progress
-        Called with the share of the requests that are done, 0 to 1.
+        Called with the share of requests that have ended.
 
     Returns
     -------
     requests
-        `recording.REQUESTS`, one row a request in the order of the load. Times are those of
-        `time.monotonic`, a clock that all processes of the machine share. What only the proxy
-        knows is null, and ``engine`` is 0, the only one, until `proxy.join_proxy_log` says more.
+        `live_run.REQUESTS`, a row per request in the order of the load. Times are those of
+        `time.monotonic`, a clock that all processes of the machine share. Columns known only to
+        the proxy are null, and ``engine`` is 0, until `proxy.join_proxy_log` fills them.
 
     Raises
     ------
     InputError
-        If aiohttp is not installed or a request fails: the others are then given up.
+        If aiohttp is not installed or a request fails; the others are then cancelled.
 
     Notes
     -----
-    A request is never sent before its time, and up to 1 ms after it, which is what a sleep of
-    Linux's ``epoll`` is rounded up to; ``sent_s`` is the moment itself. A server that is late may
-    send several tokens at once, and a token may have no text: the number of tokens in each chunk
-    is what the server says it is. They then get the same time.
+    A request is sent 0 to 1 ms after its time, as Linux's ``epoll`` rounds sleeps up to 1 ms;
+    ``sent_s`` is the actual time. A server may send several tokens in one chunk, and a token may
+    have no text: the number of tokens is the one reported by the server, and all tokens of a chunk
+    get the same time.
     """
     try:
         return asyncio.run(_send(load, url, model, temperature, timeout_s, start_s, progress))
     except BaseExceptionGroup as group:
-        # A task group: the first request that failed, whose failure has cancelled the others.
+        # The first exception of the task group, which cancelled the other requests.
         raise group.exceptions[0] from None
 
 
@@ -100,7 +99,7 @@ async def _send(
     start_s: float | None,
     progress: Callable[[float], None] | None,
 ) -> pa.Table:
-    # Made before the first one is sent: the client shares its core with the engines.
+    # Built before the first request is sent, as the client shares its core with the engines.
     bodies = [_body(request, model, temperature) for request in load.requests]
     moments: list[tuple[float, list[float]]] = [(0.0, [])] * len(bodies)
     done = 0
@@ -137,21 +136,21 @@ async def _send(
 
 
 def prefill_ahead(load: Load, url: str, *, model: str, temperature: float = 1.0) -> Load:
-    """Let a prefill engine compute all prompts of a load before it is sent.
+    """Compute all prompts of a load on a prefill engine before the load is sent.
 
     Parameters
     ----------
     load
-        What is to be sent.
+        The load.
     url
-        Base URL of the prefill engine. It keeps the KV cache until a decode engine fetches it.
+        Base URL of the prefill engine, which keeps the KV cache until a decode engine fetches it.
     model, temperature
         As for `send_load`.
 
     Returns
     -------
     Load
-        The same requests, which tell a decode engine where their KV cache is.
+        The same requests with the location of their KV cache.
 
     Raises
     ------
@@ -182,7 +181,7 @@ def prefill_ahead(load: Load, url: str, *, model: str, temperature: float = 1.0)
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a completion request as a prefill engine gets it: one token, KV cache kept."""
+    """Return a completion request for a prefill engine: one token, KV cache kept."""
     asked = {key: value for key, value in body.items() if key not in _LEFT_OUT}
     return asked | {"max_tokens": 1, "kv_transfer_params": _NO_CACHE_YET}
 
@@ -205,7 +204,7 @@ def _body(request: LoadRequest, model: str, temperature: float) -> bytes:
 async def _complete(
     session: Any, address: str, request: LoadRequest, body: bytes
 ) -> tuple[float, list[float]]:
-    """Post a request; return when it was sent, and when each of its tokens was there."""
+    """Post a request; return its send time and the arrival times of its tokens."""
     aiohttp = import_aiohttp()
     headers = {"X-Request-Id": request.request_id}
     token_s: list[float] = []

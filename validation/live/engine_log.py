@@ -1,4 +1,4 @@
-"""What the plug-ins of one engine logged, step by step."""
+"""Reader of the step log that the plug-ins of one engine write."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class EngineStep:
     Attributes
     ----------
     start_s, end_s
-        From its scheduling until its outputs were handed to the front end.
+        Start of scheduling; hand-over of the outputs to the front end.
     forward_start_s, forward_end_s
-        The model's run.
+        Start and end of the forward pass.
     moe_s, attention_s
-        Seconds of all MoE layers (gates included), and of attention in all layers.
+        Time of all MoE layers (gates included), and of attention in all layers.
     rows
-        Request, position of its first token, tokens; of every request in the step.
+        (request, position of its first token, tokens) of every request in the step.
     distinct
         int64 ``[layers]``: distinct experts of each MoE layer.
     """
@@ -61,9 +61,9 @@ class EngineLog:
         ``max_num_seqs``, ``max_num_batched_tokens``, ``block_size``, ``n_blocks`` and
         ``max_model_len`` as the engine runs with them.
     received_s
-        When each request reached the engine process.
+        Arrival of each request at the engine process.
     steps
-        In their order.
+        Steps in order.
     pulled_s
         Start and end of each KV transfer into this engine, by request.
     """
@@ -74,9 +74,9 @@ class EngineLog:
     pulled_s: dict[str, tuple[float, float]]
 
     def cycles_s(self) -> NDArray[np.float64]:
-        """Seconds from each step's start to the next one's, where that followed at once.
+        """Return the time from each step's start to the next one's, s.
 
-        NaN where the engine may have had nothing to do in between: no request is in both steps.
+        NaN if no request is in both steps, as the engine may have been idle in between.
         """
         cycles = np.full(len(self.steps), np.nan)
         for i, (step, following) in enumerate(zip(self.steps, self.steps[1:], strict=False)):
@@ -88,12 +88,12 @@ class EngineLog:
 
 
 def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
-    """Read what an engine logged with ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` set to a folder.
+    """Read the folder that ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` named for an engine.
 
     Raises
     ------
     InputError
-        A file is missing or broken, or the logs do not hold the same steps.
+        If a file is missing or damaged, or the logs differ in their steps.
     """
     base = Path(folder)
     engine = _lines(base, "engine-*.jsonl")
@@ -131,7 +131,7 @@ def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
 
 
 def request_rows(names: Iterable[str], rows: Mapping[str, int]) -> dict[str, int]:
-    """Return the row of each name that an engine uses, of those requests that are known."""
+    """Return the row of each engine-side request name whose request is known."""
     found = {}
     for name in names:
         row = next((rows[known] for known in external_ids(name) if known in rows), None)

@@ -1,4 +1,4 @@
-"""aiohttp, which only live runs need."""
+"""Access to aiohttp, which only live runs need."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ def import_aiohttp() -> Any:
 def open_session(timeout_s: float | None = None) -> Any:
     """Return an ``aiohttp.ClientSession`` for an engine's completions.
 
-    It opens as many connections as there are requests in flight. Idle ones are closed before
-    uvicorn does it (after 5 s, in vLLM too), lest a request is posted on a connection that is
-    being closed.
+    The number of connections is not limited. Idle ones are closed before uvicorn closes them (after
+    5 s, in vLLM too), so that no request is posted on a closing connection.
 
     Parameters
     ----------
     timeout_s
-        Most seconds that one request may take; None for no limit.
+        Longest time of one request, s; None for no limit.
     """
     aiohttp = import_aiohttp()
     return aiohttp.ClientSession(

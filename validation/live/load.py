@@ -1,4 +1,4 @@
-"""What is sent to a live engine: arrivals, lengths and prompts of a load."""
+"""Loads for a live engine: arrivals, lengths and prompts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.request_logs import read_request_log
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import draw_arrivals
-from eldr_sim.validation.live.recording import LoadInfo
+from eldr_sim.validation.live.live_run import LoadInfo
 
 __all__ = ["Load", "LoadRequest", "make_load"]
 
 #: Lengths of the 19,366 requests of the Azure LLM inference trace 2023, conversation
 #: (``AzureLLMInferenceTrace_conv.csv`` of Azure/AzurePublicDataset, CC BY 4.0; Patel et al.,
 #: Splitwise, ISCA 2024): prompt and output tokens at some percentiles, computed from that file.
-#: Prompt and output are all but independent there (rank correlation 0.07).
+#: Prompt and output lengths are almost independent there (rank correlation 0.07).
 _PERCENT = (*range(0, 100, 5), 99, 99.9, 100)
 _PROMPT: tuple[int, ...] = (2, 181, 207, 372, 387, 396, 403, 414, 703, 984, 1020, 1045, 1071)
 _PROMPT += (1097, 1130, 1189, 1315, 1876, 2734, 4083, 4142, 6212, 14050)
@@ -37,7 +37,7 @@ class LoadRequest:
     Attributes
     ----------
     request_id
-        What the client sends as ``X-Request-Id``.
+        Value of the client's ``X-Request-Id``.
     domain
         Name of its domain.
     prompt
@@ -45,9 +45,9 @@ class LoadRequest:
     output_len
         Tokens to generate.
     send_s
-        When it is sent, seconds since the start of the run.
+        Send time, seconds since the start of the run.
     kv_transfer_params
-        Where a prefill engine keeps the KV cache of its prompt; None where that is not computed.
+        Location of the prompt's KV cache on a prefill engine; None if it is not computed yet.
     """
 
     request_id: str
@@ -60,7 +60,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests in the order in which they are sent."""
+    """Requests in sending order."""
 
     info: LoadInfo
     requests: tuple[LoadRequest, ...]
@@ -77,10 +77,10 @@ def make_load(
     workload: str | os.PathLike[str] | None = None,
     prefix: str = "request",
 ) -> Load:
-    """Make a load. The same arguments give the same load on every machine.
+    """Make a load; the same arguments give the same load on every machine.
 
-    Each decision draws from a stream of its own, so that a longer load starts with the requests
-    of a shorter one, and a change of rate leaves lengths and prompts as they were.
+    Each decision draws from its own random stream: a longer load starts with the requests of a
+    shorter one, and the rate does not change lengths or prompts.
 
     Parameters
     ----------
@@ -88,20 +88,20 @@ def make_load(
         Rate, burstiness, kind of lengths, number of requests, seed. Arrivals are drawn as the
         simulator draws them (`traces.workload.make_workload`).
     domains
-        Slice ``[low, high)`` of the vocabulary that the prompts of each domain are made of, every
-        token id of it as likely as any other. Every domain is as likely as any other.
+        Slice ``[low, high)`` of the vocabulary of each domain's prompts. Tokens of the slice are
+        equally likely, and so are domains.
     prompt_len, output_len
-        Tokens of every request if ``info.lengths`` is ``fixed``. If it is ``recorded``, the mean
-        that the recorded lengths are scaled to, before they are cut to the ranges.
+        Tokens of every request if ``info.lengths`` is ``fixed``; if ``recorded``, the means that
+        recorded lengths are scaled to before they are clipped to the ranges.
     prompt_range, output_range
-        Fewest and most tokens that a request may have.
+        Fewest and most tokens of a request.
     workload
         Path of a request log (`traces.request_logs`) whose pairs of lengths are drawn. None draws
-        prompt and output lengths, each on its own, from percentiles of Azure's conversation
-        trace, which repeats its means to 2%.
+        prompt and output lengths independently from percentiles of Azure's conversation trace,
+        which reproduces its means to 2%.
     prefix
-        Request ``i`` is named ``<prefix>-<i>``. Runs whose engines write one capture log need
-        different prefixes.
+        Request ``i`` is named ``<prefix>-<i>``. Runs that share a capture log need different
+        prefixes.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def _recorded(
     output_len: int,
     workload: str | os.PathLike[str] | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw ``n`` recorded lengths, scaled to a mean prompt and a mean output."""
+    """Draw ``n`` recorded lengths, scaled to the given means."""
     random = stream(seed, "live lengths").random((n, 2))
     prompt: NDArray[np.floating]
     output: NDArray[np.floating]
@@ -180,5 +180,5 @@ def _recorded(
 
 
 def _at_percentile(values: tuple[int, ...], share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the lengths at some shares of the requests, geometric between two percentiles."""
+    """Return lengths at shares of the requests, interpolated geometrically between percentiles."""
     return np.asarray(np.exp(np.interp(100 * share, _PERCENT, np.log(values))))

@@ -1,28 +1,28 @@
-"""vLLM plug-in: time every step of an engine while ``ELDR_SIM_TIMING`` names a folder.
+"""vLLM plug-in that times every step of an engine if ``ELDR_SIM_TIMING`` names a folder.
 
 vLLM loads it in each of its processes through the entry-point group ``vllm.general_plugins``.
-Without the variable `register` returns at once and imports nothing. Two kinds of JSON lines are
-written into the folder, flushed every step, all times of ``CLOCK_MONOTONIC``, which is one clock
-for all processes of a machine:
+Without the variable `register` returns at once and imports nothing. It writes two JSON-lines files
+into the folder, flushed every step, with times of ``CLOCK_MONOTONIC``, which all processes of a
+machine share:
 
 ``engine-<pid>.jsonl``
     ``{"received": request, "at": s}`` when a request reaches the engine process;
     ``{"start", "end", "tokens": {request: tokens}}`` for every step that computes tokens, from its
-    scheduling until its outputs are handed to the front end; and once ``{"engine": {...}}``: seats,
-    token budget, KV blocks.
+    scheduling until its outputs are handed to the front end; and once ``{"engine": {...}}``:
+    ``max_num_seqs``, token budget, KV blocks.
 ``worker-<pid>.jsonl``
-    One line for each of those steps, in the same order: ``start`` and ``end`` of the model's run,
+    A line for each of those steps, in the same order: ``start`` and ``end`` of the forward pass,
     ``moe`` and ``attention`` (seconds of each layer; gates belong to ``moe``); and
     ``{"pulled": request, "start", "end"}`` for every KV transfer.
 
-Steps with a request whose name begins with ``forced-`` are for calibration: instead of what the
-gates choose, their tokens choose among a set of experts, whose size goes step by step through
-:data:`FORCED_LEVELS` counts from top-k to all.
+Steps with a request whose name begins with ``forced-`` are for calibration: their routing is
+replaced by random choices from a set of experts, whose size cycles through :data:`FORCED_LEVELS`
+counts from top-k to all, one per step.
 
-On a CPU it also keeps vLLM 0.32 from disturbing what is measured: the NIXL connector pins the
-compute threads of all engines to the last core, NIXL's progress thread takes most of a core, and
-engines wait for their workers in a loop that takes another; a prefill engine whose KV cache has yet
-to be fetched asks its worker a thousand times a second whether it has been.
+On a CPU it also works around disturbances in vLLM 0.32: the NIXL connector pins the compute threads
+of all engines to the last core, NIXL's progress thread takes most of a core, engines wait for their
+workers in a busy loop, and a prefill engine with unfetched KV cache polls its worker a thousand
+times a second.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ FORCED_LEVELS = 8
 
 _NIXL_PROGRESS_US = 1000
 _POLL_S, _IDLE_POLL_S, _IDLE_POLLS = 1e-4, 1e-3, 100
-_ENGINE_BUSY_S, _WORKER_BUSY_S = 1.0, 0.02  # after a message another one is waited for eagerly
+_ENGINE_BUSY_S, _WORKER_BUSY_S = 1.0, 0.02  # poll fast for this long after a message
 _log: IO[str] | None = None
 _forced: dict[str, Any] = {"on": False, "step": 0, "ids": {}}
 _process: dict[str, bool] = {"worker": False}
 
 
 def register() -> None:
-    """Start timing in this process, if the environment asks for it."""
+    """Start timing in this process if the environment asks for it."""
     folder = os.environ.get(TIMING_VARIABLE)
     if not folder:
         return
@@ -80,7 +80,7 @@ def _write(folder: str, kind: str, line: dict[str, Any]) -> None:
 
 
 def _time_engine(core: Any, process: Any, folder: str) -> None:
-    """Log the steps of the engine's loop, and when requests reach it."""
+    """Log the steps of the engine's loop and the arrivals of requests."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     schedule, step, received = (
@@ -131,7 +131,7 @@ def _describe(engine: Any) -> dict[str, int]:
 
 
 class _Stopwatch:
-    """Seconds of the calls of a step, in their order: of the host, or of the device's kernels."""
+    """Timer of the calls in a step, in order, by the host's clock or by CUDA events."""
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
@@ -168,7 +168,7 @@ class _Stopwatch:
 
 
 def _time_worker(runner: Any, folder: str) -> None:
-    """Log the runs of the model and the parts of them that are timed apart."""
+    """Log the forward passes of the model, with MoE and attention timed separately."""
     if "load_model" in vars(runner):
         load_model = runner.load_model
 
@@ -262,7 +262,7 @@ def _time_transfers(folder: str) -> None:
 
 
 def _force_routing() -> None:
-    """Replace what every router chooses."""
+    """Wrap the choice of every MoE gate."""
     from vllm.model_executor.layers.fused_moe import layer  # noqa: F401  (imports all routers)
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
@@ -292,9 +292,9 @@ def _force(router: Any) -> None:
 
 
 def _spread(ids: Any, level: int, n_experts: int) -> Any:
-    """Let every token choose at random among some experts: the more, the higher the level.
+    """Return random choices among a set of experts that grows with the level.
 
-    At random and not evenly: how many tokens an expert gets varies then as it does under gates.
+    Random choices vary the tokens per expert, as gates do.
     """
     import torch
 
@@ -307,14 +307,14 @@ def _spread(ids: Any, level: int, n_experts: int) -> Any:
 
 
 def _spare_the_cores(process: Any) -> None:
-    """Keep the threads of engines on a CPU out of each other's way (vLLM 0.32)."""
+    """Keep the threads of engines on a CPU from disturbing each other (vLLM 0.32)."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.discover_numa_topology = classmethod(lambda cls: [])
 
     def wait(self: Any, timeout_ms: int | None = None) -> None:
-        # A worker hears of its next step at once or the engine has none.
+        # A worker gets its next step at once, or the engine has none.
         busy_s = _WORKER_BUSY_S if _process["worker"] else _ENGINE_BUSY_S
         recent = time.monotonic() <= self.last_read + busy_s
         time.sleep(_POLL_S if recent else _IDLE_POLL_S)

@@ -33,7 +33,7 @@ from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.policies.shortlist import picks_from_shortlists
 from eldr_sim.validation.live.client import prefill_body
 from eldr_sim.validation.live.http import import_aiohttp, open_session
-from eldr_sim.validation.live.recording import REQUESTS
+from eldr_sim.validation.live.live_run import REQUESTS
 from eldr_sim.validation.live.router import Router, build_decode_policy
 from eldr_sim.validation.live.signals import watch_engines
 from eldr_sim.validation.live.signatures import SignatureReader
@@ -143,7 +143,7 @@ def join_proxy_log(requests: pa.Table, path: str | os.PathLike[str]) -> pa.Table
     Parameters
     ----------
     requests
-        `recording.REQUESTS` as `client.send_load` returns it.
+        `live_run.REQUESTS` as `client.send_load` returns it.
     path
         ``ProxyConfig.log``: ``request_id``, ``prefilled_s`` and ``routed_s`` (s of
         `time.monotonic`; no ``prefilled_s`` without prefill engines) and ``engine`` of each

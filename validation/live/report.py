@@ -1,20 +1,20 @@
-"""The committed report of a campaign: live runs, their simulations, the errors.
+"""Report of a campaign: live runs, their simulations and the errors.
 
-A folder written whole or not at all:
+A folder, written whole or not at all:
 
 ``README.md``
-    What a reader needs (:mod:`~.report_text`), made from ``comparison.json`` alone.
+    Text of the report (:mod:`~.report_text`), made from ``comparison.json`` alone.
 ``comparison.json``
-    All figures. ``headline``: a row a set-up and goal. ``missed``: a row a set-up, load and goal
-    that is missed, with what causes it. ``paired``: live, simulated, error and noise floor of every
-    statistic. ``policies``: differences between decode policies, live and simulated.
-    ``comparison``: the summary of :mod:`~.compare`, each set-up by itself. ``setups``,
-    ``prefilled``, ``loads``, ``model``, ``max_model_len``, ``versions``, ``machine``,
-    ``calibration``: what was run. ``not_run``: what was not. ``pictures``: which there are.
+    All figures. ``headline``: a row per set-up and goal. ``missed``: a row per missed goal, with
+    its main cause. ``paired``: live and simulated values, error and noise floor of every statistic.
+    ``policies``: differences between decode policies, live and simulated. ``comparison``: the
+    summary of :mod:`~.comparison`, each set-up by itself. ``setups``, ``prefilled``, ``loads``,
+    ``model``, ``max_model_len``, ``versions``, ``machine``, ``calibration``: what was run.
+    ``not_run``: what a full campaign has besides. ``pictures``: their files.
 ``paired.csv``, ``steps.csv``, ``components.csv``, ``policies.csv``
-    The tables; no policies where nothing is to compare.
+    The tables; ``policies.csv`` only with several policies.
 ``cdf_*.png``, ``steps_*.png``, ``components_*.png``, ``distinct_*.png``
-    The pictures, a set-up each (and a policy, where a set-up ran several).
+    Pictures per set-up (and per policy, if a set-up ran several).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import result_folder
-from eldr_sim.validation.live.calibrated import Calibrated, read_calibration
-from eldr_sim.validation.live.compare import Comparison, compare_runs
-from eldr_sim.validation.live.recording import LiveRun, LoadInfo, read_live_run
-from eldr_sim.validation.live.replay import Replayed, replay_run
+from eldr_sim.validation.live.comparison import LiveComparison, compare_runs
+from eldr_sim.validation.live.engine_calibration import EngineCalibration, read_calibration
+from eldr_sim.validation.live.live_run import LiveRun, LoadInfo, read_live_run
 from eldr_sim.validation.live.report_figures import POLICIES, SETUPS, report_document
 from eldr_sim.validation.live.report_pictures import draw_pictures
 from eldr_sim.validation.live.report_text import markdown
+from eldr_sim.validation.live.simulated_run import SimulatedRun, simulate_run
 
 __all__ = ["read_campaign", "write_report"]
 
@@ -55,9 +55,9 @@ def write_report(
     Parameters
     ----------
     campaign
-        Folder of ``runs/*/`` (:mod:`~.recording`) and, for every set-up among them,
-        ``calibration/SETUP/`` (:mod:`~.calibrated`), there with ``artifact.npz``, ELDR's offline
-        fit, where its policies ran.
+        Folder of ``runs/*/`` (:mod:`~.live_run`) and, for each of their set-ups,
+        ``calibration/SETUP/`` (:mod:`~.engine_calibration`), with ELDR's offline fit
+        ``artifact.npz`` if its policy ran.
     out
         Folder to make.
     force
@@ -68,13 +68,13 @@ def write_report(
     Returns
     -------
     dict
-        What ``comparison.json`` holds.
+        Content of ``comparison.json``.
 
     Raises
     ------
     InputError
-        The campaign is not whole, its runs are not of one model, build and machine, or ``out``
-        cannot be written.
+        If the campaign is incomplete, its runs differ in model, build or machine, or ``out`` cannot
+        be written.
     """
     with result_folder(out, force, "comparison.json") as folder:
         runs, calibrated = read_campaign(campaign)
@@ -96,13 +96,13 @@ def write_report(
     return document
 
 
-def read_campaign(campaign: Path) -> tuple[list[LiveRun], dict[str, Calibrated]]:
+def read_campaign(campaign: Path) -> tuple[list[LiveRun], dict[str, EngineCalibration]]:
     """Return the runs of a campaign, in the order of the report, and the set-ups' calibrations.
 
     Raises
     ------
     InputError
-        The campaign is not whole, or its runs are not of one model, build and machine.
+        If the campaign is incomplete, or its runs differ in model, build or machine.
     """
     folders = sorted(path.parent for path in campaign.glob("runs/*/run.json"))
     if not folders:
@@ -116,19 +116,19 @@ def read_campaign(campaign: Path) -> tuple[list[LiveRun], dict[str, Calibrated]]
 def _compared(
     campaign: Path,
     runs: Sequence[LiveRun],
-    calibrated: Mapping[str, Calibrated],
+    calibrated: Mapping[str, EngineCalibration],
     progress: Callable[[float], None],
-) -> Comparison:
+) -> LiveComparison:
     """Simulate and compare the runs, each set-up with its own calibration."""
     done = 0
 
-    def pairs(setup: str) -> Iterator[tuple[LiveRun, Replayed]]:
+    def pairs(setup: str) -> Iterator[tuple[LiveRun, SimulatedRun]]:
         nonlocal done
         artifact = campaign / "calibration" / setup / "artifact.npz"
         for run in runs:
             if run.info.setup == setup:
                 fit = artifact if artifact.exists() else None
-                yield run, replay_run(run, calibrated[setup], fit)
+                yield run, simulate_run(run, calibrated[setup], fit)
                 done += 1
                 progress(0.9 * done / len(runs))
 
@@ -140,11 +140,11 @@ def _compared(
         pa.concat_tables([getattr(each, name) for each in found], promote_options="permissive")
         for name in ("steps", "requests", "gaps")
     )
-    return Comparison(summary, *tables)
+    return LiveComparison(summary, *tables)
 
 
 def _place(run: LiveRun) -> tuple[Any, ...]:
-    """Where a run stands: known set-ups and policies first, loads by their rate."""
+    """Return the sort key of a run: known set-ups and policies first, loads by rate."""
     info, load = run.info, run.info.load
 
     def rank(name: str, known: tuple[str, ...]) -> tuple[int, str]:
@@ -155,7 +155,7 @@ def _place(run: LiveRun) -> tuple[Any, ...]:
 
 
 def _check(runs: Sequence[LiveRun]) -> None:
-    """Raise InputError unless the runs are of one campaign."""
+    """Raise InputError unless the runs belong to one campaign."""
     first = runs[0].info
     loads: dict[tuple[str, str], LoadInfo] = {}
     engines: Row = {}
@@ -194,7 +194,7 @@ def _significant(value: Any) -> Any:
 
 
 def _json(value: Any, indent: str = "") -> str:
-    """JSON with a line for each row of a table."""
+    """Return JSON with a line per table row."""
     inner = indent + "  "
     if isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
         items = [f"{json.dumps(key)}: {_json(item, inner)}" for key, item in value.items()]

@@ -1,4 +1,4 @@
-"""Figures of a report: which goals are met, what misses them, what policies differ by."""
+"""Figures of a report: goals met and missed, causes, and differences between policies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from eldr_sim.validation.live.calibrated import Calibrated
-from eldr_sim.validation.live.compare import Comparison
-from eldr_sim.validation.live.recording import LiveRun
+from eldr_sim.planning.intervals import mean_known
+from eldr_sim.validation.live.comparison import LiveComparison
+from eldr_sim.validation.live.engine_calibration import EngineCalibration
+from eldr_sim.validation.live.live_run import LiveRun
 
-__all__ = ["GOALS", "PARTS", "POLICIES", "SETUPS", "mean", "report_document"]
+__all__ = ["GOALS", "PARTS", "POLICIES", "SETUPS", "report_document"]
 
 Row = dict[str, Any]
 
@@ -28,25 +29,25 @@ GOALS = {
     "tpot p99": 5.0,
     "ttft p50": 10.0,
 }
-"""Largest error of each figure, %; latencies may also stay within the live noise floor."""
+"""Largest error of each figure, %; an error within the live noise floor also passes."""
 PARTS = ("moe", "attention", "rest")
-"""Of a step."""
+"""Parts of a step."""
 _LOADS, _REPEATS, _BATCH = 4, 3, 16  # of a full campaign: loads, repeats, decode batch reached
 
 
 def report_document(
-    runs: Sequence[LiveRun], calibrated: Mapping[str, Calibrated], compared: Comparison
+    runs: Sequence[LiveRun], calibrated: Mapping[str, EngineCalibration], compared: LiveComparison
 ) -> Row:
-    """Return what ``comparison.json`` holds, pictures apart.
+    """Return the content of ``comparison.json``, without pictures.
 
     Parameters
     ----------
     runs
         The recorded runs, in the order of the report.
     calibrated
-        What those of each set-up were simulated with.
+        Calibration of each set-up.
     compared
-        Of :func:`~.compare.compare_runs` on the runs of each set-up.
+        Result of :func:`~.comparison.compare_runs` on the runs of each set-up.
     """
     summary = compared.summary
     infos = [run.info for run in runs]
@@ -76,7 +77,7 @@ def report_document(
     }
 
 
-def _calibration(calibrated: Calibrated) -> Row:
+def _calibration(calibrated: EngineCalibration) -> Row:
     tables = [
         {
             "kind": table.metadata.kind,
@@ -92,7 +93,7 @@ def _calibration(calibrated: Calibrated) -> Row:
 
 
 def _of_loads(rows: Iterable[Row]) -> list[Row]:
-    """Rows of a load, mean over its repeats."""
+    """Return the rows of loads, means over their repeats."""
     return [row for row in rows if row["load"] is not None and row["repeat"] is None]
 
 
@@ -113,7 +114,7 @@ def _verdict(error: float | None, noise: float | None, goal: float | None) -> st
 
 
 def _decode_steps(setup: str, summary: Row, component: str, group: str) -> Row | None:
-    """Open-loop errors of the steps of a set-up's decode or co-located engines."""
+    """Return the open-loop step errors of a set-up's decode or co-located engines."""
     found = [
         row
         for row in summary["steps"]
@@ -124,7 +125,7 @@ def _decode_steps(setup: str, summary: Row, component: str, group: str) -> Row |
 
 
 def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
-    """A row a goal: the worst load decides."""
+    """Return a row per goal; the worst load decides."""
     rows: list[Row] = []
     for figure, goal in GOALS.items():
         row: Row = {"setup": setup, "figure": figure, "goal_percent": goal}
@@ -152,7 +153,7 @@ def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
                 mine, key=lambda each: (order.index(each["verdict"]), each["abs_error_percent"])
             )
             row |= {
-                "error_percent": mean(each["abs_error_percent"] for each in mine),
+                "error_percent": mean_known(each["abs_error_percent"] for each in mine),
                 "worst_percent": worst["abs_error_percent"],
                 "worst_load": worst["load"],
                 "worst_policy": worst["policy"],
@@ -165,8 +166,8 @@ def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
     return rows
 
 
-def _missed(setup: str, paired: Sequence[Row], compared: Comparison) -> list[Row]:
-    """Goals that are missed, with the component that differs most."""
+def _missed(setup: str, paired: Sequence[Row], compared: LiveComparison) -> list[Row]:
+    """Return the missed goals, with the component that differs most."""
     summary = compared.summary
     rows: list[Row] = []
     for row in _headline(setup, [], summary):
@@ -191,13 +192,13 @@ def _missed(setup: str, paired: Sequence[Row], compared: Comparison) -> list[Row
                 missed[f"{key}_step_bias_percent"] = steps and steps["bias_percent"]
             runs = [r for r in summary["runs"] if names.items() <= r.items()]
             for key in ("mean_batch", "simulated_mean_batch"):
-                missed[key] = mean(run[key] for run in runs)
+                missed[key] = mean_known(run[key] for run in runs)
         rows.append(missed)
     return rows
 
 
 def _step_cause(steps: pa.Table, setup: str, statistic: str) -> Row:
-    """Part of decode-only steps that differs most, over all of them or the worst tenth (p90)."""
+    """Return the part of decode-only steps that differs most, in all or the worst tenth (p90)."""
     frame = steps.to_pandas()
     frame = frame[(frame.setup == setup) & (frame.kind == "decode")]
     if statistic == "p90":
@@ -220,7 +221,7 @@ def _step_cause(steps: pa.Table, setup: str, statistic: str) -> Row:
 
 
 def _largest(summary: Row, names: Row, metric: str) -> Row:
-    """Component of TTFT, or of the time after the first token, that differs most in a load."""
+    """Return the component of TTFT, or of the later time, that differs most in a load."""
     parts: dict[str, dict[str, Row]] = {"ttft": {}, "e2el": {}}
     for row in summary["components"]:
         if names.items() <= row.items() and row["repeat"] is None and row["component"] != "sum":
@@ -235,9 +236,9 @@ def _largest(summary: Row, names: Row, metric: str) -> Row:
 
 
 def _policies(paired: Sequence[Row]) -> list[Row]:
-    """Difference of each policy from round-robin, live and simulated; a row a load and figure.
+    """Return the differences of policies from round-robin, a row per load and figure.
 
-    The noise floor of a difference is the larger one of the two policies.
+    The noise floor of a difference is the larger of the two policies'.
     """
     at = {(r["setup"], r["load"], r["metric"], r["statistic"], r["policy"]): r for r in paired}
     rows: list[Row] = []
@@ -268,7 +269,7 @@ def _change(value: float | None, base: float | None) -> float | None:
 
 
 def _not_run(runs: Sequence[Row]) -> dict[str, list[str]]:
-    """What a full campaign has and this one lacks, by set-up; a whole set-up is ``not run``."""
+    """Return what this campaign lacks of a full one, by set-up."""
     lacking = {name: ["not run"] for name in SETUPS if all(run["setup"] != name for run in runs)}
     for setup in dict.fromkeys(run["setup"] for run in runs):
         mine = [run for run in runs if run["setup"] == setup]
@@ -292,9 +293,3 @@ def _not_run(runs: Sequence[Row]) -> dict[str, list[str]]:
         if lines:
             lacking[setup] = lines
     return lacking
-
-
-def mean(values: Iterable[float]) -> float | None:
-    """Return the mean; None of nothing."""
-    found = list(values)
-    return sum(found) / len(found) if found else None

@@ -1,7 +1,7 @@
-"""Pictures of a report as PNG: live runs beside their simulation.
+"""Pictures of a report as PNG: live runs and their simulations.
 
-Blue is live, orange simulated; batches and loads are shades of ``cividis``, which readers with any
-colour vision can order.
+Blue is live, orange simulated; batches and loads are shades of ``cividis``, which is readable with
+any colour vision.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from eldr_sim.validation.live.calibrated import Calibrated, model_of
-from eldr_sim.validation.live.compare import Comparison
-from eldr_sim.validation.live.recording import LiveRun
-from eldr_sim.validation.live.report_figures import mean
+from eldr_sim.planning.intervals import mean_known
+from eldr_sim.validation.live.comparison import LiveComparison
+from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
+from eldr_sim.validation.live.live_run import LiveRun
 
 __all__ = ["draw_pictures"]
 
@@ -37,23 +37,23 @@ _MOST_POINTS = 1500  # of a scatter; more hide each other and make the file larg
 def draw_pictures(
     folder: Path,
     runs: Sequence[LiveRun],
-    calibrated: Mapping[str, Calibrated],
-    compared: Comparison,
+    calibrated: Mapping[str, EngineCalibration],
+    compared: LiveComparison,
 ) -> list[Row]:
     """Draw all pictures into a folder.
 
     Parameters
     ----------
     folder
-        Where the PNG files go.
+        Folder of the PNG files.
     runs, calibrated, compared
-        The runs of a campaign, their set-ups' calibrations, and what was made of them.
+        Runs of a campaign, calibrations of their set-ups, and their comparison.
 
     Returns
     -------
     list of dict
-        Of each picture its ``file``, ``kind`` (``cdf``, ``components``, ``steps`` or ``distinct``),
-        ``setup``, and ``of``, the set-up with the policy where there are several.
+        ``file``, ``kind`` (``cdf``, ``components``, ``steps`` or ``distinct``), ``setup``, and
+        ``of`` (the set-up, with the policy if there are several) of each picture.
     """
     drawn: list[Row] = []
 
@@ -100,7 +100,7 @@ def draw_pictures(
 
 
 def _save(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
-    """Draw a figure of ``size`` inches; write a PNG of 128 colours, coarser where it is large."""
+    """Draw a figure of ``size`` inches; write a PNG of 128 colours, coarser if it is large."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image
@@ -120,7 +120,7 @@ def _save(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) ->
 
 
 def _cdfs(figure: Any, loads: Sequence[tuple[str, pd.DataFrame]]) -> None:
-    """Draw the share of requests up to a latency: a row a load, a column a metric."""
+    """Draw CDFs of latencies: a row per load, a column per metric."""
     grid = figure.subplots(len(loads), len(_METRICS), squeeze=False, sharey=True)
     for row, (load, requests) in zip(grid, loads, strict=True):
         for axes, metric in zip(row, _METRICS, strict=True):
@@ -147,9 +147,9 @@ def _cdfs(figure: Any, loads: Sequence[tuple[str, pd.DataFrame]]) -> None:
 
 
 def _steps(figure: Any, kinds: Sequence[tuple[str, pd.DataFrame, str, str]]) -> None:
-    """Draw predicted against measured step time, below it the error; a column a kind of step.
+    """Draw predicted against measured step time, and the error below; a column per kind of step.
 
-    A kind is its title, its steps, the column that gives the colour, and what that counts.
+    A kind is (title, steps, column of the colour, label of the colour).
     """
     grid = figure.subplots(2, len(kinds), squeeze=False, height_ratios=(3, 2), sharex="col")
     for (above, below), (title, steps, size, size_name) in zip(grid.T, kinds, strict=True):
@@ -185,10 +185,10 @@ def _steps(figure: Any, kinds: Sequence[tuple[str, pd.DataFrame, str, str]]) -> 
 
 
 def _components(figure: Any, rows: Sequence[Row]) -> None:
-    """Draw the error of each component, a panel a component and a bar a load.
+    """Draw the error of each component: a panel per component, a bar per load.
 
-    Whiskers at the end of a bar are the noise floor, the mean distance of two live repeats: one
-    that reaches zero leaves nothing to explain.
+    Whiskers are the noise floor, the mean distance of two live repeats: a bar whose whisker reaches
+    zero is within it.
     """
     loads = list(dict.fromkeys(row["load"] for row in rows))
     rows = [row for row in rows if row["difference_ms"] is not None]
@@ -207,7 +207,7 @@ def _components(figure: Any, rows: Sequence[Row]) -> None:
             if (r["load"], r["component"]) == (row["load"], row["component"])
             and r["repeat"] is not None
         ]
-        noise = mean(abs(a - b) for a, b in combinations(live, 2))
+        noise = mean_known(abs(a - b) for a, b in combinations(live, 2))
         if noise is not None:
             axes.errorbar(i, row["difference_ms"], yerr=noise, color="C1", capsize=3)
     for name, axes in panels.items():
@@ -222,10 +222,7 @@ def _components(figure: Any, rows: Sequence[Row]) -> None:
 
 
 def _batches(runs: Sequence[LiveRun], steps: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
-    """Return some batches, each with the steps that only decode, and their distinct experts.
-
-    The batches are powers of two with steps enough, the largest ones.
-    """
+    """Return the largest power-of-two batches with enough decode-only steps, with those steps."""
     parts = []
     for run in runs:
         info = run.info
@@ -247,9 +244,9 @@ def _distinct(
     figure: Any,
     batches: Sequence[tuple[int, pd.DataFrame]],
     run: LiveRun,
-    calibrated: Calibrated,
+    calibrated: EngineCalibration,
 ) -> None:
-    """Draw decode step time against distinct experts, live points over the calibrated curve."""
+    """Draw decode step time against distinct experts: live points over calibrated curves."""
     model = model_of(run.info.model)
     engine = next(e for e in run.info.engines if e.role != "prefill")
     step_time = calibrated.step_time(model, engine, run.info.max_model_len)
@@ -285,7 +282,7 @@ def _plain_numbers(axis: Any, ratio: float) -> None:
 
 
 def _thinned(count: int, most: int = _MOST_POINTS) -> NDArray[np.intp]:
-    """Pick at most ``most`` of ``count`` points, evenly; the same ones every time."""
+    """Return at most ``most`` of ``count`` indices, evenly spaced."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.intp))
 
 

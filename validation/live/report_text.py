@@ -1,6 +1,6 @@
-"""The report of a campaign as Markdown, made from ``comparison.json`` and nothing else.
+"""Report of a campaign as Markdown, made from ``comparison.json`` alone.
 
-The text is ``templates/report.md``; here are the filters that it uses.
+The text is ``templates/report.md``; this module has its filters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from eldr_sim.validation.live.milestones import COMPONENTS
+from eldr_sim.validation.live.timestamps import COMPONENTS
 
 __all__ = ["headline_table", "markdown"]
 
@@ -31,7 +31,7 @@ def markdown(document: Row) -> str:
     Parameters
     ----------
     document
-        What ``comparison.json`` holds (:mod:`~.report`).
+        Content of ``comparison.json`` (:mod:`~.report`).
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

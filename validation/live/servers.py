@@ -1,4 +1,4 @@
-"""vLLM engines as child processes: started, pinned to a core, watched, stopped."""
+"""vLLM engines as child processes: start, pinning to a core, health, stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.capture.vllm_plugin import ENVIRONMENT_VARIABLE as CAPTURE_VARIABLE
 from eldr_sim.validation.live.plugin import TIMING_VARIABLE
 
-__all__ = ["Engine", "EngineOptions", "answers", "free_port", "require_vllm"]
+__all__ = ["EngineOptions", "EngineProcess", "answers", "free_port", "require_vllm"]
 
 _START_LIMIT_S = 900.0
 _STOP_LIMIT_S = 60.0
@@ -30,7 +30,7 @@ _KV_LEASE_S = 1800  # longer than any run: decode may come long after prefill
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What all engines of a set-up have in common."""
+    """Options shared by all engines of a set-up."""
 
     model: str
     max_model_len: int
@@ -40,13 +40,13 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     block_size: int | None = None
     kv_cache_gib: int = 1
-    """Memory of the KV cache of an engine on a CPU."""
+    """Memory of the KV cache of an engine on a CPU, GiB."""
     extra: tuple[str, ...] = ()
     """Further arguments of ``vllm serve``."""
 
 
 @dataclass
-class Engine:
+class EngineProcess:
     """``vllm serve`` with the plug-ins, as a context manager.
 
     Parameters
@@ -54,20 +54,20 @@ class Engine:
     options
         The model and the engine's size.
     name, role
-        Its name in logs, and what it computes.
+        Name in logs; role in the set-up.
     log
-        Folder for its logs; made anew.
+        Folder for logs; made if missing.
     core
         CPU core of the model's compute thread; None on a GPU.
     host_core
-        CPU core of everything else, so that it does not slow the compute thread down.
+        CPU core of all other threads, so that they do not slow down the compute thread.
     devices
         GPUs of the engine.
 
     Raises
     ------
     InputError
-        vLLM is not installed, or it does not start.
+        If vLLM is not installed or does not start.
     """
 
     options: EngineOptions
@@ -80,13 +80,13 @@ class Engine:
     url: str = ""
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> EngineProcess:
         self.start()
         self.wait()
         return self
 
     def start(self) -> None:
-        """Start the process; several can load at the same time."""
+        """Start the process without waiting, so that several engines load at the same time."""
         require_vllm()
         port, side = free_port(), free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -144,7 +144,7 @@ class Engine:
         return self.log / "vllm.log"
 
     def _last_error(self) -> str:
-        """Return the last line of its output that says what went wrong."""
+        """Return the last error line of the output."""
         try:
             lines = self._output.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
@@ -199,7 +199,7 @@ class Engine:
         return variables
 
     def _pin(self, core: int) -> None:
-        """Move every thread to a core but those that compute."""
+        """Pin all threads except the compute threads to a core."""
         assert self._process is not None
         for process in _descendants(self._process.pid):
             name = Path(f"/proc/{process}/comm").read_text(encoding="utf-8")
@@ -213,7 +213,7 @@ class Engine:
 
 
 def require_vllm() -> None:
-    """Raise InputError where vLLM is not installed."""
+    """Raise InputError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
             "vllm", "vLLM is not installed in this environment", "pip install vllm, or docs/live.md"
@@ -221,7 +221,7 @@ def require_vllm() -> None:
 
 
 def answers(url: str, process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Wait until a server answers; False where its process ends or the time is up before."""
+    """Wait until a server answers; return False if its process ends or the time is up first."""
     deadline = time.monotonic() + limit_s
     while process.poll() is None and time.monotonic() <= deadline:
         try:
@@ -233,7 +233,7 @@ def answers(url: str, process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody uses."""
+    """Return a free TCP port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

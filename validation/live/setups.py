@@ -1,4 +1,4 @@
-"""The set-ups of a live validation: which engines run, on which cores, behind what."""
+"""Set-ups of a live validation: engines, their cores, and the proxy in front of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from eldr_sim.errors import InputError
-from eldr_sim.validation.live.servers import Engine, EngineOptions, answers, free_port
+from eldr_sim.validation.live.servers import EngineOptions, EngineProcess, answers, free_port
 
-__all__ = ["SETUPS", "Endpoint", "Setup", "existing", "start_proxy", "started"]
+__all__ = ["SETUPS", "Endpoint", "Setup", "existing_setup", "start_proxy", "started_setup"]
 
 Role = Literal["prefill", "decode", "colocated"]
 
@@ -26,10 +26,10 @@ SETUPS: dict[str, tuple[tuple[str, Role], ...]] = {
 }
 """Engines by the name of the set-up: name and role, prefill engines first."""
 
-#: Cores of a machine without GPUs by set-up and engine: of the compute thread, and of all else of
-#: the engine. A lone engine has a core for its model. Where engines run side by side, each shares
-#: its core with its own front end, which works while the model waits. Client and proxy are on the
-#: first core, but before two decode engines one is on each.
+#: Cores on a machine without GPUs, by set-up and engine: (compute thread, all other threads). A
+#: lone engine has a core for its model. Of several engines each shares a core with its own front
+#: end, which works while the model waits. Client and proxy share the first core; with two decode
+#: engines the proxy is on the second.
 _CORES = {
     "colocated": {"engine0": (1, 0)},
     "1P1D": {"prefill0": (0, 0), "decode0": (1, 1)},
@@ -41,16 +41,16 @@ _PROXY_LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An engine that runs.
+    """A running engine.
 
     Attributes
     ----------
     name, role
         As in the set-up.
     url
-        Where it answers.
+        Base URL.
     log
-        What ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` name in it.
+        Folder that ``ELDR_SIM_TIMING`` and ``ELDR_SIM_CAPTURE`` name in its environment.
     """
 
     name: str
@@ -61,25 +61,25 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Setup:
-    """A set-up that runs.
+    """A running set-up.
 
     Attributes
     ----------
     name
-        Such as ``1P1D``.
+        Name such as ``1P1D``.
     endpoints
-        Prefill engines first.
+        Engines, prefill engines first.
     folder
-        For logs of proxies.
+        Folder for the logs of proxies.
     client_core
-        Where client and proxy run on a machine without GPUs; None leaves it to the system.
+        Core of client and proxy on a machine without GPUs; None does not pin them.
     """
 
     name: str
     endpoints: tuple[Endpoint, ...]
     folder: Path
     client_core: int | None = None
-    _engines: list[Engine] = field(default_factory=list, repr=False)
+    _engines: list[EngineProcess] = field(default_factory=list, repr=False)
 
     @property
     def prefill(self) -> list[Endpoint]:
@@ -93,35 +93,34 @@ class Setup:
 
     @property
     def prefilled(self) -> bool:
-        """Whether prompts are computed ahead: prefill would share a core with a decode engine."""
+        """Whether prompts are computed before a run: prefill would share a decode engine's core."""
         return self.client_core is not None and bool(self.prefill) and len(self.decode) > 1
 
     def check_alive(self) -> None:
-        """Raise InputError if one of the engines started here has ended."""
+        """Raise InputError if an engine started here has ended."""
         for engine in self._engines:
             engine.check_alive()
 
 
 @contextmanager
-def started(name: str, options: EngineOptions, folder: Path, *, gpu: bool) -> Iterator[Setup]:
-    """Start the engines of a set-up, and stop them at the end.
+def started_setup(name: str, options: EngineOptions, folder: Path, *, gpu: bool) -> Iterator[Setup]:
+    """Start the engines of a set-up, and stop them at the end of the block.
 
     Parameters
     ----------
     name
-        Of :data:`SETUPS`.
+        Name in :data:`SETUPS`.
     options
-        The engines' model and size.
+        Model and size of the engines.
     folder
-        For the engines' logs.
+        Folder for the engines' logs.
     gpu
-        Whether engines run on GPUs, one after the other in the order of CUDA_VISIBLE_DEVICES;
-        else on the cores of the CPU.
+        Whether engines run on GPUs, in the order of CUDA_VISIBLE_DEVICES; else on CPU cores.
 
     Raises
     ------
     InputError
-        An engine does not start.
+        If an engine does not start.
     """
     cores = _CORES[name]
     engines = []
@@ -130,7 +129,7 @@ def started(name: str, options: EngineOptions, folder: Path, *, gpu: bool) -> It
         size = options.tensor_parallel_size
         devices = range(i * size, (i + 1) * size) if gpu else ()
         engines.append(
-            Engine(options, label, role, folder / label, core, host_core, tuple(devices))
+            EngineProcess(options, label, role, folder / label, core, host_core, tuple(devices))
         )
     with ExitStack() as stack:
         for engine in engines:
@@ -142,15 +141,15 @@ def started(name: str, options: EngineOptions, folder: Path, *, gpu: bool) -> It
         yield Setup(name, points, folder, None if gpu else 0, engines)
 
 
-def existing(
+def existing_setup(
     folder: Path, prefill: Sequence[tuple[str, Path]], decode: Sequence[tuple[str, Path]]
 ) -> Setup:
-    """Take engines that somebody else has started on this machine.
+    """Return a set-up of engines that already run on this machine.
 
     Parameters
     ----------
     folder
-        For logs of proxies.
+        Folder for the logs of proxies.
     prefill, decode
         URL and log folder of each engine; without prefill engines the others are co-located.
     """
@@ -166,12 +165,12 @@ def existing(
 def start_proxy(
     setup: Setup, policy: str, log: Path, artifact: Path | None = None, seed: int = 0
 ) -> Iterator[str]:
-    """Run the proxy in front of a set-up and yield its URL; a lone engine needs none.
+    """Run the proxy in front of a set-up and yield its URL; for a lone engine, yield the engine's.
 
     Raises
     ------
     InputError
-        The proxy does not start.
+        If the proxy does not start.
     """
     if len(setup.endpoints) == 1:
         yield setup.endpoints[0].url

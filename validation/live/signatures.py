@@ -1,4 +1,4 @@
-"""Expert signatures of live requests, read from the capture log while the engine writes it."""
+"""Expert signatures of live requests, read from the capture log as the engine writes it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["SignatureReader"]
 
 
 class SignatureReader:
-    """Gives the prefill counts of requests that prefill engines have just computed.
+    """Reader of the prefill counts of requests that prefill engines have just computed.
 
-    An engine logs a step before it answers (`traces.capture.step_log`), so that the rows of a
-    prompt are on disk when its answer is there.
+    An engine logs a step before it answers (`traces.capture.step_log`), so the rows of a prompt are
+    on disk when the answer arrives.
 
     Parameters
     ----------
     folders
-        What ``ELDR_SIM_CAPTURE`` names in the prefill engines. Decode engines write into other
-        folders: what they log would be kept here for nothing.
+        Folders that ``ELDR_SIM_CAPTURE`` names in the prefill engines. Decode engines must use
+        other folders, or their logs would be kept in memory.
     """
 
     def __init__(self, folders: Sequence[str | os.PathLike[str]]) -> None:
@@ -34,22 +34,22 @@ class SignatureReader:
         self._gathered = Gathered()
 
     def counts(self, request_id: str) -> NDArray[np.uint32]:
-        """Return how often each expert was chosen by the tokens of a prompt, and forget it.
+        """Return how often the tokens of a prompt chose each expert, and drop the prompt's rows.
 
         Parameters
         ----------
         request_id
-            What the client sent as ``X-Request-Id``.
+            ``X-Request-Id`` sent by the client.
 
         Returns
         -------
         counts
-            uint32 ``[layers, experts]``, of the layers that have a gate.
+            uint32 ``[layers, experts]``, layers with a gate only.
 
         Raises
         ------
         InputError
-            If the log does not have the whole prompt.
+            If the log lacks tokens of the prompt.
         """
         self._read_on()
         name = self._logged_name(request_id)

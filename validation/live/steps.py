@@ -1,8 +1,7 @@
-"""Single steps: how long the engines took, and what the simulator's tables say of the same step.
+"""Engine steps: measured duration, and the duration that the simulator predicts for the same step.
 
-A step is known by its composition: which tokens of which requests it computed. The distinct experts
-that those select, and the time that they should take, follow from it through the simulator's own
-code and tables.
+A step is described by its composition: the tokens of each request that it computed. Its distinct
+experts and its predicted time follow from the composition by the simulator's own code and tables.
 """
 
 from __future__ import annotations
@@ -18,39 +17,39 @@ from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.simulator.expert_union import add_prompt, count_experts, union_rows
 from eldr_sim.simulator.replay import make_replay, prompt_rows
 from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.validation.live.recording import LiveRun
+from eldr_sim.validation.live.live_run import LiveRun
 
 __all__ = ["Composition", "Prediction", "StepUnions", "compositions", "durations", "predict"]
 
 
 @dataclass(frozen=True)
 class Composition:
-    """What a step computed.
+    """Tokens that a step computed.
 
     Attributes
     ----------
-    seats
-        (request, context) of each request that gets its next token: context counts the tokens
-        that this one attends to, itself included.
+    running
+        (request, context) of each sequence that samples a token; context counts the tokens that
+        this token attends to, itself included.
     chunks
         (request, start, stop) of all other tokens.
     members
-        {(request, first token, tokens)}: equal for equal steps.
+        {(request, first token, tokens)}; equal for equal steps.
     """
 
-    seats: tuple[tuple[int, int], ...]
+    running: tuple[tuple[int, int], ...]
     chunks: tuple[tuple[int, int, int], ...]
     members: frozenset[tuple[int, int, int]]
 
     @property
     def tokens(self) -> int:
         """Tokens of the step."""
-        return len(self.seats) + sum(stop - start for _, start, stop in self.chunks)
+        return len(self.running) + sum(stop - start for _, start, stop in self.chunks)
 
     @property
     def context(self) -> int:
-        """Tokens that those in seats attend to, summed up."""
-        return sum(context for _, context in self.seats)
+        """Context tokens of all sampling sequences."""
+        return sum(context for _, context in self.running)
 
 
 def compositions(
@@ -58,40 +57,40 @@ def compositions(
     prompt_len: NDArray[np.integer],
     prefills: Iterable[bool],
 ) -> list[Composition]:
-    """Return what steps computed.
+    """Return the compositions of steps.
 
     Parameters
     ----------
     steps
         Requests, first tokens and numbers of tokens of each step.
     prompt_len
-        Of all requests.
+        Prompt tokens of all requests.
     prefills
-        Of each step, whether a prefill engine ran it: there nothing is a seat.
+        Whether a prefill engine ran the step: there all tokens count as chunks.
     """
     found = []
     lengths = prompt_len.tolist()
     for (requests, positions, tokens), all_prompts in zip(steps, prefills, strict=True):
-        seats, chunks, members = [], [], []
+        running, chunks, members = [], [], []
         for request, start, n in zip(requests, positions, tokens, strict=True):
             stop = start + n
             members.append((request, start, n))
             if stop >= lengths[request] and not all_prompts:
-                seats.append((request, stop))
+                running.append((request, stop))
                 stop -= 1
             if stop > start:
                 chunks.append((request, start, stop))
-        found.append(Composition(tuple(seats), tuple(chunks), frozenset(members)))
+        found.append(Composition(tuple(running), tuple(chunks), frozenset(members)))
     return found
 
 
 class StepUnions:
-    """Distinct experts of steps, from a trace's rows, as the simulator counts them.
+    """Counter of distinct experts of steps, from trace rows, by the simulator's own code.
 
     Parameters
     ----------
     trace
-        The run's own trace, with prompts.
+        The run's own routing trace, with prompts.
     """
 
     def __init__(self, trace: RoutingTrace) -> None:
@@ -106,7 +105,7 @@ class StepUnions:
     def distinct(self, step: Composition) -> NDArray[np.int64]:
         """Return the distinct experts of each MoE layer of a step."""
         first, union = self._decodes.first_row, self._union
-        rows = [first[request] + n - self._prompt_len[request] for request, n in step.seats]
+        rows = [first[request] + n - self._prompt_len[request] for request, n in step.running]
         for request, start, stop in step.chunks:
             again = range(max(start, self._prompt_len[request]), stop)  # generated tokens
             rows += [first[request] + at - self._prompt_len[request] + 1 for at in again]
@@ -121,7 +120,7 @@ class StepUnions:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step's parts."""
+    """Predicted time of the parts of a step, s."""
 
     moe_s: float
     attention_s: float
@@ -129,25 +128,25 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """Time of the whole step."""
         return self.moe_s + self.attention_s + self.rest_s
 
 
 def predict(
     step_time: StepTimeModel, step: Composition, distinct: NDArray[np.integer]
 ) -> Prediction:
-    """Return the time that the simulator gives a step of this composition.
+    """Predict the time of a step from its composition.
 
     Parameters
     ----------
     step_time
         Step times of the engine, with tables of mixed steps.
     step, distinct
-        The step, and its distinct experts in each MoE layer.
+        The step, and its distinct experts per MoE layer.
     """
     chunks = [(start, stop - start) for _, start, stop in step.chunks]
-    batch, seated = len(step.seats), {request for request, _ in step.seats}
-    rows = batch + sum(request not in seated for request, _, _ in step.chunks)
+    batch, sampled = len(step.running), {request for request, _ in step.running}
+    rows = batch + sum(request not in sampled for request, _, _ in step.chunks)
     parts = step_time.parts(batch, step.context, chunks, distinct.tolist(), rows)
     rest_s = parts.dense + parts.head + parts.collectives + parts.host
     return Prediction(parts.moe, parts.attention, rest_s)
@@ -156,19 +155,19 @@ def predict(
 def durations(
     run: LiveRun, steps: Sequence[Composition], queued_s: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return how long each step of a recording took, s.
+    """Return the duration of each step of a recording, s.
 
-    A step lasts until the next one of its engine begins, where the engine went on at once, else
-    until its own end. An engine goes on where a request of the step still has tokens to compute
-    there, or where one that the next step begins with was in the engine's queue before the end.
-    When a decode engine has the KV cache of a new request nobody sees; it does not count.
+    A step lasts until the engine's next step begins if the engine continued at once, else until its
+    own end. An engine continues if a request of the step has more tokens to compute there, or if a
+    new request of the next step was in its queue before the end. The arrival of a KV cache at a
+    decode engine is not observed and does not count.
 
     Parameters
     ----------
     run, steps
         The recording, and the compositions of its steps.
     queued_s
-        When each request was in the queue of the engine that computes its prompt, s.
+        Arrival of each request in the queue of the engine that computes its prompt, s.
     """
     roles = {engine.name: engine.role for engine in run.info.engines}
     prompt_len = run.requests["prompt_len"].to_numpy()

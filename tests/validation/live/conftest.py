@@ -13,9 +13,9 @@ import pytest
 from eldr_sim.kernel_profiles import tables
 from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.writer import write_trace
-from eldr_sim.validation.live.calibrated import Calibrated, CalibrationInfo
-from eldr_sim.validation.live.recording import REQUESTS, STEPS, LiveRun, RunInfo
-from eldr_sim.validation.live.replay import replay_run
+from eldr_sim.validation.live.engine_calibration import CalibrationInfo, EngineCalibration
+from eldr_sim.validation.live.live_run import REQUESTS, STEPS, LiveRun, RunInfo
+from eldr_sim.validation.live.simulated_run import simulate_run
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def live_calibration():
         transfer=TransferModel(1e-3, 1e-5, 1e8, "a formula"),
         seconds=1.0,
     )
-    return Calibrated(info, made)
+    return EngineCalibration(info, made)
 
 
 @pytest.fixture(scope="session")
@@ -185,7 +185,7 @@ def make_live_run(tmp_path_factory, live_calibration):
             }
         ).cast(REQUESTS)
         bare = LiveRun(info, requests, pa.table([[]] * len(STEPS), schema=STEPS), trace)
-        replayed = replay_run(bare, live_calibration, artifact)
+        replayed = simulate_run(bare, live_calibration, artifact)
         return _as_recorded(bare, replayed, live_calibration), replayed
 
     return make
@@ -193,7 +193,7 @@ def make_live_run(tmp_path_factory, live_calibration):
 
 def _as_recorded(run, replayed, calibrated):
     """Write a simulation down as a live run."""
-    moments, requests, trace = replayed.milestones, run.requests, run.trace
+    moments, requests, trace = replayed.timestamps, run.requests, run.trace
     prompt = requests["prompt_len"].to_numpy()
     columns = {name: requests[name] for name in REQUESTS.names}
     columns["engine"] = replayed.engine

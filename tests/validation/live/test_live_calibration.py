@@ -12,13 +12,13 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.capture.step_log import Header, StepLog
-from eldr_sim.validation.live.calibrated import CalibrationInfo, model_of
-from eldr_sim.validation.live.calibration import calibration_bursts, engine_tables, outside_times
+from eldr_sim.validation.live.calibrate import calibration_bursts, engine_tables, outside_times
+from eldr_sim.validation.live.engine_calibration import CalibrationInfo, model_of
 from eldr_sim.validation.live.engine_log import read_engine_log
-from eldr_sim.validation.live.model import domain_slices
+from eldr_sim.validation.live.live_run import REQUESTS
 from eldr_sim.validation.live.plugin import FORCED_LEVELS
-from eldr_sim.validation.live.record import steps_table
-from eldr_sim.validation.live.recording import REQUESTS
+from eldr_sim.validation.live.random_model import domain_slices
+from eldr_sim.validation.live.run_writer import steps_table
 
 LAYERS, EXPERTS, TOP_K = 3, 16, 2
 CONFIG = {
@@ -126,7 +126,7 @@ def calibration_log(tmp_path_factory):
     return read_engine_log(folder)
 
 
-def test_bursts_cover_seats_levels_and_budget():
+def test_bursts_cover_batches_levels_and_budget():
     bursts = calibration_bursts(24, 256, 1024)
     assert {b.requests for b in bursts if "decode-16-" in b.name} >= {1, 8, 24}
     assert all(b.prompt_len + b.output_len <= 1024 for b in bursts)

@@ -15,8 +15,8 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.traces.workload import draw_arrivals
 from eldr_sim.validation.live.client import send_load
+from eldr_sim.validation.live.live_run import REQUESTS, LoadInfo
 from eldr_sim.validation.live.load import make_load
-from eldr_sim.validation.live.recording import REQUESTS, LoadInfo
 
 DOMAINS = {"code": (4, 100), "math": (100, 250)}
 LIMITS = {"prompt_range": (4, 512), "output_range": (2, 64)}

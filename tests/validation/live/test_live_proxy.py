@@ -10,37 +10,19 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
-from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import PolicyContext, RequestInfo
-from eldr_sim.policies.signature import unit_rows
 from eldr_sim.traces.capture.step_log import Header, StepLog
 from eldr_sim.validation.live.client import prefill_ahead, send_load
+from eldr_sim.validation.live.live_run import LoadInfo
 from eldr_sim.validation.live.load import make_load
 from eldr_sim.validation.live.proxy import ProxyConfig, join_proxy_log, make_app, serve
-from eldr_sim.validation.live.recording import LoadInfo
 from eldr_sim.validation.live.router import Router
 from eldr_sim.validation.live.signals import parse_metrics
 from eldr_sim.validation.live.signatures import SignatureReader
 
+from ...random_artifact import random_artifact
+
 LAYERS, E, K = 2, 8, 2
-
-
-def make_artifact(n, seed=0):
-    rng = np.random.default_rng(seed)
-    return RoutingArtifact(
-        idf=rng.random((LAYERS, E)) + 0.1,
-        layer_order=np.arange(LAYERS),
-        rho=np.array([0.4, 0.5]),
-        n_kept=LAYERS,
-        centroids=unit_rows(rng.gamma(0.3, 1.0, (n, LAYERS * E))),
-        cluster_domains=np.ones((n, 1), np.int64),
-        cluster_activation=np.zeros((n, LAYERS, E), np.float32),
-        domains=("all",),
-        n_pairs=1,
-        cost=0.1,
-        seed=seed,
-        trace_checksum="",
-    )
 
 
 def chosen(tokens, seed=0):
@@ -89,7 +71,7 @@ def test_proxy_and_simulator_decide_alike(name, make_workload, make_cluster, run
     n, workers = 120, 3
 
     def policy():
-        artifact = make_artifact(workers)
+        artifact = random_artifact(workers, LAYERS, E)
         context = PolicyContext(workers, np.random.default_rng(5), artifact=artifact)
         return registry.decode_policy("eldr:tau=0.3" if name == "eldr" else name, context)
 
@@ -294,7 +276,7 @@ def test_router_of_colocated_engines(serve_app, tmp_path):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_eldr_gets_the_signatures_of_the_prefill_engine(serve_app, tmp_path, ahead):
     """Also where the prompts were computed before the load is sent."""
-    artifact = make_artifact(2)
+    artifact = random_artifact(2, LAYERS, E)
     artifact.save(tmp_path / "fit.npz")
     prefill = Engine("p", log=StepLog(tmp_path / "capture", header()))
     decodes = [Engine(f"d{i}") for i in range(2)]
@@ -429,7 +411,7 @@ def test_bodies_that_are_refused(serve_app, tmp_path):
 )
 def test_policies_that_cannot_be_used(tmp_path, monkeypatch, changes, message):
     pytest.importorskip("aiohttp", reason="pip install 'eldr-sim[live]'")
-    make_artifact(2).save(tmp_path / "fit.npz")
+    random_artifact(2, LAYERS, E).save(tmp_path / "fit.npz")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message):
         make_app(config(tmp_path, ["a", "b"], **changes))

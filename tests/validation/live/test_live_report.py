@@ -14,8 +14,8 @@ from PIL import Image
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.tables import LatencyTable
-from eldr_sim.validation.live.calibrated import write_calibration
-from eldr_sim.validation.live.recording import write_live_run
+from eldr_sim.validation.live.engine_calibration import write_calibration
+from eldr_sim.validation.live.live_run import write_live_run
 from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import markdown
 

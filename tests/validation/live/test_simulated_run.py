@@ -12,15 +12,15 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import fit
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.writer import write_trace
-from eldr_sim.validation.live.calibrated import (
-    Calibrated,
+from eldr_sim.validation.live.engine_calibration import (
+    EngineCalibration,
     model_of,
     read_calibration,
     write_calibration,
 )
-from eldr_sim.validation.live.milestones import live_milestones
-from eldr_sim.validation.live.recording import read_live_run, write_live_run
-from eldr_sim.validation.live.replay import check_run, replay_run
+from eldr_sim.validation.live.live_run import read_live_run, write_live_run
+from eldr_sim.validation.live.simulated_run import check_run, simulate_run
+from eldr_sim.validation.live.timestamps import live_timestamps
 
 SETUPS = ["colocated", "1P1D", "1P2D"]
 
@@ -80,7 +80,7 @@ def test_milestones_read_back_from_the_recording_are_those_simulated(
     make_live_run, live_calibration, setup
 ):
     run, replayed = make_live_run(setup, rate=200.0)
-    live, simulated = live_milestones(run, live_calibration.info), replayed.milestones
+    live, simulated = live_timestamps(run, live_calibration.info), replayed.timestamps
     for name, moments in vars(simulated).items():
         if name == "token_s":
             assert all(map(np.array_equal, moments, live.token_s))
@@ -93,7 +93,7 @@ def test_milestones_read_back_from_the_recording_are_those_simulated(
 
 def test_one_request_takes_the_times_of_its_way(make_live_run, live_calibration):
     run, replayed = make_live_run("1P1D", n=3, rate=0.1)
-    info, moments = live_calibration.info, replayed.milestones
+    info, moments = live_calibration.info, replayed.timestamps
     prompt = run.requests["prompt_len"].to_numpy()
     np.testing.assert_allclose(moments.queued_s - moments.sent_s, 2e-3 + 1e-5 * prompt)
     np.testing.assert_allclose(moments.handed_s - moments.prefill_end_s, 4e-3 + 2e-5 * prompt)
@@ -136,7 +136,7 @@ def test_a_recording_and_a_calibration_survive_the_disk(make_live_run, live_cali
     write_live_run(tmp_path / "run", run.info, run.requests, run.steps)
     (tmp_path / "run" / "trace").symlink_to(run.trace.path)
     write_calibration(tmp_path, live_calibration.info, live_calibration.tables)
-    again = replay_run(read_live_run(tmp_path / "run"), read_calibration(tmp_path))
+    again = simulate_run(read_live_run(tmp_path / "run"), read_calibration(tmp_path))
     assert again.steps == replayed.steps
 
 
@@ -156,12 +156,12 @@ def test_what_does_not_fit_is_refused(make_live_run, live_calibration, tmp_path)
     for kind in ("moe", "engine_step"):
         some = [t for t in live_calibration.tables if t.metadata.kind != kind]
         with pytest.raises(InputError, match=f"no table of this model for {kind}"):
-            replay_run(run, Calibrated(live_calibration.info, some))
+            simulate_run(run, EngineCalibration(live_calibration.info, some))
     run, _ = make_live_run("1P1D", rate=5000.0)
     engines = [e.model_copy(update={"n_blocks": 30}) for e in run.info.engines]
     small = replace(run, info=run.info.model_copy(update={"engines": engines}))
     with pytest.raises(InputError, match="preempts"):
-        replay_run(small, live_calibration)
+        simulate_run(small, live_calibration)
     with pytest.raises(InputError, match="cannot read"):
         read_calibration(tmp_path)
     (tmp_path / "calibration.json").write_text('{"egress_s": -1}')

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 
 from eldr_sim.kernel_profiles.tables import LatencyTable
-from eldr_sim.validation.live import compare
-from eldr_sim.validation.live.calibrated import Calibrated
-from eldr_sim.validation.live.compare import compare_runs, noise_floor
-from eldr_sim.validation.live.milestones import live_milestones
-from eldr_sim.validation.live.replay import replay_run
+from eldr_sim.validation.live import comparison
+from eldr_sim.validation.live.comparison import compare_runs, noise_floor
+from eldr_sim.validation.live.engine_calibration import EngineCalibration
+from eldr_sim.validation.live.simulated_run import simulate_run
 from eldr_sim.validation.live.steps import compositions, durations
+from eldr_sim.validation.live.timestamps import live_timestamps
 
 SETUPS = ["colocated", "1P1D", "1P2D"]
 
@@ -37,7 +37,7 @@ def slower(calibrated, kind, factor):
         else t
         for t in calibrated.tables
     ]
-    return Calibrated(calibrated.info, made)
+    return EngineCalibration(calibrated.info, made)
 
 
 def with_column(table, name, values):
@@ -126,7 +126,7 @@ def test_a_slower_table_is_an_error_of_its_component(twins, live_calibration, ki
 
 
 def changed_info(calibrated, **fields):
-    return Calibrated(calibrated.info.model_copy(update=fields), calibrated.tables)
+    return EngineCalibration(calibrated.info.model_copy(update=fields), calibrated.tables)
 
 
 def components_of(comparison, of):
@@ -141,7 +141,7 @@ def components_of(comparison, of):
 def test_a_later_egress_is_an_error_of_the_host(make_live_run, live_calibration, setup):
     run, _ = make_live_run(setup, rate=300.0)
     later = changed_info(live_calibration, egress_s=6e-3)
-    comparison = compare_runs([(run, replay_run(run, later))], live_calibration)
+    comparison = compare_runs([(run, simulate_run(run, later))], live_calibration)
     for of in ("ttft", "e2el"):
         found = components_of(comparison, of)
         for name in ("queue", "prefill", "transfer", "decode"):
@@ -159,7 +159,7 @@ def test_a_slower_transfer_is_an_error_of_the_transfer(make_live_run, live_calib
     run, _ = make_live_run("1P1D", n=4, rate=0.1)  # one request at a time
     transfer = replace(live_calibration.info.transfer, setup_s=8e-3)
     later = changed_info(live_calibration, transfer=transfer)
-    comparison = compare_runs([(run, replay_run(run, later))], live_calibration)
+    comparison = compare_runs([(run, simulate_run(run, later))], live_calibration)
     found = components_of(comparison, "e2el")
     assert found.pop("transfer") == pytest.approx(7.0)
     assert found.pop("sum") == pytest.approx(7.0)
@@ -169,7 +169,7 @@ def test_a_slower_transfer_is_an_error_of_the_transfer(make_live_run, live_calib
 def test_a_slower_prompt_is_an_error_of_the_prefill(make_live_run, live_calibration):
     run, _ = make_live_run("1P1D", n=4, rate=0.1)
     slow = slower(live_calibration, "attention_prefill", 2.0)
-    comparison = compare_runs([(run, replay_run(run, slow))], live_calibration)
+    comparison = compare_runs([(run, simulate_run(run, slow))], live_calibration)
     found = components_of(comparison, "ttft")
     assert found["prefill"] > 0.01
     assert found["prefill"] == pytest.approx(found["sum"])
@@ -203,7 +203,7 @@ def test_a_step_lasts_until_the_engine_goes_on(make_live_run, live_calibration, 
     run, _ = make_live_run(setup, rate=60.0)
     start, end = (run.steps[name].to_numpy() for name in ("start_s", "end_s"))
     early = replace(run, steps=with_column(run.steps, "end_s", start + 0.8 * (end - start)))
-    queued = live_milestones(run, live_calibration.info).queued_s
+    queued = live_timestamps(run, live_calibration.info).queued_s
     columns = [run.steps[name].to_pylist() for name in ("request", "position", "tokens")]
     engine = run.steps["engine"].to_pylist()
     prefills = [name.startswith("prefill") for name in engine]
@@ -259,11 +259,11 @@ def test_step_noise_is_the_spread_of_steps_that_are_alike():
             "live_ms": [10.0] * 10 + [12.0] * 10 + [1.0, 50.0, 99.0],
         }
     )
-    found = compare._step_noise(steps, "live_ms")
+    found = comparison._step_noise(steps, "live_ms")
     # The median of the twenty is 11; the three of batch 5 are too few to say anything.
     assert found["noise_median_percent"] == pytest.approx(100 / 11)
     assert found["noise_p90_percent"] == pytest.approx(100 / 11)
-    assert compare._step_noise(steps[:5], "live_ms") == dict.fromkeys(found)
+    assert comparison._step_noise(steps[:5], "live_ms") == dict.fromkeys(found)
 
 
 def test_prompts_computed_ahead_cost_nothing(make_live_run, live_calibration):

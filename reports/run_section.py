@@ -1,4 +1,4 @@
-"""Section of runs: one alone, or several side by side."""
+"""Section of one run, or of several side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Summaries = dict[str, dict[str, Any]]
 
 
 def runs_section(folders: Sequence[Folder], colours: Colours) -> dict[str, Any]:
-    """Return what ``runs.html`` shows of one run, or of several side by side."""
+    """Return the content of ``run.html``."""
     summaries = {folder.name: folder.documents["summary"] for folder in folders}
     first = folders[0].documents["summary"]
     single = len(folders) == 1
@@ -35,7 +35,7 @@ def runs_section(folders: Sequence[Folder], colours: Colours) -> dict[str, Any]:
 
 
 def _headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return name, value, and unit or remark of the figures at the head."""
+    """Return (name, value, unit or remark) of the headline figures."""
     pairs = [
         (f"{LATENCIES[tag]}, {name}", number(summary[f"{statistic}_{tag}_ms"]), "ms")
         for tag in ("ttft", "tpot")
@@ -88,9 +88,9 @@ def _figures(folders: Sequence[Folder], summaries: Summaries) -> Table:
 
 
 def _service_level(config: dict[str, Any]) -> str:
-    """Return the bounds of a good request in words."""
+    """Return the bounds of a good request as text."""
     told = ", ".join(bounds_in_words(config.get("goodput") or {}))
-    return told or "none set, so that every completed request is a good one"
+    return told or "none, so every completed request is good"
 
 
 def _failed(summaries: Summaries) -> Table | None:

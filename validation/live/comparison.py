@@ -1,25 +1,25 @@
-"""A recorded live run beside its simulation: errors a step, a request, a component.
+"""Comparison of recorded live runs with their simulations: errors per step, request and component.
 
-:func:`compare_runs` takes pairs of a :class:`~.recording.LiveRun` and its
-:class:`~.replay.Replayed` and returns a :class:`Comparison`: a ``summary`` ready for JSON, and the
-tables under it. Errors are ``100 * (simulated / live - 1)``, in %, unless said otherwise; in every
-list of ``summary`` a row has the same keys, and a figure that does not exist is None.
+:func:`compare_runs` takes pairs of a :class:`~.live_run.LiveRun` and its
+:class:`~.simulated_run.SimulatedRun` and returns a :class:`LiveComparison`: a ``summary`` ready for
+JSON, and the underlying tables. Errors are ``100 * (simulated / live - 1)``, in %, unless noted; in
+each list of ``summary`` all rows have the same keys, and a missing figure is None.
 
 ``summary`` = ::
 
-    {"runs": [                    # one a recorded run, in the order given
+    {"runs": [                    # one per recorded run, in the order given
         {"setup", "policy", "load",                     # names; load is LoadInfo.name
          "repeat": int,
          "request_rate", "burstiness", "lengths", "num_requests",  # of LoadInfo
-         "incomplete": int,       # requests that did not get all their tokens: in no figure below
+         "incomplete": int,       # requests without all their tokens, excluded below
          "duration_s",            # first post to last token, live
          "simulated_duration_s",
          "output_tokens_per_s",   # live
          "steps": int,            # of all engines
-         "mean_batch", "max_batch",  # decoding requests of the steps that decode, live
+         "mean_batch", "max_batch",  # running sequences of live steps that decode
          "simulated_mean_batch",
-         "same_engine_percent"}], # requests that live and simulation gave to the same engine
-     "steps": [                   # open loop: each live step predicted from its own composition
+         "same_engine_percent"}], # requests on the same engine, live and simulated
+     "steps": [                   # open loop: each live step predicted from its composition
         {"setup": str | None,     # None: all set-ups
          "role": "prefill" | "decode" | "colocated" | None,   # of the engine; None: all
          "group": "all" | "decode only" | "with prompts" | "batch 1" | "batch 2-3" | "batch 4-7"
@@ -34,11 +34,11 @@ list of ``summary`` a row has the same keys, and a figure that does not exist is
      "distinct": [                # distinct experts; every "wrong" must be 0
         {"setup", "policy", "load", "repeat",
          "steps", "layers": int,          # compared: steps * MoE layers
-         "wrong_steps", "wrong_layers",   # live log against the union of the trace's rows
+         "wrong_steps", "wrong_layers",   # live log compared with the union of trace rows
          "simulated_steps": int,
          "matched_steps": int,            # simulated steps with the {(request, position,
                                           # tokens)} of a live one
-         "matched_wrong": int}],          # of those, with another sum of distinct experts
+         "matched_wrong": int}],          # of those, with a different sum of distinct experts
      "requests": [
         {"setup", "policy",
          "load": str | None,      # None: mean over the loads of a set-up and policy
@@ -65,21 +65,20 @@ list of ``summary`` a row has the same keys, and a figure that does not exist is
         "distinct": {"layers", "wrong_layers", "matched_steps", "matched_wrong"}}}
 
 Noise floor
-    The mean over all pairs of live repeats of ``|a - b|``, relative to the mean of the repeats: how
-    far one live run is from another of the same load, statistic by statistic.
+    Mean of ``|a - b|`` over all pairs of live repeats of a load, relative to the mean of the
+    repeats, for each statistic.
 Noise floor of steps
-    How far live decode-only steps lie from the median of those alike, with the same batch and the
-    same distinct experts a layer (rounded), where there are eight or more: the error of a table
-    that knew all these medians.
+    Distance of live decode-only steps from the median of similar ones (same batch, same rounded
+    number of distinct experts per layer) in groups of eight or more: the error of a table that
+    held all these medians.
 Components
-    They add up to E2E (TTFT): *host* is what lies outside the engines (client to engine, engine to
-    engine through the proxy, engine to client), *queue* waits for the first step of the prompt,
-    *prefill* runs to the end of the step that completes it, *transfer* is from the decode engine's
-    queue to the first step there (KV reservation, read, step boundaries), *decode* the rest. When a
-    request enters an engine's queue nobody sees: live and simulation both take the calibrated
-    ingress after the post.
+    They add up to E2E (TTFT). *host*: outside the engines (client to engine, engine to engine
+    through the proxy, engine to client). *queue*: until the first step of the prompt. *prefill*: to
+    the end of the step that completes the prompt. *transfer*: from the decode engine's queue to the
+    first step there (KV reservation, read, step boundaries). *decode*: the rest. Arrival in an
+    engine's queue is not observed: live and simulated figures use post plus calibrated ingress.
 
-Tables of :class:`Comparison` (all have ``setup, policy, load, repeat``)::
+Tables of :class:`LiveComparison` (all have ``setup, policy, load, repeat``)::
 
     steps     engine, role, kind ("prefill" | "decode" | "mixed"), start_s, batch, tokens, context,
               active (distinct experts, summed over layers), layers, live_ms, predicted_ms,
@@ -88,7 +87,7 @@ Tables of :class:`Comparison` (all have ``setup, policy, load, repeat``)::
     requests  request (row of requests.parquet), prompt_len, output_len, live_ttft_ms,
               simulated_ttft_ms, live_tpot_ms, simulated_tpot_ms, live_e2el_ms, simulated_e2el_ms
               (tpot null where a request has one token)
-    gaps      live_ms, simulated_ms: pooled gaps between tokens, one row a gap
+    gaps      live_ms, simulated_ms: gaps between tokens, pooled, a row per gap
 """
 
 from __future__ import annotations
@@ -104,10 +103,10 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from eldr_sim.validation.live.calibrated import Calibrated
-from eldr_sim.validation.live.milestones import COMPONENTS, Milestones, live_milestones
-from eldr_sim.validation.live.recording import EngineInfo, LiveRun
-from eldr_sim.validation.live.replay import Replayed, check_run
+from eldr_sim.planning.intervals import mean_known
+from eldr_sim.validation.live.engine_calibration import EngineCalibration
+from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
+from eldr_sim.validation.live.simulated_run import SimulatedRun, check_run
 from eldr_sim.validation.live.steps import (
     Composition,
     StepUnions,
@@ -115,8 +114,9 @@ from eldr_sim.validation.live.steps import (
     durations,
     predict,
 )
+from eldr_sim.validation.live.timestamps import COMPONENTS, RequestTimestamps, live_timestamps
 
-__all__ = ["METRICS", "STATISTICS", "Comparison", "compare_runs", "noise_floor"]
+__all__ = ["METRICS", "STATISTICS", "LiveComparison", "compare_runs", "noise_floor"]
 
 FloatArray = NDArray[np.float64]
 Row = dict[str, Any]
@@ -124,13 +124,13 @@ Row = dict[str, Any]
 METRICS = ("ttft", "tpot", "itl", "e2el")
 STATISTICS = ("mean", "p50", "p90", "p99")
 _LOAD = ["setup", "policy", "load"]
-_ALIKE = 8  # steps of a group whose median is taken
+_ALIKE = 8  # fewest steps of a group that has a median
 _HEADLINE = (("tpot", "p50"), ("tpot", "p99"), ("ttft", "p50"), ("e2el", "p50"))
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Live runs beside their simulations; see the top of this module."""
+class LiveComparison:
+    """Live runs compared with their simulations; see the module's docstring."""
 
     summary: dict[str, Any]
     steps: pa.Table
@@ -139,16 +139,16 @@ class Comparison:
 
 
 def compare_runs(
-    pairs: Iterable[tuple[LiveRun, Replayed]],
-    calibrated: Calibrated,
+    pairs: Iterable[tuple[LiveRun, SimulatedRun]],
+    calibrated: EngineCalibration,
     progress: Callable[[str], None] = lambda _label: None,
-) -> Comparison:
+) -> LiveComparison:
     """Compare recorded runs with their simulations.
 
     Parameters
     ----------
     pairs
-        Each recording with its simulation; runs of the same set-up, policy and load are repeats.
+        Recordings with their simulations; runs of the same set-up, policy and load are repeats.
     calibrated
         The calibration that the simulations used.
     progress
@@ -164,11 +164,11 @@ def compare_runs(
             "load": run.info.load.name,
             "repeat": run.info.repeat,
         }
-        live = live_milestones(run, calibrated.info)
+        live = live_timestamps(run, calibrated.info)
         whole = np.flatnonzero(np.isfinite(live.e2el_s))
         steps, distinct = _steps(run, replayed, calibrated, live)
         requests = _requests(run, replayed, live, whole)
-        gaps = _gaps(live, replayed.milestones, whole)
+        gaps = _gaps(live, replayed.timestamps, whole)
         for kind, frame in (("steps", steps), ("requests", requests), ("gaps", gaps)):
             for place, (key, value) in enumerate(name.items()):
                 frame.insert(place, key, value)
@@ -188,7 +188,7 @@ def compare_runs(
         "components": _mean_components(rows["components"]),
         "headline": _headline(step_rows, requests_rows, rows["distinct"]),
     }
-    return Comparison(
+    return LiveComparison(
         summary,
         *(
             pa.Table.from_pandas(tables[kind], preserve_index=False)
@@ -200,7 +200,7 @@ def compare_runs(
 def noise_floor(values: Sequence[float]) -> float | None:
     """Return the mean of ``|a - b|`` over all pairs of repeats, in % of their mean.
 
-    None where there are fewer than two.
+    None with fewer than two repeats.
     """
     if len(values) < 2:
         return None
@@ -212,9 +212,9 @@ def noise_floor(values: Sequence[float]) -> float | None:
 
 
 def _steps(
-    run: LiveRun, replayed: Replayed, calibrated: Calibrated, live: Milestones
+    run: LiveRun, replayed: SimulatedRun, calibrated: EngineCalibration, live: RequestTimestamps
 ) -> tuple[pd.DataFrame, Row]:
-    """Predict every live step, and count distinct experts that are not those of the trace."""
+    """Predict every live step, and count layers whose distinct experts differ from the trace's."""
     model = check_run(run)
     engines = {engine.name: engine for engine in run.info.engines}
     step_times = {
@@ -241,14 +241,14 @@ def _steps(
         time = predict(step_times[_unnamed(engine)], step, counted)
         parts = {"moe": moe[i], "attention": attention[i]}
         parts["rest"] = taken[i] - parts["moe"] - parts["attention"]
-        kind = "prefill" if not step.seats else "mixed" if step.chunks else "decode"
+        kind = "prefill" if not step.running else "mixed" if step.chunks else "decode"
         records.append(
             {
                 "engine": engine.name,
                 "role": engine.role,
                 "kind": kind,
                 "start_s": start[i],
-                "batch": len(step.seats),
+                "batch": len(step.running),
                 "tokens": step.tokens,
                 "context": step.context,
                 "active": int(counted.sum()),
@@ -361,7 +361,7 @@ def _step_noise(steps: pd.DataFrame, column: str) -> Row:
 
 
 def _requests(
-    run: LiveRun, replayed: Replayed, live: Milestones, whole: NDArray[np.intp]
+    run: LiveRun, replayed: SimulatedRun, live: RequestTimestamps, whole: NDArray[np.intp]
 ) -> pd.DataFrame:
     columns: dict[str, Any] = {
         "request": whole,
@@ -369,12 +369,14 @@ def _requests(
         "output_len": run.requests["output_len"].to_numpy()[whole],
     }
     for metric in ("ttft", "tpot", "e2el"):
-        for side, times in (("live", live), ("simulated", replayed.milestones)):
+        for side, times in (("live", live), ("simulated", replayed.timestamps)):
             columns[f"{side}_{metric}_ms"] = 1e3 * getattr(times, f"{metric}_s")[whole]
     return pd.DataFrame(columns)
 
 
-def _gaps(live: Milestones, simulated: Milestones, whole: NDArray[np.intp]) -> pd.DataFrame:
+def _gaps(
+    live: RequestTimestamps, simulated: RequestTimestamps, whole: NDArray[np.intp]
+) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "live_ms": 1e3 * live.gaps_s(whole),
@@ -385,8 +387,8 @@ def _gaps(live: Milestones, simulated: Milestones, whole: NDArray[np.intp]) -> p
 
 def _run_row(
     run: LiveRun,
-    replayed: Replayed,
-    live: Milestones,
+    replayed: SimulatedRun,
+    live: RequestTimestamps,
     whole: NDArray[np.intp],
     steps: pd.DataFrame,
 ) -> Row:
@@ -395,7 +397,7 @@ def _run_row(
     duration = float(live.last_token_s[whole].max() - sent.min()) if len(whole) else None
     output = int(run.requests["output_len"].to_numpy()[whole].sum())
     same = run.requests["engine"].to_numpy()[whole] == replayed.engine[whole]
-    batches = [len(step.seats) for step in _compositions(run, replayed.steps)]
+    batches = [len(step.running) for step in _compositions(run, replayed.steps)]
     decoding = steps.batch[steps.batch > 0]
     return {
         "request_rate": load.request_rate,
@@ -404,7 +406,7 @@ def _run_row(
         "num_requests": load.num_requests,
         "incomplete": n - len(whole),
         "duration_s": duration,
-        "simulated_duration_s": float(replayed.milestones.last_token_s.max() - sent.min()),
+        "simulated_duration_s": float(replayed.timestamps.last_token_s.max() - sent.min()),
         "output_tokens_per_s": output / duration if duration else None,
         "steps": len(steps),
         "mean_batch": _figure(decoding.mean()),
@@ -466,15 +468,17 @@ def _mean_row(rows: Sequence[Row], fixed: Row) -> Row:
     merged = dict(rows[0])
     for key, value in rows[0].items():
         if isinstance(value, float) or value is None:
-            merged[key] = _mean(row[key] for row in rows)
+            merged[key] = mean_known(row[key] for row in rows)
     return merged | fixed
 
 
-def _components(live: Milestones, replayed: Replayed, whole: NDArray[np.intp]) -> list[Row]:
+def _components(
+    live: RequestTimestamps, replayed: SimulatedRun, whole: NDArray[np.intp]
+) -> list[Row]:
     rows = []
     wholes: tuple[Literal["e2el", "ttft"], ...] = ("e2el", "ttft")
     for of in wholes:
-        both = [times.components(of) for times in (live, replayed.milestones)]
+        both = [times.components(of) for times in (live, replayed.timestamps)]
         means = [{c: float(parts[c][whole].mean()) for c in COMPONENTS} for parts in both]
         for part in means:
             part["sum"] = sum(part.values())
@@ -518,18 +522,14 @@ def _headline(steps: list[Row], requests: list[Row], distinct: list[Row]) -> Row
             and row["repeat"] is None
         ]
         chosen[f"{metric}_{statistic}"] = {
-            key: _mean(row[key] for row in loads) for key in ("abs_error_percent", "noise_percent")
+            key: mean_known(row[key] for row in loads)
+            for key in ("abs_error_percent", "noise_percent")
         }
     chosen["distinct"] = {
         key: sum(row[key] for row in distinct)
         for key in ("layers", "wrong_layers", "matched_steps", "matched_wrong")
     }
     return chosen
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
 
 
 def _figure(value: float | np.floating[Any]) -> float | None:

@@ -1,7 +1,7 @@
-"""What a calibration found: latency tables of the engine, and the times outside its steps.
+"""Calibration of a live engine: latency tables of its steps, and delays outside its steps.
 
-A folder with ``calibration.json`` (:class:`CalibrationInfo`) and ``tables/*.parquet``, the latency
-tables of kinds ``moe``, ``attention_decode``, ``attention_prefill`` and ``engine_step``.
+A folder holds ``calibration.json`` (:class:`CalibrationInfo`) and ``tables/*.parquet``, latency
+tables of the kinds ``moe``, ``attention_decode``, ``attention_prefill`` and ``engine_step``.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table, table_name
 from eldr_sim.simulator.transfer import TransferModel
-from eldr_sim.validation.live.recording import EngineInfo
+from eldr_sim.validation.live.live_run import EngineInfo
 
 __all__ = [
-    "Calibrated",
     "CalibrationInfo",
     "Delay",
+    "EngineCalibration",
     "model_of",
     "read_calibration",
     "write_calibration",
 ]
 
-_MUCH = 1 << 50  # what no calibrated component depends on
+_MUCH = 1 << 50  # value of figures that no calibrated component uses
 
 
 class Delay(BaseModel):
-    """A time that grows with a request's prompt."""
+    """A delay that grows linearly with the prompt."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     base_s: float = Field(ge=0)
-    """Seconds of an empty prompt."""
+    """Delay of an empty prompt, s."""
     per_token_s: float = Field(ge=0)
-    """Seconds more for each token."""
+    """Additional delay per prompt token, s."""
 
     def of(self, prompt_len: Any) -> Any:
-        """Return the seconds of prompts of so many tokens, number or array."""
+        """Return the delay of prompts of given lengths (number or array), s."""
         return self.base_s + self.per_token_s * prompt_len
 
 
 class CalibrationInfo(BaseModel):
-    """Times outside the engines' steps."""
+    """Delays outside the engines' steps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,24 +67,24 @@ class CalibrationInfo(BaseModel):
     seconds: float = Field(ge=0)
     """Wall time of the calibration."""
     notes: dict[str, Any] = {}
-    """What else it found."""
+    """Further figures."""
 
 
 @dataclass(frozen=True)
-class Calibrated:
-    """A calibration as read back."""
+class EngineCalibration:
+    """Calibration of the engines of a set-up."""
 
     info: CalibrationInfo
     tables: Sequence[LatencyTable]
 
     @property
     def gpu(self) -> GPU:
-        """The machine that the tables name: a known GPU, or one of which nothing else is known.
+        """The device of the tables: a known GPU, or a placeholder with that name.
 
         Raises
         ------
         InputError
-            There is no table, or they were taken on several machines.
+            If there is no table, or tables name several devices.
         """
         names = sorted({table.metadata.gpu for table in self.tables})
         if len(names) != 1:
@@ -102,9 +102,9 @@ class Calibrated:
             engine_reserved_bytes=0,
             max_num_seqs=1,
             max_num_batched_tokens=1,
-            source="not known: every step time comes from a table",
-            engine_reserved_source="not known",
-            defaults_source="not known",
+            source="unknown: every step time comes from a table",
+            engine_reserved_source="unknown",
+            defaults_source="unknown",
         )
 
     def step_time(self, model: ModelDims, engine: EngineInfo, max_model_len: int) -> StepTimeModel:
@@ -113,7 +113,7 @@ class Calibrated:
         Raises
         ------
         InputError
-            A part of a step has no table.
+            If a part of a step has no table.
         """
         step_time = build_step_time_model(
             model,
@@ -156,7 +156,7 @@ def write_calibration(
     (base / "calibration.json").write_text(text, encoding="utf-8")
 
 
-def read_calibration(folder: str | os.PathLike[str]) -> Calibrated:
+def read_calibration(folder: str | os.PathLike[str]) -> EngineCalibration:
     """Read a calibration.
 
     Raises
@@ -173,4 +173,6 @@ def read_calibration(folder: str | os.PathLike[str]) -> Calibrated:
     except (ValidationError, UnicodeDecodeError) as error:
         line = " ".join(str(error).split())
         raise InputError("calibration", f"{base} holds no calibration: {line}") from None
-    return Calibrated(info, [load_table(path) for path in sorted(base.glob("tables/*.parquet"))])
+    return EngineCalibration(
+        info, [load_table(path) for path in sorted(base.glob("tables/*.parquet"))]
+    )

@@ -1,10 +1,10 @@
-"""Latency tables from an engine's own steps, under loads that cover what it can be asked.
+"""Calibration of a live engine: latency tables from its own steps, and delays outside them.
 
-The loads are made for the purpose (:func:`calibration_bursts`) and share nothing with the runs that
-are predicted: bursts of equal requests whose steps are forced through counts of distinct experts,
-prompts of many lengths, batches at several contexts, and single requests for what a request costs
-outside the engine's steps. Every step tells its MoE layers, its attention and the rest apart; each
-table is the median over the steps that agree in its columns.
+The calibration loads (:func:`calibration_bursts`) are separate from the runs to predict: bursts of
+equal requests whose routing is forced through several counts of distinct experts, prompts of many
+lengths, batches at several contexts, and single requests for the delays outside the steps. Each
+step is timed in three parts: MoE layers, attention, rest. A table entry is the median over the
+steps with equal columns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,15 +29,15 @@ from eldr_sim.kernel_profiles.tables import (
     moe_shape,
 )
 from eldr_sim.simulator.transfer import TransferModel
-from eldr_sim.validation.live.calibrated import CalibrationInfo, Delay
+from eldr_sim.validation.live.engine_calibration import CalibrationInfo, Delay
 from eldr_sim.validation.live.engine_log import EngineLog, request_rows
 from eldr_sim.validation.live.plugin import FORCED_LEVELS, FORCED_PREFIX
 
 __all__ = ["Burst", "calibration_bursts", "engine_tables", "outside_times"]
 
-_ROUNDS = 3  # times that each count of experts comes round
+_ROUNDS = 3  # repetitions of each count of experts
 _CONTEXTS = (16, 160, 640)
-_CONTEXT_TOKENS = 4096  # a batch's contexts go no further than this together
+_CONTEXT_TOKENS = 4096  # most context tokens of a batch
 _LEAST_STEPS = 2
 _SMALL = 4
 
@@ -49,9 +49,9 @@ class Burst:
     Attributes
     ----------
     name
-        Their names begin with it.
+        Prefix of their names.
     requests, prompt_len, output_len
-        How many, and their tokens.
+        Number of requests, and their tokens.
     """
 
     name: str
@@ -63,11 +63,11 @@ class Burst:
 def calibration_bursts(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> list[Burst]:
-    """Return the bursts that cover an engine's steps, in the order in which to send them."""
+    """Return the bursts that cover the steps of an engine, in sending order."""
     sizes = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
     batches = sorted({*(b for b in sizes if b < max_num_seqs), max_num_seqs})
     steps = FORCED_LEVELS * _ROUNDS
-    # Not forced, so in no table: engines are slower in their first seconds.
+    # Warm-up, as engines are slower in their first seconds: not forced, so in no table.
     bursts = [Burst(f"warm-up-{b}", b, _CONTEXTS[0], 2 * steps) for b in (1, min(8, max_num_seqs))]
     for context in _CONTEXTS:
         for batch in batches if context == _CONTEXTS[0] else batches[::2]:
@@ -87,7 +87,7 @@ def calibration_bursts(
         together = min(max_num_batched_tokens // tokens, max_num_seqs)
         for i in range(3 if together > 1 else 0):
             bursts.append(Burst(f"{FORCED_PREFIX}prompts-{tokens}-{i}", together, tokens, 2))
-    # Short steps suffer most from whatever disturbs the machine for a moment: they come again.
+    # Short steps are the most sensitive to short disturbances, so they are repeated at the end.
     for batch in (b for b in batches if b <= _SMALL):
         bursts.append(Burst(f"{FORCED_PREFIX}again-{batch}", batch, _CONTEXTS[0], steps + 3))
     return bursts
@@ -96,7 +96,7 @@ def calibration_bursts(
 def engine_tables(
     log: EngineLog, dims: ModelDims, device: str, framework: str, versions: Mapping[str, str]
 ) -> list[LatencyTable]:
-    """Make the tables of a model on the machine from the steps of one engine's calibration.
+    """Make the latency tables of a model from the steps of one engine's calibration.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def engine_tables(
     Raises
     ------
     InputError
-        The log has too few steps.
+        If the log has too few steps.
     """
     layers, moe_layers = dims.n_layers, dims.n_moe_layers
     moe: dict[tuple[Any, ...], list[float]] = defaultdict(list)
@@ -159,7 +159,7 @@ def engine_tables(
 def _well_covered(
     samples: Mapping[tuple[Any, ...], list[float]], n_experts: int, top_k: int
 ) -> dict[tuple[Any, ...], list[float]]:
-    """Leave out batches that were met in passing, at too few counts of experts to tell a slope."""
+    """Leave out batches with too few counts of experts to determine a slope."""
     levels = np.linspace(top_k, n_experts, FORCED_LEVELS)
     counts: dict[int, set[float]] = defaultdict(set)
     for (batch, distinct), values in samples.items():
@@ -174,7 +174,7 @@ def _well_covered(
 
 
 def _round_context(context: float) -> int:
-    """Put contexts that lie close together into one group, named by its middle."""
+    """Return the middle of the group of contexts that a context belongs to."""
     known = np.array(_CONTEXTS) + FORCED_LEVELS * _ROUNDS // 2
     return int(known[np.argmin(np.abs(known - context))])
 
@@ -217,77 +217,63 @@ def outside_times(
     dims: ModelDims,
     measure_link: Callable[[], tuple[Mapping[tuple[int, int], float], str]],
 ) -> CalibrationInfo:
-    """Find what a request costs outside the engines' steps, from requests that were alone.
+    """Measure the delays outside the engines' steps, from requests sent one at a time.
 
     Parameters
     ----------
     requests
-        ``recording.REQUESTS`` with times of ``CLOCK_MONOTONIC``.
+        ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``.
     logs, prefill
-        What each engine logged, and the names of prefill engines.
+        Log of each engine, and the names of prefill engines.
     prefilled
         Whether these computed the prompts before the requests were sent.
     dims
         The model.
     measure_link
-        Returns seconds of transfers by (bytes, descriptors), and their source; called where there
+        Returns transfer times by (bytes, descriptors), s, and their source; called only if there
         are prefill engines.
 
     Returns
     -------
     CalibrationInfo
-        ``seconds`` is the caller's to fill in. NIXL itself is timed by descriptors and bytes; the
-        set-up of a transfer is what a lone request waits beyond these, from the decode engine's
-        queue to its first step there.
+        The caller fills in ``seconds``. NIXL is timed by descriptors and bytes; the set-up time of
+        a transfer is the remaining wait of a lone request between the decode engine's queue and its
+        first step there.
 
     Raises
     ------
     InputError
-        A request is not in the logs.
+        If a request is not in the logs.
     """
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
     lengths = requests["prompt_len"].to_numpy().astype(float)
     sent, tokens = requests["sent_s"].to_numpy(), requests["token_s"].to_pylist()
-    received: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
-    prompt_end: dict[int, float] = {}
-    ends: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for engine, log in logs.items():
-        role = "prefill" if engine in prefill else "decode"
-        names = request_rows(log.received_s, rows)
-        received[role] |= {row: log.received_s[name] for name, row in names.items()}
-        for step in log.steps:
-            for name, start, count in step.rows:
-                row = names.get(name, -1)
-                if row < 0 or start + count < lengths[row]:
-                    continue
-                if role == "prefill":
-                    prompt_end[row] = step.end_s
-                else:
-                    ends[row].append((step.start_s, step.end_s))
-    first = received["decode" if prefilled or not prefill else "prefill"]
+    logged = _logged_times(logs, prefill, rows, lengths)
+    first = logged.received["decode" if prefilled or not prefill else "prefill"]
     for row in rows.values():
-        if row not in first or len(ends[row]) < len(tokens[row]):
+        if row not in first or len(logged.steps[row]) < len(tokens[row]):
             raise InputError("calibration", f"the engines did not log request {row}")
     order = sorted(rows.values())
-    # To the simulator a step ends where the next one starts, a little after its outputs have left.
+    # In the simulator a step ends where the next one starts, shortly after its outputs were sent.
     egress = [
         token - following[0]
         for row in order
-        for token, following in zip(tokens[row], ends[row][1:], strict=False)
+        for token, following in zip(tokens[row], logged.steps[row][1:], strict=False)
     ]
     handoff, transfer = Delay(base_s=0, per_token_s=0), TransferModel(0, 0, 1e15, "none")
     notes: dict[str, Any] = {}
     if prefill:
         if not prefilled:
-            gaps = [received["decode"][row] - prompt_end[row] for row in order]
+            gaps = [logged.received["decode"][row] - logged.prompt_end[row] for row in order]
             handoff = _delay(lengths, gaps)
         points, source = measure_link()
         link = fit_transfer(points)
         block = next(iter(logs.values())).engine["block_size"]  # of all: they exchange blocks
         per_block = link.descriptor_s * dims.n_kv_tensors
         per_block += block * dims.kv_bytes_per_token / link.bandwidth
+        received = logged.received["decode"]
         waits = [
-            ends[row][0][0] - received["decode"][row] - per_block * -(-lengths[row] // block)
+            logged.steps[row][0][0] - received[row] - per_block * -(-lengths[row] // block)
             for row in order
         ]
         source += f", mean error {link.mean_error:.0%}"
@@ -309,8 +295,43 @@ def outside_times(
     )
 
 
+class _LoggedTimes(NamedTuple):
+    """Times of requests in the engines' logs, by row of the request, s.
+
+    ``received``: arrival at the engine, by role. ``prompt_end``: end of the prefill engine's last
+    step. ``steps``: start and end of each step that generated a token.
+    """
+
+    received: dict[str, dict[int, float]]
+    prompt_end: dict[int, float]
+    steps: dict[int, list[tuple[float, float]]]
+
+
+def _logged_times(
+    logs: Mapping[str, EngineLog],
+    prefill: Sequence[str],
+    rows: Mapping[str, int],
+    lengths: np.ndarray[Any, Any],
+) -> _LoggedTimes:
+    logged = _LoggedTimes({"prefill": {}, "decode": {}}, {}, defaultdict(list))
+    for engine, log in logs.items():
+        role = "prefill" if engine in prefill else "decode"
+        names = request_rows(log.received_s, rows)
+        logged.received[role].update({row: log.received_s[name] for name, row in names.items()})
+        for step in log.steps:
+            for name, start, count in step.rows:
+                row = names.get(name, -1)
+                if row < 0 or start + count < lengths[row]:
+                    continue
+                if role == "prefill":
+                    logged.prompt_end[row] = step.end_s
+                else:
+                    logged.steps[row].append((step.start_s, step.end_s))
+    return logged
+
+
 def _delay(lengths: np.ndarray[Any, Any], seconds: Sequence[float]) -> Delay:
-    """Fit a line to the medians by prompt length, no term negative."""
+    """Fit a line with non-negative terms to the medians by prompt length."""
     from scipy.optimize import nnls  # takes long to import
 
     known = np.unique(lengths)

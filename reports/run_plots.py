@@ -1,4 +1,4 @@
-"""Pictures of a run as PNG: latency CDFs, TPOT over time, active experts, load per decoder."""
+"""Pictures of a run as PNG: latency CDFs, TPOT over time, activated experts, decode load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLOTS = ("ttft_tpot_cdf", "tpot_over_time", "active_experts", "decoder_load")
 def plot_writers(
     requests: pa.Table, steps: pa.Table, summary: dict[str, Any]
 ) -> dict[str, Callable[[Path], None]]:
-    """Return a writer for each picture, by file name."""
+    """Return functions that write each picture, by file name."""
     draw = {
         "ttft_tpot_cdf": lambda figure: _cdfs(figure, requests),
         "tpot_over_time": lambda figure: _tpot_over_time(figure, requests),

@@ -1,4 +1,4 @@
-"""From what client, proxy and engines noted to a recorded run."""
+"""Assembly of a recorded run from the records of client, proxy and engines."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from eldr_sim.traces.capture.captured import write_captured
 from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.prompts import Prompt
 from eldr_sim.validation.live.engine_log import EngineLog, request_rows
-from eldr_sim.validation.live.recording import STEPS, RunInfo, write_live_run
+from eldr_sim.validation.live.live_run import STEPS, RunInfo, write_live_run
 from eldr_sim.validation.live.setups import Endpoint
 
-__all__ = ["machine", "record_run", "steps_table", "versions", "write_trace_of"]
+__all__ = ["assemble_run", "machine", "steps_table", "versions", "write_trace_of"]
 
 _TIMES = ("sent_s", "prefilled_s", "routed_s")
 
 
-def record_run(
+def assemble_run(
     out: Path,
     info: RunInfo,
     requests: pa.Table,
@@ -36,27 +36,27 @@ def record_run(
     endpoints: Sequence[Endpoint],
     model: str,
 ) -> None:
-    """Write a run into a folder of its own, its times counted from the first request.
+    """Write a recorded run into a new folder, with times relative to the first request.
 
     Parameters
     ----------
     out
-        Where to; must not exist.
+        Folder to make; must not exist.
     info
         Set-up and load.
     requests
-        ``recording.REQUESTS`` with times of ``CLOCK_MONOTONIC``.
+        ``live_run.REQUESTS`` with times of ``CLOCK_MONOTONIC``.
     logs
-        What each engine logged, by its name.
+        Log of each engine by its name.
     endpoints
         The engines; their capture logs hold the routing.
     model
-        What the engines serve.
+        Model that the engines serve.
 
     Raises
     ------
     InputError
-        Some request's tokens are not in the logs.
+        If the logs lack tokens of a request.
     """
     start = float(np.min(requests["sent_s"].to_numpy()))
     rows = {name: row for row, name in enumerate(requests["request_id"].to_pylist())}
@@ -73,7 +73,7 @@ def write_trace_of(
     model: str,
     split: Literal["calibration", "serving"] = "serving",
 ) -> None:
-    """Write the routing of some requests as a trace, in their order."""
+    """Write the routing of requests as a routing trace, in their order."""
     prompts = [
         Prompt(name, domain, None, split)
         for name, domain in zip(
@@ -99,7 +99,7 @@ def write_trace_of(
 
 
 def steps_table(logs: Mapping[str, EngineLog], rows: Mapping[str, int], start: float) -> pa.Table:
-    """Return ``recording.STEPS`` of the steps whose requests are all known."""
+    """Return ``live_run.STEPS``, without steps that contain unknown requests."""
     columns: dict[str, list[Any]] = {name: [] for name in STEPS.names}
     for engine, log in logs.items():
         names = request_rows({name for step in log.steps for name, _, _ in step.rows}, rows)
@@ -135,7 +135,7 @@ def _shifted(requests: pa.Table, start: float) -> pa.Table:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what takes part, as far as it is installed."""
+    """Return the versions of the packages involved that are installed."""
     found = {"python": platform.python_version()}
     for name in ("eldr-sim", "vllm", "torch", "nixl", "transformers", "aiohttp"):
         try:

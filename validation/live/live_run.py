@@ -1,15 +1,12 @@
-"""What one live run of vLLM leaves behind: its requests, its steps and its routing.
-
-A folder:
+"""Format of a recorded run of a live vLLM: a folder of its requests, steps and routing.
 
 ``run.json``
     :class:`RunInfo`: set-up, engines, load, versions, machine.
 ``requests.parquet``
-    One row a request in the order in which they were sent, as the client and the proxy saw them
-    (:data:`REQUESTS`). Times are seconds since the start of the run; null where there is no such
-    moment (prefill apart from decode only).
+    A row per request in the order sent, as observed by client and proxy (:data:`REQUESTS`). Times
+    are seconds since the start of the run; null where a time exists only under disaggregation.
 ``steps.parquet``
-    One row a step of an engine that computed tokens (:data:`STEPS`), in the order of their start.
+    A row per engine step that computed tokens (:data:`STEPS`), in order of start.
 ``trace/``
     The routing of every token, a routing trace (``docs/formats.md``); request ``i`` of the trace is
     row ``i`` of ``requests.parquet``.
@@ -69,9 +66,9 @@ class EngineInfo(BaseModel):
     name: str
     """Such as ``prefill0``."""
     role: Literal["prefill", "decode", "colocated"]
-    """What it computes."""
+    """Work of the engine."""
     max_num_seqs: int
-    """Seats."""
+    """Most running sequences."""
     max_num_batched_tokens: int
     """Token budget of a step."""
     block_size: int
@@ -86,17 +83,17 @@ class LoadInfo(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """Names the load in the report."""
+    """Name of the load in the report."""
     request_rate: float
     """Mean requests per second."""
     burstiness: float
     """Shape of the gamma distribution of the gaps; 1 is Poisson."""
     lengths: Literal["fixed", "recorded"]
-    """Whether all requests are of one length, or of recorded lengths."""
+    """Whether all requests have the same lengths, or lengths from a recorded distribution."""
     num_requests: int
     """Requests sent."""
     seed: int
-    """Of arrivals, lengths and prompts."""
+    """Seed of arrivals, lengths and prompts."""
 
 
 class RunInfo(BaseModel):
@@ -109,20 +106,20 @@ class RunInfo(BaseModel):
     policy: str
     """Decode policy of the proxy; ``round_robin`` where there is one engine."""
     repeat: int
-    """Which repetition of the same load this is."""
+    """Number of the repetition of this load."""
     load: LoadInfo
-    """What was offered."""
+    """Offered load."""
     engines: list[EngineInfo]
     """Prefill engines first."""
     prefilled: bool = False
-    """Whether the prefill engines computed all prompts before the run, whose requests so begin with
-    the transfer of their KV cache: where engines would have shared a core."""
+    """Whether all prompts were computed before the run, because engines share a core. Requests then
+    begin with the transfer of their KV cache."""
     model: dict[str, Any]
     """The model's ``config.json``."""
     max_model_len: int
     """Most tokens of a request."""
     versions: dict[str, str]
-    """Of vLLM, torch, NIXL and eldr-sim."""
+    """Versions of vLLM, torch, NIXL and eldr-sim."""
     machine: dict[str, str]
     """Processor or GPU, cores, memory, kernel."""
 
@@ -138,7 +135,7 @@ class LiveRun:
 
     @property
     def label(self) -> str:
-        """Names the run."""
+        """Name of the run."""
         info = self.info
         return f"{info.setup} {info.policy} {info.load.name} #{info.repeat}"
 
@@ -146,7 +143,7 @@ class LiveRun:
 def write_live_run(
     folder: str | os.PathLike[str], info: RunInfo, requests: pa.Table, steps: pa.Table
 ) -> None:
-    """Write all but the trace into an existing folder."""
+    """Write everything except the trace into an existing folder."""
     base = Path(folder)
     pq.write_table(requests.cast(REQUESTS), base / "requests.parquet", compression="zstd")
     pq.write_table(steps.cast(STEPS), base / "steps.parquet", compression="zstd")

@@ -1,9 +1,8 @@
-"""Journal of a sweep: one line a completed run, on disk before the next is reported.
+"""Journal of a sweep: one line per ended run, on disk before progress is reported.
 
-``runs.jsonl`` begins with a line that says which sweep it belongs to. A process that is killed may
-leave half a line at the end; it is cut off when the sweep goes on, and that run is done again. The
-file is locked as long as a sweep is at work, so that a folder has one at a time; the lock dies with
-its process.
+The first line of ``runs.jsonl`` identifies the sweep. A killed process may leave an incomplete last
+line; resuming cuts it off and repeats that run. The file is locked while a sweep runs, so that only
+one writes to a folder; the lock ends with its process.
 """
 
 from __future__ import annotations
@@ -23,40 +22,40 @@ from eldr_sim.planning.sweep_spec import first_change
 FILE_NAME = "runs.jsonl"
 
 
-class Journal:
-    """The outcomes of a sweep by the key of their configuration; see `open_journal`."""
+class SweepJournal:
+    """Outcomes of a sweep by configuration key; see `open_journal`."""
 
     def __init__(self, file: IO[bytes], outcomes: dict[str, Outcome]) -> None:
         self._file = file
         self.outcomes = outcomes
 
     def add(self, outcome: Outcome) -> None:
-        """Keep an outcome; it is on disk when this returns."""
+        """Add an outcome; it is on disk when this returns."""
         self.outcomes[outcome.key] = outcome
         self._file.write(_line(asdict(outcome)))
         _sync(self._file)
 
 
 @contextmanager
-def open_journal(folder: Path, header: dict[str, Any], resume: bool) -> Iterator[Journal]:
-    """Open the journal of a sweep's folder, which is made where there is none.
+def open_journal(folder: Path, header: dict[str, Any], resume: bool) -> Iterator[SweepJournal]:
+    """Open the journal of a sweep's folder, and make the folder if it does not exist.
 
-    A folder in which nothing is done yet when the block ends is taken away again.
+    If no run has ended when the block ends, the folder is removed again.
 
     Parameters
     ----------
     folder
-        The sweep's.
+        Folder of the sweep.
     header
-        What the sweep is. All that can be told apart after a round trip through JSON counts.
+        Identity of the sweep; compared as JSON.
     resume
-        Go on with what is there.
+        Continue an existing journal.
 
     Raises
     ------
     InputError
-        If another process is at work in the folder; if there is something in it and ``resume`` is
-        not asked for; if it belongs to another sweep, or is damaged otherwise than at its end.
+        If another process writes to the folder; if it is not empty and ``resume`` is false; if it
+        belongs to another sweep, or is damaged before its last line.
     """
     try:
         strangers = folder.exists() and not (folder / FILE_NAME).exists() and any(folder.iterdir())
@@ -68,7 +67,7 @@ def open_journal(folder: Path, header: dict[str, Any], resume: bool) -> Iterator
         raise InputError("out", f"cannot write {folder}: {error.strerror}") from None
     with file:
         _lock(file, folder)
-        journal = Journal(file, _read(file, folder, json.loads(json.dumps(header)), resume))
+        journal = SweepJournal(file, _read(file, folder, json.loads(json.dumps(header)), resume))
         try:
             yield journal
         finally:
@@ -79,12 +78,12 @@ def open_journal(folder: Path, header: dict[str, Any], resume: bool) -> Iterator
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    """Lock a journal until it is closed, be it by the end of the process."""
-    import fcntl  # POSIX has it; all other commands do without
+    """Lock a journal until it is closed or its process ends."""
+    import fcntl  # POSIX only; no other command needs it
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = os.fstat(file.fileno()).st_nlink > 0  # else its owner has just taken it away
+        locked = os.fstat(file.fileno()).st_nlink > 0  # else its owner has just removed it
     except OSError:
         locked = False
     if not locked:
@@ -92,10 +91,10 @@ def _lock(file: IO[bytes], folder: Path) -> None:
 
 
 def _read(file: IO[bytes], folder: Path, header: Any, resume: bool) -> dict[str, Outcome]:
-    """Read what is done, and leave the file such that the next line can be written."""
+    """Read the outcomes, and truncate the file where the next line goes."""
     file.seek(0)
     records = []
-    whole = 0  # bytes of whole lines
+    whole = 0  # bytes of complete lines
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
             break

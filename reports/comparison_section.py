@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eldr_sim.planning.paired import mean_known
+from eldr_sim.planning.intervals import mean_known
 from eldr_sim.reports.basis import basis
 from eldr_sim.reports.cells import Value, difference, nan, plain, table
 from eldr_sim.reports.folders import Folder
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def comparison_section(folder: Folder, colours: Colours) -> Row:
-    """Return what ``comparison.html`` shows of a comparison."""
+    """Return the content of ``comparison.html``."""
     summary = folder.documents["summary"]
     runs = folder.tables["runs"].to_pylist()
     config, seeds = summary["config"], summary["seeds"]
@@ -47,7 +47,7 @@ def comparison_section(folder: Folder, colours: Colours) -> Row:
 
 
 def _differences(summary: Row, reference: str, metrics: list[str], colours: Colours) -> Row:
-    """Return the differences from a policy as a table, and as a picture for each metric."""
+    """Return the differences from a reference as a table, and a picture for each metric."""
     best = " (best load balancer)" if reference == summary["best_load_balancer"] else ""
     pictures = []
     cells: dict[str, list[Value]] = {}

@@ -1,11 +1,10 @@
-"""A recorded live run, simulated again: the same requests at the same times, the same routing.
+"""Simulation of a recorded live run: the same requests, arrival times and routing.
 
-The engines are those of the recording, their step times those of a calibration. Request ``i``
-replays request ``i`` of the run's own trace from its first row on, so every token selects the
-experts that it selected live. Its way outside the engines takes the calibrated times: it is in the
-engine's queue ``ingress_s`` after it was posted, in the decode engine's queue ``handoff_s`` after
-its prefill, and the client has a token ``egress_s`` after its step. The router hears of an end as
-late as the client.
+The engines are those of the recording, with calibrated step times. Request ``i`` replays request
+``i`` of the run's own trace from its first row, so every token selects the experts that it selected
+live. Delays outside the engines are calibrated: a request enters the engine's queue ``ingress_s``
+after its post and the decode engine's queue ``handoff_s`` after its prefill, and the client and the
+router learn of a token ``egress_s`` after its step.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from eldr_sim.simulator.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
-from eldr_sim.validation.live.calibrated import Calibrated, model_of
-from eldr_sim.validation.live.milestones import Milestones
-from eldr_sim.validation.live.recording import EngineInfo, LiveRun
+from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
+from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
 from eldr_sim.validation.live.router import build_decode_policy
+from eldr_sim.validation.live.timestamps import RequestTimestamps
 
-__all__ = ["SIMULATED_STEPS", "Replayed", "check_run", "replay_run"]
+__all__ = ["SIMULATED_STEPS", "SimulatedRun", "check_run", "simulate_run"]
 
 SIMULATED_STEPS = pa.schema(
     [
@@ -42,31 +41,33 @@ SIMULATED_STEPS = pa.schema(
         ("request", pa.list_(pa.int32())),
         ("position", pa.list_(pa.int32())),
         ("tokens", pa.list_(pa.int32())),
-        ("active", pa.int32()),  # distinct experts, summed over layers; null: a prefill engine
+        ("active", pa.int32()),  # distinct experts, summed over layers; null for prefill engines
     ]
 )
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """A simulation of a recorded run.
+class SimulatedRun:
+    """Simulation of a recorded run.
 
     Attributes
     ----------
-    milestones
-        The moments of its requests, in the rows of ``requests.parquet``.
+    timestamps
+        Timestamps of its requests, in the rows of ``requests.parquet``.
     engine
-        int16: index of the decode or co-located engine of each request.
+        int16, shape [requests]: index of the decode or co-located engine.
     steps
-        :data:`SIMULATED_STEPS`, in the order of their start.
+        :data:`SIMULATED_STEPS`, in order of their start.
     """
 
-    milestones: Milestones
+    timestamps: RequestTimestamps
     engine: NDArray[np.int16]
     steps: pa.Table
 
 
-def replay_run(run: LiveRun, calibrated: Calibrated, artifact: Path | None = None) -> Replayed:
+def simulate_run(
+    run: LiveRun, calibrated: EngineCalibration, artifact: Path | None = None
+) -> SimulatedRun:
     """Simulate a recorded run.
 
     Parameters
@@ -74,24 +75,50 @@ def replay_run(run: LiveRun, calibrated: Calibrated, artifact: Path | None = Non
     run, calibrated
         The recording, and the calibration of its engines.
     artifact
-        ELDR's offline fit that the proxy's policy had, where it needs one.
+        ELDR's offline fit of the proxy's policy, if it needs one.
 
     Raises
     ------
     InputError
-        The recording and its trace do not fit together, the tables do not cover the model, or the
-        simulation does not serve all requests without preemption.
+        If the recording and its trace do not match, the tables do not cover the model, or the
+        simulation fails or preempts a request.
     """
     model = check_run(run)
-    info, calibration, requests = run.info, calibrated.info, run.requests
-    prefills = [e for e in info.engines if e.role == "prefill"]
-    prefill = _common(prefills) if prefills else None
-    decode = _common([e for e in info.engines if e.role != "prefill"])
-    prompt_len = requests["prompt_len"].to_numpy()
+    info, requests, trace = run.info, run.requests, run.trace
+    spec = _cluster_spec(run, model, calibrated)
     sent = requests["sent_s"].to_numpy()
-    queued = sent + calibration.ingress_s.of(prompt_len)
+    queued = sent + calibrated.info.ingress_s.of(requests["prompt_len"].to_numpy())
     order = np.argsort(queued, kind="stable")
-    rows = order.astype(np.int32)
+    everyone = np.arange(len(order))
+    policy = build_decode_policy(  # as the proxy builds it
+        info.policy if artifact is None else f"{info.policy}:artifact={artifact}",
+        spec.n_decode,
+        seed=info.load.seed,
+    )
+    prefill = None
+    if spec.n_prefill:
+        context = PolicyContext(spec.n_prefill, stream(info.load.seed, "prefill policy"))
+        prefill = prefill_policy("round_robin", context)
+    cluster = Cluster(
+        spec,
+        model,
+        _workload(run, queued, order),
+        make_replay(trace, model.n_moe_layers, everyone),
+        PromptSignatures(trace, getattr(policy, "signature_score", "count"), everyone),
+        prefill,
+        policy,
+        (0.0, np.inf),
+        time_limit_s=np.inf,
+        prompts=prompt_rows(trace),
+    )
+    record = cluster.run()
+    _check_record(record)
+    return _in_rows(run, spec, record, order, sent, calibrated.info.egress_s)
+
+
+def _cluster_spec(run: LiveRun, model: ModelDims, calibrated: EngineCalibration) -> ClusterSpec:
+    """Return the cluster of the recording, with calibrated step times and delays."""
+    info, calibration = run.info, calibrated.info
 
     def spec_of(engine: EngineInfo) -> EngineSpec:
         step_time = calibrated.step_time(model, engine, info.max_model_len)
@@ -99,15 +126,18 @@ def replay_run(run: LiveRun, calibrated: Calibrated, artifact: Path | None = Non
             step_time, engine.max_num_seqs, engine.max_num_batched_tokens, engine.n_blocks
         )
 
+    prefills = [engine for engine in info.engines if engine.role == "prefill"]
+    decode = _common([engine for engine in info.engines if engine.role != "prefill"])
     decode_spec = spec_of(decode)
-    spec = ClusterSpec(
+    prefill_spec = decode_spec
+    if prefills:
+        prefill_spec = spec_of(_common(prefills))
+        if info.prefilled:
+            prefill_spec = _ahead(prefill_spec)
+    return ClusterSpec(
         n_prefill=len(prefills),
         n_decode=len(info.engines) - len(prefills),
-        prefill=decode_spec
-        if prefill is None
-        else _ahead(spec_of(prefill))
-        if info.prefilled
-        else spec_of(prefill),
+        prefill=prefill_spec,
         decode=decode_spec,
         max_model_len=info.max_model_len,
         block_size=decode.block_size,
@@ -119,55 +149,35 @@ def replay_run(run: LiveRun, calibrated: Calibrated, artifact: Path | None = Non
         routing_s=0.0 if info.prefilled else calibration.handoff_s.base_s,
         routing_token_s=0.0 if info.prefilled else calibration.handoff_s.per_token_s,
     )
-    trace, n_layers = run.trace, model.n_moe_layers
-    everyone = np.arange(len(order))
-    policy = build_decode_policy(  # as the proxy builds it
-        info.policy if artifact is None else f"{info.policy}:artifact={artifact}",
-        spec.n_decode,
-        seed=info.load.seed,
+
+
+def _workload(run: LiveRun, queued_s: NDArray[np.float64], order: NDArray[np.intp]) -> Workload:
+    """Return the recorded requests in the order in which they enter the engines' queues."""
+    rows = order.astype(np.int32)
+    return Workload(
+        arrival_s=queued_s[order],
+        prompt_len=run.requests["prompt_len"].to_numpy()[order],
+        output_len=run.requests["output_len"].to_numpy()[order],
+        trace_request=rows,
+        decode_request=rows,
+        replay_offset=np.zeros(len(order), np.int32),
+        domain=run.trace.domain[order],
+        session=rows,
+        prefix_hash=np.empty(0, np.uint64),
+        prefix_indptr=np.zeros(len(order) + 1, np.int64),
+        prefix_trace_request=np.empty(0, np.int32),
+        prefix_block_tokens=0,
+        description={},
     )
-    cluster = Cluster(
-        spec,
-        model,
-        Workload(
-            arrival_s=queued[order],
-            prompt_len=prompt_len[order],
-            output_len=requests["output_len"].to_numpy()[order],
-            trace_request=rows,
-            decode_request=rows,
-            replay_offset=np.zeros(len(order), np.int32),
-            domain=trace.domain[order],
-            session=rows,
-            prefix_hash=np.empty(0, np.uint64),
-            prefix_indptr=np.zeros(len(order) + 1, np.int64),
-            prefix_trace_request=np.empty(0, np.int32),
-            prefix_block_tokens=0,
-            description={},
-        ),
-        make_replay(trace, n_layers, everyone),
-        PromptSignatures(trace, getattr(policy, "signature_score", "count"), everyone),
-        None
-        if prefill is None
-        else prefill_policy(
-            "round_robin", PolicyContext(spec.n_prefill, stream(info.load.seed, "prefill policy"))
-        ),
-        policy,
-        (0.0, np.inf),
-        time_limit_s=np.inf,
-        prompts=prompt_rows(trace),
-    )
-    record = cluster.run()
-    _check_record(record)
-    return _in_rows(run, spec, record, order, sent, calibration.egress_s)
 
 
 def check_run(run: LiveRun) -> ModelDims:
-    """Return the model of a run, once its trace is known to be that of its requests.
+    """Check that the trace of a run belongs to its requests, and return its model.
 
     Raises
     ------
     InputError
-        It is not: lengths or layers differ, or rows are missing.
+        If lengths or layers differ, or rows are missing.
     """
     model, trace, requests = model_of(run.info.model), run.trace, run.requests
     fit_trace(trace, model)
@@ -175,7 +185,7 @@ def check_run(run: LiveRun) -> ModelDims:
         raise InputError("run", f"its trace has {trace.n_layers} layers", f"{model.n_moe_layers}")
     trace.require_prompts("recorded runs")
     output_len = requests["output_len"].to_numpy()
-    # The last token is never fed, so its experts need not be there.
+    # The last token is never fed, so the trace may lack it.
     short = (trace.prompt_len != requests["prompt_len"].to_numpy()) | (
         trace.output_len < output_len - 1
     )
@@ -191,7 +201,7 @@ def check_run(run: LiveRun) -> ModelDims:
 
 
 def _ahead(engine: EngineSpec) -> EngineSpec:
-    """Return a prefill engine whose prompts are computed already: its steps take no time."""
+    """Return a prefill engine whose steps take no time, for prompts computed before the run."""
     cost = engine.step_time.cost
     nothing: dict[str, Any] = {
         name: np.zeros_like(value) if isinstance(value, np.ndarray) else 0.0
@@ -203,7 +213,7 @@ def _ahead(engine: EngineSpec) -> EngineSpec:
 
 
 def _common(engines: list[EngineInfo]) -> EngineInfo:
-    """Return what the engines of a role all are."""
+    """Return the description shared by all engines of a role."""
     kinds = {engine.model_copy(update={"name": ""}) for engine in engines}
     if len(kinds) != 1:
         raise InputError("run", f"{len(kinds)} kinds of engines in a role", "one")
@@ -229,8 +239,8 @@ def _in_rows(
     order: NDArray[np.intp],
     sent: NDArray[np.float64],
     egress_s: float,
-) -> Replayed:
-    """Put a record into the client's terms and the recording's rows."""
+) -> SimulatedRun:
+    """Convert a record to client times and to the rows of the recording."""
     requests, colocated = record.requests, spec.n_prefill == 0
     names = [e.name for e in run.info.engines]
     prompt_len, output_len = requests["prompt_len"].tolist(), requests["output_len"].tolist()
@@ -238,18 +248,18 @@ def _in_rows(
     for worker in range(spec.n_prefill):
         own = np.flatnonzero(requests["prefill_worker"] == worker)  # first come, first served
         log = record.prefill_steps[record.prefill_steps["worker"] == worker]
-        chunks = _dealt([(r, prompt_len[r]) for r in own.tolist()], log["chunk_tokens"].tolist())
+        chunks = _assigned([(r, prompt_len[r]) for r in own.tolist()], log["chunk_tokens"].tolist())
         steps += [
             (names[worker], float(row["start"]), float(row["end"]), members, None)
             for row, members in zip(log, chunks, strict=True)
         ]
-    ends: dict[int, NDArray[np.float64]] = {}  # of the steps that yield each request's tokens
+    ends: dict[int, NDArray[np.float64]] = {}  # step ends of each request's output tokens
     for worker in range(spec.n_decode):
         rows = record.decode_steps[record.decode_steps["worker"] == worker]
         own = np.flatnonzero(requests["decode_worker"] == worker)
         order_begun = np.argsort(requests["prefill_start_s"][own], kind="stable")
         begun = own[order_begun].tolist() if colocated else []
-        members = _dealt([(r, prompt_len[r] - 1) for r in begun], rows["chunk_tokens"].tolist())
+        members = _assigned([(r, prompt_len[r] - 1) for r in begun], rows["chunk_tokens"].tolist())
         for r in own.tolist():
             begin = int(np.searchsorted(rows["end"], requests["first_token_s"][r]))
             ends[r] = rows["end"][begin : begin + output_len[r]]
@@ -276,8 +286,8 @@ def _in_rows(
         lengths = run.requests["prompt_len"].to_numpy()
         handed = prefill_end + (spec.routing_s + spec.routing_token_s * lengths)
         decode_start = at("decode_start_s")
-    return Replayed(
-        Milestones(
+    return SimulatedRun(
+        RequestTimestamps(
             sent,
             at("sent_s"),
             at("prefill_start_s"),
@@ -304,22 +314,24 @@ def _in_rows(
     )
 
 
-def _dealt(prompts: list[tuple[int, int]], tokens: list[int]) -> list[dict[int, tuple[int, int]]]:
-    """Deal the tokens of prompts, first come first served, to the steps that computed so many.
+def _assigned(
+    prompts: list[tuple[int, int]], tokens: list[int]
+) -> list[dict[int, tuple[int, int]]]:
+    """Assign prompt tokens, first come first served, to steps of the given numbers of tokens.
 
-    Returns the (first token, tokens) of each request in each step.
+    Returns (first token, tokens) of each request in each step.
     """
     queue, done = iter([p for p in prompts if p[1] > 0]), 0
     request, length = next(queue, (-1, 0))
-    dealt: list[dict[int, tuple[int, int]]] = []
-    for left in tokens:
+    assigned: list[dict[int, tuple[int, int]]] = []
+    for unassigned in tokens:
         members: dict[int, tuple[int, int]] = {}
-        while left > 0:
-            n = min(left, length - done)
-            assert n > 0, "steps compute no tokens that nobody has"
+        while unassigned > 0:
+            n = min(unassigned, length - done)
+            assert n > 0, "every computed token belongs to a request"
             members[request] = (done, n)
-            done, left = done + n, left - n
+            done, unassigned = done + n, unassigned - n
             if done == length:
                 (request, length), done = next(queue, (-1, 0)), 0
-        dealt.append(members)
-    return dealt
+        assigned.append(members)
+    return assigned

@@ -1,4 +1,4 @@
-"""When a request passed what on its way, live or simulated, and where its time went."""
+"""Timestamps of requests, live or simulated, and the components of their latency."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.validation.live.calibrated import CalibrationInfo
-from eldr_sim.validation.live.recording import LiveRun
+from eldr_sim.validation.live.engine_calibration import CalibrationInfo
+from eldr_sim.validation.live.live_run import LiveRun
 
-__all__ = ["COMPONENTS", "Milestones", "live_milestones"]
+__all__ = ["COMPONENTS", "RequestTimestamps", "live_timestamps"]
 
 FloatArray = NDArray[np.float64]
 
@@ -20,25 +20,25 @@ COMPONENTS = ("queue", "prefill", "transfer", "decode", "host")
 
 
 @dataclass(frozen=True)
-class Milestones:
-    """Moments of every request, s; arrays of one entry a request, NaN where there is none.
+class RequestTimestamps:
+    """Timestamps of all requests, s: arrays of shape [requests], NaN where one is missing.
 
     Attributes
     ----------
     sent_s
-        The client posts it.
+        Post by the client.
     queued_s
-        It is in the queue of the engine that computes its prompt.
+        Arrival in the queue of the engine that computes the prompt.
     prefill_start_s, prefill_end_s
-        The first step of its prompt begins; the step that completes the prompt ends.
+        Start of the prompt's first step; end of its last step.
     handed_s
-        It is in the decode engine's queue; where one engine does both, ``prefill_end_s``.
+        Arrival in the decode engine's queue; ``prefill_end_s`` on a co-located engine.
     decode_start_s
-        Its first decode step begins; where one engine does both, ``prefill_end_s``.
+        Start of the first decode step; ``prefill_end_s`` on a co-located engine.
     first_step_s, last_step_s
-        The steps that yield its first and last token end.
+        End of the step that yields the first and the last token.
     token_s
-        The client has each token: an array a request.
+        Arrival of each token at the client: an array per request.
     """
 
     sent_s: FloatArray
@@ -53,32 +53,32 @@ class Milestones:
 
     @cached_property
     def first_token_s(self) -> FloatArray:
-        """The client has the first token."""
+        """Arrival of the first token at the client."""
         return np.array([times[0] if len(times) else np.nan for times in self.token_s])
 
     @cached_property
     def last_token_s(self) -> FloatArray:
-        """The client has the last token."""
+        """Arrival of the last token at the client."""
         return np.array([times[-1] if len(times) else np.nan for times in self.token_s])
 
     @property
     def ttft_s(self) -> FloatArray:
-        """From the post to the first token."""
+        """Time from the post to the first token."""
         return self.first_token_s - self.sent_s
 
     @property
     def e2el_s(self) -> FloatArray:
-        """From the post to the last token."""
+        """Time from the post to the last token."""
         return self.last_token_s - self.sent_s
 
     @property
     def tpot_s(self) -> FloatArray:
-        """Mean time a token after the first; NaN for requests of one token."""
+        """Mean time per token after the first; NaN for requests of one token."""
         gaps = np.array([len(times) - 1 if len(times) > 1 else np.nan for times in self.token_s])
         return np.asarray((self.last_token_s - self.first_token_s) / gaps, np.float64)
 
     def gaps_s(self, which: NDArray[np.intp]) -> FloatArray:
-        """All gaps between two tokens of some requests, one after the other."""
+        """Return the gaps between consecutive tokens of some requests, concatenated."""
         return np.concatenate([np.empty(0), *(np.diff(self.token_s[i]) for i in which)])
 
     def components(self, of: Literal["ttft", "e2el"]) -> dict[str, FloatArray]:
@@ -95,12 +95,12 @@ class Milestones:
         }
 
 
-def live_milestones(run: LiveRun, calibration: CalibrationInfo) -> Milestones:
-    """Read the moments of a run's requests from its recording.
+def live_timestamps(run: LiveRun, calibration: CalibrationInfo) -> RequestTimestamps:
+    """Read the timestamps of a run's requests from its recording.
 
-    Nobody sees when a request enters an engine's queue: it is taken to be the calibrated ingress
-    after the post, the client's or the proxy's. Where prompts were computed before the run, that is
-    the decode engine's queue. A request that did not get all its tokens has NaN.
+    Arrival in an engine's queue is not observed: it is the post, by client or proxy, plus the
+    calibrated ingress. If prompts were computed before the run, this is the decode engine's queue.
+    A request that did not get all its tokens has NaN.
     """
     requests, roles = run.requests, {engine.name: engine.role for engine in run.info.engines}
     n = requests.num_rows
@@ -136,7 +136,7 @@ def live_milestones(run: LiveRun, calibration: CalibrationInfo) -> Milestones:
     handed = prefill_end if colocated or run.info.prefilled else routed + ingress
     whole &= np.isfinite(prefill_start) & np.isfinite(handed) & np.isfinite(last)
     gone = np.where(whole, 0.0, np.nan)
-    return Milestones(
+    return RequestTimestamps(
         sent + gone,
         sent + ingress + gone,
         np.where(whole, prefill_start, np.nan),

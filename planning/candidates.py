@@ -9,7 +9,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.planning.bounds import Bounds, bounds
-from eldr_sim.planning.search import Space
+from eldr_sim.planning.search import SearchSpace
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies.choice import parse
 from eldr_sim.policies.registry import canonical
@@ -20,17 +20,17 @@ _SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size")
 
 
 @dataclass(frozen=True)
-class Offer:
-    """Workers of one kind under one policy, as many as there may be.
+class ClusterTemplate:
+    """Clusters of equal workers under one policy; only the numbers of workers are open.
 
     Attributes
     ----------
     config
-        Everything but the topology.
+        The configuration, apart from its topology.
     bounds
-        What arithmetic says about the numbers of workers.
+        Lower bounds on the numbers of workers.
     max_gpus
-        GPUs of all workers together.
+        Most GPUs of the cluster.
     """
 
     config: RunConfig
@@ -47,38 +47,38 @@ class Offer:
         return self.config.model_copy(update={"topology": f"{x}P{y}D"})
 
     def cost(self, x: int, y: int) -> float:
-        """Return the price of x prefill and y decode workers an hour; without prices their GPUs."""
+        """Return the price per hour of x prefill and y decode workers, or their GPUs."""
         return cost(self.at(x, y))
 
-    def space(self, below: float) -> Space:
+    def search_space(self, below: float) -> SearchSpace:
         """Return the clusters that cost less than ``below``."""
-        return Space(
+        return SearchSpace(
             self.bounds.n_prefill, self.bounds.n_decode, self.max_workers, self.cost, below
         )
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy on a GPU (or one for each pool), with every size of worker that can hold the model.
+    """A policy on a GPU (or a pair of GPUs), with every worker size that can hold the model.
 
-    ``reasons`` says of the others why they cannot. ``larger_if_needed`` says that a larger worker
-    is tried only where the smaller ones do not do.
+    ``reasons`` says why other worker sizes cannot. With ``larger_if_needed`` a larger worker is
+    tried only if no cluster of smaller ones meets the objective.
     """
 
     gpu: str
     policy: str
-    offers: tuple[Offer, ...]
+    templates: tuple[ClusterTemplate, ...]
     reasons: tuple[str, ...]
     larger_if_needed: bool
 
 
 def cost(config: RunConfig) -> float:
-    """Return what a plan makes small: the price of a cluster an hour, without prices its GPUs."""
+    """Return what a plan minimises: the price of a cluster per hour; without prices, its GPUs."""
     return config.n_gpus if config.price_per_hour is None else config.price_per_hour
 
 
 def gpu_label(config: RunConfig) -> str:
-    """Name the GPU of both pools, or those of each."""
+    """Return the GPU of both pools, or both GPUs."""
     prefill, decode = (load_gpu(config.pool(role).gpu or "").name for role in ("prefill", "decode"))
     return decode if prefill == decode else f"{prefill} + {decode}"
 
@@ -94,19 +94,19 @@ def clusters_to_plan(
     Parameters
     ----------
     config
-        What they share. A pool whose GPU it names keeps it.
+        Fields that all share. A pool with a GPU of its own keeps it.
     policies
-        Decode policies; those of the configuration when empty.
+        Decode policies; that of the configuration if empty.
     gpus
-        GPUs; that of the configuration when empty.
+        GPUs; that of the configuration if empty.
     prices
-        Price of a GPU-hour by GPU; before the configuration's own.
+        Price of a GPU-hour by GPU; overrides the configuration's.
 
     Raises
     ------
     InputError
-        If a policy or GPU is unknown or listed twice, if some GPUs have a price and others have
-        none, or if the configuration cannot be planned with.
+        If a policy or GPU is unknown or listed twice, if only some GPUs have a price, or if the
+        configuration does not suit a plan.
     """
     for policy in policies or [config.policy]:
         if "artifact" in parse(policy, "policy").given:
@@ -149,23 +149,23 @@ def _check_prices(configs: Iterable[RunConfig]) -> None:
         raise InputError("price", "0", "a positive price")
 
 
-def candidate(
+def make_candidate(
     config: RunConfig, objective: Objective, max_gpus: int, sizes: Sequence[int]
 ) -> Candidate:
-    """Return the sizes of worker that can serve a configuration's model.
+    """Return the worker sizes that can serve a configuration's model.
 
     Parameters
     ----------
     config
-        Policy, GPUs, load.
+        Policy, GPUs and load.
     objective
-        What is to be met.
+        Service level and attainment.
     max_gpus
         Most GPUs of a cluster.
     sizes
-        GPUs of a worker to try; when empty, powers of two up to a node, as many as it takes.
+        GPUs per worker to try; if empty, powers of two up to a node.
     """
-    offers, reasons = [], []
+    templates, reasons = [], []
     for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]:
         if 2 * size > max_gpus:
             reasons.append(f"two workers of {size} GPUs are more than {max_gpus} GPUs")
@@ -174,11 +174,11 @@ def candidate(
         if size > 1 and not ways[0]:
             ways.append(True)  # where the experts cannot be split over their width
         for expert_parallel in ways:
-            offered = config.model_copy(
+            sized = config.model_copy(
                 update={"tensor_parallel_size": size, "enable_expert_parallel": expert_parallel}
             )
             try:
-                found = bounds(offered, objective)
+                found = bounds(sized, objective)
             except InputError as error:
                 if error.field not in _SIZE_FIELDS:
                     raise
@@ -187,6 +187,6 @@ def candidate(
                 if error.field == "tensor_parallel_size":
                     continue
             else:
-                offers.append(Offer(offered, found, max_gpus))
+                templates.append(ClusterTemplate(sized, found, max_gpus))
             break
-    return Candidate(gpu_label(config), config.policy, tuple(offers), tuple(reasons), not sizes)
+    return Candidate(gpu_label(config), config.policy, tuple(templates), tuple(reasons), not sizes)

@@ -1,4 +1,4 @@
-"""Sections of plans: the cheapest cluster within an objective, or the highest rate of clusters."""
+"""Section of a plan: the cheapest cluster within an objective, or the highest rate of a cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Record = Mapping[str, Any]
 
 
 def plan_section(folder: Folder, colours: Colours) -> dict[str, Any]:
-    """Return what ``plan.html`` or ``rates.html`` shows of a plan."""
+    """Return the content of ``plan.html``."""
     document = folder.documents["plan"]
     bounds = ", ".join(bounds_in_words(document["slo_ms"]))
     fields = [[name, plain(value)] for name, value in document["config"].items()]
@@ -82,7 +82,7 @@ def _cluster(document: Record, colours: Colours) -> dict[str, Any]:
 
 
 def _answer(document: Record) -> list[tuple[str, str]]:
-    """Return the lines of the answer: what, and how much."""
+    """Return the lines of the answer: name and value."""
     rows = [
         (what, "none" if cluster is None else _name(cluster) + _price(cluster))
         for what, cluster in (
@@ -112,13 +112,13 @@ def _losses(document: Record) -> Table:
     ]
     keys = ("slo_attainment", "p99_ttft_ms", "p99_tpot_ms")
     rows: list[list[Value]] = [
-        [what, "nothing is left that could serve", *[None] * len(keys)]
+        [what, "no worker is left", *[None] * len(keys)]
         if cluster is None
         else [what, cluster["topology"], *(_figure(cluster, key) for key in keys)]
         for what, cluster in cases
     ]
     columns = ["case", "cluster", *(CLUSTER_FIGURES[key] for key in keys)]
-    return table("What the answer bears", columns, rows)
+    return table("Loss of a worker", columns, rows)
 
 
 def _clusters(title: str, clusters: Sequence[Record]) -> Table:
@@ -160,7 +160,7 @@ def _savings(savings: Sequence[Record]) -> Table:
 
 
 def _front(document: Record, colours: Colours) -> Picture:
-    """Draw the clusters that meet the objective, by policy and GPU; the front is theirs."""
+    """Draw the clusters that meet the objective, by policy and GPU, with their Pareto front."""
     meets: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     tried = [cluster for cluster in document["clusters"] if not cluster["hopeless"]]
     for cluster in [*tried, *document["pareto_front"]]:
@@ -191,7 +191,7 @@ def _name(cluster: Record) -> str:
 
 
 def _workers(cluster: Record) -> str:
-    """Return xPyD and what a worker is."""
+    """Return xPyD and the size of a worker."""
     size = cluster["tensor_parallel_size"]
     if size == 1:
         return str(cluster["topology"])
@@ -236,7 +236,7 @@ def _rates(document: Record, colours: Colours) -> dict[str, Any]:
         for gain in gains
     ]
     against = ["policy", "against", "GPU", "rate, % [95% interval]"]
-    title = "What a policy gains, paired over seeds"
+    title = "Gain of a policy, paired over seeds"
     return {
         "title": f"Highest rate of {topologies}",
         "topologies": topologies,
@@ -254,7 +254,7 @@ def _ends(of: Record) -> tuple[float, float, float]:
 def _dot(
     of: Record, figure: Record, colours: Colours, factor: float = 1.0
 ) -> tuple[str, float, float, float, int]:
-    """Return a row of a picture of intervals: policy and GPU, the interval, the colour."""
+    """Return a row for `intervals`: policy and GPU, interval, colour."""
     mean, low, high = (factor * value for value in _ends(figure))
     colour = colours("policy", of["policy"])
     return f"{of['policy']} on {of['gpu']}", mean, low, high, colour

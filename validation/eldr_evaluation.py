@@ -1,4 +1,4 @@
-"""ELDR's evaluation, figure by figure: which runs it takes, and what comes out."""
+"""ELDR's evaluation: all its figures and tables by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EP_RATES = (24.0, 40.0, 56.0)
 
 
 def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]]:
-    """Return how to make each figure and table, by name, in the order of the paper."""
+    """Return the functions that reproduce each figure and table, in the order of the paper."""
     rates = QUICK_RATES if quick else RATES
     ep_rates = EP_RATES[1:2] if quick else EP_RATES
     trace = open_trace(DEFAULT_TRACE)
@@ -57,7 +57,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
 
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
-    """Return the runner of the evaluation: the paper's set-up, shortened where ``quick``."""
+    """Return the runner of the evaluation: the paper's set-up, shortened if ``quick``."""
     base: dict[str, Any] = {"model": MODEL, "gpu": GPU, "topology": "8P16D"}
     if quick:
         base |= {"duration": 20, "warmup": 15}
@@ -65,7 +65,7 @@ def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
 
 
 def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]]) -> list[str]:
-    """Return the figures asked for, all where none is; ``11`` means ``figure_11``."""
+    """Return the names of the chosen figures, or all; ``11`` means ``figure_11``."""
     chosen = []
     for name in names:
         full = f"figure_{name}" if name.isdigit() else name.lower().replace("-", "_")
@@ -76,7 +76,7 @@ def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]])
 
 
 def claims_table(reproductions: list[Reproduction]) -> pa.Table:
-    """Return one row a claim: the paper's figure, ours, and whether they agree."""
+    """Return a row per claim: the paper's value, ours, and whether they agree."""
     return pa.Table.from_pylist(
         [
             {

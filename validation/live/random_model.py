@@ -1,9 +1,9 @@
-"""A small Qwen3-MoE with random weights, made on the spot, whose text has domains.
+"""Small Qwen3-MoE with random weights whose text has domains.
 
-The vocabulary is cut into one slice a domain. Every token's embedding and its row of ``lm_head``
-share their domain's direction, so a prompt of one domain goes on in that domain, and the gates,
-random as they are, choose experts by domain as well as by token. Nothing is trained: the model
-stands for the shape of a MoE model's work, not for what one has learnt.
+Each domain has a slice of the vocabulary. Every token's embedding and its row of ``lm_head`` share
+their domain's direction, so a prompt of one domain continues in that domain, and the random gates
+choose experts by domain as well as by token. Nothing is trained: the model has the compute of a MoE
+model, not its knowledge.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SHAPE = {
 DOMAINS = ("code", "math", "medical", "legal")
 _FIRST_TOKEN = 4  # the special tokens come before
 _SCALE = 0.05
-_DOMAIN_LOGIT = 14.0  # what a token of the prompt's domain is ahead of the others
-_EMBEDDING = 8.0  # above what the layers add to the residual stream, so that a domain lasts
+_DOMAIN_LOGIT = 14.0  # lead of tokens of the prompt's domain
+_EMBEDDING = 8.0  # more than the layers add to the residual stream, so that a domain lasts
 
 
 def domain_slices(vocab_size: int) -> dict[str, tuple[int, int]]:
@@ -42,21 +42,21 @@ def domain_slices(vocab_size: int) -> dict[str, tuple[int, int]]:
 
 
 def write_model(folder: str | os.PathLike[str], seed: int = 0, **shape: int) -> dict[str, Any]:
-    """Write the model in the format of Hugging Face, bfloat16, and return its configuration.
+    """Write the model in Hugging Face format, bfloat16, and return its configuration.
 
     Parameters
     ----------
     folder
-        Where to; must not exist.
+        Folder to make; must not exist.
     seed
-        Of the weights.
+        Seed of the weights.
     shape
-        Fields of :data:`SHAPE` that shall be others.
+        Fields that override :data:`SHAPE`.
 
     Raises
     ------
     InputError
-        torch or transformers is not installed.
+        If torch or transformers is not installed.
     """
     try:
         import torch

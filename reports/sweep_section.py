@@ -1,4 +1,4 @@
-"""Section of a sweep: figures against parameters, the Pareto front, every point."""
+"""Section of a sweep: metrics against parameters, the Pareto front, every point."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from eldr_sim.reports.pictures import (
 )
 
 Row = dict[str, Any]
-#: More curves than this are drawn as points, more points without a numeric parameter not at all.
+#: More curves than this are drawn as points; without a numeric parameter, more points are left out.
 _MOST_CURVES, _MOST_ROWS = 24, 40
-#: Figures of a summary that the data set holds as JSON text.
+#: Entries of a summary that the data set holds as JSON text.
 _NESTED = (
     "failed_reasons",
     "lookups_outside_tables",
@@ -39,7 +39,7 @@ _NESTED = (
 
 
 def sweep_section(folder: Folder, colours: Colours) -> dict[str, Any]:
-    """Return what ``sweep.html`` shows of a sweep."""
+    """Return the content of ``sweep.html``."""
     document = folder.documents["sweep"]
     runs = folder.tables["points"].to_pylist()
     points = folder.tables["aggregate"].to_pylist()
@@ -74,9 +74,9 @@ def _summary(run: Row) -> Row:
 
 
 def _metrics(points: Sequence[Row]) -> dict[str, str]:
-    """Return headings of the figures to show: those that some point has, the optional if they vary.
+    """Return headings of the metrics to show: those that a point has, optional ones if they vary.
 
-    GPU-hours stand in for a cost where no price is known.
+    GPU-hours replace the cost if no price is known.
     """
 
     def values(key: str) -> set[float]:
@@ -90,10 +90,10 @@ def _metrics(points: Sequence[Row]) -> dict[str, str]:
 
 
 class _Axes:
-    """What a sweep's pictures vary: x, colour, and what tells the curves of a colour apart.
+    """Assignment of a sweep's parameters to x, colour, and style of the curves of a colour.
 
-    ``x`` is the numeric parameter of most values, colour the first of the others that is not
-    numeric, else the first of the others.
+    ``x`` is the numeric parameter with the most values; the colour is the first non-numeric
+    parameter of the others, or else the first of them.
     """
 
     def __init__(self, parameters: Sequence[str], points: Sequence[Row], colours: Colours) -> None:
@@ -115,7 +115,7 @@ class _Axes:
         self.as_lines = len(self.groups) <= _MOST_CURVES and several
 
     def colour(self, point: Row) -> int:
-        """Return the number of a point's colour."""
+        """Return the colour number of a point."""
         if self.parameter is None:
             return 0
         return self._colours(self.parameter, plain(point[self.parameter]))
@@ -129,7 +129,7 @@ class _Axes:
         return [(plain(own[0][named]) if named else "", c, own) for c, own in found.items()]
 
     def picture(self, key: str, label: str, interval: str) -> Picture:
-        """Draw one figure of all points."""
+        """Draw one metric of all points."""
         if self.x is None:
             return self._rows(key, label, interval)
         x = self.x
@@ -176,7 +176,7 @@ class _Axes:
 
 
 def _pareto(axes: _Axes) -> Picture:
-    """Draw tokens/s per user against tokens/s per GPU, with the front of all points."""
+    """Draw tokens/s per user against tokens/s per GPU, with the Pareto front."""
 
     def place(point: Row) -> tuple[float, float]:
         tpot, gpus = _value(point, "median_tpot_ms"), _value(point, "gpus")
@@ -221,7 +221,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _interval(point: Row, key: str) -> tuple[float, float, float]:
-    """Return the mean of a figure over runs, and the ends of its interval."""
+    """Return the mean of a metric over runs, and the ends of its interval."""
     return _value(point, key), _value(point, f"{key}_low"), _value(point, f"{key}_high")
 
 
@@ -229,5 +229,5 @@ def _value(point: Row, key: str) -> float:
     value = point.get(key)
     if value is None:
         return math.nan
-    # Student's t knows no bounds of a share.
+    # Student's t interval of a share may exceed its bounds.
     return min(max(value, 0.0), 1.0) if key.startswith("slo_attainment") else float(value)
