@@ -28,9 +28,9 @@
 ``fingerprint``
     A folder with ``experts.npz`` (``experts``: integers ``[tokens, layers, top_k]`` in the gate's
     order, generated tokens only) and ``requests.csv`` (``req_id, domain, prompt_tokens,
-    routed_tokens, token_offset``; ``finished`` and ``has_repetition`` if known): the per-token
-    routing of AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting in two files. It makes a decode-only
-    trace.
+    routed_tokens, token_offset``; ``finished`` and ``has_repetition`` if known): a two-file form of
+    the routing in AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting, which publishes JSON files by
+    category. It makes a decode-only trace.
 """
 
 from __future__ import annotations

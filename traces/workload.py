@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,23 +105,6 @@ class Workload:
         ]
         covered = parts[-1][2] if parts else 0
         return join_ranges([*parts, (own, covered, length)] if covered < length else parts)
-
-    def block_hashes(self, request: int, block_size: int) -> list[int]:
-        """Return hashes of a prompt's full KV blocks of ``block_size`` tokens.
-
-        A KV block is identified by its number and by the prefix block of its last token, which
-        stands for all tokens before it too. KV blocks beyond the last prefix block are shared with
-        no other prompt and have no hash.
-        """
-        begin, end = self.prefix_indptr[request : request + 2].tolist()
-        if begin == end:
-            return []
-        size = self.prefix_block_tokens
-        covered = min(int(self.prompt_len[request]), (end - begin) * size)
-        number = np.arange(covered // block_size)
-        last = ((number + 1) * block_size - 1) // size
-        hashes = self.prefix_hash[begin:end].astype(np.int64)[last] << 32 | number
-        return cast("list[int]", hashes.tolist())
 
 
 def make_workload(

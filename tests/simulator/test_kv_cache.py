@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from eldr_sim.simulator import kv_cache, state
 from eldr_sim.traces.prompts import chain_blocks
-from eldr_sim.traces.workload import Workload
 
+from ..kv_hashes import block_hashes
 from .twin.kv_blocks import KVBlocks
 
 
@@ -80,7 +80,7 @@ class Cache:
         for name in ("spare", "idle_head", "idle_tail"):
             self.workers[name] = -1
         self.tables = np.zeros((n, 1), state.BLOCK_TABLE)
-        self.keys = [Workload.block_hashes(self.workload, i, size) for i in range(n)]
+        self.keys = [block_hashes(self.workload, i, size) for i in range(n)]
         self.tokens = {}  # of the contexts that are held
 
     @property

@@ -23,6 +23,7 @@ from eldr_sim.traces.prompts import (
 )
 from eldr_sim.traces.workload import make_workload
 
+from ..kv_hashes import block_hashes
 from ..paths import SHARED
 
 REQUESTS = SHARED / "data" / "requests"
@@ -148,7 +149,7 @@ def test_prompt_of_a_log(trace, tmp_path):
     assert w.prompt_ranges(2) == ((a, 0, 1600),)  # two blocks of three are the first's
     assert a != b
     assert w.prompt_ranges(3) == ((int(w.trace_request[3]), 0, 90),)
-    hashes = [w.block_hashes(i, 16) for i in range(4)]
+    hashes = [block_hashes(w, i, 16) for i in range(4)]
     assert [len(h) for h in hashes] == [68, 64, 96, 0]  # the second's last 76 tokens: no id
     shared = [sum(x == y for x, y in zip(hashes[0], h, strict=False)) for h in hashes]
     assert shared == [68, 32, 64, 0]
@@ -167,11 +168,11 @@ def test_equal_hashes_mean_equal_tokens(trace, tmp_path, block_size):
     w = make_workload(trace, workload=write_log(tmp_path / "log.jsonl", rows))
     seen = {}
     for i, text in enumerate(texts):
-        for k, h in enumerate(w.block_hashes(i, block_size)):
+        for k, h in enumerate(block_hashes(w, i, block_size)):
             block_end = -(-(k + 1) * block_size // 512) * 512  # ids tell whole blocks apart
             key = (k, tuple(text[:block_end:512]))
             assert seen.setdefault(h, key) == key
-        assert len(w.block_hashes(i, block_size)) == len(text) // block_size
+        assert len(block_hashes(w, i, block_size)) == len(text) // block_size
     assert len(seen) == len(set(seen.values()))
 
 
@@ -186,7 +187,7 @@ def test_longer_logs_start_alike(trace, tmp_path):
     short = make_workload(trace, workload=log, seed=2, num_requests=25)
     for i in range(25):
         assert short.prompt_ranges(i) == long.prompt_ranges(i)
-        assert short.block_hashes(i, 16) == long.block_hashes(i, 16)
+        assert block_hashes(short, i, 16) == block_hashes(long, i, 16)
     np.testing.assert_array_equal(short.trace_request, long.trace_request[:25])
     other = make_workload(trace, workload=log, seed=2, trace_replay="same_domain")
     np.testing.assert_array_equal(other.trace_request, long.trace_request)
@@ -203,9 +204,9 @@ def test_shared_prompts_of_a_named_workload(trace):
     assert shared.prefix_block_tokens >= shared.prompt_len.max()
     by_hash = {}
     for i, q in enumerate(shared.trace_request.tolist()):
-        assert unique.block_hashes(i, 16) == []
+        assert block_hashes(unique, i, 16) == []
         assert shared.prompt_ranges(i) == unique.prompt_ranges(i) == ((q, 0, trace.prompt_len[q]),)
-        hashes = shared.block_hashes(i, 16)
+        hashes = block_hashes(shared, i, 16)
         assert len(hashes) == trace.prompt_len[q] // 16
         for h in hashes:
             assert by_hash.setdefault(h, q) == q
