@@ -11,15 +11,15 @@ import click
 
 from eldr_sim.cli.console import progress_bar
 from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
+from eldr_sim.traces.capture.captured import (
+    CapturedRouting,
+    check_options,
+    describe_prompts,
+    write_captured,
+)
 from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.hf import capture_transformers, load_model
 from eldr_sim.traces.capture.prompts import Prompt, read_prompts, tokenize
-from eldr_sim.traces.capture.recording import (
-    Recording,
-    check_options,
-    describe_prompts,
-    write_recording,
-)
 from eldr_sim.traces.capture.vllm_engine import capture_vllm
 
 
@@ -37,7 +37,7 @@ def _options(function: Callable[..., Any], *options: Callable[..., Any]) -> Call
 def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of the trace that is written; the command gets them as ``about``.
 
-    They are checked before hours of work go by.
+    They are checked before the capture, which may take hours.
     """
     names = ("out", "calibration_fraction", "model_name", "source_data", "notes", "force")
 
@@ -68,7 +68,7 @@ def _trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--source-data", help="Where the prompts come from; the file's name by default."
         ),
-        click.option("--notes", default="", help="What else a reader must know."),
+        click.option("--notes", default="", help="Notes for readers of results."),
         click.option("--force", is_flag=True, help="Replace DIR."),
     )
 
@@ -87,7 +87,7 @@ def _generation_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="JSONL: prompt (text, token ids or chat messages) and domain.",
         ),
         click.option("--max-new-tokens", type=int, default=128, show_default=True),
-        click.option("--max-prompt-tokens", type=int, help="Cut prompts after so many tokens."),
+        click.option("--max-prompt-tokens", type=int, help="Cut longer prompts to this."),
         click.option(
             "--temperature", type=float, default=1.0, show_default=True, help="0 is greedy."
         ),
@@ -125,8 +125,8 @@ def transformers(
     token_ids = tokenize(model, prompts, max_prompt_tokens=max_prompt_tokens)
     loaded = load_model(model, device=device, dtype=dtype)
     with progress_bar("Capturing") as update:
-        recording = capture_transformers(loaded, token_ids, progress=update, **generation)
-    _write(recording, prompts, model, prompts_file, **about)
+        captured = capture_transformers(loaded, token_ids, progress=update, **generation)
+    _write(captured, prompts, model, prompts_file, **about)
 
 
 @capture.command()
@@ -157,8 +157,8 @@ def vllm(
     prompts = read_prompts(prompts_file, domain_field=domain_field)
     token_ids = tokenize(model, prompts, max_prompt_tokens=max_prompt_tokens)
     with progress_bar("Capturing") as update:
-        recording = capture_vllm(model, token_ids, progress=update, **generation)
-    _write(recording, prompts, model, prompts_file, **about)
+        captured = capture_vllm(model, token_ids, progress=update, **generation)
+    _write(captured, prompts, model, prompts_file, **about)
 
 
 @capture.command("collect")
@@ -176,7 +176,7 @@ def collect_(log: Path, requests_file: Path, domain_field: str, about: dict[str,
     """Make a trace of what `vllm serve` logged into DIR, its ELDR_SIM_CAPTURE."""
     requests = read_prompts(requests_file, domain_field=domain_field, need_prompt=False)
     collected = collect(log, requests)
-    _write(collected.recording, collected.prompts, collected.model, requests_file, **about)
+    _write(collected.captured, collected.prompts, collected.model, requests_file, **about)
     for names, what in (
         (collected.absent, "are not in the log"),
         (collected.unfinished, "generated no token that the log holds"),
@@ -192,7 +192,7 @@ def collect_(log: Path, requests_file: Path, domain_field: str, about: dict[str,
 
 
 def _write(
-    recording: Recording,
+    captured: CapturedRouting,
     prompts: list[Prompt],
     model: str,
     prompts_file: Path,
@@ -202,9 +202,9 @@ def _write(
     source_data: str | None,
     **options: Any,
 ) -> None:
-    trace = write_recording(
+    trace = write_captured(
         out,
-        recording,
+        captured,
         prompts,
         model=model_name or Path(model).name,
         source_data=source_data or describe_prompts(prompts_file),

@@ -30,7 +30,7 @@ from eldr_sim.traces.manifest import DEFAULT_TRACE
     show_default=True,
     metavar="task|language|FILE",
     shell_complete=complete(workloads, "file"),
-    help="Whose domain mix the calibration requests follow.",
+    help="Workload whose domain mix the calibration requests have.",
 )
 @click.option("--decoders", type=int, required=True, help="Decode workers, one centroid each.")
 @click.option(
@@ -38,7 +38,7 @@ from eldr_sim.traces.manifest import DEFAULT_TRACE
     default="count-idf",
     show_default=True,
     metavar="NAME",
-    help=f"What a signature holds of a prompt's experts: {', '.join(TRANSFORMS)}. The last two "
+    help=f"Transform of a prompt's experts: {', '.join(TRANSFORMS)}. The last two "
     "are fitted on the calibration requests that have gate scores.",
 )
 @click.option(
@@ -46,7 +46,7 @@ from eldr_sim.traces.manifest import DEFAULT_TRACE
     default="greedy",
     show_default=True,
     metavar="greedy|all|N,N,...",
-    help="Layers of the signature: those that the greedy selection by rho keeps, all, or these.",
+    help="Layers of the signature: chosen greedily by rho, all, or the ones given.",
 )
 @click.option(
     "--clustering",
@@ -78,7 +78,7 @@ def fit(
     **options: Any,
 ) -> None:
     """Fit ELDR's routing artifact: IDF weights, layer mask and one centroid a decode worker."""
-    # The compiler takes long to import: --help and completion do without.
+    # Imported here because of the compiler, which --help and completion do not need.
     from eldr_sim.policies.artifact import fit as fit_artifact
     from eldr_sim.simulator.results import check_output
     from eldr_sim.traces.calibration import calibration_set

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import click
 
-from eldr_sim.simulator.config import Pool
+from eldr_sim.simulator.config_groups import GROUPS as CONFIG_GROUPS
+from eldr_sim.simulator.config_groups import Pool
 
 __all__ = ["GROUPS", "GroupedCommand"]
 
 #: The fields of a run's configuration by group, in the order of the help.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "Policies": ("policy", "prefill_policy", "queue_order", "expert_placement"),
-    "Workload": (
-        "workload", "domain_mix", "request_rate", "burstiness", "max_concurrency", "duration",
-        "warmup", "num_requests", "output_len", "seed",
-    ),
-    "Routing trace": ("trace", "trace_replay", "prompts"),
-    "Cluster": (
-        "topology", "gpu", "tensor_parallel_size", "enable_expert_parallel", "kv_transfer",
-        "load_report_delay_ms", "price_per_gpu_hour",
-    ),
-    "Prefill and decode workers, where they differ": ("prefill", "decode"),
-    "Engine": (
-        "model", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-        "enable_prefix_caching", "async_scheduling", "gpu_memory_utilization", "host_gap_ms",
-        "tables",
-    ),
-    "Output": ("goodput",),
-}  # fmt: skip
+GROUPS = {title.capitalize(): tuple(group.model_fields) for title, group in CONFIG_GROUPS.items()}
+GROUPS[POOLS := "Prefill and decode workers, where they differ"] = ()
 #: Options of every command that makes a result.
 _OUTPUT = ("config", "out", "force", "plot", "timeline", "help")
 _GROUP_OF = {name: title for title, names in GROUPS.items() for name in names}
 _GROUP_OF |= dict.fromkeys(_OUTPUT, "Output")
 for _role in ("prefill", "decode"):
-    _GROUP_OF |= {f"{_role}_{name}": _GROUP_OF[_role] for name in Pool.model_fields}
+    _GROUP_OF |= {f"{_role}_{name}": POOLS for name in Pool.model_fields}
 
 
 class GroupedCommand(click.Command):

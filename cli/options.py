@@ -70,8 +70,12 @@ def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
 
 def _pool_option(option: str) -> Callable[[F], F]:
     _, name = _POOL_OPTIONS[option]
+    flag = "--" + option.replace("_", "-")
+    if Pool.model_fields[name].annotation == bool | None:
+        text = Pool.model_fields[name].description
+        return click.option(f"{flag}/--no-{flag[2:]}", option, default=None, help=text)
     return click.option(
-        "--" + option.replace("_", "-"),
+        flag,
         metavar=_metavar(name),
         help=Pool.model_fields[name].description,
         shell_complete=_completer(name),

@@ -1,4 +1,4 @@
-"""``eldr-sim trace``: look at routing traces and import them."""
+"""``eldr-sim trace``: inspect, list and import routing traces."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from eldr_sim.cli.completion import complete, traces
 from eldr_sim.cli.console import print_table
 from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.errors import InputError
+from eldr_sim.traces.import_formats import READERS
 from eldr_sim.traces.manifest import DEFAULT_TRACE, builtin_traces
-from eldr_sim.traces.recordings import READERS
 
 if TYPE_CHECKING:
     from eldr_sim.traces.format import RoutingTrace
@@ -89,7 +89,7 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 @click.option("--force", is_flag=True, help="Replace the report in --out.")
 def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool) -> None:
     """Validate a trace and print what is in it."""
-    # Much to import, which the other commands do without.
+    # Imported here: the other commands need none of it.
     from eldr_sim.cli.options import check_out
     from eldr_sim.traces.format import open_trace
     from eldr_sim.traces.importers import DECODE_ONLY
@@ -108,13 +108,13 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     statistics = report.statistics
     _print_manifest(opened)
     _print_requests(statistics)
-    _print_distinct(statistics)
+    _print_activated(statistics)
     _print_copies(statistics)
     click.echo()
     load = statistics.load_max_over_mean
-    click.echo(f"Load of the busiest expert over the mean, by layer: {_range(load)}")
+    click.echo(f"Load of the most loaded expert over the mean, by layer: {_range(load)}")
     click.echo(
-        f"Experts that the next token uses again: {statistics.neighbour_reuse:.3f} "
+        f"Experts that the next token chooses again: {statistics.neighbour_reuse:.3f} "
         f"(random pairs of tokens {statistics.random_reuse:.3f}, "
         f"uniform {statistics.uniform_reuse:.3f})"
     )
@@ -145,18 +145,18 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 @click.option(
     "--format",
     type=click.Choice([*READERS]),
-    help="Told by the content when not given.",
+    help="Detected from the content when not given.",
 )
 @click.option("--model", required=True, help="Model whose gates chose the experts.")
 @click.option(
-    "--experts", "n_experts", type=int, metavar="N", help="Experts a layer; a .npz file says it."
+    "--experts", "n_experts", type=int, metavar="N", help="Experts a layer; a .npz file has it."
 )
 @click.option(
-    "--ranked", is_flag=True, help="The ids of a token stand in the gate's order, highest first."
+    "--ranked", is_flag=True, help="The ids of a token are in the gate's order, highest first."
 )
 @click.option("--captured-by", required=True, help="How the choices were recorded.")
 @click.option("--source-data", required=True, help="Text that the model read, with its licence.")
-@click.option("--notes", default="", help="What else a reader must know.")
+@click.option("--notes", default="", help="Notes for readers of results.")
 @click.option(
     "--provenance",
     type=click.Choice(["recorded", "synthetic", "imported"]),
@@ -180,38 +180,6 @@ def import_(file: Path, out: Path, **options: Any) -> None:
     )
     if not opened.has_prompts:
         click.echo(DECODE_ONLY)
-
-
-@trace.command()
-@click.argument("name", metavar="NAME|DIR", shell_complete=complete(traces, "dir"))
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
-@click.option(
-    "--rank-groups",
-    metavar="N,N,...",
-    help="How much of the gate's order to keep, such as 4,4: which four of eight came first. The "
-    "less, the smaller. By default all that the trace knows.",
-)
-@click.option("--force", is_flag=True, help="Replace DIR.")
-def pack(name: str, out: Path, rank_groups: str | None, force: bool) -> None:
-    """Write a trace again with its expert ids compressed."""
-    from eldr_sim.traces.format import open_trace
-    from eldr_sim.traces.writer import pack_trace
-
-    source = open_trace(name)
-    try:
-        groups = None if rank_groups is None else [int(size) for size in rank_groups.split(",")]
-    except ValueError:
-        raise InputError("rank_groups", repr(rank_groups), "numbers such as 4,4") from None
-    packed = pack_trace(source, out, rank_groups=groups, force=force)
-    before, after = (
-        (opened.path / opened.manifest.experts_file).stat().st_size / 1e6
-        for opened in (source, packed)
-    )
-    tokens = packed.manifest.n_tokens * packed.n_layers
-    click.echo(
-        f"Wrote {out}: {after:.2f} MB of expert ids ({before:.2f} MB in {name}), "
-        f"{1e6 * after / tokens:.2f} bytes a token and layer"
-    )
 
 
 def _print_manifest(opened: RoutingTrace) -> None:
@@ -259,7 +227,7 @@ def _print_requests(statistics: TraceStatistics) -> None:
     click.echo()
 
 
-def _print_distinct(statistics: TraceStatistics) -> None:
+def _print_activated(statistics: TraceStatistics) -> None:
     rows = [
         [
             entry.group,
@@ -272,14 +240,14 @@ def _print_distinct(statistics: TraceStatistics) -> None:
         for entry in statistics.distinct_experts
     ]
     print_table(
-        "Distinct experts a layer in a decode step, no request twice",
+        "Activated experts a layer in a decode step, no request twice",
         ["domains", "batch", "uniform", "mixed", "one domain", "saved"],
         rows,
     )
 
 
 def _print_copies(statistics: TraceStatistics) -> None:
-    """Say what copies make of runs that replay requests again and again."""
+    """Print how often copies of a request meet in runs that are longer than the trace."""
     click.echo()
     rows = [
         [entry.group, str(entry.batch), f"{entry.mixed:.1%}", f"{entry.one_domain:.1%}"]

@@ -84,7 +84,10 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
                 f"bound of {level.ttft:g} ms on {prefill.step_time.gpu.name}",
             )
     step_s = _fastest_steps(
-        decode.step_time, config.parallelism.n_expert_ranks, prepared.model.top_k, lengths.mean()
+        decode.step_time,
+        config.pool("decode").parallelism.n_expert_ranks,
+        prepared.model.top_k,
+        lengths.mean(),
     )
     alone_ms = 1e3 * float(step_s[0])
     if level.tpot is not None and alone_ms > level.tpot:

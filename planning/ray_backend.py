@@ -1,8 +1,12 @@
-"""Points on a Ray cluster, for those who outgrow one machine.
+"""Points on a Ray cluster, for sweeps that outgrow one machine.
 
-Every node needs eldr-sim installed, and whatever files the configurations name under the same
-paths. Only the driver knows what is done: a point whose worker or node dies on the way is handed
-out again, and it yields one outcome however often it was begun.
+Every node needs eldr-sim installed, and the files that the configurations name under the same
+paths. The driver alone keeps track of what is done: a point whose worker or node dies is submitted
+again, and yields one outcome however often it was begun.
+
+Why not joblib's Ray backend (``ray.util.joblib``; tried with Ray 2.60 and joblib 1.6): it refuses
+``return_as="generator_unordered"``, so no outcome comes before the last, and one killed worker or
+lost node ends the whole call with ``ActorDiedError`` or ``ActorUnavailableError`` and no outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from eldr_sim.errors import InputError
 if TYPE_CHECKING:
     from eldr_sim.planning.runner import Outcome, Point
 
-#: A point is begun so many times at most: nodes do die, but not always under the same point.
+#: How often a point is begun at most: a node may die under any point, but not always the same one.
 _ATTEMPTS = 3
 
 
@@ -29,9 +33,9 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
     Parameters
     ----------
     points
-        What to run, begun in this order.
+        Points to run, begun in this order.
     jobs
-        Points in flight; as many as the cluster has CPUs when not given, nodes that join later
+        Points in flight; by default as many as the cluster has CPUs, nodes that join later
         included.
     address
         ``auto``, ``local`` or ``HOST:PORT``, as `ray.init` reads it.
@@ -50,7 +54,7 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
     ours = not ray.is_initialized()
     if ours:
         _connect(ray, address)
-    # Ray's own retries are off: it would not tell a point that kills every worker it gets.
+    # Ray's own retries are off: they would hide a point that kills every worker.
     remote = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(run_point)
     queue = deque(points)
     begun: dict[Any, tuple[Point, float]] = {}
@@ -66,7 +70,7 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
                 point, start = begun.pop(reference)
                 try:
                     yield ray.get(reference)
-                except ray.exceptions.RayTaskError as error:  # the worker could not even begin
+                except ray.exceptions.RayTaskError as error:  # the worker could not begin
                     reason = f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
                     yield Outcome(point.key, None, reason, time.perf_counter() - start)
                 except ray.exceptions.RayError as error:  # its worker or its node is gone
@@ -86,7 +90,7 @@ def run_on_ray(points: Sequence[Point], jobs: int | None, address: str) -> Itera
 def _connect(ray: Any, address: str) -> None:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if colon:  # where nobody listens, Ray itself goes on asking for minutes
+        if colon:  # without a listener, Ray itself retries for minutes
             socket.create_connection((host, int(port)), timeout=5.0).close()
         ray.init(
             address=address,

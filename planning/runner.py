@@ -1,8 +1,8 @@
 """Many runs at once: points on processes of this machine, or on a Ray cluster.
 
-A point is a configuration with a key. Points share nothing but memory that none of them writes: all
-processes of a machine map the same bit sets to replay. What a point yields depends on its
-configuration alone, never on how many processes there are or in which order they work.
+A point is a configuration with a key. All processes of a machine map the same bit sets to replay,
+read-only, and share nothing else: the outcome of a point depends on its configuration alone, not on
+the number of processes or their order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KILLED = "its process was killed twice, the second time alone: out of memory?"
 
 @dataclass(frozen=True)
 class Point:
-    """One run to do; ``key`` is the caller's name for it."""
+    """A configuration to run; ``key`` is the caller's name for it."""
 
     key: str
     config: RunConfig
@@ -51,7 +51,7 @@ class Outcome:
     reason
         Why it failed, in one line; empty where it did not.
     seconds
-        Wall time that the run took; not the same twice.
+        Wall time of the run, which differs from run to run.
     killed
         Whether it failed because its processes were killed, which says little about the point.
     """
@@ -72,28 +72,28 @@ def run_points(
 ) -> Generator[Outcome, None, None]:
     """Run points and yield their outcomes in the order in which they end.
 
-    A point that fails does not stop the others. Where a process is killed, as the kernel does when
-    memory runs out, the points that were under way are run once more, each of them alone; one that
-    is killed again has failed. Closing the generator, as an exception in its consumer or Ctrl-C
-    does, stops the processes.
+    A point that fails does not stop the others. Where a process is killed, for instance by the
+    kernel when memory runs out, the points that were running are run once more, each of them alone;
+    a point whose process is killed again has failed. Closing the generator, as an exception in its
+    consumer or Ctrl-C does, stops the processes.
 
     Parameters
     ----------
     points
-        What to run, begun in this order. Long points first make for a short end.
+        Points to run, begun in this order; long ones first keep the last processes busy.
     jobs
-        Processes; 1 runs in this one, where a kill is not survived. The CPUs that this process may
-        use when not given. On Ray: points in flight, the cluster's CPUs when not given.
+        Processes, by default the CPUs that this process may use; 1 runs in this process, which does
+        not survive a kill. On Ray: points in flight, by default the cluster's CPUs.
     backend
         ``joblib`` for processes of this machine, ``ray`` for a cluster.
     address
-        Of the Ray cluster: ``auto`` (the one that runs here; the default), ``local`` (one of this
-        machine alone, for as long as the sweep takes) or ``HOST:PORT``.
+        Address of the Ray cluster: ``auto`` (the one that runs here; the default), ``local`` (a
+        cluster of this machine alone, for the time of the sweep) or ``HOST:PORT``.
 
     Raises
     ------
     InputError
-        If there are no jobs to do it with, or no such cluster.
+        If there are no jobs, or no such cluster.
     """
     check_backend(jobs, backend, address)
     todo = list(points)
@@ -116,7 +116,7 @@ def run_points(
 def check_backend(
     jobs: int | None, backend: Backend = "joblib", address: str | None = None
 ) -> None:
-    """Raise InputError if `run_points` cannot be asked for this."""
+    """Raise InputError if `run_points` does not accept these arguments."""
     if jobs is not None and jobs < 1:
         raise InputError("jobs", str(jobs), "1 or more")
     if backend not in get_args(Backend):
@@ -133,7 +133,7 @@ def run_point(point: Point) -> Outcome:
         summary = simulate_summary(point.config)
     except InputError as error:
         reason = str(error)
-    except Exception as error:  # whatever it is, the other points go on
+    except Exception as error:  # of any kind: the other points go on
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return Outcome(point.key, summary, reason, time.perf_counter() - start)
 
@@ -175,12 +175,12 @@ def _closing(outcomes: Generator[Outcome, None, None]) -> Iterator[Generator[Out
 
 
 def _run_alone(point: Point, shared: Sequence[SharedReplay]) -> Outcome:
-    """Run a point while no other runs: now a killed process tells which point killed it."""
+    """Run a point while no other runs, so that a killed process tells which point killed it."""
     from joblib.externals.loky.process_executor import TerminatedWorkerError
 
     start = time.perf_counter()
     try:
-        # Two jobs, for joblib runs one in this process; the second has nothing to do.
+        # Two jobs, because joblib would run a single one in this process; the second stays idle.
         return next(iter(_parallel(2, 1, iter([_call(point, shared)]))))
     except TerminatedWorkerError:
         return Outcome(point.key, None, _KILLED, time.perf_counter() - start, killed=True)
@@ -189,7 +189,7 @@ def _run_alone(point: Point, shared: Sequence[SharedReplay]) -> Outcome:
 def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Generator[Outcome, None, None]:
     from joblib import Parallel, parallel_config
 
-    # Each process computes with one thread: the points are what runs side by side.
+    # One thread a process: the points run side by side.
     with parallel_config(backend="loky", inner_max_num_threads=1):
         outcomes: Generator[Outcome, None, None] = Parallel(
             n_jobs=jobs,
@@ -217,7 +217,7 @@ _parents: set[int] = set()
 
 
 def _follow(parent: int) -> None:
-    """Leave Ctrl-C to the parent, and end with it: after a kill -9 nobody else would end us."""
+    """Leave Ctrl-C to the parent, and end with it, also after its kill -9."""
     if parent in _parents:
         return
     _parents.add(parent)
@@ -236,7 +236,7 @@ def _share_replays(points: Iterable[Point]) -> list[SharedReplay]:
     configs = {(point.config.trace, point.config.model): point.config for point in points}
     shared = []
     for config in configs.values():
-        with contextlib.suppress(Exception):  # a point that cannot be prepared tells so itself
+        with contextlib.suppress(Exception):  # the point itself will report it
             setting = prepare(config)
             shared.append(share(setting.trace, setting.model.top_k, setting.step_time.n_moe_layers))
     return [replay for replay in shared if replay is not None]
@@ -249,10 +249,10 @@ def config_key(config: RunConfig) -> str:
 
 
 def expected_tokens(config: RunConfig) -> float:
-    """Estimate the output tokens that a run simulates, which is what most of its time goes into.
+    """Estimate the output tokens that a run simulates, which determine most of its time.
 
-    Recorded loads and lengths are not looked up: for them it is a guess that is the same for every
-    point of the same file.
+    Recorded loads and lengths are not looked up: there, the estimate is a guess that is the same
+    for every point of the same file.
     """
     rate, length = config.effective_rate, config.effective_output_len
     rate = 60.0 if rate is None or math.isinf(rate) else rate

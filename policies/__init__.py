@@ -1,9 +1,10 @@
 """Who serves it? Pure routing decisions over what a real router could see.
 
-A policy is a small object with a ``name`` and one ``select`` method: it gets the request as the
-router knows it (:class:`~eldr_sim.policies.base.RequestInfo`) and the load of every worker, and
-returns the index of the worker that serves. No policy knows of simulated time, so each can stand
-in front of a real engine as it is.
+A router is a small object with a ``name`` and one ``select`` method: it gets the request and the
+workers as a real router knows them (:class:`~eldr_sim.policies.base.RequestInfo`,
+:class:`~eldr_sim.policies.base.Workers`), and returns the index of the worker that serves, or None
+to hold the request. No policy knows of the simulator, so each can stand in front of a real engine
+as it is.
 
 ==================  =========  ====================================================================
 name                decision   rule
@@ -22,7 +23,7 @@ name                decision   rule
 
 Modules:
 
-- ``base``: the protocols, ``RequestInfo`` and ``PolicyContext`` (what a policy is built from);
+- ``base``: the routers' protocols, what they see, and what a policy is built from;
 - ``registry``: policies by name, open to other packages through the entry-point group
   ``eldr_sim.policies`` (a worked example stands in ``docs/example_policy``);
 - ``shortlist``: the rule that most routers end in: of some workers the least loaded or the next;

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
 
@@ -18,8 +18,54 @@ if TYPE_CHECKING:
     from eldr_sim.policies.signature import LayerMask, Transform
     from eldr_sim.traces.calibration import CalibrationSet
 
-Loads = NDArray[np.int64]
-"""Shape [n_workers]: requests on each worker, as the router knows them (they may be stale)."""
+
+class Workers(NamedTuple):
+    """The workers of a pool as their router sees them: a column each, shape [n_workers].
+
+    The router counts ``loads`` itself. The other columns are what the engines publish, as of
+    ``signals_s``: vLLM's metrics ``num_requests_waiting``, ``num_requests_running`` and
+    ``kv_cache_usage_perc``, and tokens, which vLLM's data-parallel balancer counts in requests.
+
+    Attributes
+    ----------
+    loads
+        int64: requests in flight, from the router's decision until it hears of their end.
+    waiting, running
+        int64: requests in the waiting queue, those whose KV cache is on its way among them, and
+        requests that compute or decode.
+    waiting_tokens, running_tokens
+        int64: tokens of the prompts (after preemption: contexts) that wait, and of the contexts of
+        running requests.
+    kv_usage
+        float64: share of the KV blocks that requests hold, 0 to 1.
+    healthy
+        bool: whether the worker answers.
+    now_s, signals_s
+        The router's clock, and when the engines published what the columns say, s.
+    """
+
+    loads: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+    running: NDArray[np.int64]
+    waiting_tokens: NDArray[np.int64]
+    running_tokens: NDArray[np.int64]
+    kv_usage: NDArray[np.float64]
+    healthy: NDArray[np.bool_]
+    now_s: float = 0.0
+    signals_s: float = 0.0
+
+    @classmethod
+    def idle(cls, loads: ArrayLike) -> Workers:
+        """Return healthy workers with these ``loads`` whose engines report nothing."""
+        counted = np.asarray(loads, np.int64)
+        n = len(counted)
+        a, b, c, d = np.zeros((4, n), np.int64)
+        return cls(counted, a, b, c, d, kv_usage=np.zeros(n), healthy=np.ones(n, np.bool_))
+
+    def usable(self) -> list[int]:
+        """Return the indices of the healthy workers."""
+        found: list[int] = np.flatnonzero(self.healthy).tolist()
+        return found
 
 
 class RequestInfo(NamedTuple):
@@ -44,6 +90,10 @@ class RequestInfo(NamedTuple):
     signature_id
         Names the content of ``signature``: two requests with the same id have equal counts, so
         that a policy may reuse what it computed. ``None``: nothing is promised.
+    session
+        Names the conversation or the user that the request belongs to; ``None`` where unknown.
+    max_tokens
+        Output tokens that the client has asked for; ``None`` where it has set no limit.
     """
 
     request_id: int
@@ -52,6 +102,8 @@ class RequestInfo(NamedTuple):
     prefix_hash: Sequence[int] = ()
     signature: NDArray[Any] | None = None
     signature_id: int | None = None
+    session: int | str | None = None
+    max_tokens: int | None = None
 
 
 @runtime_checkable
@@ -66,15 +118,18 @@ class DecodePolicy(Protocol):
 
     name: str
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
-        """Return the index of the decode worker.
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the index of the decode worker; None to hold the request.
+
+        A held request is asked for again, in the order of arrival among those held, when the
+        router hears of an end or of new signals.
 
         Parameters
         ----------
         request
             The request; ``signature`` is set.
-        loads
-            Shape [n_workers]: in-flight decode requests of each worker, from dispatch to
+        workers
+            The decode workers; ``loads`` are in-flight decode requests, from dispatch to
             completion, as counted at the router (ELDR Sec. 4.3.2).
         """
         ...
@@ -102,15 +157,15 @@ class PrefillPolicy(Protocol):
 
     name: str
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
-        """Return the index of the prefill worker.
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the index of the prefill worker; None to hold the request.
 
         Parameters
         ----------
         request
             The request; ``signature`` is ``None``.
-        loads
-            Shape [n_workers]: requests queued or running on each prefill worker.
+        workers
+            The prefill workers; ``loads`` are requests that are queued or running there.
         """
         ...
 

@@ -19,6 +19,7 @@ FIELDS: dict[str, str] = {
     "decode": "policy",
     "prefill": "prefill_policy",
     "queue": "queue_order",
+    "placement": "expert_placement",
 }
 #: The same the other way round.
 DECISION_OF = {field: decision for decision, field in FIELDS.items()}
@@ -29,6 +30,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     ),
     "prefill": ("round_robin", "least_loaded", "prefix_hash"),
     "queue": ("fcfs", "sjf"),
+    "placement": ("linear", "eldr"),
 }  # fmt: skip
 
 

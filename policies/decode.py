@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
 
 
@@ -20,12 +20,12 @@ class RandomPolicy:
     decision: ClassVar[str] = "decode"
 
     def __init__(self, context: PolicyContext) -> None:
-        self._n = context.n_workers
         self._rng = context.rng
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
-        """Return a uniformly drawn worker."""
-        return int(self._rng.integers(self._n))
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return a uniformly drawn healthy worker."""
+        usable = workers.usable()
+        return usable[int(self._rng.integers(len(usable)))] if usable else None
 
 
 class RoundRobinPolicy:
@@ -43,9 +43,9 @@ class RoundRobinPolicy:
         """Return all workers, in turn."""
         return [self._everyone] * len(requests)
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the next worker in turn."""
-        return self.shortlists([request])[0].pick(loads)
+        return self.shortlists([request])[0].pick(workers)
 
 
 class JoinShortestQueuePolicy:
@@ -62,9 +62,9 @@ class JoinShortestQueuePolicy:
         """Return all workers, the least loaded first."""
         return [self._everyone] * len(requests)
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the least loaded worker."""
-        return self.shortlists([request])[0].pick(loads)
+        return self.shortlists([request])[0].pick(workers)
 
 
 class PowerOfTwoChoicesPolicy:
@@ -77,17 +77,17 @@ class PowerOfTwoChoicesPolicy:
     decision: ClassVar[str] = "decode"
 
     def __init__(self, context: PolicyContext) -> None:
-        self._n = context.n_workers
         self._rng = context.rng
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
-        """Return the less loaded of two sampled workers."""
-        if self._n == 1:
-            return 0
-        first = int(self._rng.integers(self._n))
-        second = int(self._rng.integers(self._n - 1))
-        second += second >= first
-        return second if loads[second] < loads[first] else first
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the less loaded of two sampled healthy workers."""
+        usable = workers.usable()
+        if len(usable) < 2:
+            return usable[0] if usable else None
+        i = int(self._rng.integers(len(usable)))
+        j = int(self._rng.integers(len(usable) - 1))
+        first, second = usable[i], usable[j + (j >= i)]
+        return second if workers.loads[second] < workers.loads[first] else first
 
 
 class DomainPolicy:
@@ -118,9 +118,9 @@ class DomainPolicy:
                 raise InputError("domain", f"no domain has the index {request.domain}", allowed)
         return [self._pools[request.domain] for request in requests]
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the least loaded worker of the request's domain."""
-        return self.shortlists([request])[0].pick(loads)
+        return self.shortlists([request])[0].pick(workers)
 
 
 def split_workers(counts: NDArray[np.int64], n_workers: int) -> list[list[int]]:

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import RoutingArtifact
-from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
@@ -133,9 +133,9 @@ class EldrPolicy:
                 self._shortlists[request.signature_id] = found
         return [new.get(r.request_id) or self._shortlists[r.signature_id] for r in requests]
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the least loaded worker of the locality band."""
-        return self.shortlists([request])[0].pick(loads)
+        return self.shortlists([request])[0].pick(workers)
 
 
 def _artifact(parameters: EldrParameters, context: PolicyContext) -> RoutingArtifact:

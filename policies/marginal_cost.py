@@ -31,7 +31,7 @@ from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.step_cost import step_parts, total_s
 from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies.activation import fit_activation
-from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.signature import Floats
 from eldr_sim.policies.unions import ExpertUnions, growth, log_idle, on_grid, shift
@@ -81,17 +81,20 @@ class _Greedy:
         self._resident: dict[tuple[int, int], tuple[int, NDArray[np.float32]]] = {}
         self._next = 0
 
-    def place(self, request: RequestInfo, usage: _Usage, loads: Loads) -> int:
-        """Return the worker whose cost grows least, and count the request there.
+    def place(self, request: RequestInfo, usage: _Usage, workers: Workers) -> int | None:
+        """Return the healthy worker whose cost grows least, and count the request there.
 
-        Equal growths, to 1e-12 s^2, are served in turn.
+        Equal growths, to 1e-12 s^2, are served in turn. None where no worker is healthy.
         """
         activation, log = usage
         prompt_len = request.prompt_len
         worker: int = place(
-            self._step_times, self._books, loads, prompt_len, activation, log, self._next
-        )
-        self._next = (worker + 1) % len(loads)
+            self._step_times, self._books, workers.loads, workers.healthy, prompt_len, activation,
+            log, self._next,
+        )  # fmt: skip
+        if worker < 0:
+            return None
+        self._next = (worker + 1) % len(workers.loads)
         self._resident[request.request_id, worker] = (prompt_len, log)
         return worker
 
@@ -153,9 +156,9 @@ class MarginalCostPolicy:
             self._usages[known] = usage
         return usage
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the worker whose cost grows least, and count the request there."""
-        return self._greedy.place(request, self.usage(request), loads)
+        return self._greedy.place(request, self.usage(request), workers)
 
     def on_complete(self, request_id: int, worker: int) -> None:
         """Forget a completed request."""
@@ -180,10 +183,10 @@ class OraclePolicy:
         self._future = context.require_future(self.name)
         self._greedy = _Greedy(step_times, context.n_workers, step_times.n_moe_layers)
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the worker whose cost grows least, and count the request there."""
         usage = _usage(self._future(request.request_id))
-        return self._greedy.place(request, usage, loads)
+        return self._greedy.place(request, usage, workers)
 
     def on_complete(self, request_id: int, worker: int) -> None:
         """Forget a completed request."""
@@ -238,6 +241,7 @@ def place(
     step_times: StepCost,
     books: Any,
     loads: Any,
+    healthy: Any,
     prompt_len: int,
     activation: Any,
     log: Any,
@@ -245,14 +249,16 @@ def place(
 ) -> int:
     """Return the worker whose cost a request lets grow least, and enter it in the books.
 
+    -1, and the books as they were, where no worker is healthy.
+
     Parameters
     ----------
     step_times
         Step times of a worker.
     books
         What is on the workers.
-    loads
-        Shape [K]: requests in flight on each worker.
+    loads, healthy
+        Shape [K]: requests in flight on each worker, and whether it answers.
     prompt_len, activation, log
         Tokens of the request's prompt, its activation on the grid of ``unions``, and the
         activation's ``log_idle``.
@@ -263,6 +269,8 @@ def place(
     best, least = -1, 0.0
     for i in range(n_workers):
         w = (first + i) % n_workers
+        if not healthy[w]:
+            continue
         load, context = loads[w], books.prompt_tokens[w]
         if books.cost_load[w] != load:
             now = expected_step_s(step_times, load, context, distinct[w])
@@ -275,6 +283,8 @@ def place(
         rounded = np.rint(books.growth[w] * 1e12)
         if best < 0 or rounded < least:
             best, least = w, rounded
+    if best < 0:
+        return best
     shift(log_idle, idle, distinct, best, log, 1.0)
     books.prompt_tokens[best] += prompt_len
     books.cost_load[best] = -1

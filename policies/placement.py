@@ -1,21 +1,111 @@
-"""Where the experts of an expert-parallel decode worker live: the rank (GPU) of every expert.
+"""Where the experts of expert-parallel GPUs live: the rank (GPU) of every expert.
 
-A layer takes the time of the rank that reads the most distinct experts, and every rank holds
-equally many, so that weight memory is uniform.
+A layer takes the time of the rank that reads the most activated experts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.signature import Ints
 
-PLACEMENTS = ("linear", "eldr")
-"""Names of the placements: :func:`linear_placement` and :func:`greedy_placement`."""
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Instances of experts on ranks, layer by layer.
+
+    Attributes
+    ----------
+    expert
+        Shape [layers, slots]: the expert of each instance, vLLM's ``physical_to_logical_map``.
+    rank
+        Shape [layers, slots]: the rank that holds it.
+    n_ranks
+        Ranks of the group.
+    """
+
+    expert: Ints
+    rank: Ints
+    n_ranks: int
+
+    @classmethod
+    def of_ranks(cls, ranks: Ints, n_ranks: int) -> Placement:
+        """Return the placement of one instance of every expert, from its rank, [layers, E]."""
+        return cls(np.broadcast_to(np.arange(ranks.shape[-1]), ranks.shape), ranks, n_ranks)
+
+    def held(self, n_experts: int) -> NDArray[np.bool_]:
+        """Return which rank holds an instance of which expert, [layers, ranks, experts]."""
+        layers = len(self.expert)
+        held = np.zeros((layers, self.n_ranks, n_experts), np.bool_)
+        held[np.arange(layers)[:, None], self.rank, self.expert] = True
+        return held
+
+
+class ExpertGroup(NamedTuple):
+    """What a placement is made for: the experts that one worker spreads over its GPUs."""
+
+    worker: int
+    """Index of the decode worker, as routers count them."""
+    n_layers: int
+    """Layers to place, those of the routing trace."""
+    n_experts: int
+    """Experts of a layer."""
+    n_ranks: int
+    """Ranks to place them on."""
+
+
+class PlacementPolicy(Protocol):
+    """Chooses the ranks of the experts."""
+
+    name: str
+
+    def place(self, group: ExpertGroup) -> Placement:
+        """Return the placement of a group."""
+        ...
+
+
+class LinearPlacement:
+    """Neighbours together, equally many on each rank: vLLM's default."""
+
+    name = "linear"
+    decision: ClassVar[str] = "placement"
+
+    def __init__(self, context: PolicyContext) -> None:
+        pass
+
+    def place(self, group: ExpertGroup) -> Placement:
+        """Return the placement of a group; raises InputError as `linear_placement`."""
+        ranks = linear_placement(group.n_experts, group.n_ranks)
+        shape = group.n_layers, group.n_experts
+        return Placement.of_ranks(np.broadcast_to(ranks, shape), group.n_ranks)
+
+
+class EldrPlacement:
+    """ELDR's placement (Sec. 5): the expected activation of a worker's cluster spread evenly."""
+
+    name = "eldr"
+    decision: ClassVar[str] = "placement"
+
+    def __init__(self, context: PolicyContext) -> None:
+        if context.artifact is None or callable(context.artifact):
+            raise InputError(
+                "expert_placement",
+                "'eldr' places the experts of each decode worker's cluster, and the decode policy "
+                "has no clusters",
+                "--policy eldr, or the linear placement",
+            )
+        self._activation = context.artifact.cluster_activation
+
+    def place(self, group: ExpertGroup) -> Placement:
+        """Return the placement of a group; raises InputError as `greedy_placement`."""
+        ranks = greedy_placement(self._activation[group.worker], group.n_ranks)
+        return Placement.of_ranks(ranks, group.n_ranks)
 
 
 def linear_placement(n_experts: int, n_ranks: int) -> Ints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.decode import RoundRobinPolicy
 from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
 
@@ -32,9 +32,9 @@ class LeastLoadedPolicy:
         """Return all workers, the least loaded first."""
         return [self._everyone] * len(requests)
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the least loaded worker."""
-        return self.shortlists([request])[0].pick(loads)
+        return self.shortlists([request])[0].pick(workers)
 
 
 class PrefixHashPolicy:
@@ -69,17 +69,17 @@ class PrefixHashPolicy:
         """Return all workers, the least loaded first: for prompts without hashes."""
         return [self._everyone] * len(requests)
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the prefix's worker, or the least loaded one if that is overloaded."""
         hashes = request.prefix_hash
         if len(hashes) == 0:
-            return self._everyone.pick(loads)
+            return self._everyone.pick(workers)
         # Block hashes are chained, so the last of the key's blocks stands for all of them.
         worker = self.home(int(hashes[min(len(hashes), self._key_blocks) - 1]))
-        average = (int(loads.sum()) + 1) / self._n
-        if loads[worker] <= self.load_factor * average:
+        average = (int(workers.loads.sum()) + 1) / self._n
+        if workers.healthy[worker] and workers.loads[worker] <= self.load_factor * average:
             return worker
-        return self._everyone.pick(loads)
+        return self._everyone.pick(workers)
 
 
 def _mix64(value: int) -> int:

@@ -4,12 +4,12 @@ A package adds a policy by an entry point of the group ``eldr_sim.policies`` tha
 class with
 
 - ``name``: the name that users type;
-- ``decision``: ``"decode"``, ``"prefill"`` or ``"queue"``;
+- ``decision``: one of `DECISIONS`;
 - a constructor that takes a :class:`~eldr_sim.policies.base.PolicyContext`, and after it the
   parameters if the class has any: a subclass of :class:`~eldr_sim.policies.choice.Parameters` as
   its attribute ``Parameters``;
-- ``select(request, loads) -> int`` (see ``base``), or for a queue order ``keys(requests)`` (see
-  ``queue_order``);
+- ``select(request, workers) -> int | None`` (see ``base``), for a queue order
+  ``keys(requests)`` (see ``queue_order``), for a placement ``place(group)`` (see ``placement``);
 - for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions.
 
 The entry point's own key is free. Built-in names cannot be taken over. Other packages are loaded
@@ -33,6 +33,7 @@ from eldr_sim.policies.decode import (
 )
 from eldr_sim.policies.eldr import EldrPolicy
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
+from eldr_sim.policies.placement import EldrPlacement, LinearPlacement, PlacementPolicy
 from eldr_sim.policies.prefill import (
     LeastLoadedPolicy,
     PrefillRoundRobinPolicy,
@@ -47,7 +48,7 @@ DECISIONS = tuple(FIELDS)
 """The decisions that a policy can make."""
 
 
-Policy = DecodePolicy | PrefillPolicy | QueueOrder
+Policy = DecodePolicy | PrefillPolicy | QueueOrder | PlacementPolicy
 """What the registry builds."""
 
 
@@ -61,6 +62,9 @@ class PolicyClass(Protocol):
         """Build the policy."""
         ...
 
+
+#: What a policy is asked, other than a router.
+_METHOD = {"queue": "keys(requests)", "placement": "place(group)"}
 
 _BUILT_IN = cast(
     "tuple[PolicyClass, ...]",
@@ -78,6 +82,8 @@ _BUILT_IN = cast(
         PrefixHashPolicy,
         FirstComeFirstServed,
         ShortestJobFirst,
+        LinearPlacement,
+        EldrPlacement,
     ),
 )
 
@@ -119,6 +125,11 @@ def prefill_policy(choice: object, context: PolicyContext) -> PrefillPolicy:
 def queue_order(choice: object, context: PolicyContext) -> QueueOrder:
     """Build a queue order from a `choice`; see `decode_policy`."""
     return cast("QueueOrder", _build("queue", choice, context))
+
+
+def placement_policy(choice: object, context: PolicyContext) -> PlacementPolicy:
+    """Build a placement policy from a `choice`; see `decode_policy`."""
+    return cast("PlacementPolicy", _build("placement", choice, context))
 
 
 def canonical(decision: str, choice: object) -> str:
@@ -200,7 +211,7 @@ def _flaw(policy: object) -> str:
         return f"has no name (name={name!r})"
     if decision not in DECISIONS:
         return f"has decision={decision!r}, not one of {', '.join(DECISIONS)}"
-    method = "keys(requests)" if decision == "queue" else "select(request, loads)"
+    method = _METHOD.get(decision, "select(request, workers)")
     if not callable(getattr(policy, method.partition("(")[0], None)):
         return f"has no method {method}"
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
-from eldr_sim.policies.base import Loads, RequestInfo
+from eldr_sim.policies.base import RequestInfo, Workers
 
 #: What of a request decides on its shortlist. With ``prefix`` there is one for all requests whose
 #: prompts share nothing.
@@ -35,20 +35,27 @@ class Shortlist:
     def __init__(
         self, workers: Sequence[int], *, by_load: bool = True, in_turn: bool = True
     ) -> None:
-        self.workers = tuple(workers)
+        self.workers: tuple[int, ...] = tuple(workers)
         if not self.workers:
             raise ValueError("a shortlist without workers")
         self.by_load = by_load
         self.in_turn = in_turn
-        self.turn = 0
+        self.turn: int = 0
 
-    def pick(self, loads: Loads) -> int:
-        """Return the chosen worker's index into ``loads``."""
-        place = self.turn
+    def pick(self, workers: Workers) -> int | None:
+        """Return the chosen worker's index; None where no worker of the pool is healthy.
+
+        Where none of the list is, the least loaded healthy worker of the pool stands in.
+        """
+        usable = set(workers.usable())
+        order: list[int] = [*range(self.turn, len(self.workers)), *range(self.turn)]
+        order = [place for place in order if self.workers[place] in usable]
+        loads: list[int] = workers.loads.tolist()
+        if not order:
+            return min(usable, key=lambda worker: (loads[worker], worker), default=None)
+        place = order[0]
         if self.by_load:
-            everyone = loads.tolist()
-            order = [*range(place, len(self.workers)), *range(place)]
-            place = min(order, key=lambda i: everyone[self.workers[i]])
+            place = min(order, key=lambda i: loads[self.workers[i]])
         if self.in_turn:
             self.turn = (place + 1) % len(self.workers)
         return self.workers[place]

@@ -1,7 +1,7 @@
 """The reference model: a recipe that trains a small mixture-of-experts model and records it.
 
-``python -m reference_model train`` makes a checkpoint out of folders of text,
-``... record`` a routing trace out of a checkpoint and text that its training did not see.
+``python -m reference_model train`` makes a checkpoint from a folder of text, ``... record`` a
+routing trace from a checkpoint and text that its training did not see.
 It is no part of the package eldr-sim: run it from the root of a checkout, after
 ``pip install '.[reference-model]'``.
 
@@ -14,7 +14,7 @@ model
 train
     `train`: from text to a checkpoint.
 evaluate
-    Held-out loss, dead experts, how far domains prefer experts of their own.
+    Held-out loss, dead experts, domains' preference for experts of their own.
 export
     Checkpoints that load in transformers and vLLM.
 record

@@ -8,7 +8,7 @@ import platform
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -18,8 +18,12 @@ from eldr_sim import __version__
 from eldr_sim.command import run_command
 from eldr_sim.errors import InputError
 
-# Experts see another number of tokens at every step. oneDNN compiles a kernel for each and keeps
-# 1,024 by default: training takes twice the time when it has to compile them again and again.
+if TYPE_CHECKING:
+    from reference_model.data import Documents
+    from reference_model.model import Qwen3Moe
+
+# Experts see another number of tokens at every step. oneDNN compiles a kernel for each number and
+# keeps 1,024 by default; with fewer than it needs, training takes twice the time.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "20000")
 _TEXT = click.Path(path_type=Path)
 _domains = click.option(
@@ -38,13 +42,13 @@ def cli() -> None:
 @click.option(
     "--preset", type=click.Choice(["cpu", "gpu"]), default="cpu", help="Size of the model."
 )
-@click.option("--minutes", type=float, help="Train so long.")
-@click.option("--steps", type=int, help="Train so many batches instead: reproducible.")
+@click.option("--minutes", type=float, help="Time to train.")
+@click.option("--steps", type=int, help="Batches to train instead: reproducible.")
 @click.option("--held-out", type=float, default=0.3, help="Share of documents not trained on.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: the preset's]")
 @click.option("--threads", type=int, default=1, help="CPU threads.")
 @click.option("--seed", type=int, default=0)
-@click.option("--resume", is_flag=True, help="Go on from what an interrupted training left.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted training.")
 @_domains
 def train(
     text: Path,
@@ -87,7 +91,7 @@ def train(
             log=lambda entry: click.echo(json.dumps(entry)),
         )
     except KeyboardInterrupt:
-        click.echo(f"Interrupted: go on from what {out} holds with --resume.", err=True)
+        click.echo(f"Interrupted: --resume continues from what {out} holds.", err=True)
         sys.exit(130)
     click.echo(f"Wrote {out}: checkpoint, tokenizer, training state and log")
 
@@ -96,7 +100,7 @@ def train(
 @click.argument("checkpoint", type=_TEXT)
 @click.argument("text", type=_TEXT)
 @click.option("--out", type=_TEXT, required=True, help="Trace folder to make.")
-@click.option("--npz", type=_TEXT, help="Write all that was recorded as a NumPy archive too.")
+@click.option("--npz", type=_TEXT, help="Also write all that was recorded as a NumPy archive.")
 @click.option("--source-data", required=True, help="What TEXT is, with its licences.")
 @click.option("--calibration", type=int, default=1050, help="Calibration requests.")
 @click.option("--serving", type=int, default=1250, help="Serving requests.")
@@ -122,11 +126,10 @@ def record(
     force: bool,
     **options: Any,
 ) -> None:
-    """Record the routing of CHECKPOINT on prompts from what TEXT held out of its training."""
+    """Record the routing of CHECKPOINT on prompts from the held-out part of TEXT."""
     import torch
 
-    from reference_model import data
-    from reference_model import record as recording
+    from reference_model import record as recorder
     from reference_model.export import load_checkpoint, read_description
 
     torch.set_num_threads(1)
@@ -140,38 +143,27 @@ def record(
         raise InputError(
             "prompt_lengths", f"got {prompt_lengths!r}", "numbers with commas"
         ) from None
-    config = recording.RecordConfig(prompt_lengths=lengths, **options)
+    config = recorder.RecordConfig(prompt_lengths=lengths, **options)
     described = read_description(checkpoint)
-    split = described["documents"]
-    documents = data.split_documents(
-        data.read_documents(text, split["domains"]), split["held_out"], split["seed"]
-    )
-    if documents.description() != split:
-        raise InputError("text", f"{text} is not the text that {checkpoint} was trained on")
+    documents = _documents_of(checkpoint, text, described["documents"])
     model, tokenizer = load_checkpoint(checkpoint)
-    prompts = recording.choose_prompts(documents, tokenizer, config)
+    prompts = recorder.choose_prompts(documents, tokenizer, config)
     terminal = sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=not terminal) as bar:
         task = bar.add_task("Recording", total=1.0)
-        recorded = recording.record(
+        routing = recorder.record(
             checkpoint,
             prompts,
             config,
             processes=processes,
             progress=lambda share: bar.update(task, completed=share),
         )
-    c, figures = model.config, described["figures"]
-    opened = recording.write_recording(
-        recorded,
+    trace = recorder.write_routing_trace(
+        routing,
         out,
         domains=documents.domains,
         gate_scores=gate_scores,
-        model=(
-            f"reference-moe-{sum(p.numel() for p in model.parameters()) / 1e6:.0f}m (Qwen3-MoE "
-            f"architecture: {c.n_layers} layers, d {c.hidden_size}, {c.n_experts} experts, "
-            f"top-{c.top_k}, expert inner {c.expert_size}; trained on "
-            f"{figures['tokens'] / 1e6:.2f}M tokens)"
-        ),
+        model=_description(model, described["figures"]["tokens"]),
         captured_by=(
             f"forward passes of the model in PyTorch ({config.device}): prefill of a held-out "
             f"prompt, then {config.output_len} tokens sampled at temperature "
@@ -187,16 +179,37 @@ def record(
         force=force,
     )
     click.echo(
-        f"Wrote {out}: {opened.n_requests} requests, {opened.manifest.n_tokens} tokens, "
-        f"{opened.n_layers} layers; at most {prompts.per_document} prompts from one document"
+        f"Wrote {out}: {trace.n_requests} requests, {trace.manifest.n_tokens} tokens, "
+        f"{trace.n_layers} layers; at most {prompts.per_document} prompts from one document"
     )
     if npz is not None:
-        recording.write_npz(recorded, npz, documents.domains)
+        recorder.write_npz(routing, npz, documents.domains)
         click.echo(f"Wrote {npz}: ids, tokens and the gate scores of all requests")
 
 
+def _documents_of(checkpoint: Path, text: Path, split: dict[str, Any]) -> Documents:
+    """Read a folder of text again and split it as the training of a checkpoint did."""
+    from reference_model import data
+
+    read = data.read_documents(text, split["domains"])
+    documents = data.split_documents(read, split["held_out"], split["seed"])
+    if documents.description() != split:
+        raise InputError("text", f"{text} is not the text that {checkpoint} was trained on")
+    return documents
+
+
+def _description(model: Qwen3Moe, tokens: int) -> str:
+    """Return name, dimensions and training of a model, for a trace's manifest."""
+    c = model.config
+    return (
+        f"reference-moe-{sum(p.numel() for p in model.parameters()) / 1e6:.0f}m (Qwen3-MoE "
+        f"architecture: {c.n_layers} layers, d {c.hidden_size}, {c.n_experts} experts, "
+        f"top-{c.top_k}, expert inner {c.expert_size}; trained on {tokens / 1e6:.2f}M tokens)"
+    )
+
+
 def main() -> None:
-    """Run the command line; a package that is missing is one line too."""
+    """Run the command line; a missing package is one line, too."""
     try:
         run_command(cli)
     except ModuleNotFoundError as error:

@@ -26,8 +26,8 @@ __all__ = [
 SEPARATOR = "<|endoftext|>"
 """Line between two documents, and the token that ends one (id 0)."""
 
-# Newlines, runs of blanks, words with the blank before them, single digits, punctuation: like
-# the pattern of GPT-4's tokenizer, and indifferent to the script.
+# Newlines, runs of blanks, words with the blank before them, single digits, punctuation: similar
+# to the pattern of GPT-4's tokenizer, and independent of the script.
 _PATTERN = r"\n+|[ ]{2,}(?=[ ])|[^\S\n]?[\p{L}\p{M}]+|\p{N}|[^\S\n]?[^\s\p{L}\p{N}]+|\s+"
 _BOUNDARY = re.compile(rf"^{re.escape(SEPARATOR)}$", re.MULTILINE)
 _TOKENIZER_BYTES = 1_500_000
@@ -42,7 +42,7 @@ class Documents:
     calibration: dict[str, list[str]]
     serving: dict[str, list[str]]
     held_out: float
-    """Share of documents that are not for training."""
+    """Share of documents that are held out of training."""
     seed: int
     """Salt of the split."""
 
@@ -52,7 +52,7 @@ class Documents:
         return list(self.train)
 
     def description(self) -> dict[str, Any]:
-        """Return what makes the split again, and the documents of each part by domain."""
+        """Return the settings that repeat the split, and each part's documents by domain."""
         parts = {"train": self.train, "calibration": self.calibration, "serving": self.serving}
         return {
             "domains": self.domains,

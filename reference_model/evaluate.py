@@ -1,4 +1,4 @@
-"""How good the reference model is, and whether its domains prefer experts of their own."""
+"""Evaluation: held-out loss, and whether domains prefer experts of their own."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def evaluate(model: Qwen3Moe, text: dict[str, Tensor], device: str) -> dict[str,
     text
         int64 ``[sequences, tokens + 1]`` by domain, equally long.
     device
-        Where the model lies.
+        Device of the model.
 
     Returns
     -------
-    record
+    figures
         ``held_out_loss`` by domain (nats a token) and its mean ``mean_loss``; ``dead`` experts
         over all layers (chosen less than a tenth of the mean); ``max_load`` over mean load, mean
         over layers; ``distinct`` experts of a layer in a batch that mixes the domains, one

@@ -23,7 +23,7 @@ from reference_model.model import ModelConfig, Qwen3Moe
 __all__ = ["DESCRIPTION_FILE", "load_checkpoint", "read_description", "save_checkpoint"]
 
 DESCRIPTION_FILE = "training.json"
-"""What a checkpoint was trained on and how well; the split of its documents."""
+"""File with a checkpoint's training: its documents, their split, and its figures."""
 
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -49,11 +49,11 @@ def save_checkpoint(
     Parameters
     ----------
     model, tokenizer
-        What to write.
+        Model and tokenizer to write.
     folder
-        Folder to write into; made if it is not there.
+        Folder to write into, created if absent.
     dtype
-        Of the stored weights.
+        Type of the stored weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -124,7 +124,7 @@ def load_checkpoint(folder: Path) -> tuple[Qwen3Moe, Tokenizer]:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return what `train` noted in a checkpoint about its documents and its figures.
+    """Return the documents, settings and figures that `train` noted in a checkpoint.
 
     Raises
     ------

@@ -2,8 +2,8 @@
 
 It computes what ``transformers.Qwen3MoeForCausalLM`` computes (every layer sparse, tied
 embeddings, top-k gate weights normalised), with experts evaluated over tokens sorted by
-expert, so that training is quick on a CPU too. Dimensions are small on purpose: what counts
-is a gate that was really trained.
+expert, so that training is quick on a CPU too. Dimensions are small on purpose: only the gate
+has to be a trained one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ModelConfig:
 
 
 class Routing(NamedTuple):
-    """What the gate of one layer did with ``n`` tokens."""
+    """Output of one layer's gate for ``n`` tokens."""
 
     logits: Tensor
     """float32 ``[n, n_experts]``."""
@@ -64,9 +64,9 @@ class KVCache:
     batch
         Sequences.
     length
-        Tokens to have room for.
+        Most tokens of a sequence.
     dtype, device
-        Of the cached tensors.
+        Type and device of the cached tensors.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class RMSNorm(nn.Module):
 class _ExpertsFunction(torch.autograd.Function):
     """Experts over tokens sorted by expert, one matrix product an expert.
 
-    On a CPU this beats ``torch.bmm`` over equal groups and ``grouped_mm`` by a wide margin. Each
-    expert's rows are filled up with zeros to a multiple of `_ROWS`: oneDNN compiles and keeps a
-    kernel for every number of rows that it meets.
+    On a CPU this is much faster than ``torch.bmm`` over equal groups and ``grouped_mm``. Each
+    expert's rows are padded with zeros to a multiple of `_ROWS`: oneDNN compiles and keeps a kernel
+    for every number of rows that it meets.
     """
 
     @staticmethod
@@ -188,7 +188,7 @@ def _groups(counts: list[int]) -> list[tuple[int, int, int]]:
 class _TokenLossFunction(torch.autograd.Function):
     """Mean cross-entropy of tied-embedding logits, a slice of tokens at a time.
 
-    The logits of a slice stay in the CPU's cache; their gradient is taken on the way forward.
+    The logits of a slice stay in the CPU's cache; the forward pass computes their gradient.
     """
 
     @staticmethod
@@ -298,7 +298,7 @@ class Attention(nn.Module):
             k, v = cache.extend(layer, k, v)
             q = q.to(k.dtype)
         if tokens == 1:
-            # The heads that share keys stand where tokens would: nothing is masked or copied.
+            # Heads that share keys take the place of tokens: nothing is masked or copied.
             grouped = q.reshape(batch, self.n_kv_heads, -1, self.head_dim)
             out = F.scaled_dot_product_attention(grouped, k, v)
         else:

@@ -1,4 +1,4 @@
-"""Recording of the reference model's routing: prompts, sampled continuations, chosen experts."""
+"""Routing of the reference model: prompts, sampled continuations and the experts chosen."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from reference_model.model import KVCache, Qwen3Moe, SparseMLP
 __all__ = [
     "Prompts",
     "RecordConfig",
-    "Recording",
+    "RecordedRouting",
     "choose_prompts",
     "record",
     "record_batch",
     "write_npz",
-    "write_recording",
+    "write_routing_trace",
 ]
 
 
 @dataclass(frozen=True)
 class RecordConfig:
-    """What to record."""
+    """Requests to generate, and how."""
 
     calibration: int = 1050
     """Calibration requests, over the domains equally."""
@@ -48,7 +48,7 @@ class RecordConfig:
     output_len: int = 192
     """Tokens to generate."""
     temperature: float = 0.8
-    """Of the sampling; the end of a document is never sampled."""
+    """Temperature of the sampling; the end of a document is never sampled."""
     batch: int = 256
     """Requests that are generated together, all with equally long prompts."""
     seed: int = 0
@@ -72,13 +72,13 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedRouting:
     """Routing of requests; the rows of one follow those of the one before.
 
     Attributes
     ----------
     prompts
-        What was asked.
+        The prompts.
     output_len
         Tokens that each request generated.
     experts
@@ -165,7 +165,7 @@ def choose_prompts(documents: Documents, tokenizer: Tokenizer, config: RecordCon
 def _windows(
     documents: list[NDArray[np.uint16]], length: int, rng: np.random.Generator
 ) -> Iterator[list[NDArray[np.uint16]]]:
-    """Yield a window of each document that has one, then another, until none is left."""
+    """Yield one window of each document that has one, then a second of each, and so on."""
     cuts = []
     for i in rng.permutation(len(documents)):
         ids = documents[i]
@@ -184,7 +184,7 @@ def record(
     *,
     processes: int = 1,
     progress: Callable[[float], None] = lambda share: None,
-) -> Recording:
+) -> RecordedRouting:
     """Generate a continuation of each prompt and record the routing of every token.
 
     Parameters
@@ -250,7 +250,7 @@ def record(
             prob[chunk], logit[chunk] = p, z
             done += len(chunk)
             progress(done / len(rows))
-    return Recording(prompts, config.output_len, experts, token_ids, prob, logit)
+    return RecordedRouting(prompts, config.output_len, experts, token_ids, prob, logit)
 
 
 _worker: tuple[Qwen3Moe, RecordConfig] | None = None
@@ -273,7 +273,7 @@ def _work(item: tuple[NDArray[np.int64], NDArray[np.uint16]]) -> Any:
 def _prepare(model: Qwen3Moe, config: RecordConfig) -> None:
     model.to(config.device)
     if not config.exact:
-        # Once, not at every step; the other weights are small.
+        # Converted once rather than at every step; the other weights are small.
         for module in model.modules():
             if isinstance(module, SparseMLP):
                 module.gate_up.data = module.gate_up.data.bfloat16()
@@ -353,42 +353,42 @@ def record_batch(
     return chosen, token_ids.astype(np.uint16), scores[0], scores[1]
 
 
-def write_npz(recording: Recording, path: Path, domains: list[str]) -> None:
-    """Write a recording as the archive that `traces.importers.import_trace` reads.
+def write_npz(routing: RecordedRouting, path: Path, domains: list[str]) -> None:
+    """Write recorded routing as the archive that `traces.importers.import_trace` reads.
 
     It holds two arrays more: ``split`` (one entry a request: 0 calibration, 1 serving) and
     ``token_ids`` (uint16, one a token). Gate scores are those of all requests.
     """
-    prompt_len = recording.prompt_len
+    prompt_len = routing.prompt_len
     n = len(prompt_len)
-    output_len = np.full(n, recording.output_len, dtype=np.int64)
+    output_len = np.full(n, routing.output_len, dtype=np.int64)
     rows = np.repeat(np.arange(2 * n), np.stack([prompt_len, output_len], 1).ravel())
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             np.savez(
                 file,
-                topk=recording.experts,
+                topk=routing.experts,
                 request_id=(rows // 2).astype(np.uint16 if n < 65536 else np.int64),
                 is_decode=rows % 2 == 1,
-                domain=recording.prompts.domain.astype(np.uint8),
+                domain=routing.prompts.domain.astype(np.uint8),
                 domain_names=np.array(domains),
                 prompt_len=prompt_len,
                 output_len=output_len,
-                E=recording.gate_prob.shape[2],
+                E=routing.gate_prob.shape[2],
                 gate_requests=np.arange(n),
-                gate_prob=recording.gate_prob,
-                gate_logit=recording.gate_logit,
-                split=(~recording.prompts.is_calibration).astype(np.uint8),
-                token_ids=recording.token_ids,
+                gate_prob=routing.gate_prob,
+                gate_logit=routing.gate_logit,
+                split=(~routing.prompts.is_calibration).astype(np.uint8),
+                token_ids=routing.token_ids,
             )
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_recording(
-    recording: Recording,
+def write_routing_trace(
+    routing: RecordedRouting,
     out: Path,
     *,
     domains: list[str],
@@ -400,11 +400,14 @@ def write_recording(
     notes: str = "",
     force: bool = False,
 ) -> RoutingTrace:
-    """Write a recording as a routing trace.
+    """Write recorded routing as a routing trace, compressed.
+
+    Of the gate's order the trace keeps which half of a token's experts came first: a model of half
+    the top-k can be served, and the file stays small (see `eldr_sim.traces.encoding`).
 
     Parameters
     ----------
-    recording
+    routing
         From `record`.
     out
         Trace folder to make.
@@ -415,24 +418,26 @@ def write_recording(
     model, captured_by, source_data, tool_versions, notes, force
         See `write_trace`.
     """
-    prompts = recording.prompts
+    prompts = routing.prompts
     n = len(prompts.tokens)
     splits = (np.flatnonzero(prompts.is_calibration), np.flatnonzero(~prompts.is_calibration))
     covered = np.concatenate([split[:gate_scores] for split in splits])
     scores = GateScores(
-        requests=covered, prob=recording.gate_prob[covered], logit=recording.gate_logit[covered]
+        requests=covered, prob=routing.gate_prob[covered], logit=routing.gate_logit[covered]
     )
     names = [domains[d] for d in prompts.domain]
+    ranked = routing.experts
+    halves = [np.sort(half) for half in np.array_split(ranked, min(2, ranked.shape[-1]), axis=-1)]
     return write_trace(
         out,
-        experts=recording.experts,
+        experts=np.concatenate(halves, axis=-1),
         request_id=[f"{name}-{i:04d}" for i, name in enumerate(names)],
         domain=names,
-        prompt_len=recording.prompt_len,
-        output_len=np.full(n, recording.output_len),
+        prompt_len=routing.prompt_len,
+        output_len=np.full(n, routing.output_len),
         is_calibration=prompts.is_calibration,
         model=model,
-        n_experts=recording.gate_prob.shape[2],
+        n_experts=routing.gate_prob.shape[2],
         domains=domains,
         captured_by=captured_by,
         source_data=source_data,
@@ -440,6 +445,7 @@ def write_recording(
         provenance="recorded",
         notes=notes,
         gate_scores=scores if len(covered) else None,
-        rank_groups=[1] * recording.experts.shape[-1],
+        rank_groups=[part.shape[-1] for part in halves],
+        encoding="xz",
         force=force,
     )

@@ -1,7 +1,7 @@
 """Training of the reference model from text, on a CPU or a GPU.
 
-Every batch holds all domains equally and the load-balance loss is taken over the whole batch:
-taken per sequence it would forbid what the model is for, experts that domains prefer.
+Every batch holds all domains equally. The load-balance loss is taken over the whole batch: per
+sequence, it would forbid what the model is for, experts that a domain prefers.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _LOG_STEPS = 20
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train."""
+    """Settings of a training."""
 
     sequences: int = 8
     """Sequences of ``context`` tokens in a batch, a multiple of the number of domains."""
     steps: int | None = None
     """Batches to train; give this or ``minutes``."""
     minutes: float | None = None
-    """Time to train for: the schedule follows the clock, weights are not reproducible."""
+    """Time to train: the schedule follows the clock, so the weights are not reproducible."""
     learning_rate: float = 2e-3
     gate_rate: float = 0.3
     """Learning rate of the gates, relative to that of the rest."""
     warmup_steps: int = 100
     decay_from: float = 0.65
-    """Progress from which on the learning rate falls linearly to nought."""
+    """Progress from which the learning rate falls linearly to zero."""
     weight_decay: float = 0.1
     balance: float = 0.02
     """Weight of the load-balance loss of each layer."""
@@ -78,8 +78,8 @@ PRESETS = {
         TrainConfig(sequences=128, device="cuda", learning_rate=1e-3),
     ),
 }
-"""Sizes: ``cpu`` for an hour or two of one core; ``gpu`` is meant for one data-centre GPU and has
-not been run on any. It has 620M parameters: 56 MB of text would not last it for long."""
+"""Sizes: ``cpu`` for an hour or two of one core, ``gpu`` for one data-centre GPU, where it has not
+been run. The latter has 620M parameters: 56 MB of text would not last it for long."""
 
 
 def balance_loss(routing: list[Routing]) -> Tensor:
@@ -107,7 +107,7 @@ def train(
 ) -> Qwen3Moe:
     """Train a model and leave its checkpoint, its state and a log in a folder.
 
-    Interrupted, it leaves what it saved last, and ``resume`` goes on from there.
+    An interrupted training leaves what it saved last; ``resume`` continues from there.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def train(
     model_config, config
         Dimensions, and how to train.
     resume
-        Go on from the state in ``out``; its dimensions count, not ``model_config``.
+        Continue from the state in ``out``, with its dimensions instead of ``model_config``.
     log
         Called with each entry of the log.
 
@@ -129,75 +129,96 @@ def train(
     """
     _check(documents, out, model_config, config, resume)
     torch.manual_seed(config.seed)
-    state: dict[str, Any] = {"step": 0, "tokens": 0, "seconds": 0.0}
-    if resume:
-        model, tokenizer = load_checkpoint(out)
-        state = torch.load(out / STATE_FILE)
-    else:
-        tokenizer = train_tokenizer(documents.train, model_config.vocab_size)
-        model = Qwen3Moe(model_config)
-    model.to(config.device)
-    optimizer = _optimizer(model, config)
-    if resume:
-        optimizer.load_state_dict(state["optimizer"])
+    run = _resume(out, config) if resume else _start(documents, model_config, config)
+    model = run.model
     length = model.config.context + 1
-    streams = _streams(documents.train, tokenizer, length)
-    held_out = evaluation_text(documents, tokenizer, model.config.context)
+    streams = _streams(documents.train, run.tokenizer, length)
+    held_out = evaluation_text(documents, run.tokenizer, model.config.context)
     out.mkdir(parents=True, exist_ok=True)
 
     with (out / LOG_FILE).open("a" if resume else "w") as file:
 
-        def record(entry: dict[str, Any]) -> None:
+        def write(entry: dict[str, Any]) -> None:
             file.write(json.dumps(entry) + "\n")
             file.flush()
             log(entry)
 
-        def save() -> None:
-            figures = {"step": step, "tokens": tokens, "seconds": round(seconds, 1)}
-            figures |= evaluate(model, held_out, config.device)
-            record(figures)
-            save_checkpoint(model, tokenizer, out)
+        def evaluate_and_save() -> None:
+            figures = run.progress() | evaluate(model, held_out, config.device)
+            write(figures)
             described = {"documents": documents.description(), "figures": figures}
-            described |= {"config": asdict(config)}
-            (out / DESCRIPTION_FILE).write_text(json.dumps(described, indent=2) + "\n")
-            # Last, so that a state never is newer than its weights.
-            state = {"step": step, "tokens": tokens, "seconds": seconds}
-            state |= {"optimizer": optimizer.state_dict()}
-            torch.save(state, out / f"{STATE_FILE}.tmp")
-            (out / f"{STATE_FILE}.tmp").replace(out / STATE_FILE)
+            run.save(out, described | {"config": asdict(config)})
 
-        step, tokens, seconds = state["step"], state["tokens"], state["seconds"]
-        record(
+        write(
             {
                 "model": asdict(model.config),
                 "train": asdict(config),
-                "from_step": step,
+                "from_step": run.step,
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "train_tokens": {domain: len(ids) for domain, ids in streams.items()},
             }
         )
-        started = time.monotonic() - seconds
-        saved = since = seconds
-        while (progress := _progress(config, step, seconds)) < 1:
-            rate = _learning_rate(config, step, progress)
-            for group in optimizer.param_groups:
+        started = time.monotonic() - run.seconds
+        saved = logged = run.seconds
+        while (progress := _progress(config, run.step, run.seconds)) < 1:
+            rate = _learning_rate(config, run.step, progress)
+            for group in run.optimizer.param_groups:
                 group["lr"] = rate * group["scale"]
-            batch = _batch(streams, config, step, length).to(config.device)
+            batch = _batch(streams, config, run.step, length).to(config.device)
             weight = config.balance if progress < 2 / 3 else config.balance_end
-            figures = _step(model, optimizer, batch, weight)
-            step += 1
-            tokens += batch.shape[0] * (batch.shape[1] - 1)
-            seconds = time.monotonic() - started
-            if step % _LOG_STEPS == 0:
-                speed = _LOG_STEPS * batch.shape[0] * (batch.shape[1] - 1) / (seconds - since)
-                position = {"step": step, "tokens": tokens, "seconds": round(seconds, 1)}
-                record(position | figures | {"lr": round(rate, 6), "tokens_per_s": round(speed)})
-                since = seconds
-            if seconds - saved >= 60 * config.save_minutes:
-                save()
-                since = saved = seconds = time.monotonic() - started
-        save()
+            figures = _step(model, run.optimizer, batch, weight)
+            tokens = batch.shape[0] * (batch.shape[1] - 1)
+            run.step += 1
+            run.tokens += tokens
+            run.seconds = time.monotonic() - started
+            if run.step % _LOG_STEPS == 0:
+                speed = round(_LOG_STEPS * tokens / (run.seconds - logged))
+                write(run.progress() | figures | {"lr": round(rate, 6), "tokens_per_s": speed})
+                logged = run.seconds
+            if run.seconds - saved >= 60 * config.save_minutes:
+                evaluate_and_save()
+                logged = saved = run.seconds = time.monotonic() - started
+        evaluate_and_save()
     return model
+
+
+@dataclass
+class _Run:
+    """A training under way: what its checkpoint and its state keep."""
+
+    model: Qwen3Moe
+    tokenizer: Tokenizer
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def progress(self) -> dict[str, float]:
+        """Return how far the training is, for the log."""
+        return {"step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 1)}
+
+    def save(self, out: Path, description: dict[str, Any]) -> None:
+        """Write checkpoint, description and state into a folder."""
+        save_checkpoint(self.model, self.tokenizer, out)
+        (out / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
+        # Last, so that a state never is newer than its weights.
+        state = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
+        torch.save(state | {"optimizer": self.optimizer.state_dict()}, out / f"{STATE_FILE}.tmp")
+        (out / f"{STATE_FILE}.tmp").replace(out / STATE_FILE)
+
+
+def _start(documents: Documents, model_config: ModelConfig, config: TrainConfig) -> _Run:
+    tokenizer = train_tokenizer(documents.train, model_config.vocab_size)
+    model = Qwen3Moe(model_config).to(config.device)
+    return _Run(model, tokenizer, _optimizer(model, config))
+
+
+def _resume(out: Path, config: TrainConfig) -> _Run:
+    model, tokenizer = load_checkpoint(out)
+    state = torch.load(out / STATE_FILE)
+    optimizer = _optimizer(model.to(config.device), config)
+    optimizer.load_state_dict(state.pop("optimizer"))
+    return _Run(model, tokenizer, optimizer, **state)
 
 
 def _check(

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.policies.base import (
     CompletionListener,
@@ -47,6 +49,7 @@ class EngineSpec:
     max_num_seqs: int
     max_num_batched_tokens: int
     n_blocks: int
+    parallelism: Parallelism = SINGLE_GPU
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,9 @@ class ClusterSpec:
     transfer: TransferModel
     load_report_delay_s: float
     max_concurrency: int | None
+    #: Output tokens that clients ask for; None where they set no limit.
+    max_tokens: int | None = None
+    signal_interval_s: float = 0.0
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
     #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
@@ -116,7 +122,7 @@ class Cluster:
     Parameters
     ----------
     spec, model
-        The cluster, and the part of its model on one GPU of a worker.
+        The cluster, and the part of its model on one GPU of a decode worker.
     workload, replay
         The requests, and the bit sets of the windows they replay.
     signatures
@@ -131,7 +137,7 @@ class Cluster:
         Simulated time after which the run gives the rest up as unserved.
     expert_masks
         The experts on each expert-parallel GPU of each worker, prefill workers first, see
-        :func:`~eldr_sim.simulator.replay.rank_masks`; None where there is one such rank.
+        :func:`~eldr_sim.simulator.replay.rank_masks`; None where every worker has one such rank.
     queue_keys
         What the queue order makes of each request, see `policies.queue_order`; None is first come,
         first served.
@@ -178,6 +184,7 @@ class Cluster:
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
+        self._now, self._signals_s = self.arrays.clock["now"], self.arrays.clock["signals_s"]
         self._decode_worker = self.requests["decode_worker"]
 
     def _arrays(
@@ -208,7 +215,7 @@ class Cluster:
             clock=clock,
             events=events,
             engines=Engines(
-                settings=_settings(spec, model, self.workload, self._listener is not None),
+                settings=self._settings(model),
                 pools=pools,
                 pool_of=pool_of,
                 workers=_workers(pools, pool_of),
@@ -239,6 +246,24 @@ class Cluster:
             ),
         )
 
+    def _settings(self, model: ModelDims) -> NDArray[np.void]:
+        spec, workload, settings = self.spec, self.workload, np.zeros(1, state.SETTINGS)
+        settings["block_size"] = spec.block_size
+        settings["max_model_len"] = spec.max_model_len
+        settings["max_concurrency"] = -1 if spec.max_concurrency is None else spec.max_concurrency
+        settings["report_delay_s"] = spec.load_report_delay_s
+        asked = any(r.policy is not None and not r.shortlisting for r in self.routers)
+        settings["signal_interval_s"] = spec.signal_interval_s if asked else -1.0
+        settings["routing_s"], settings["routing_token_s"] = spec.routing_s, spec.routing_token_s
+        settings["kv_bytes_per_token"] = model.kv_bytes_per_token
+        settings["n_kv_tensors"] = model.n_kv_tensors
+        settings["setup_s"] = spec.transfer.setup_s
+        settings["descriptor_s"] = spec.transfer.descriptor_s
+        settings["egress"], settings["ingress"] = spec.transfer.bandwidth, spec.transfer.ingress
+        settings["prefix_block_tokens"] = workload.prefix_block_tokens
+        settings["listens"] = self._listener is not None
+        return settings
+
     def run(self, progress: Callable[[float], None] | None = None) -> RunRecord:
         """Run until every measured request has ended, or the time limit.
 
@@ -255,6 +280,7 @@ class Cluster:
                 break
             if why == loop.UNTIL:
                 if env.peek() == np.inf:
+                    self._check_held()
                     raise RuntimeError(
                         f"no event left at {clock['now'][0]:.3f} s "
                         f"with {clock['open_measured'][0]} requests open"
@@ -283,6 +309,13 @@ class Cluster:
                 self._grow_logs()
             elif why != loop.OTHERS:
                 return why
+
+    def _check_held(self) -> None:
+        """Raise InputError if a router holds requests that nothing will make it ask for again."""
+        for router in self.routers:
+            if n := int(router.arrays.held["n"][0]):
+                problem = f"{router.policy.name!r} holds {n} requests and no other is left to end"
+                raise InputError("policy", problem, "a policy that places the last requests, too")
 
     def _grow_logs(self) -> None:
         """Make room where there is none: for steps of a pool, or for gaps."""
@@ -338,9 +371,12 @@ class Cluster:
             arrays = self.routers[0].arrays, self.routers[1].arrays
             self.arrays = self.arrays._replace(routers=arrays)
             return int(loop.RETURN)
-        worker = int(router.policy.select(self._info(pool, request), router.arrays.loads))
+        workers = router.workers(float(self._now[0]), float(self._signals_s[0]))
+        worker = router.policy.select(self._info(pool, request), workers)
+        if worker is None:
+            return int(loop.HOLD)
         router.check(worker)
-        return worker
+        return int(worker)
 
     def _info(self, pool: int, request: int) -> RequestInfo:
         """Return a request as a router sees it."""
@@ -357,6 +393,8 @@ class Cluster:
             prefix_hash=hashes,
             signature=signature,
             signature_id=number,
+            session=int(workload.session[request]),
+            max_tokens=self.spec.max_tokens,
         )
 
     def _tell_listener(self) -> None:
@@ -466,25 +504,6 @@ def _workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray[np.
                  "preempted_head", "late_head"):  # fmt: skip
         workers[name] = -1
     return workers
-
-
-def _settings(
-    spec: ClusterSpec, model: ModelDims, workload: Workload, listens: bool
-) -> NDArray[np.void]:
-    settings = np.zeros(1, state.SETTINGS)
-    settings["block_size"] = spec.block_size
-    settings["max_model_len"] = spec.max_model_len
-    settings["max_concurrency"] = -1 if spec.max_concurrency is None else spec.max_concurrency
-    settings["report_delay_s"] = spec.load_report_delay_s
-    settings["routing_s"], settings["routing_token_s"] = spec.routing_s, spec.routing_token_s
-    settings["kv_bytes_per_token"] = model.kv_bytes_per_token
-    settings["n_kv_tensors"] = model.n_kv_tensors
-    settings["setup_s"] = spec.transfer.setup_s
-    settings["descriptor_s"] = spec.transfer.descriptor_s
-    settings["egress"], settings["ingress"] = spec.transfer.bandwidth, spec.transfer.ingress
-    settings["prefix_block_tokens"] = workload.prefix_block_tokens
-    settings["listens"] = listens
-    return settings
 
 
 def _no_prompts() -> PromptRows:

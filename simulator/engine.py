@@ -121,6 +121,9 @@ def wake(clock: Any, events: Any, workers: Any, w: int) -> None:
 def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
     """Take a request: a new one, or one whose KV cache has arrived."""
     worker, requests = engines.workers[w], engines.requests
+    if not requests[request].kv_here:
+        worker.n_waiting += 1
+        worker.waiting_tokens += requests[request].prompt_len
     busy = worker.batch + worker.prefilling > 0
     if engines.pools[engines.pool_of[w]].async_scheduling and busy:
         requests[request].next = -1
@@ -132,6 +135,22 @@ def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Non
     else:
         _append(requests, worker, request)
     wake(clock, events, engines.workers, w)
+
+
+@compiled()
+def publish_signals(engines: Engines, pool: int, signals: Any) -> None:
+    """Fill in what the engines of a pool publish, ``SIGNALS [workers]``."""
+    settings = engines.pools[pool]
+    for i in range(settings.n_workers):
+        w = settings.first_worker + i
+        worker, signal = engines.workers[w], signals[i]
+        signal.waiting, signal.waiting_tokens = worker.n_waiting, worker.waiting_tokens
+        signal.running = worker.batch + worker.prefilling
+        signal.running_tokens = worker.context
+        for k in range(worker.batch, worker.batch + worker.prefilling):
+            sequence = engines.sequences[w, k]
+            signal.running_tokens += sequence.computed + sequence.todo
+        signal.kv_usage = 1.0 - n_free(engines.workers, w) / settings.n_blocks
 
 
 # --- KV blocks ---
@@ -307,6 +326,8 @@ def _preempt(clock: Any, engines: Engines, w: int) -> None:
             worker.context -= context
             _release_context(engines, w, request, context)
         record.preemptions += 1
+        worker.n_waiting += 1
+        worker.waiting_tokens += record.prompt_len + record.generated
         record.next = worker.preempted_head
         worker.preempted_head = request
 
@@ -378,6 +399,8 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int) -> None:
 def _begin(engines: Engines, w: int, i: int, request: int, computed: int, context: int) -> None:
     """Make a request the running sequence ``i``, with ``computed`` of ``context`` tokens."""
     sequence, record = engines.sequences[w, i], engines.requests[request]
+    engines.workers[w].n_waiting -= 1
+    engines.workers[w].waiting_tokens -= record.prompt_len + record.generated
     sequence.request = request
     sequence.row = record.window_row + (record.window_offset + record.generated) % record.window_len
     sequence.row_end = record.window_row + record.window_len

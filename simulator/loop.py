@@ -38,6 +38,7 @@ from eldr_sim.simulator.engine import (
     Engines,
     boundary,
     leave,
+    publish_signals,
     publish_tokens,
     step,
     take,
@@ -51,6 +52,7 @@ from eldr_sim.simulator.state import (
     COMPLETED,
     DISPATCH,
     NO_KV_ROOM,
+    PUBLISH,
     REPORT,
     STEP_START,
     TOO_LONG,
@@ -63,7 +65,8 @@ from eldr_sim.simulator.state import (
 UNTIL, ENDED, PAUSED, FULL, OTHERS, FAILED = map(np.int64, range(6))
 #: What a router answers besides a worker's number: look at its shortlists again; the same, but
 #: their arrays are others now, so return; it has failed, so return.
-LOOK, RETURN, FAIL = np.int64(-1), np.int64(-2), np.int64(-3)
+#: Or: hold the request.
+LOOK, RETURN, FAIL, HOLD = np.int64(-1), np.int64(-2), np.int64(-3), np.int64(-4)
 _PREFILL_POOL, _DECODE_POOL = np.int64(0), np.int64(1)
 _PENDING_DISPATCH = np.int64(2)  # beside those of the engine: the decode router decides now
 
@@ -72,6 +75,8 @@ class Router(NamedTuple):
     """What the loop knows of a router; see `router.PolicyRouter`."""
 
     loads: NDArray[np.int64]  #: ``[workers]``: requests in flight, as the router knows
+    signals: NDArray[np.void]  #: ``SIGNALS [workers]``, as old as ``CLOCK.signals_s``
+    held: NDArray[np.void]  #: ``HELD [1]``
     class_of: NDArray[np.int32]  #: ``[requests]``: requests of a class have one shortlist; -1: ask
     list_of: NDArray[np.int32]  #: ``[classes]``: shortlist of a class, -1 while unknown
     members: NDArray[np.int32]  #: ``[shortlists, workers]``
@@ -98,13 +103,18 @@ class Run(NamedTuple):
 
 
 @compiled()
-def _choose(router: Router, decide: Any, pool: int, request: int) -> Any:
-    """Return the worker that a router chooses, RETURN or FAIL."""
+def _choose(
+    clock: Any, engines: Engines, router: Router, decide: Any, pool: int, request: int
+) -> Any:
+    """Return the worker that a router chooses, HOLD, RETURN or FAIL."""
     while True:
         kind = router.class_of[request]
         rule = router.list_of[kind] if kind >= 0 else np.int32(-1)
         if rule >= 0:
             return _pick(router, rule)
+        if engines.settings[0].signal_interval_s == 0.0:
+            publish_signals(engines, pool, router.signals)
+            clock[0].signals_s = clock[0].now
         answer = decide(pool, request)
         if answer != LOOK:
             return int(answer)
@@ -160,8 +170,10 @@ def _hear(
     record = engines.requests[request]
     if pool == 0:
         routers[0].loads[record.prefill_worker] -= 1
+        _ask_again(routers[0])
         return
     routers[1].loads[record.decode_worker] -= 1
+    _ask_again(routers[1])
     if engines.settings[0].listens:
         reported[clock[0].n_reported] = request
         clock[0].n_reported += 1
@@ -177,6 +189,60 @@ def _report(
         _hear(clock, engines, routers, reported, request, pool)
     else:
         schedule(clock, events, clock[0].now + delay, REPORT, 2 * request + pool)
+
+
+@compiled()
+def _hold(router: Router, requests: Any, request: int) -> None:
+    """Put a request behind the others that a router holds."""
+    held = router.held[0]
+    requests[request].next = -1
+    if held.n == 0:
+        held.head = request
+    else:
+        requests[held.tail].next = request
+    held.tail = request
+    held.n += 1
+
+
+@compiled()
+def _ask_again(router: Router) -> None:
+    """Let a router be asked once more about all that it holds."""
+    router.held[0].to_ask = router.held[0].n
+
+
+@compiled()
+def _place(
+    clock: Any, events: Any, engines: Engines, routers: Any, request: int, pool: int, worker: int
+) -> None:
+    """Send a request to the worker that its router has chosen."""
+    routers[pool].loads[worker] += 1
+    if pool == 0:
+        engines.requests[request].prefill_worker = worker
+    else:
+        engines.requests[request].decode_worker = worker
+    take(clock, events, engines, engines.pools[pool].first_worker + worker, request)
+
+
+@compiled()
+def _ask_held(
+    clock: Any, events: Any, engines: Engines, routers: Any, decide: Any, pool: int
+) -> Any:
+    """Ask a router about what it holds, the first that came first; RETURN, FAIL or 0."""
+    router, requests = routers[pool], engines.requests
+    held = router.held[0]
+    while held.to_ask > 0:
+        request = held.head
+        worker = _choose(clock, engines, router, decide, pool, request)
+        if worker < 0 and worker != HOLD:
+            return worker
+        held.head = requests[request].next
+        held.n -= 1
+        held.to_ask -= 1
+        if worker == HOLD:
+            _hold(router, requests, request)
+        else:
+            _place(clock, events, engines, routers, request, pool, worker)
+    return np.int64(0)
 
 
 @compiled()
@@ -199,21 +265,24 @@ def drain(
                 _end(clock, engines, request, reason)
                 continue
             pool = _PREFILL_POOL if pools[0].n_workers > 0 else _DECODE_POOL
-            worker = _choose(routers[pool], decide, pool, request)
-            if worker < 0:
+            worker = _choose(clock, engines, routers[pool], decide, pool, request)
+            if worker < 0 and worker != HOLD:
                 return worker
             clock[0].sent += 1
             clock[0].in_flight += 1
-            routers[pool].loads[worker] += 1
-            if pool == 0:
-                requests[request].prefill_worker = worker
+            if worker == HOLD:
+                _hold(routers[pool], requests, request)
             else:
-                requests[request].decode_worker = worker
-            take(clock, events, engines, pools[pool].first_worker + worker, request)
+                _place(clock, events, engines, routers, request, pool, worker)
             continue
         head = clock[0].pending_head
         if head == clock[0].pending_tail:
             clock[0].pending_head = clock[0].pending_tail = 0
+            for router in range(2):
+                if routers[router].held[0].to_ask > 0:
+                    answer = _ask_held(clock, events, engines, routers, decide, np.int64(router))
+                    if answer < 0:
+                        return answer
             return 0
         what, request = engines.pending[head, 0], engines.pending[head, 1]
         if what == PENDING_END:
@@ -228,13 +297,23 @@ def drain(
                 continue
             schedule(clock, events, clock[0].now + delay, DISPATCH, request)
         else:
-            worker = _choose(routers[1], decide, _DECODE_POOL, request)
-            if worker < 0:
+            worker = _choose(clock, engines, routers[1], decide, _DECODE_POOL, request)
+            if worker < 0 and worker != HOLD:
                 return worker
-            routers[1].loads[worker] += 1
-            requests[request].decode_worker = worker
-            take(clock, events, engines, pools[1].first_worker + worker, request)
+            if worker == HOLD:
+                _hold(routers[1], requests, request)
+            else:
+                _place(clock, events, engines, routers, request, _DECODE_POOL, worker)
         clock[0].pending_head += 1
+
+
+@compiled()
+def _publish(clock: Any, engines: Engines, routers: Any) -> None:
+    """Let the engines publish their signals, and the routers reconsider what they hold."""
+    clock[0].signals_s = clock[0].now
+    for pool in range(2):
+        publish_signals(engines, np.int64(pool), routers[pool].signals)
+        _ask_again(routers[pool])
 
 
 @compiled()
@@ -297,6 +376,7 @@ def advance(run: Run, logs: Any, gaps: Any, until: float, n_events: int, decide:
     """
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
     requests, workers, pools = engines.requests, engines.workers, engines.pools
+    interval = engines.settings[0].signal_interval_s
     answer = drain(clock, events, engines, routers, run.reported, decide)
     if answer:
         return OTHERS if answer == RETURN else FAILED
@@ -310,6 +390,9 @@ def advance(run: Run, logs: Any, gaps: Any, until: float, n_events: int, decide:
         if n_events == 0:
             return PAUSED
         n_events -= 1
+        if interval > 0.0 and not clock[0].publish_due:  # while there is anything that may change
+            clock[0].publish_due = True
+            schedule(clock, events, clock[0].now + interval, PUBLISH, np.int64(0))
         kind, subject = events[0].kind, events[0].subject
         clock[0].now = events[0].time
         drop_first(clock, events)
@@ -334,6 +417,9 @@ def advance(run: Run, logs: Any, gaps: Any, until: float, n_events: int, decide:
             _hear(clock, engines, routers, run.reported, subject // 2, subject % 2)
         elif kind == TRANSFER_START:
             _start_transfer(clock, events, engines, run.net, subject)
+        elif kind == PUBLISH:
+            clock[0].publish_due = False
+            _publish(clock, engines, routers)
         elif kind == TRANSFER_END and subject == clock[0].timer:
             _end_transfers(clock, events, engines, run.net)
         answer = drain(clock, events, engines, routers, run.reported, decide)

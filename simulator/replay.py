@@ -14,6 +14,7 @@ policy and reported in the result:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit, popcount
 from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
@@ -73,29 +75,30 @@ class Replay:
         return count[:, :n_experts] / steps
 
 
-def rank_masks(ranks: NDArray[np.integer], n_ranks: int, n_layers: int) -> NDArray[np.uint64]:
+def rank_masks(
+    placements: Sequence[Placement], n_experts: int, n_layers: int
+) -> NDArray[np.uint64]:
     """Return which bits of a row of ``Replay.bits`` belong to the experts of each rank.
 
     Parameters
     ----------
-    ranks
-        Shape [workers, trace layers, experts]: the rank of every expert. Model layers take the
-        placement of the trace layer that they replay.
-    n_ranks
-        Expert-parallel ranks of a worker.
-    n_layers
-        MoE layers of the model.
+    placements
+        Of each worker, on the trace's layers. Model layers take the placement of the trace layer
+        that they replay.
+    n_experts, n_layers
+        Experts of a layer; MoE layers of the model.
 
     Returns
     -------
-    ``uint64 [workers, n_ranks, n_layers * words]``; every expert's bit is set for one rank.
+    ``uint64 [workers, ranks, n_layers * words]``; a worker of fewer ranks has empty ones.
     """
-    workers, layers, experts = ranks.shape
-    words = -(-experts // 64)
-    held = np.zeros((workers, n_ranks, layers, words * 64), np.uint8)
-    held[..., :experts] = ranks[:, None] == np.arange(n_ranks)[:, None, None]
+    words, layers = -(-n_experts // 64), len(placements[0].expert)
+    n_ranks = max(placement.n_ranks for placement in placements)
+    held = np.zeros((len(placements), n_ranks, layers, words * 64), np.uint8)
+    for worker, placement in zip(held, placements, strict=True):
+        worker[: placement.n_ranks, :, :n_experts] = placement.held(n_experts).swapaxes(0, 1)
     packed = np.packbits(held, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
-    return packed[:, :, np.arange(n_layers) % layers].reshape(workers, n_ranks, -1)
+    return packed[:, :, np.arange(n_layers) % layers].reshape(len(placements), n_ranks, -1)
 
 
 def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:

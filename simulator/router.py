@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.policies.base import DecodePolicy, PrefillPolicy
+from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, Workers
 from eldr_sim.policies.shortlist import Shortlist, picks_from_shortlists
-from eldr_sim.simulator import loop
+from eldr_sim.simulator import loop, state
 from eldr_sim.traces.workload import Workload
 
 _NOBODY = np.zeros(0, np.int64)
@@ -44,8 +44,14 @@ class PolicyRouter:
         self._known: dict[Any, int] = {}
         self._class_of_list: dict[int, int] = {}
         self._kept: list[Shortlist] = []  # an id is good for as long as its object lives
+        self.signals = np.zeros(n_workers, state.SIGNALS)
+        columns = [self.signals[name] for name in state.SIGNALS.names or ()]
+        loads, healthy = np.zeros(n_workers, np.int64), np.ones(n_workers, np.bool_)
+        self._columns = loads, *columns, healthy
         self.arrays = loop.Router(
-            loads=np.zeros(n_workers, np.int64),
+            loads=loads,
+            signals=self.signals,
+            held=np.zeros(1, state.HELD),
             class_of=kind,
             list_of=np.full(len(self._first), -1, np.int32),
             members=np.zeros((4, n_workers), np.int32),
@@ -54,6 +60,10 @@ class PolicyRouter:
             in_turn=np.zeros(4, np.bool_),
             turn=np.zeros(4, np.int32),
         )
+
+    def workers(self, now_s: float, signals_s: float) -> Workers:
+        """Return the workers as the router sees them now; the columns change with time."""
+        return Workers._make((*self._columns, now_s, signals_s))
 
     def check(self, worker: int) -> None:
         """Raise ValueError if there is no such worker: compiled code would not notice."""

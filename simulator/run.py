@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,9 +26,14 @@ from eldr_sim.policies.base import DecodePolicy, PolicyContext
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.fit_cache import cached_fit
-from eldr_sim.policies.placement import greedy_placement, linear_placement
+from eldr_sim.policies.placement import ExpertGroup, LinearPlacement
 from eldr_sim.policies.queue_order import Waiting
-from eldr_sim.policies.registry import decode_policy, prefill_policy, queue_order
+from eldr_sim.policies.registry import (
+    decode_policy,
+    placement_policy,
+    prefill_policy,
+    queue_order,
+)
 from eldr_sim.policies.signature import LayerMask, Transform, score_of
 from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
@@ -44,7 +49,7 @@ from eldr_sim.simulator.replay import (
 from eldr_sim.simulator.shared_replay import replay_of
 from eldr_sim.simulator.tables import requests_table, steps_table
 from eldr_sim.simulator.trace_use import copies_met, trace_warnings
-from eldr_sim.simulator.transfer import PRESETS
+from eldr_sim.simulator.transfer import PRESETS, pull_between
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import RoutingTrace, open_trace
 from eldr_sim.traces.gate_scores import PromptScore
@@ -64,7 +69,6 @@ class Setting:
     """Everything that a run reads, loaded and checked."""
 
     model: ModelDims
-    parallelism: Parallelism
     trace: RoutingTrace
     spec: ClusterSpec
 
@@ -155,19 +159,23 @@ def prepare(config: RunConfig) -> Setting:
 
     Step times and traces are kept for the next run of this process.
     """
-    model, parallelism = load_model(config.model), config.parallelism
-    parallelism.check(model)
-    if config.expert_placement == "eldr" and parallelism.n_expert_ranks == 1:
+    model = load_model(config.model)
+    if (
+        config.expert_placement != "linear"
+        and config.pool("decode").parallelism.n_expert_ranks == 1
+    ):
         raise InputError(
             "expert_placement",
-            "'eldr' places the experts of expert-parallel GPUs, and every GPU here holds all",
+            f"{config.expert_placement!r} places the experts of expert-parallel GPUs, and every "
+            "GPU here holds all",
             "--enable-expert-parallel with --tensor-parallel-size 2 or more",
         )
     trace = _fit_trace(config.trace, model)
     if config.colocated and config.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
-    decode = _engine(config, "decode", model, parallelism)
-    prefill = decode if config.colocated else _engine(config, "prefill", model, parallelism)
+    decode = _engine(config, "decode", model)
+    prefill = decode if config.colocated else _engine(config, "prefill", model)
+    output_len = config.effective_output_len
     spec = ClusterSpec(
         n_prefill=config.n_prefill,
         n_decode=config.n_decode,
@@ -176,26 +184,25 @@ def prepare(config: RunConfig) -> Setting:
         max_model_len=_max_model_len(config, model),
         block_size=config.block_size,
         transfer=PRESETS[config.kv_transfer].over(
-            prefill.step_time.gpu.nic_bandwidth, decode.step_time.gpu.nic_bandwidth
+            prefill.step_time.gpu.nic_bandwidth,
+            decode.step_time.gpu.nic_bandwidth,
+            pull_between(model, prefill.parallelism, decode.parallelism),
         ),
         load_report_delay_s=config.load_report_delay_ms / 1e3,
+        signal_interval_s=config.signal_interval_ms / 1e3,
         max_concurrency=config.max_concurrency,
+        max_tokens=output_len if isinstance(output_len, int) else None,
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=config.async_scheduling,
     )
-    return Setting(model, parallelism, trace, spec)
+    return Setting(model, trace, spec)
 
 
-def _engine(
-    config: RunConfig,
-    role: Literal["prefill", "decode"],
-    model: ModelDims,
-    parallelism: Parallelism,
-) -> EngineSpec:
+def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
     """Return what every worker of a pool is: settings that are not given are vLLM's defaults."""
     pool = config.pool(role)
     assert pool.gpu is not None
-    gpu = load_gpu(pool.gpu)
+    gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
     budget = pool.max_num_batched_tokens or gpu.max_num_batched_tokens
     max_num_seqs = pool.max_num_seqs or min(gpu.max_num_seqs, budget)
     if max_num_seqs > budget:
@@ -215,7 +222,7 @@ def _engine(
         config.host_gap_ms,
         config.tables,
     )
-    return EngineSpec(step_time, max_num_seqs, budget, n_blocks)
+    return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism)
 
 
 def _max_model_len(config: RunConfig, model: ModelDims) -> int:
@@ -360,7 +367,7 @@ def build_cluster(
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         spec,
-        setting.parallelism.shard(model),
+        spec.decode.parallelism.shard(model),
         workload,
         replay,
         PromptSignatures(trace, score, prompts),
@@ -436,33 +443,26 @@ def _check_colocated(config: RunConfig, policy: DecodePolicy) -> None:
 def _expert_masks(
     config: RunConfig, setting: Setting, fitted: RoutingArtifact | None
 ) -> NDArray[np.uint64] | None:
-    """Return the experts on each GPU of each worker; None where no GPU holds a part.
+    """Return the experts on each GPU of each worker; None where every GPU holds all.
 
     Prefill workers come first; their experts are placed linearly.
     """
-    n_ranks, model = setting.parallelism.n_expert_ranks, setting.model
-    if n_ranks == 1:
+    spec, n_experts = setting.spec, setting.model.n_experts
+    ranks = [engine.parallelism.n_expert_ranks for engine in (spec.prefill, spec.decode)]
+    if max(ranks) == 1:
         return None
-    if config.expert_placement == "linear":
-        shape = (
-            config.n_prefill + config.n_decode,
-            setting.trace.manifest.n_layers,
-            model.n_experts,
+    context = PolicyContext(spec.n_decode, stream(config.seed, "placement"), artifact=fitted)
+    prefill, decode = LinearPlacement(context), placement_policy(config.expert_placement, context)
+    layers = setting.trace.manifest.n_layers
+    placements = [
+        policy.place(ExpertGroup(worker, layers, n_experts, n_ranks))
+        for policy, n_workers, n_ranks in (
+            (prefill, spec.n_prefill, ranks[0]),
+            (decode, spec.n_decode, ranks[1]),
         )
-        ranks = np.broadcast_to(linear_placement(model.n_experts, n_ranks), shape)
-    elif fitted is None:
-        raise InputError(
-            "expert_placement",
-            f"'eldr' places the experts of each decode worker's cluster, "
-            f"and policy {config.policy!r} has no clusters",
-            "--policy eldr, or the linear placement",
-        )
-    else:
-        ranks = greedy_placement(fitted.cluster_activation, n_ranks)
-        linear = linear_placement(model.n_experts, n_ranks)
-        prefill = np.broadcast_to(linear, (config.n_prefill, *ranks.shape[1:]))
-        ranks = np.concatenate([prefill, ranks])
-    return rank_masks(ranks, n_ranks, model.n_moe_layers)
+        for worker in range(n_workers)
+    ]
+    return rank_masks(placements, n_experts, setting.model.n_moe_layers)
 
 
 @lru_cache(maxsize=4)
@@ -483,11 +483,18 @@ def _fit_trace(name: str, model: ModelDims) -> RoutingTrace:
 
 def _topology(config: RunConfig) -> str:
     """State the workers, and the GPUs of each and of all."""
-    workers = f"{config.n_prefill} prefill + {config.n_decode} decode workers"
-    if config.colocated:
-        workers = f"{config.n_decode} co-located workers"
-    size = config.tensor_parallel_size
-    return f"{workers} of 1 GPU" if size == 1 else f"{workers} of {size} GPUs: {config.n_gpus} GPUs"
+    pools = [("co-located" if config.colocated else "decode", config.n_decode, "decode")]
+    if not config.colocated:
+        pools.insert(0, ("prefill", config.n_prefill, "prefill"))
+    sizes = [config.pool(role).tensor_parallel_size or 1 for *_, role in pools]
+    gpus = ["1 GPU" if size == 1 else f"{size} GPUs" for size in sizes]
+    alike = len(set(sizes)) == 1
+    workers = " + ".join(
+        f"{n} {kind}" if alike else f"{n} {kind} of {size}"
+        for (kind, n, _), size in zip(pools, gpus, strict=True)
+    )
+    said = f"{workers} workers of {gpus[0]}" if alike else f"{workers}"
+    return said if max(sizes) == 1 else f"{said}: {config.n_gpus} GPUs"
 
 
 def _gpus(setting: Setting) -> str:
@@ -500,6 +507,8 @@ def _gpus(setting: Setting) -> str:
 
 def _workers(engine: EngineSpec) -> dict[str, int]:
     return {
+        "tensor_parallel_size": engine.parallelism.tensor_parallel_size,
+        "expert_parallel_size": engine.parallelism.n_expert_ranks,
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "kv_blocks_per_worker": engine.n_blocks,
@@ -543,8 +552,6 @@ def _summary(
         "model_id": model.name,
         "gpu": gpu,
         "topology": _topology(config),
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "expert_parallel_size": setting.parallelism.n_expert_ranks,
         "expert_placement": config.expert_placement,
         "policy": config.policy,
         "prefill_policy": None if config.colocated else config.prefill_policy,

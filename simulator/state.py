@@ -129,6 +129,9 @@ WORKER = np.dtype(
         ("idle_head", np.int64),  # least recently freed
         ("idle_tail", np.int64),
         ("n_queued", np.int64),  # requests that have come so far
+        # Requests that the engine has and that do not run, and the tokens of their contexts.
+        ("n_waiting", np.int64),
+        ("waiting_tokens", np.int64),
         # Queues of requests, linked by REQUEST.next; -1 where empty.
         ("new_head", np.int64),  # wait for the first time, see `queues`
         ("arrived_head", np.int64),  # KV cache is here; wait for a place in the batch
@@ -137,6 +140,17 @@ WORKER = np.dtype(
         ("late_tail", np.int64),
     ],
     align=True,
+)
+
+#: What an engine publishes; see `policies.base.Workers`.
+SIGNALS = np.dtype(
+    [
+        ("waiting", np.int64),
+        ("running", np.int64),
+        ("waiting_tokens", np.int64),
+        ("running_tokens", np.int64),
+        ("kv_usage", np.float64),
+    ]
 )
 
 #: A running sequence.
@@ -170,6 +184,16 @@ STEP = np.dtype(
     ]
 )
 
+#: The requests that a router holds, linked by REQUEST.next.
+HELD = np.dtype(
+    [
+        ("head", np.int64),
+        ("tail", np.int64),
+        ("n", np.int64),
+        ("to_ask", np.int64),  # about so many of them, from the head, it is asked again
+    ]
+)
+
 #: The gap between a request's last token before a preemption and the first one after it, s.
 GAP = np.dtype([("last_token_s", np.float64), ("resumed_s", np.float64)])
 
@@ -177,8 +201,8 @@ GAP = np.dtype([("last_token_s", np.float64), ("resumed_s", np.float64)])
 EVENT = np.dtype(
     [("time", np.float64), ("order", np.int64), ("kind", np.int64), ("subject", np.int64)]
 )
-ARRIVAL, BOUNDARY, STEP_START, DISPATCH, TRANSFER_START, TRANSFER_END, REPORT = map(
-    np.int64, range(7)
+ARRIVAL, BOUNDARY, STEP_START, DISPATCH, TRANSFER_START, TRANSFER_END, REPORT, PUBLISH = map(
+    np.int64, range(8)
 )
 #: Steps start when all that happens at their instant has happened, by worker.
 STEP_ORDER = np.int64(1 << 60)
@@ -212,7 +236,10 @@ CLOCK = np.dtype(
         ("pending_head", np.int64),  # what the last event asks for, not yet done
         ("pending_tail", np.int64),
         ("n_reported", np.int64),  # completions that the decode router has heard of
-    ]
+        ("signals_s", np.float64),  # when the engines published their signals, s
+        ("publish_due", np.bool_),  # the next time is scheduled
+    ],
+    align=True,
 )
 
 #: Constants of a run that the loop reads.
@@ -222,6 +249,7 @@ SETTINGS = np.dtype(
         ("max_model_len", np.int64),
         ("max_concurrency", np.int64),  # negative: no limit
         ("report_delay_s", np.float64),
+        ("signal_interval_s", np.float64),  # 0: at each decision; negative: nobody reads them
         ("routing_s", np.float64),
         ("routing_token_s", np.float64),
         ("kv_bytes_per_token", np.float64),

@@ -7,6 +7,46 @@ that it shares with others (:mod:`~eldr_sim.simulator.network`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import Parallelism
+
+
+class Pull(NamedTuple):
+    """The GPUs between which a request's KV cache moves."""
+
+    receivers: int = 1
+    """GPUs of the decode worker: each pulls its own KV heads."""
+    senders: int = 1
+    """GPUs of the prefill worker that have something to send."""
+    sources: int = 1
+    """GPUs that each receiver pulls from."""
+
+
+def pull_between(model: ModelDims, prefill: Parallelism, decode: Parallelism) -> Pull:
+    """Return which GPUs of a prefill worker those of a decode worker pull from.
+
+    As vLLM's NixlConnector (``vllm/distributed/kv_transfer/kv_connector/v1/nixl``): a part of what
+    one GPU holds where the prefill worker has fewer, all that several hold where it has more, and
+    under MLA the latent cache, which each of them holds whole, from one.
+
+    Raises
+    ------
+    InputError
+        If neither tensor-parallel size divides the other, as vLLM demands.
+    """
+    senders, receivers = prefill.tensor_parallel_size, decode.tensor_parallel_size
+    if max(senders, receivers) % min(senders, receivers):
+        raise InputError(
+            "tensor_parallel_size",
+            f"{senders} GPUs a prefill worker and {receivers} a decode worker",
+            "sizes of which one divides the other",
+        )
+    heads = 1 if model.attention == "mla" else model.n_kv_heads
+    sources = max(1, min(senders, heads) // receivers)
+    return Pull(receivers, min(senders, receivers * sources), sources)
 
 
 @dataclass(frozen=True)
@@ -18,7 +58,7 @@ class TransferModel:
     setup_s
         Seconds before the first descriptor is posted.
     descriptor_s
-        Seconds to post one descriptor.
+        Seconds to post the descriptors of one block and KV tensor: one a GPU that it comes from.
     bandwidth
         Bytes per second of one worker's link that a transfer alone achieves.
     source
@@ -38,11 +78,18 @@ class TransferModel:
         """Bytes per second of a decode worker's link."""
         return self.bandwidth if self.ingress_bandwidth is None else self.ingress_bandwidth
 
-    def over(self, egress_nic: float, ingress_nic: float) -> TransferModel:
-        """Return the model on workers whose NICs have these line rates, bytes/s."""
+    def over(
+        self, egress_nic: float, ingress_nic: float, pull: Pull | None = None
+    ) -> TransferModel:
+        """Return the model of one decode GPU's transfer over NICs of these line rates, bytes/s.
+
+        The GPUs that pull share the NICs of those that send.
+        """
+        pull = pull or Pull()
         return replace(
             self,
-            bandwidth=min(self.bandwidth, egress_nic),
+            descriptor_s=self.descriptor_s * pull.sources,
+            bandwidth=min(self.bandwidth, egress_nic) * pull.senders / pull.receivers,
             ingress_bandwidth=min(self.ingress, ingress_nic),
         )
 

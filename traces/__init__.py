@@ -1,4 +1,4 @@
-"""Traces: what do requests ask for, and which experts did a real model choose for their tokens?
+"""Request and routing traces: what requests ask for, and which experts a model chose for them.
 
 Modules
 -------
@@ -10,7 +10,7 @@ manifest
 encoding
     The file of expert ids, plain or compressed, and how much of the gate's order it keeps.
 writer
-    `write_trace`: a whole and valid trace folder, or nothing; `pack_trace` compresses one.
+    `write_trace`: a whole and valid trace folder, or nothing.
 gate_scores
     `GateScores`: an optional part of a trace, the gate's scores summed over prompts.
 bitsets
@@ -19,14 +19,14 @@ domains
     Domain mixes of the named workloads ``task`` and ``language``, with their sources.
 workload
     `make_workload`: arrivals, lengths and prefix blocks joined with a routing trace.
-readers
-    Request logs: Azure CSV, Mooncake JSONL, BurstGPT CSV.
+request_logs
+    `read_request_log`: Azure CSV, Mooncake JSONL, BurstGPT CSV.
 calibration
     `calibration_set`: the requests on which a routing policy is fitted.
-recordings
-    Readers of what other tools record: NumPy, Parquet, vLLM and SGLang, expert fingerprints.
+import_formats
+    Files of other tools: NumPy, Parquet, vLLM and SGLang, expert fingerprints.
 importers
-    `import_trace`: a routing trace out of such a recording.
+    `import_trace`: a routing trace from such a file.
 statistics
     `trace_statistics`: load, reuse and overlap of the experts in a trace.
 structure
@@ -34,7 +34,7 @@ structure
 copies
     How often a decode batch holds two copies of one trace request.
 capture
-    Recording a trace from Hugging Face transformers or vLLM while they run a model.
+    Capture of a trace from Hugging Face transformers or vLLM while they run a model.
 synthetic
     A generative model of routing, fitted to a trace or from presets.
 streams

@@ -26,8 +26,8 @@ __all__ = ["add_counts", "bit_sets", "check_ids", "count_rows", "pack_bits"]
 
 _CHUNK_ROWS = 1 << 13
 FORMAT_VERSION = 1
-"""Of the files in the cache."""
-#: Whose bit sets a file holds: what it is, version, experts a token, the trace's checksum, shape.
+"""Version of the files in the cache."""
+#: Header of a file: what it is, version, experts a token, the trace's checksum, shape.
 _OWNER = struct.Struct("<8sII64s3Q")
 _CRC = struct.Struct("<I")
 _HEADER_BYTES = 128
@@ -43,7 +43,7 @@ def pack_bits(experts: NDArray[Any], n_experts: int, where: str = "experts") -> 
     n_experts
         Experts per layer.
     where
-        What an error names.
+        Name of the ids in an error.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def check_ids(experts: NDArray[Any], n_experts: int, where: str) -> None:
 def _pack_chunk(
     experts: NDArray[Any], start: int, n_experts: int, bits: NDArray[np.uint64], where: str
 ) -> None:
-    # A copy: maps are read-only, which numba would compile for anew.
+    # A copy: numba would compile another variant for read-only arrays such as maps.
     chunk = np.array(experts[start : start + _CHUNK_ROWS])
     bad = _pack(chunk, n_experts, bits)
     if bad < 0:
@@ -142,9 +142,9 @@ def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
     """Return a trace's bit sets, memory-mapped from `eldr_sim.cache`, where they are built once.
 
     A file there is ``bitsets/<first 16 digits of the trace's checksum>-top<k>-v<version>.bits``:
-    128 bytes of header, then the sets as they lie in memory. The header says whose sets they are
-    (`_OWNER`) and has a CRC-32 of them, which is verified whenever the file is opened; a file that
-    is not right in every bit is built anew. Where nothing can be kept the sets stay in memory.
+    128 bytes of header, then the sets as they lie in memory. The header identifies the trace
+    (`_OWNER`) and has a CRC-32 of the sets, which is verified whenever the file is opened; a
+    damaged file is built again. Where the cache cannot be written the sets stay in memory.
 
     Returns
     -------
@@ -167,7 +167,7 @@ def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
 
 
 def _load(path: Path | None, owner: bytes, shape: tuple[int, ...]) -> NDArray[np.uint64] | None:
-    """Map a file; none if it is absent, not whole, another's, or not what was written."""
+    """Map a file; None if it is absent, truncated, damaged or of another trace."""
     if path is None:
         return None
     try:

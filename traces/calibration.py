@@ -14,12 +14,12 @@ from eldr_sim.traces.domains import resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import GateScores, PromptScore, of_kind, select
 
-__all__ = ["CalibrationSet", "calibration_set", "split_calibration"]
+__all__ = ["CalibrationSet", "calibration_set", "check_fraction", "split_calibration"]
 
 
 @dataclass(frozen=True, eq=False)
 class CalibrationSet:
-    """What an offline fit may see: requests of the calibration split, never served.
+    """Requests of the calibration split, never served: what an offline fit may see.
 
     Attributes
     ----------
@@ -77,9 +77,9 @@ def calibration_set(
 ) -> CalibrationSet:
     """Pick calibration requests in proportion to a workload's domain mix.
 
-    As many as the split holds at these shares, without replacement, the first of each domain
-    in trace order: of N requests in all, domain d gives ``round(N share_d)``, with the largest
-    N at which no domain runs out. A domain of positive share gives at least one.
+    It takes as many as the split holds at these shares, each once, the first of each domain in
+    trace order: of N requests, domain d gives ``round(N share_d)``, with the largest N at which no
+    domain runs out. A domain of positive share gives at least one.
 
     Parameters
     ----------
@@ -128,11 +128,17 @@ def calibration_set(
     )
 
 
-def split_calibration(domain: Sequence[str], fraction: float) -> NDArray[np.bool_]:
-    """Say which requests of a new trace become its calibration split.
+def check_fraction(fraction: float) -> None:
+    """Raise InputError if the calibration split's share is not between 0 and 1."""
+    if not 0 < fraction < 1:
+        raise InputError("calibration_fraction", f"got {fraction}", "a number between 0 and 1")
 
-    The first ones of each domain, so that neighbours, which may be cut from one document, mostly
-    fall on one side. Each split keeps at least one request of a domain that has two.
+
+def split_calibration(domain: Sequence[str], fraction: float) -> NDArray[np.bool_]:
+    """Return which requests of a new trace become its calibration split.
+
+    These are the first ones of each domain, so that neighbours, which may be cut from one document,
+    mostly fall on one side. Each split gets at least one request of a domain that has two.
 
     Parameters
     ----------

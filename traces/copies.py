@@ -1,8 +1,8 @@
-"""How often does a decode batch hold two copies of one trace request?
+"""Copies: how often a decode batch holds one trace request twice.
 
-A run longer than its trace replays a request again and again. Two copies in one batch choose much
-the same experts, which no two requests of a real service do: their union is too small, and most so
-under a router that sends like requests to one worker, for copies are the most alike of all.
+A run longer than its trace replays requests several times. Two copies in one batch choose much the
+same experts, which requests of a real service do not: their union is too small, most of all under a
+router that sends similar requests to one worker, since copies are the most similar.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def expected_copy_share(
     - mixed batches: ``sum_d p_d (1 - (1 - p_d / n_d)^(B - 1))``;
     - batches of one domain: ``sum_d p_d (1 - (1 - 1 / n_d)^(B - 1))``.
 
-    A run deals a domain's requests from a shuffled deck, which parts copies that arrive close to
-    each other: a batch that is small against the deck has fewer.
+    A run deals a domain's requests from a shuffled deck, so copies seldom arrive close to each
+    other: a batch that is small compared with the deck has fewer.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def copy_share(
 
 
 def _shared_time(changes: list[tuple[float, int]]) -> float:
-    """Sum over copies the time in which another one is there too."""
+    """Sum over copies the time that each spends together with another."""
     if len(changes) <= 2:
         return 0.0
     time, n, last = 0.0, 0, 0.0

@@ -24,7 +24,7 @@ MIX_SOURCES: dict[str, str] = {
     "languages as 87.6% (Fig. 5, Sec. 6); the first two are split 53:13 as WildChat-1M's turns "
     "are; Russian to French 3:1 is an assumption",
 }
-"""Where each mix comes from."""
+"""Source of each mix."""
 
 
 def resolve_domain_mix(
@@ -38,7 +38,7 @@ def resolve_domain_mix(
         The routing trace that serves the workload.
     workload
         ``task``, ``language``, or anything else for a request log, which says nothing about
-        domains: its requests fall on all domains of the trace as its serving split does.
+        domains: its requests have the domains of the trace's serving split.
     domain_mix
         Weights that replace the default, by domain name; a domain left out gets none.
 

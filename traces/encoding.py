@@ -3,15 +3,18 @@
 ``experts.npy``
     uint8 (uint16 beyond 256 experts) ``[token, layer, top_k]``, C order, to be memory-mapped.
 ``experts.npy.xz``
-    The same file in an ``.xz`` container, which ``xz -d`` opens. What repeats in routing is the
-    whole choice of a token, often over several layers, at places that are whole tokens apart. So
-    LZMA gets its literal and position contexts aligned to the ``top_k`` ids of a layer. Ids that
-    are sorted within their rank groups compress best: see `regroup`.
+    The same file in an ``.xz`` container, which ``xz -d`` opens. Routing repeats whole choices of a
+    token, often over several layers, at distances of whole tokens, so LZMA's literal and position
+    contexts are aligned to the ``top_k`` ids of a layer. The embedded trace (50.0 MB plain) takes
+    20.2 MB; LZMA's defaults give 21.9 MB, zstd-22 24.1 MB, 7 bits an id 43.8 MB. It is read in
+    1.2 s (zstd: 0.1 s), once: the bit sets that runs replay are cached.
 
 Rank groups
-    How much of the gate's order the ids keep: ``[1] * top_k`` all of it, ``[4, 4]`` which four of
-    eight came first, None (the same as ``[top_k]``) nothing. The groups stand in the gate's order;
-    within a group the order says nothing.
+    How much of the gate's order the ids keep: ``[1] * top_k`` all of it, ```[4, 4]``` which four of
+    eight came first, None (the same as ``[top_k]``) nothing. Groups stand in the gate's order;
+    within a group the order means nothing. A model of a smaller top-k can be served where a group
+    ends there, and ids that ascend within few groups compress best: ``[4, 4]`` costs the embedded
+    trace 20.2 MB, no order 15.0 MB.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from __future__ import annotations
 import lzma
 from collections.abc import Sequence
 from io import BytesIO
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +30,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 
-__all__ = ["FILE_NAMES", "Encoding", "check_groups", "load_ids", "regroup", "save_ids"]
+__all__ = ["FILE_NAMES", "Encoding", "check_groups", "load_ids", "save_ids"]
 
 Encoding = Literal["npy", "xz"]
 
@@ -36,11 +38,10 @@ FILE_NAMES: dict[Encoding, str] = {"npy": "experts.npy", "xz": "experts.npy.xz"}
 
 _DICTIONARY = 1 << 26
 """LZMA looks back this far, bytes; a reader needs as much memory."""
-_CHUNK_ROWS = 1 << 15
 
 
 def check_groups(groups: Sequence[int] | None, top_k: int, field: str) -> list[int] | None:
-    """Return rank groups in the form a manifest has them; raises InputError if they are none.
+    """Return rank groups in a manifest's form; raise InputError if they do not sum to ``top_k``.
 
     Parameters
     ----------
@@ -57,42 +58,6 @@ def check_groups(groups: Sequence[int] | None, top_k: int, field: str) -> list[i
     if not sizes or min(sizes) < 1 or sum(sizes) != top_k:
         raise InputError(field, f"rank groups {sizes}", f"positive sizes that sum to top_k {top_k}")
     return None if len(sizes) == 1 else sizes
-
-
-def regroup(
-    ids: NDArray[Any], groups: Sequence[int] | None, wanted: Sequence[int] | None
-) -> NDArray[Any]:
-    """Sort ids within wanted rank groups, forgetting the finer order.
-
-    Parameters
-    ----------
-    ids
-        Expert ids ``[tokens, layers, top_k]``.
-    groups
-        Rank groups of ``ids``; None if their order says nothing.
-    wanted
-        Groups to keep: those of ``ids``, or several of them taken together. None keeps no rank.
-
-    Returns
-    -------
-    The ids in a new array, ascending within each wanted group.
-
-    Raises
-    ------
-    InputError
-        If ``wanted`` would need an order that ``groups`` do not keep.
-    """
-    top_k = ids.shape[2]
-    have, want = list(groups or [top_k]), list(wanted or [top_k])
-    if sum(want) != top_k or not set(accumulate(want)) <= set(accumulate(have)):
-        raise InputError("rank_groups", f"{want} of ids ranked {have}", f"unions of {have}")
-    out = np.empty_like(ids, order="C")
-    edges = [0, *accumulate(want)]
-    for start in range(0, len(ids), _CHUNK_ROWS):
-        chunk = slice(start, start + _CHUNK_ROWS)
-        for low, high in pairwise(edges):
-            out[chunk, :, low:high] = np.sort(ids[chunk, :, low:high], axis=-1)
-    return out
 
 
 def save_ids(path: Path, ids: NDArray[Any], encoding: Encoding) -> None:

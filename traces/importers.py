@@ -1,4 +1,4 @@
-"""Importers: routing traces out of what other tools have recorded, see `recordings`."""
+"""Import of routing that other tools recorded, in the formats of `import_formats`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
-from eldr_sim.traces.calibration import split_calibration
+from eldr_sim.traces.calibration import check_fraction, split_calibration
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.import_formats import READERS, detect_format
 from eldr_sim.traces.manifest import Provenance
-from eldr_sim.traces.recordings import READERS, detect_format
 from eldr_sim.traces.writer import write_trace
 
 __all__ = ["DECODE_ONLY", "import_trace"]
 
 DECODE_ONLY = (
     "Decode-only: the experts of prompt tokens are missing. Policies without signatures replay its "
-    "decodes; ruled out are the policies eldr and marginal_cost, eldr-sim fit, prefix signatures "
-    "and prefill-decode correlation."
+    "decodes; the policies eldr and marginal_cost, eldr-sim fit, prefix signatures and the "
+    "prefill-decode correlation need a trace with prompt rows."
 )
-"""What a decode-only trace cannot do."""
+"""Message about what a decode-only trace cannot do."""
 
 
 def import_trace(
@@ -42,7 +42,7 @@ def import_trace(
     calibration_fraction: float = 0.5,
     force: bool = False,
 ) -> RoutingTrace:
-    """Import a recording of chosen experts as a routing trace.
+    """Import a file of chosen experts as a routing trace.
 
     Parameters
     ----------
@@ -51,11 +51,11 @@ def import_trace(
     out
         Trace folder to make.
     model, captured_by, source_data, tool_versions, provenance, notes
-        See `Manifest`; what the recording says of itself is added to the notes.
+        See `Manifest`; what the file says of itself is added to the notes.
     format
-        One of `recordings.READERS`; by default told by the content.
+        One of `import_formats.READERS`; by default detected from the content.
     n_experts
-        Experts per layer, where the recording does not say.
+        Experts per layer, where the file does not say.
     ranked
         The ids of a token stand in the gate's order, the highest score first.
     calibration_fraction
@@ -66,42 +66,39 @@ def import_trace(
     Raises
     ------
     InputError
-        If the recording is not of its format, the fraction is not within (0, 1), the number of
+        If the file is not of its format, the fraction is not within (0, 1), the number of
         experts is unknown, or ``out`` exists and ``force`` is false.
     """
-    if not 0 < calibration_fraction < 1:
-        raise InputError(
-            "calibration_fraction", f"got {calibration_fraction}", "a number between 0 and 1"
-        )
+    check_fraction(calibration_fraction)
     source = Path(path)
     kind = format or detect_format(source)
     if kind not in READERS:
         raise InputError("format", repr(kind), ", ".join(READERS))
-    recording = READERS[kind](source)
-    experts = recording.n_experts or n_experts
+    imported = READERS[kind](source)
+    experts = imported.n_experts or n_experts
     if experts is None:
         raise InputError(
             "experts", f"{source} does not say how many experts a layer has", "a number"
         )
-    top_k = recording.experts.shape[-1]
+    top_k = imported.experts.shape[-1]
     return write_trace(
         out,
-        experts=recording.experts,
-        request_id=recording.request_id,
-        domain=recording.domain,
-        prompt_len=recording.prompt_len,
-        output_len=recording.output_len,
-        is_calibration=split_calibration(recording.domain, calibration_fraction),
+        experts=imported.experts,
+        request_id=imported.request_id,
+        domain=imported.domain,
+        prompt_len=imported.prompt_len,
+        output_len=imported.output_len,
+        is_calibration=split_calibration(imported.domain, calibration_fraction),
         model=model,
         n_experts=experts,
-        domains=recording.domains,
+        domains=imported.domains,
         captured_by=captured_by,
         source_data=source_data,
         tool_versions={**tool_versions, "eldr-sim": __version__, "numpy": np.__version__},
         provenance=provenance,
-        notes=" ".join(part for part in (notes, recording.notes) if part),
-        gate_scores=recording.gate_scores,
-        rank_groups=[1] * top_k if ranked or recording.ranked else None,
-        prompt_rows=recording.prompt_rows,
+        notes=" ".join(part for part in (notes, imported.notes) if part),
+        gate_scores=imported.gate_scores,
+        rank_groups=[1] * top_k if ranked or imported.ranked else None,
+        prompt_rows=imported.prompt_rows,
         force=force,
     )

@@ -1,14 +1,14 @@
-"""What the tokens of a prompt are: which rows of the trace they replay, which prompts share them.
+"""Tokens of prompts: which rows of the trace they replay, and which prompts share them.
 
 Token ``p`` of a prompt (0 is the first) replays prompt row ``p % prompt_len`` of a trace request:
-a prompt as long as the recorded one replays it row by row, a longer one goes around. A prompt may
-be made of several trace requests, one after the other; each replays the rows at the tokens' own
-places in the prompt.
+a prompt as long as the recorded one replays it row by row, a longer one wraps around. A prompt may
+consist of several trace requests, one after the other; a token's row follows from its position in
+the prompt.
 
 Prefix blocks
-    A request log may name the blocks of its prompts (``hash_ids``): equal ids, equal tokens. What
-    the tokens of a block are then depends on the block alone, so that requests which share a
-    prefix share its trace rows and, on the model, its experts: `assign_blocks`.
+    A request log may identify the blocks of its prompts (``hash_ids``): equal ids, equal tokens.
+    The tokens of a block then depend on the block alone, so that requests with a common prefix
+    have the same trace rows for it and hence the same experts: `assign_blocks`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def clip_ranges(ranges: Ranges, start: int, stop: int) -> list[tuple[int, int, i
 
 
 def join_ranges(parts: Sequence[tuple[int, int, int]]) -> Ranges:
-    """Join neighbours that go on with the same trace request."""
+    """Join neighbouring ranges that continue one trace request."""
     joined: list[tuple[int, int, int]] = []
     for request, start, stop in parts:
         if joined and joined[-1][0] == request and joined[-1][2] == start:
@@ -92,8 +92,8 @@ def count_experts(trace: RoutingTrace, ranges: Ranges) -> NDArray[np.uint32]:
 def sum_gate_scores(trace: RoutingTrace, ranges: Ranges, kind: PromptScore) -> NDArray[np.float32]:
     """Sum gate scores over some ranges of a prompt, float32 ``[n_layers, n_experts]``.
 
-    A trace carries their sums over whole prompts: a part of one takes its share by tokens, which
-    is exact for whole rounds only.
+    A trace has the sums over whole prompts only; part of a prompt counts by its share of the
+    tokens, which is exact for whole prompts alone.
     """
     total = np.zeros((trace.n_layers, trace.n_experts), np.float32)
     for request, start, stop in ranges:
@@ -103,11 +103,11 @@ def sum_gate_scores(trace: RoutingTrace, ranges: Ranges, kind: PromptScore) -> N
 
 
 class PromptSignatures:
-    """What routers see of prompts, remembered: prompts come back.
+    """Expert counts of prompts as routers see them, cached because prompts repeat.
 
-    Calling it with a prompt's ranges returns ``(id, counts)``: `count_experts`, or where a policy
-    asks for gate scores `sum_gate_scores`. The same id always stands for the same counts; of the
-    prompts asked for last some thousands are remembered. A decode-only trace has no counts: None.
+    A call with a prompt's ranges returns ``(id, counts)``: `count_experts`, or `sum_gate_scores`
+    where a policy asks for gate scores. Equal ids mean equal counts; the cache holds some thousands
+    of prompts, the least recently used go first. Counts of a decode-only trace are None.
 
     Parameters
     ----------
@@ -147,8 +147,8 @@ class PromptSignatures:
 def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Number the prefix blocks so that equal numbers mean equal tokens from the prompt's start.
 
-    A log's ids may name a block's own tokens or, as Mooncake's do, all tokens up to its end. A
-    block is here known by its id and the number of the block before it.
+    A log's ids may identify a block's own tokens or, as Mooncake's do, all tokens up to its end.
+    Here a block is identified by its id and the number of the block before it.
 
     Parameters
     ----------
@@ -175,14 +175,14 @@ def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDA
 def assign_blocks(
     blocks: NDArray[np.uint64], indptr: NDArray[np.int64], drawn: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, Any]]:
-    """Say which trace request the tokens of each prefix block replay.
+    """Assign to each prefix block the trace request that its tokens replay.
 
-    In order of arrival, each request brings blocks that were seen before and then new ones. New
-    blocks that make half of a prompt or more are a text of its own and replay the trace request
-    drawn for it, with its domain. Otherwise the request goes on with an earlier prompt (the next
-    turn of a conversation, another question to a document), and its new blocks replay the trace
-    request of the last block that it shares. So a system prompt that many requests begin with
-    leaves each its own domain, and a conversation keeps one.
+    In order of arrival, a request has blocks that were seen before, then new ones. New blocks that
+    make up half of the prompt or more are a text of its own: they replay the trace request drawn
+    for it, with its domain. Otherwise the request continues an earlier prompt (the next turn of a
+    conversation, another question about a document), and its new blocks replay the trace request of
+    the last block that it shares. So requests with a common system prompt keep domains of their
+    own, and a conversation keeps one domain.
 
     Parameters
     ----------

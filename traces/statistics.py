@@ -1,8 +1,8 @@
 """Statistics of a routing trace: load, overlap within domains, reuse, prefill against decode.
 
-All figures are exact for the trace; none is sampled. A caution for readers: an untrained model
-also shows high prefill-decode correlation, because equal tokens choose equal experts. What
-tells real domain structure is the reduction of distinct experts in one domain's batches.
+All figures are exact for the trace; none is sampled. An untrained model also has a high
+prefill-decode correlation, because equal tokens choose equal experts; domain structure shows in
+the reduction of distinct experts in batches of one domain.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 BATCH_SIZES = (8, 16, 32, 64, 128)
-"""Batch sizes at which distinct experts are told."""
+"""Batch sizes at which distinct experts are counted."""
 
 _CHUNK_ROWS = 1 << 13
 
@@ -53,7 +53,7 @@ class DistinctExperts:
     group
         Domains that mix: ``task``, ``language``, or ``all`` where the trace has neither.
     uniform
-        If every token chose its experts uniformly: ``E (1 - (1 - k / E)^batch)``.
+        Under uniform choice: ``E (1 - (1 - k / E)^batch)``.
     mixed
         A batch of equal shares of the group's domains.
     same_domain
@@ -92,7 +92,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """What `trace_statistics` finds.
+    """Figures of a routing trace, from `trace_statistics`.
 
     Attributes
     ----------
@@ -101,14 +101,14 @@ class TraceStatistics:
     prompt_len, output_len
         Tokens by domain: ``min``, ``mean``, ``max``.
     load_max_over_mean
-        Per layer: tokens of the busiest expert over the mean, prompt and generated tokens.
+        Per layer: load of the most loaded expert over the mean, prompt and generated tokens.
     unused_experts
         Per layer: experts that no token chose.
     distinct_experts
-        One entry a batch size and group, where every domain has that many requests; in group
-        ``all``, of the domains that have.
+        One entry a batch size and group in which every domain has that many requests; group
+        ``all`` takes the domains that have.
     neighbour_reuse
-        Share of a generated token's experts that the generated token before it chose too.
+        Share of a generated token's experts that the generated token before it also chose.
     random_reuse
         The same share for two generated tokens drawn at random from the trace.
     uniform_reuse
@@ -156,7 +156,7 @@ def trace_statistics(
     trace
         The routing trace.
     batch_sizes
-        Batch sizes at which distinct experts are told.
+        Batch sizes at which distinct experts are counted.
     """
     every = np.arange(trace.n_requests)
     decode = trace.decode_activation(every).astype(np.float64)
@@ -223,9 +223,9 @@ def expected_distinct(
 ) -> NDArray[np.float64]:
     """Return the exact expected number of distinct experts per layer in a random batch.
 
-    The batch takes so many different requests at random from each group, each at a random
-    step. An expert is absent if every request misses it, so the expectation needs the mean,
-    over all choices of requests, of the product of their chances to miss it. That mean of the
+    The batch takes ``takes`` different requests at random from each group, each at a random step.
+    An expert is absent if every request misses it, so the expectation needs the mean, over all
+    choices of requests, of the product of their probabilities to miss it. That mean over the
     k-subsets of the first j requests follows from those of the first j - 1:
     ``m_j(k) = (j - k) / j m_{j-1}(k) + k / j x_j m_{j-1}(k - 1)``.
 

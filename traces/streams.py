@@ -25,8 +25,8 @@ def stream(seed: int, purpose: str) -> np.random.Generator:
     seed
         The run's seed, a non-negative integer.
     purpose
-        What is drawn, e.g. ``"arrivals"``. Purposes are told apart by CRC-32 of their UTF-8
-        bytes, which is the same on every machine.
+        What is drawn, e.g. ``"arrivals"``; identified by the CRC-32 of its UTF-8 bytes, which is
+        the same on every machine.
 
     Raises
     ------

@@ -1,18 +1,17 @@
 """Structure in a trace's routing: between layers, between domains, between requests.
 
 Next layer
-    How much the experts of a layer tell of those of the next, in bits: the entropy ``H(e')`` of the
+    Information of a layer's experts about the next layer's, in bits: the entropy ``H(e')`` of the
     expert in layer ``l + 1`` and ``H(e' | e)`` given that of layer ``l``, over generated tokens.
-    For ``top-1`` it is the expert ranked first (where the trace knows it), for ``any`` one drawn at
-    random from each layer's ``top_k``, so that part of its entropy is the draw's.
+    ``top-1`` is the expert ranked first (where the trace knows it), ``any`` one drawn at random
+    from each layer's ``top_k``, so that part of its entropy comes from the draw.
 Domains
     Jensen-Shannon divergence, bits, between the distributions of generated tokens' choices over
-    the experts of a layer; beside it that between the halves (even and odd requests) of a domain,
-    which is what the number of requests alone makes of it.
+    the experts of a layer; for comparison between the halves (even and odd requests) of a domain,
+    which differ by their limited number of requests alone.
 Requests
     Nearest-neighbour accuracy: share of requests whose nearest other request, by cosine distance of
-    their prompts' expert counts, is of the same domain; of their decodes' where a trace has no
-    prompts.
+    their prompts' expert counts (their decodes' in a decode-only trace), is of the same domain.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class NextLayer:
     of
         ``top-1`` or ``any``, see the module.
     entropy
-        Without knowledge of the layer before.
+        Unconditional.
     conditional
         Given the expert of the layer before.
     """
@@ -90,7 +89,7 @@ def generated_rows(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.b
 
 
 def next_layer_entropy(trace: RoutingTrace) -> list[NextLayer]:
-    """Measure what a layer's experts tell of the next layer's; empty for a trace of one layer."""
+    """Measure how well a layer's experts predict the next layer's; empty for a single layer."""
     if trace.n_layers < 2:
         return []
     groups = trace.manifest.rank_groups
@@ -131,7 +130,7 @@ def _count_pairs(ids: Any, take: int, joint: Any) -> None:
 def domain_divergence(
     counts: NDArray[np.float64], domain: NDArray[Any], names: list[str]
 ) -> DomainDivergence:
-    """Measure how far the domains' expert distributions lie apart.
+    """Measure how far apart the domains' expert distributions are.
 
     Parameters
     ----------

@@ -2,7 +2,7 @@
 
 The named workloads ``task`` (code, math, medical, legal) and ``language`` (en, zh, ru, fr)
 draw requests from a trace's serving split by a domain mix. Any other name is the path of a
-request log (`readers`), which gives arrivals and lengths, and whose requests take the routing
+request log (`request_logs`), which gives arrivals and lengths, and whose requests take the routing
 of trace requests. `prompts` says which trace row a prompt's token replays.
 """
 
@@ -22,7 +22,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.domains import DOMAIN_MIXES, resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.prompts import Ranges, assign_blocks, chain_blocks, join_ranges
-from eldr_sim.traces.readers import RequestLog, read_request_log
+from eldr_sim.traces.request_logs import RequestLog, read_request_log
 from eldr_sim.traces.streams import stream
 
 __all__ = ["Workload", "draw_arrivals", "make_workload"]
@@ -109,9 +109,9 @@ class Workload:
     def block_hashes(self, request: int, block_size: int) -> list[int]:
         """Return hashes of a prompt's full KV blocks of ``block_size`` tokens.
 
-        A KV block is told by its number and by the prefix block that its last token lies in, for
-        that one stands for all tokens before it too. There is none for KV blocks that go beyond
-        the last prefix block: nobody can share them.
+        A KV block is identified by its number and by the prefix block of its last token, which
+        stands for all tokens before it too. KV blocks beyond the last prefix block are shared with
+        no other prompt and have no hash.
         """
         begin, end = self.prefix_indptr[request : request + 2].tolist()
         if begin == end:
@@ -202,19 +202,11 @@ def make_workload(
     _check_arguments(
         name, request_rate, burstiness, horizon_s, num_requests, output_len, trace_replay, prompts
     )
-    log: RequestLog | None = None
-    if name in DOMAIN_MIXES:
-        arrival_s = draw_arrivals(
-            request_rate or math.nan, burstiness, horizon_s, num_requests, seed
-        )
+    log = None if name in DOMAIN_MIXES else _read_log(name)
+    if log is None:
+        rate = request_rate or math.nan
+        arrival_s = draw_arrivals(rate, burstiness, horizon_s, num_requests, seed)
     else:
-        if not Path(name).is_file():
-            raise InputError(
-                "workload",
-                f"{name!r} is neither a named workload nor a file",
-                ", ".join([*DOMAIN_MIXES, "path of a request log"]),
-            )
-        log = read_request_log(name)
         arrival_s = _recorded_arrivals(log, request_rate, horizon_s, num_requests)
     n = len(arrival_s)
     if not n:
@@ -235,15 +227,11 @@ def make_workload(
     if trace_replay == "same_domain":
         decode_request = _others_of_domain(trace, shares, trace_request, seed)
     prompt = trace.prompt_len[trace_request] if log is None else log.prompt_len[:n]
-    if output_len == "recorded":
-        output = trace.output_len[trace_request] if log is None else log.output_len[:n]
-    else:
+    if output_len != "recorded":
         output = np.full(n, output_len, dtype=np.int32)
+    else:
+        output = trace.output_len[trace_request] if log is None else log.output_len[:n]
     _, window = trace.decode_window(decode_request)
-    # One draw a request, used or not: offsets do not shift when lengths change.
-    random = stream(seed, "replay-offset").random(n)
-    beyond = output > window
-    offset = np.where(beyond, (random * window).astype(np.int64), 0)
 
     described = {
         "workload": name if log is None else Path(name).name,
@@ -268,7 +256,7 @@ def make_workload(
         output_len=output.astype(np.int32),
         trace_request=trace_request.astype(np.int32),
         decode_request=decode_request.astype(np.int32),
-        replay_offset=offset.astype(np.int32),
+        replay_offset=_replay_offsets(output, window, seed),
         domain=trace.domain[trace_request],
         session=np.arange(n, dtype=np.int32) if log is None else log.session[:n],
         prefix_hash=blocks,
@@ -277,6 +265,16 @@ def make_workload(
         prefix_block_tokens=block_tokens,
         description=described,
     )
+
+
+def _read_log(name: str) -> RequestLog:
+    if not Path(name).is_file():
+        raise InputError(
+            "workload",
+            f"{name!r} is neither a named workload nor a file",
+            ", ".join([*DOMAIN_MIXES, "path of a request log"]),
+        )
+    return read_request_log(name)
 
 
 def _check_arguments(
@@ -327,7 +325,7 @@ def _check_arguments(
 def draw_arrivals(
     rate: float, burstiness: float, horizon_s: float | None, num_requests: int | None, seed: int
 ) -> NDArray[np.float64]:
-    """Draw arrival times, s: gamma-distributed gaps, see `make_workload`; one bound is given."""
+    """Draw arrival times, s, with gamma-distributed gaps (see `make_workload`) up to one bound."""
     if math.isinf(rate):
         return np.zeros(num_requests or 0)
     rng = stream(seed, "arrivals")
@@ -430,12 +428,21 @@ def _others_of_domain(
     return other
 
 
+def _replay_offsets(
+    output: NDArray[np.int32], window: NDArray[np.int64], seed: int
+) -> NDArray[np.int32]:
+    """Draw where in their decode windows those requests start that are longer than them."""
+    # One draw a request, used or not: offsets do not shift when lengths change.
+    random = stream(seed, "replay-offset").random(len(output))
+    return np.where(output > window, (random * window).astype(np.int32), 0).astype(np.int32)
+
+
 def _prefix_blocks(
     trace: RoutingTrace, request: NDArray[np.int64], log: RequestLog | None, prompts: str
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64], int]:
     """Return prefix block numbers, ``indptr`` and block size.
 
-    A prompt that copies of one trace request share is a single block, as long as the longest.
+    A prompt that all copies of a trace request share is a single block, as long as the longest.
     """
     n = len(request)
     if log is not None:
@@ -467,7 +474,7 @@ def _describe_replay(
     output: NDArray[np.int32],
     window: NDArray[np.int64],
 ) -> dict[str, Any]:
-    """Say how far the trace was stretched: reuse is reported in every result."""
+    """Describe how far the trace was stretched, for every result."""
     n = len(request)
     uses = np.bincount(decode, minlength=trace.n_requests)
     used = uses[uses > 0]

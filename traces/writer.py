@@ -1,4 +1,4 @@
-"""Writing a routing trace: a whole and valid folder of format v2, or nothing."""
+"""Writer of routing traces: a whole and valid folder of format v2, or nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_folder
 from eldr_sim.traces import gate_scores as gate_scores_file
-from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups, regroup, save_ids
+from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups, save_ids
 from eldr_sim.traces.format import (
     COLUMNS,
     SPLITS,
@@ -28,7 +28,7 @@ from eldr_sim.traces.format import (
 from eldr_sim.traces.gate_scores import GateScores
 from eldr_sim.traces.manifest import Manifest, Provenance, manifest_error
 
-__all__ = ["pack_trace", "write_trace"]
+__all__ = ["write_trace"]
 
 
 def write_trace(
@@ -93,44 +93,22 @@ def write_trace(
         If ``out`` exists and ``force`` is false, or if the trace would not be valid.
     """
     target = Path(out)
-    if target.exists() and not force:
-        raise InputError("out", f"{target} exists", "a new folder, or force")
-    if target.exists() and any(target.iterdir()) and not (target / "manifest.json").exists():
-        raise InputError("out", f"{target} exists and is no trace", "a new folder, or a trace")
-    ids = np.asarray(experts)
-    if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
-        raise InputError(
-            "experts", f"got {ids.dtype} {list(ids.shape)}", "integers [tokens, layers, top_k]"
-        )
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= n_experts):
-        raise InputError(
-            "experts", f"ids span {int(ids.min())}..{int(ids.max())}", f"0..{n_experts - 1}"
-        )
-    ids = np.ascontiguousarray(ids, dtype=np.uint8 if n_experts <= 256 else np.uint16)
+    _check_target(target, force)
+    ids = _checked_ids(experts, n_experts)
     groups = check_groups(rank_groups, ids.shape[2], "rank_groups")
     n = len(request_id)
-    columns: dict[str, Any] = {
-        "request_id": list(request_id),
-        "domain": list(domain),
-        "prompt_len": np.asarray(prompt_len, dtype=np.int64),
-        "output_len": np.asarray(output_len, dtype=np.int64),
-        "session": np.arange(n) if session is None else np.asarray(session),
-        "split": [SPLITS[0] if c else SPLITS[1] for c in np.asarray(is_calibration, bool)],
-    }
-    wrong = [name for name, column in columns.items() if len(column) != n]
-    if wrong:
-        raise InputError(wrong[0], f"has {len(columns[wrong[0]])} entries for {n} requests")
-    rows = columns["output_len"] + (columns["prompt_len"] if prompt_rows else 0)
-    columns["first_row"] = np.cumsum(rows) - rows
-
+    requests = _requests_table(
+        prompt_rows,
+        request_id=list(request_id),
+        domain=list(domain),
+        prompt_len=np.asarray(prompt_len, dtype=np.int64),
+        output_len=np.asarray(output_len, dtype=np.int64),
+        session=np.arange(n) if session is None else np.asarray(session),
+        split=[SPLITS[0] if c else SPLITS[1] for c in np.asarray(is_calibration, bool)],
+    )
     with whole_folder(target) as temporary:
         save_ids(temporary / FILE_NAMES[encoding], ids, encoding)
-        arrays = [pa.array(columns[name], type=kind) for name, kind in COLUMNS.items()]
-        pq.write_table(
-            pa.table(arrays, names=list(COLUMNS)),
-            temporary / "requests.parquet",
-            compression="zstd",
-        )
+        pq.write_table(requests, temporary / "requests.parquet", compression="zstd")
         scores_path = temporary / gate_scores_file.FILE_NAME
         if gate_scores is not None:
             gate_scores_file.write(scores_path, gate_scores)
@@ -164,66 +142,34 @@ def write_trace(
     return open_trace(target)
 
 
-def pack_trace(
-    trace: RoutingTrace,
-    out: str | os.PathLike[str],
-    *,
-    rank_groups: Sequence[int] | None = None,
-    force: bool = False,
-) -> RoutingTrace:
-    """Write a trace again, its expert ids compressed.
+def _check_target(target: Path, force: bool) -> None:
+    if target.exists() and not force:
+        raise InputError("out", f"{target} exists", "a new folder, or force")
+    if target.exists() and any(target.iterdir()) and not (target / "manifest.json").exists():
+        raise InputError("out", f"{target} exists and is no trace", "a new folder, or a trace")
 
-    Parameters
-    ----------
-    trace
-        The trace; all of its ``top_k`` experts are kept.
-    out
-        Folder to make.
-    rank_groups
-        How much of the gate's order to keep, see ``encoding.regroup``: the less, the smaller. By
-        default what the trace has.
-    force
-        Replace ``out`` if it is there.
 
-    Returns
-    -------
-    RoutingTrace
-        The trace as read back from ``out``.
+def _checked_ids(experts: NDArray[Any], n_experts: int) -> NDArray[Any]:
+    """Return expert ids in the type and order of the file."""
+    ids = np.asarray(experts)
+    if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
+        raise InputError(
+            "experts", f"got {ids.dtype} {list(ids.shape)}", "integers [tokens, layers, top_k]"
+        )
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= n_experts):
+        raise InputError(
+            "experts", f"ids span {int(ids.min())}..{int(ids.max())}", f"0..{n_experts - 1}"
+        )
+    return np.ascontiguousarray(ids, dtype=np.uint8 if n_experts <= 256 else np.uint16)
 
-    Raises
-    ------
-    InputError
-        If the trace does not keep such an order, or ``out`` exists and ``force`` is false.
-    """
-    manifest = trace.manifest
-    have = manifest.rank_groups
-    want = have if rank_groups is None else check_groups(rank_groups, trace.top_k, "rank_groups")
-    first, length = trace.recorded_rows(np.arange(trace.n_requests))
-    if (np.diff(first) > 0).all():
-        ids = trace.experts
-    else:
-        spans = zip(first.tolist(), length.tolist(), strict=True)
-        ids = np.concatenate([trace.experts[row : row + n] for row, n in spans])
-    return write_trace(
-        out,
-        experts=regroup(ids, have, want),
-        request_id=trace.request_id,
-        domain=[trace.domains[d] for d in trace.domain.tolist()],
-        prompt_len=trace.prompt_len,
-        output_len=trace.output_len,
-        is_calibration=trace.is_calibration,
-        model=manifest.model,
-        n_experts=manifest.n_experts,
-        domains=manifest.domains,
-        captured_by=manifest.captured_by,
-        source_data=manifest.source_data,
-        tool_versions=manifest.tool_versions,
-        provenance=manifest.provenance,
-        notes=manifest.notes,
-        session=trace.session,
-        gate_scores=trace.gate_scores,
-        rank_groups=want,
-        prompt_rows=manifest.prompt_rows,
-        encoding="xz",
-        force=force,
-    )
+
+def _requests_table(prompt_rows: bool, **columns: Any) -> pa.Table:
+    """Return the table of requests; their rows of expert ids follow each other."""
+    n = len(columns["request_id"])
+    wrong = [name for name, column in columns.items() if len(column) != n]
+    if wrong:
+        raise InputError(wrong[0], f"has {len(columns[wrong[0]])} entries for {n} requests")
+    rows = columns["output_len"] + (columns["prompt_len"] if prompt_rows else 0)
+    columns["first_row"] = np.cumsum(rows) - rows
+    arrays = [pa.array(columns[name], type=kind) for name, kind in COLUMNS.items()]
+    return pa.table(arrays, names=list(COLUMNS))

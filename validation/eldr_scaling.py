@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.policies.artifact import fit
-from eldr_sim.policies.base import PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.eldr import EldrPolicy
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import RoutingTrace
@@ -90,12 +90,12 @@ def _decision_ms(trace: RoutingTrace) -> float:
     policy = EldrPolicy(
         PolicyContext(16, np.random.default_rng(0), artifact=fit(calibration, 16, 0))
     )
-    loads = np.arange(16, dtype=np.int64)
+    workers = Workers.idle(np.arange(16))
     taken = []
     for i, counts in enumerate(calibration.scores("count")):
         request = RequestInfo(i, 100, 0, signature=counts)
         start = time.perf_counter()
-        policy.select(request, loads)
+        policy.select(request, workers)
         taken.append(time.perf_counter() - start)
     return 1e3 * statistics.median(taken)
 

@@ -7,7 +7,7 @@ The entry point in ``pyproject.toml`` is all that ties it to the simulator.
 
 from pydantic import Field
 
-from eldr_sim.policies.base import Loads, PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.choice import Parameters
 
 
@@ -31,7 +31,7 @@ class PowerOfThreeChoices:
         self._rng = context.rng
         self._n = context.n_workers
 
-    def select(self, request: RequestInfo, loads: Loads) -> int:
-        """Return the index of the worker; ``loads`` is all that the router knows of them."""
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the index of the worker; None would hold the request."""
         drawn = self._rng.choice(self._n, size=self._choices, replace=False)
-        return int(drawn[loads[drawn].argmin()])
+        return int(drawn[workers.loads[drawn].argmin()])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.policies.artifact import fit
-from eldr_sim.policies.base import PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.eldr import EldrPolicy
 from eldr_sim.traces.calibration import CalibrationSet
 
@@ -56,5 +56,5 @@ def test_select(benchmark, calibration, repeated):
     policy = EldrPolicy(PolicyContext(N_WORKERS, np.random.default_rng(0), artifact=made))
     signature_id = 0 if repeated else None
     request = RequestInfo(0, 100, 0, signature=calibration.counts[0], signature_id=signature_id)
-    loads = np.random.default_rng(0).integers(0, 30, N_WORKERS)
-    assert benchmark(policy.select, request, loads) in range(N_WORKERS)
+    workers = Workers.idle(np.random.default_rng(0).integers(0, 30, N_WORKERS))
+    assert benchmark(policy.select, request, workers) in range(N_WORKERS)

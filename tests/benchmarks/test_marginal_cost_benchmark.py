@@ -11,7 +11,7 @@ import pytest
 
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.policies.activation import fit_activation
-from eldr_sim.policies.base import PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
 from eldr_sim.traces.calibration import CalibrationSet
 
@@ -75,11 +75,11 @@ def test_select(benchmark, step_times, name, n_layers, n_workers):
     turn = itertools.cycle(requests)
     for _ in range(2 * len(requests)):
         request = next(turn)
-        policy.on_complete(request.request_id, policy.select(request, loads))
+        policy.on_complete(request.request_id, policy.select(request, Workers.idle(loads)))
 
     def decide():
         request = next(turn)
-        policy.on_complete(request.request_id, policy.select(request, loads))
+        policy.on_complete(request.request_id, policy.select(request, Workers.idle(loads)))
 
     benchmark(decide)
 

@@ -9,7 +9,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.policies import artifact as artifact_module
 from eldr_sim.policies.artifact import RoutingArtifact, fit
-from eldr_sim.policies.base import PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.clustering import METHODS
 from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
 from eldr_sim.policies.signature import TRANSFORMS, score_of
@@ -203,7 +203,7 @@ def test_router_sees_requests_as_the_fit_did(calibration, variants):
         found = np.zeros_like(made.cluster_domains)
         for index in range(80):
             info = RequestInfo(index, 10, 0, signature=scores[index])
-            worker = policy.select(info, np.zeros(8, np.int64))
+            worker = policy.select(info, Workers.idle(np.zeros(8)))
             found[worker, calibration.domain[index]] += 1
         np.testing.assert_array_equal(found, made.cluster_domains)
 

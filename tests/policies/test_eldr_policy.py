@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
 
 from ..random_artifact import random_artifact
@@ -59,7 +59,7 @@ def test_select_matches_the_rule(n, seed, tau):
         counts, loads = random_counts(seed + index), r.integers(0, 4, n)
         expected = twin(artifact, counts, loads, tau)
         if expected is not None:
-            assert policy.select(request(counts), loads) == expected
+            assert policy.select(request(counts), Workers.idle(loads)) == expected
 
 
 def test_tau_zero_is_the_nearest_centroid_whatever_the_load():
@@ -70,7 +70,7 @@ def test_tau_zero_is_the_nearest_centroid_whatever_the_load():
         nearest = int(np.argmax(policy.similarities(counts[None])))
         loads = np.zeros(8, np.int64)
         loads[nearest] = 1000
-        assert policy.select(request(counts), loads) == nearest
+        assert policy.select(request(counts), Workers.idle(loads)) == nearest
 
 
 def test_tau_one_is_the_shortest_queue():
@@ -78,7 +78,7 @@ def test_tau_one_is_the_shortest_queue():
     r = np.random.default_rng(1)
     for seed in range(30):
         loads = r.permutation(8)
-        assert loads[policy.select(request(random_counts(seed)), loads)] == 0
+        assert loads[policy.select(request(random_counts(seed)), Workers.idle(loads))] == 0
 
 
 def test_tau_one_reaches_a_worker_with_nothing_in_common():
@@ -90,8 +90,8 @@ def test_tau_one_reaches_a_worker_with_nothing_in_common():
     centroids[0] = artifact.signatures(counts[None])[0]
     centroids[1, -1] = 1.0
     object.__setattr__(artifact, "centroids", centroids)
-    assert make_policy(artifact, tau=1.0).select(request(counts), np.array([1, 0])) == 1
-    assert make_policy(artifact, tau=0.9).select(request(counts), np.array([1, 0])) == 0
+    assert make_policy(artifact, tau=1.0).select(request(counts), Workers.idle([1, 0])) == 1
+    assert make_policy(artifact, tau=0.9).select(request(counts), Workers.idle([1, 0])) == 0
 
 
 def test_an_idle_cluster_routes_by_locality():
@@ -99,14 +99,14 @@ def test_an_idle_cluster_routes_by_locality():
     for seed in range(20):
         counts = random_counts(seed)
         nearest = int(np.argmax(policy.similarities(counts[None])))
-        assert policy.select(request(counts), np.zeros(8, np.int64)) == nearest
+        assert policy.select(request(counts), Workers.idle(np.zeros(8))) == nearest
 
 
 @pytest.mark.parametrize("signature", [None, np.zeros((N_LAYERS, N_EXPERTS), np.uint16)])
 def test_a_request_that_says_nothing_joins_the_shortest_queue(signature):
     policy = make_policy(make_artifact(4))
     assert signature is None or policy.bands(signature[None]) == [[]]
-    picks = [policy.select(request(signature, 5), np.array([1, 0, 0, 2])) for _ in range(4)]
+    picks = [policy.select(request(signature, 5), Workers.idle([1, 0, 0, 2])) for _ in range(4)]
     assert picks == [1, 2, 1, 2]
 
 
@@ -117,9 +117,9 @@ def test_remembered_signatures_change_nothing():
     for step in range(200):
         signature_id = step % 7
         counts, loads = random_counts(signature_id), r.integers(0, 6, 8)
-        assert remembering.select(request(counts, signature_id), loads) == plain.select(
-            request(counts), loads
-        )
+        assert remembering.select(
+            request(counts, signature_id), Workers.idle(loads)
+        ) == plain.select(request(counts), Workers.idle(loads))
 
 
 def test_registry_builds_eldr_and_it_refuses_a_misfit():
@@ -132,4 +132,4 @@ def test_registry_builds_eldr_and_it_refuses_a_misfit():
     with pytest.raises(InputError, match="made for 4 decode workers, not 5"):
         registry.decode_policy("eldr", PolicyContext(5, rng, artifact=artifact))
     with pytest.raises(InputError, match="counts of 4x9"):
-        built.select(request(np.ones((4, 9))), np.zeros(4, np.int64))
+        built.select(request(np.ones((4, 9))), Workers.idle(np.zeros(4)))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.step_time import StepCost, build_step_time_model
 from eldr_sim.policies.activation import fit_activation
-from eldr_sim.policies.base import CompletionListener, PolicyContext, RequestInfo
+from eldr_sim.policies.base import CompletionListener, PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy, expected_step_s
 from eldr_sim.simulator.config import make_config
@@ -105,7 +105,7 @@ def history(policy, activations, prompts, n_workers, seed):
     for request, activation in enumerate(activations):
         info = RequestInfo(request, prompts[request], 0, signature=activation[1])
         before = [list(here.values()) for here in residents]
-        chosen = policy.select(info, loads)
+        chosen = policy.select(info, Workers.idle(loads))
         yield before, loads.copy(), (activation[0], prompts[request]), chosen
         loads[chosen] += 1
         residents[chosen][request] = (activation[0], prompts[request])
@@ -174,7 +174,7 @@ def test_workers_that_look_alike_are_served_in_turn():
     loads = np.zeros(4, np.int64)
     chosen = []
     for request in range(8):
-        worker = policy.select(RequestInfo(request, 10, 0, signature=counts), loads)
+        worker = policy.select(RequestInfo(request, 10, 0, signature=counts), Workers.idle(loads))
         policy.on_complete(request, worker)
         chosen.append(worker)
     assert chosen == [0, 1, 2, 3] * 2
@@ -186,7 +186,12 @@ def test_full_workers_do_not_attract():
     counts = make_calibration().counts
     loads = np.array([5 * SEATS, 0])
     for request in range(SEATS):
-        assert policy.select(RequestInfo(request, 10, 0, signature=counts[request]), loads) == 1
+        assert (
+            policy.select(
+                RequestInfo(request, 10, 0, signature=counts[request]), Workers.idle(loads)
+            )
+            == 1
+        )
 
 
 def test_a_request_without_signature_gets_the_calibration_mean():
@@ -238,11 +243,12 @@ def test_residents_are_the_loads_and_leave_nothing_behind(run_to_rest, policy, d
     decode = cluster.routers[1].policy
     real, seen = decode.select, []
 
-    def select(request, loads):
-        workers = [worker for _, worker in decode._greedy._resident]
-        assert np.bincount(workers, minlength=len(loads)).tolist() == loads.tolist()
+    def select(request, workers):
+        placed = [worker for _, worker in decode._greedy._resident]
+        counted = np.bincount(placed, minlength=len(workers.loads)).tolist()
+        assert counted == workers.loads.tolist()
         seen.append(request.request_id)
-        return real(request, loads)
+        return real(request, workers)
 
     decode.select = select
     record = run_to_rest(cluster)  # with the reports that are still under way when the run ends
@@ -264,10 +270,10 @@ class Listener:
         self.shortest = JoinShortestQueuePolicy(PolicyContext(n_workers, np.random.default_rng(0)))
         self.heard, self.decisions, self.cluster = [], [], None
 
-    def select(self, request, loads):
+    def select(self, request, workers):
         now = float(self.cluster.arrays.clock["now"][0])
         self.decisions.append((now, len(self.heard)))
-        return self.shortest.select(request, loads)
+        return self.shortest.select(request, workers)
 
     def on_complete(self, request_id, worker):
         self.heard.append((request_id, worker))

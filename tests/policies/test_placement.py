@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.placement import greedy_placement, linear_placement
+from eldr_sim.policies import registry
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.placement import (
+    ExpertGroup,
+    Placement,
+    greedy_placement,
+    linear_placement,
+)
 from eldr_sim.simulator.replay import rank_masks
 from eldr_sim.traces.bitsets import pack_bits
 
@@ -139,8 +146,34 @@ def test_masks_hold_each_ranks_experts_on_the_replayed_layers(
     ranks = rng.permuted(
         np.broadcast_to(np.arange(n_experts) % n_ranks, (workers, layers, n_experts)), axis=2
     )
-    masks = rank_masks(ranks, n_ranks, n_layers).reshape(workers, n_ranks, n_layers, -1)
+    placements = [Placement.of_ranks(of_worker, n_ranks) for of_worker in ranks]
+    masks = rank_masks(placements, n_experts, n_layers).reshape(workers, n_ranks, n_layers, -1)
     for w, rank, layer in np.ndindex(workers, n_ranks, n_layers):
         held = np.flatnonzero(ranks[w, layer % layers] == rank)
         expected = pack_bits(held[None, None].astype(np.uint8), n_experts)[0, 0]
         assert masks[w, rank, layer].tolist() == expected.tolist()
+
+
+def test_workers_of_fewer_ranks_have_empty_masks():
+    ranks = np.arange(8)[None] % 4
+    placements = [Placement.of_ranks(ranks, 4), Placement.of_ranks(np.zeros((1, 8), int), 1)]
+    masks = rank_masks(placements, 8, 2)
+    assert masks.shape == (2, 4, 2)
+    assert masks[1].tolist() == [[255, 255], [0, 0], [0, 0], [0, 0]]
+
+
+def test_instances_of_an_expert_are_all_held():
+    placement = Placement(np.array([[0, 1, 0]]), np.array([[0, 1, 1]]), 2)
+    assert placement.held(2).tolist() == [[[True, False], [True, True]]]
+
+
+def test_placements_by_name():
+    context = PolicyContext(2, np.random.default_rng(0))
+    linear = registry.placement_policy("linear", context)
+    placement = linear.place(ExpertGroup(worker=1, n_layers=3, n_experts=8, n_ranks=4))
+    assert placement.rank.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]] * 3
+    assert placement.expert.tolist() == [list(range(8))] * 3
+    with pytest.raises(InputError, match=r"^expert_placement: .*has no clusters"):
+        registry.placement_policy("eldr", context)
+    with pytest.raises(InputError, match=r"^expert_placement: unknown policy 'jsq'"):
+        registry.placement_policy("jsq", context)

@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy, RequestInfo
+from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy, RequestInfo, Workers
 from eldr_sim.policies.decode import split_workers
 from eldr_sim.policies.prefill import PrefixHashPolicy
 from eldr_sim.traces.calibration import CalibrationSet
@@ -42,16 +42,24 @@ loads_lists = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 
 def test_random_is_uniform_and_follows_its_stream():
     policy = registry.decode_policy("random", context(7, seed=3))
-    picks = [policy.select(REQUEST, np.zeros(7, np.int64)) for _ in range(7000)]
+    picks = [policy.select(REQUEST, Workers.idle(np.zeros(7))) for _ in range(7000)]
     assert chisquare(np.bincount(picks, minlength=7)).pvalue > 0.001
     again = registry.decode_policy("random", context(7, seed=3))
-    assert picks == [again.select(REQUEST, np.zeros(7, np.int64)) for _ in range(7000)]
+    assert picks == [again.select(REQUEST, Workers.idle(np.zeros(7))) for _ in range(7000)]
 
 
 @pytest.mark.parametrize("build", [registry.decode_policy, registry.prefill_policy])
 def test_round_robin_takes_turns_whatever_the_load(build):
     policy = build("round_robin", context(3))
-    assert [policy.select(REQUEST, np.array([9, 0, 4])) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [policy.select(REQUEST, Workers.idle([9, 0, 4])) for _ in range(7)] == [
+        0,
+        1,
+        2,
+        0,
+        1,
+        2,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,20 +74,24 @@ def test_round_robin_takes_turns_whatever_the_load(build):
 def test_shortest_queue_is_a_minimum(build, name, history):
     policy = build(name, context(len(history[0]) if history else 1))
     for loads in history:
-        assert loads[policy.select(REQUEST, np.array(loads))] == min(loads)
+        assert loads[policy.select(REQUEST, Workers.idle(loads))] == min(loads)
 
 
 def test_shortest_queue_shares_ties_evenly():
     policy = registry.decode_policy("jsq", context(5))
     loads = np.array([2, 1, 1, 3, 1])
-    assert Counter(policy.select(REQUEST, loads) for _ in range(300)) == {1: 100, 2: 100, 4: 100}
+    assert Counter(policy.select(REQUEST, Workers.idle(loads)) for _ in range(300)) == {
+        1: 100,
+        2: 100,
+        4: 100,
+    }
 
 
 def test_shortest_queue_fills_workers_evenly():
     policy = registry.decode_policy("jsq", context(6))
     loads = np.zeros(6, np.int64)
     for _ in range(6 * 50):
-        loads[policy.select(REQUEST, loads)] += 1
+        loads[policy.select(REQUEST, Workers.idle(loads))] += 1
     assert loads.tolist() == [50] * 6
 
 
@@ -87,7 +99,9 @@ def test_two_choices_has_the_distribution_of_the_minimum_of_two():
     n, draws = 6, 30_000
     loads = np.array([60, 10, 50, 20, 40, 30])
     policy = registry.decode_policy("p2c", context(n))
-    picks = np.bincount([policy.select(REQUEST, loads) for _ in range(draws)], minlength=n)
+    picks = np.bincount(
+        [policy.select(REQUEST, Workers.idle(loads)) for _ in range(draws)], minlength=n
+    )
     rank = loads.argsort().argsort()
     # Chosen if drawn (2/n) with one of the n - 1 - rank more loaded workers as the other.
     expected = 2 * (n - 1 - rank) / (n * (n - 1)) * draws
@@ -98,9 +112,9 @@ def test_two_choices_has_the_distribution_of_the_minimum_of_two():
 
 def test_two_choices_is_uniform_on_ties_and_works_alone():
     policy = registry.decode_policy("p2c", context(5))
-    picks = [policy.select(REQUEST, np.ones(5, np.int64)) for _ in range(10_000)]
+    picks = [policy.select(REQUEST, Workers.idle(np.ones(5))) for _ in range(10_000)]
     assert chisquare(np.bincount(picks, minlength=5)).pvalue > 0.001
-    assert registry.decode_policy("p2c", context(1)).select(REQUEST, np.array([4])) == 0
+    assert registry.decode_policy("p2c", context(1)).select(REQUEST, Workers.idle([4])) == 0
 
 
 # -- domain ------------------------------------------------------------------------------------
@@ -159,7 +173,7 @@ def test_domain_policy_joins_the_shortest_queue_of_its_domain():
     loads = np.array([5, 4, 6, 9])
 
     def pick(domain):
-        return policy.select(RequestInfo(0, 10, domain), loads)
+        return policy.select(RequestInfo(0, 10, domain), Workers.idle(loads))
 
     assert pick(0) == 1
     assert pick(2) == 3
@@ -179,12 +193,17 @@ def prefix_request(*hashes):
 def test_prefix_hash_keys_on_the_first_256_tokens():
     policy = PrefixHashPolicy(context(8, prefix_block_tokens=64))
     idle = np.zeros(8, np.int64)
-    key = [policy.select(prefix_request(1, 2, 3, 4, *rest), idle) for rest in ([], [5], [6, 7, 8])]
+    key = [
+        policy.select(prefix_request(1, 2, 3, 4, *rest), Workers.idle(idle))
+        for rest in ([], [5], [6, 7, 8])
+    ]
     assert len(set(key)) == 1
-    others = {policy.select(prefix_request(1, 2, 3, last), idle) for last in range(100, 200)}
+    others = {
+        policy.select(prefix_request(1, 2, 3, last), Workers.idle(idle)) for last in range(100, 200)
+    }
     assert len(others) == 8
     # A prompt shorter than the key is keyed on what it has.
-    assert policy.select(prefix_request(1, 2), idle) == policy.home(2)
+    assert policy.select(prefix_request(1, 2), Workers.idle(idle)) == policy.home(2)
 
 
 def test_prefix_hash_spreads_keys_evenly_even_if_they_are_small_numbers():
@@ -203,7 +222,7 @@ def test_prefix_hash_moves_keys_only_to_a_new_worker():
 @given(loads=loads_lists, key=st.integers(0, 2**64 - 1))
 def test_prefix_hash_leaves_an_overloaded_worker(loads, key):
     policy = PrefixHashPolicy(context(len(loads)))
-    chosen = policy.select(prefix_request(key), np.array(loads))
+    chosen = policy.select(prefix_request(key), Workers.idle(loads))
     home = policy.home(key)
     if loads[home] <= 1.25 * (sum(loads) + 1) / len(loads):
         assert chosen == home
@@ -213,7 +232,7 @@ def test_prefix_hash_leaves_an_overloaded_worker(loads, key):
 
 def test_prefix_hash_without_a_block_balances_load():
     policy = PrefixHashPolicy(context(3))
-    assert policy.select(REQUEST, np.array([2, 1, 5])) == 1
+    assert policy.select(REQUEST, Workers.idle([2, 1, 5])) == 1
 
 
 # -- registry and context ----------------------------------------------------------------------
@@ -225,7 +244,7 @@ def test_every_built_in_policy_builds_and_selects():
         policy = registry.decode_policy(name, context(3, calibration=made))
         assert isinstance(policy, DecodePolicy)
         assert policy.name == name
-        assert policy.select(REQUEST, np.array([1, 2, 3])) in range(3)
+        assert policy.select(REQUEST, Workers.idle([1, 2, 3])) in range(3)
     for name in registry.names("prefill"):
         prefill = registry.prefill_policy(name, context(3))
         assert isinstance(prefill, PrefillPolicy)

@@ -11,7 +11,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import DecodePolicy, PolicyContext, RequestInfo
+from eldr_sim.policies.base import DecodePolicy, PolicyContext, RequestInfo, Workers
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
 
@@ -68,17 +68,17 @@ def test_the_example_package_is_found_by_name(installed, monkeypatch):
     policy = registry.decode_policy("p3c", context())
     assert isinstance(policy, DecodePolicy)
     loads = np.array([5, 4, 3, 2, 1, 0])
-    picks = [policy.select(RequestInfo(0, 10, 0), loads) for _ in range(600)]
+    picks = [policy.select(RequestInfo(0, 10, 0), Workers.idle(loads)) for _ in range(600)]
     # The best of three of six never takes one of the two most loaded.
     assert set(picks) == {2, 3, 4, 5}
     assert picks.count(5) == pytest.approx(300, abs=60)
     everyone = registry.decode_policy("P3C:choices=9", context())
-    assert everyone.select(RequestInfo(0, 1, 0), np.array([3, 2, 1, 0, 2, 3])) == 3
+    assert everyone.select(RequestInfo(0, 1, 0), Workers.idle([3, 2, 1, 0, 2, 3])) == 3
     with pytest.raises(InputError, match=r"policy\.choices: '0'"):
         registry.decode_policy("p3c:choices=0", context())
     assert make_config({"policy": {"name": "p3c", "choices": 2}}).policy == "p3c:choices=2"
     again = registry.decode_policy("p3c", context())
-    assert [again.select(RequestInfo(0, 10, 0), loads) for _ in range(600)] == picks
+    assert [again.select(RequestInfo(0, 10, 0), Workers.idle(loads)) for _ in range(600)] == picks
 
 
 def test_the_example_package_serves_a_run(installed, monkeypatch):
@@ -98,8 +98,8 @@ BROKEN = {
         "has no name",
     ),
     "undecided": (
-        "class Policy:\n name = 'x'\n decision = 'placement'\n def select(self, r, l): ...",
-        "decision='placement', not one of decode, prefill",
+        "class Policy:\n name = 'x'\n decision = 'lunch'\n def select(self, r, l): ...",
+        "decision='lunch', not one of decode, prefill",
     ),
     "idle": ("class Policy:\n name = 'x'\n decision = 'decode'", "has no method select"),
     "usurper": (
@@ -130,7 +130,12 @@ def test_a_broken_package_is_named_and_leaves_the_built_ins_alone(kind, tmp_path
         registry.names("decode")
     assert module in str(caught.value)
     assert "'mine'" in str(caught.value)
-    assert registry.decode_policy("jsq", context()).select(RequestInfo(0, 1, 0), np.ones(6)) == 0
+    assert (
+        registry.decode_policy("jsq", context()).select(
+            RequestInfo(0, 1, 0), Workers.idle(np.ones(6))
+        )
+        == 0
+    )
 
 
 def test_two_packages_may_not_share_a_name(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import PolicyContext, RequestInfo
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.shortlist import Shortlist, ShortlistPolicy, picks_from_shortlists
 from eldr_sim.simulator import router
@@ -36,7 +36,7 @@ def test_a_shortlist_by_its_words(by_load, in_turn, workers, history):
         for worker in turn:
             if by_load and loads[worker] < loads[best]:
                 best = worker
-        assert rule.pick(np.array(loads)) == best
+        assert rule.pick(Workers.idle(loads)) == best
         if in_turn:
             begin = (workers.index(best) + 1) % len(workers)
 
@@ -50,9 +50,9 @@ class Asked:
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))
 
-    def select(self, request, loads):
+    def select(self, request, workers):
         self.decisions += 1
-        return self.policy.select(request, loads)
+        return self.policy.select(request, workers)
 
 
 def make_policy(build, name, n_workers):
@@ -186,7 +186,7 @@ def test_a_policy_is_asked_once_for_requests_that_it_treats_alike(
 class Fixed(JoinShortestQueuePolicy):
     """A built-in policy with another rule."""
 
-    def select(self, request: RequestInfo, loads):
+    def select(self, request: RequestInfo, workers):
         return 2
 
 
@@ -205,7 +205,7 @@ def test_a_subclass_with_a_shortlist_of_its_own_is_applied():
             return [Shortlist([2]) for _ in requests]
 
     class Other(Two):
-        def select(self, request, loads):
+        def select(self, request, workers):
             return 1
 
     context = PolicyContext(3, np.random.default_rng(0))
@@ -214,7 +214,7 @@ def test_a_subclass_with_a_shortlist_of_its_own_is_applied():
     plain = JoinShortestQueuePolicy(context)
     assert picks_from_shortlists(plain)
     assert not picks_from_shortlists(Asked(plain))
-    plain.select = lambda request, loads: 0
+    plain.select = lambda request, workers: 0
     assert not picks_from_shortlists(plain)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
 from eldr_sim.simulator.replay import Replay, rank_masks
 from eldr_sim.simulator.transfer import TransferModel
@@ -108,8 +109,8 @@ class Books:
     def __init__(self, n_workers):
         self.placed = [set() for _ in range(n_workers)]
 
-    def select(self, request, loads):
-        assert loads.tolist() == [len(placed) for placed in self.placed]
+    def select(self, request, workers):
+        assert workers.loads.tolist() == [len(placed) for placed in self.placed]
         lengths = [len(placed) for placed in self.placed]
         worker = lengths.index(min(lengths))
         self.placed[worker].add(request.request_id)
@@ -117,6 +118,27 @@ class Books:
 
     def on_complete(self, request_id, worker):
         self.placed[worker].remove(request_id)
+
+
+class Holds:
+    """Joins the worker of the fewest tokens and holds requests while all are busy.
+
+    It keeps what it was shown.
+    """
+
+    name = "holds"
+
+    def __init__(self):
+        self.seen = []
+
+    def select(self, request, workers):
+        columns = [column.tolist() for column in workers[:7]]
+        clock = round(workers.now_s, 9), round(workers.signals_s, 9)
+        self.seen.append((request.request_id, request.session, *columns, *clock))
+        if workers.loads.min() > 1 and request.request_id % 4:
+            return None
+        tokens = workers.waiting_tokens + workers.running_tokens
+        return int(np.lexsort((workers.waiting, workers.kv_usage, tokens))[0])
 
 
 def policies_of(spec, prefill, decode, prefix):
@@ -127,7 +149,15 @@ def policies_of(spec, prefill, decode, prefix):
             n_workers=n, rng=np.random.default_rng(stream), prefix_block_tokens=prefix or 16
         )
 
-    first = registry.prefill_policy(prefill, context(spec.n_prefill, 1)) if spec.n_prefill else None
+    first = None
+    if spec.n_prefill:
+        first = (
+            Holds()
+            if prefill == "holds"
+            else registry.prefill_policy(prefill, context(spec.n_prefill, 1))
+        )
+    if decode == "holds":
+        return first, Holds()
     if decode == "books":
         return first, Books(spec.n_decode)
     return first, registry.decode_policy(decode, context(spec.n_decode, 2))
@@ -142,6 +172,7 @@ RANDOM_CLUSTER = {
     "own_experts": st.booleans(),
     "async_scheduling": st.booleans(),
     "slow_transfers": st.booleans(),
+    "signal_intervals": st.sampled_from([0, 0, 1, 7]),
     "n_queue_keys": st.sampled_from([1, 1, 3, 50]),
 }
 
@@ -156,6 +187,7 @@ def random_cluster(
     async_scheduling,
     slow_transfers,
     n_queue_keys=1,
+    signal_intervals=0,
 ):
     """Return the arguments of a random cluster, but for its policies.
 
@@ -201,6 +233,7 @@ def random_cluster(
         transfer=transfer,
         load_report_delay_s=some(0.0, 0.0, 5 * unit, 1.0),
         max_concurrency=some(None, None, None, 1, 3, 6),
+        signal_interval_s=signal_intervals * unit,
         enable_prefix_caching=rng.random() < 0.9,
         async_scheduling=async_scheduling,
         capture_s=some(0.0, unit),
@@ -214,7 +247,9 @@ def random_cluster(
         prompts = random_prompts(rng, workload, N_TRACE, trace_layers, n_experts)
     if n_ranks > 1:
         ranks = rng.integers(n_ranks, size=(sum(topology), trace_layers, n_experts))
-        masks = rank_masks(ranks, n_ranks, n_layers)
+        masks = rank_masks(
+            [Placement.of_ranks(of_worker, n_ranks) for of_worker in ranks], n_experts, n_layers
+        )
     last = float(workload.arrival_s[-1])
     return {
         "spec": spec,
@@ -232,6 +267,6 @@ def random_cluster(
 
 
 POLICIES = {
-    "prefill": st.sampled_from(["least_loaded", "round_robin", "prefix_hash"]),
-    "decode": st.sampled_from(["jsq", "round_robin", "p2c", "books"]),
+    "prefill": st.sampled_from(["least_loaded", "round_robin", "prefix_hash", "holds"]),
+    "decode": st.sampled_from(["jsq", "round_robin", "p2c", "books", "holds"]),
 }

@@ -184,9 +184,9 @@ class Spy:
     def __init__(self, n_workers):
         self.n, self.cluster, self.seen = n_workers, None, []
 
-    def select(self, request, loads):
+    def select(self, request, workers):
         now = float(self.cluster.arrays.clock["now"][0])
-        self.seen.append((now, request, loads.copy()))
+        self.seen.append((now, request, workers.loads.copy()))
         return (len(self.seen) - 1) % self.n
 
 
@@ -261,7 +261,7 @@ def test_a_worker_that_does_not_exist_is_an_error(make_cluster, make_workload, p
     class Wrong:
         name = "wrong"
 
-        def select(self, request, loads):
+        def select(self, request, workers):
             return worker
 
     workload = make_workload([0.0], 4, 1)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from eldr_sim.errors import InputError
@@ -15,7 +16,9 @@ from eldr_sim.simulator.config import (
     make_config,
     parse_topology,
     read_config,
+    set_field,
 )
+from eldr_sim.simulator.config_groups import GROUPS
 
 
 def test_defaults_are_those_of_the_paper_run():
@@ -195,3 +198,63 @@ def test_missing_config(tmp_path):
 
 def test_every_field_says_what_it_is():
     assert [name for name, field in RunConfig.model_fields.items() if not field.description] == []
+
+
+# -- groups --------------------------------------------------------------------------------------
+
+
+def test_fields_may_stand_in_their_groups(tmp_path):
+    grouped = {
+        "policies": {"policy": {"name": "eldr", "tau": 0.2}, "queue_order": "sjf"},
+        "workload": {"workload": "language", "request_rate": 20},
+        "cluster": {"topology": "2P4D", "decode": {"gpu": "H200", "tensor_parallel_size": 2}},
+        "engine": {"block_size": 32},
+        "output": {"goodput": {"ttft": 100}},
+        "seed": 3,
+    }
+    config = make_config(grouped)
+    assert config == RunConfig(**grouped)
+    assert config.policy == "eldr:tau=0.2"
+    assert (config.workload, config.block_size, config.seed) == ("language", 32, 3)
+    assert config.pool("decode").tensor_parallel_size == 2
+    assert config.pool("prefill").tensor_parallel_size == 1
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(grouped))
+    assert make_config(read_config(path)) == config
+    assert make_config(config.model_dump(mode="json")) == config
+    changed = config.replace(engine={"block_size": 16}, cluster={"decode": {"gpu": "H100"}})
+    assert (changed.block_size, changed.decode.gpu) == (16, "H100")
+    assert changed.decode.tensor_parallel_size == 2
+    assert get_field(config, "engine.block_size") == 32
+    assert get_field(config, "cluster.decode.gpu") == "H200"
+    values = {}
+    set_field(values, "policies.policy.tau", 0.3)
+    set_field(values, "workload.seed", 1)
+    assert values["seed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"engine": {"policy": "jsq"}}, "engine.policy: no such field (allowed: model, "),
+        ({"engine": {"blok_size": 1}}, "engine.blok_size: no such field"),
+        ({"block_size": 1, "engine": {"block_size": 2}}, "block_size: given twice"),
+        ({"engine": 3}, "engine: no such field"),
+        ({"workload": {"request_rate": -1}}, "request_rate: -1"),
+        ({"cluster": {"decode": {"gup": "H100"}}}, "decode.gup: no such field"),
+    ],
+)
+def test_bad_groups(values, message):
+    with pytest.raises(InputError) as error:
+        make_config(values)
+    assert str(error.value).startswith(message)
+
+
+def test_a_group_is_a_configuration_of_its_own():
+    assert {name for group in GROUPS.values() for name in group.model_fields} == set(
+        RunConfig.model_fields
+    )
+    assert sum(len(group.model_fields) for group in GROUPS.values()) == len(RunConfig.model_fields)
+    config = make_config({})
+    for group in GROUPS.values():
+        assert isinstance(config, group)

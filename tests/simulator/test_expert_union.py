@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.expert_union import PromptRows, add_prompt, count_experts, union_rows
 from eldr_sim.simulator.replay import prompt_rows, rank_masks
 from eldr_sim.traces.bitsets import bit_sets
@@ -54,7 +55,9 @@ def test_counts_by_layer_and_rank(seed, n_layers, n_experts, n_ranks, trace_laye
     rng = np.random.default_rng(seed)
     (row,) = random_bits(rng, 1, n_layers, n_experts) | random_bits(rng, 1, n_layers, n_experts)
     owner = rng.integers(n_ranks, size=(2, min(trace_layers, n_layers), n_experts))
-    masks = rank_masks(owner, n_ranks, n_layers)
+    masks = rank_masks(
+        [Placement.of_ranks(of_worker, n_ranks) for of_worker in owner], owner.shape[-1], n_layers
+    )
     activated = np.full(n_layers, -1)
     active, busiest = count_experts(row, masks[1], activated)
     by_rank = np.zeros((n_layers, n_ranks), int)

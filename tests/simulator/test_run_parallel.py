@@ -7,10 +7,13 @@ import pytest
 
 from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.simulator import run as run_module
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
+from eldr_sim.simulator.transfer import Pull, TransferModel, pull_between
 
 from ..step_times import fixed_s
 
@@ -131,7 +134,7 @@ def test_masks_of_eldr_differ_between_workers():
     [
         (
             {"expert_placement": "eldr", "policy": "jsq"},
-            "expert_placement: .*'jsq' has no clusters",
+            "expert_placement: .*the decode policy has no clusters",
         ),
         (
             {"expert_placement": "eldr", "enable_expert_parallel": False},
@@ -144,7 +147,7 @@ def test_masks_of_eldr_differ_between_workers():
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3 does not divide the 64"),
         ({"tensor_parallel_size": 16}, "tensor_parallel_size: 16"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: 0"),
-        ({"expert_placement": "metro"}, "expert_placement: 'metro'"),
+        ({"expert_placement": "metro"}, "expert_placement: unknown policy 'metro'"),
         ({"gpu": "H100"}, "gpu: H100 holds .* more GPUs per worker"),
     ],
 )
@@ -170,3 +173,77 @@ def test_the_flag_pair_overrides_a_file(tmp_path, capsys, monkeypatch):
     assert "busiest GPU" in spread
     assert "1 prefill + 2 decode workers of 4 GPUs: 12 GPUs" in sharded
     assert "busiest GPU" not in sharded
+
+
+# -- pools of unequal workers -------------------------------------------------------------------
+
+
+def test_pools_have_their_own_parallelism():
+    """Prefill workers of 4 GPUs with sharded experts, decode workers of 8 that spread them."""
+    result = run(
+        topology="2P2D",
+        num_requests=20,
+        warmup=0,
+        enable_expert_parallel=False,
+        decode={"tensor_parallel_size": 8, "enable_expert_parallel": True},
+    )
+    summary = result.summary
+    assert (summary["tensor_parallel_size"], summary["expert_parallel_size"]) == (8, 8)
+    prefill = summary["prefill_workers"]
+    assert (prefill["tensor_parallel_size"], prefill["expert_parallel_size"]) == (4, 1)
+    assert summary["gpus"] == 2 * 4 + 2 * 8
+    assert summary["topology"] == "2 prefill of 4 GPUs + 2 decode of 8 GPUs: 24 GPUs"
+    assert summary["completed"] == 20
+    busiest = result.record.decode_steps["busiest"] / result.record.decode_steps["active"]
+    assert (busiest < 0.5).all()
+    steps = result.record.prefill_steps
+    assert (steps["busiest"] == steps["active"]).all()
+
+
+def test_a_pools_own_size_is_the_runs_size():
+    """Both pools' own sizes are the size of all workers: the same bytes."""
+    whole = run(num_requests=20, warmup=0)
+    pools = {"tensor_parallel_size": 4, "enable_expert_parallel": True}
+    own = run(num_requests=20, warmup=0, tensor_parallel_size=1, enable_expert_parallel=False,
+              prefill=pools, decode=pools)  # fmt: skip
+    for name in ("requests", "prefill_steps", "decode_steps"):
+        assert getattr(own.record, name).tobytes() == getattr(whole.record, name).tobytes()
+
+
+def held_heads(rank, size, heads):
+    """The KV heads of a GPU: shared out while there are enough of them, else copies of one."""
+    if heads >= size:
+        return set(range(rank * heads // size, (rank + 1) * heads // size))
+    return {rank * heads // size}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("receivers", [1, 2, 4, 8])
+@pytest.mark.parametrize("senders", [1, 2, 4, 8])
+def test_who_pulls_from_whom(senders, receivers, heads):
+    """Head by head: a GPU asks one holder of each of its heads, its own counterpart if it can."""
+    asked = []
+    for rank in range(receivers):
+        first = rank * senders // receivers
+        near = [*range(first, senders), *range(first)]
+        holders = set()
+        for head in held_heads(rank, receivers, heads):
+            holds = [other for other in near if head in held_heads(other, senders, heads)]
+            holders.add(next((other for other in holds if other in holders), holds[0]))
+        asked.append(holders)
+    model = load_model("Qwen3-30B-A3B").model_copy(update={"n_kv_heads": heads})
+    pull = pull_between(model, Parallelism(senders), Parallelism(receivers))
+    assert pull.receivers == receivers
+    assert {pull.sources} == {len(holders) for holders in asked}
+    assert pull.senders == len(set().union(*asked))
+
+
+def test_a_narrow_prefill_worker_sends_at_the_speed_of_its_nics():
+    """One GPU sends to four that pull at once: each gets a quarter of its NIC."""
+    model = TransferModel(1e-3, 1e-6, 10e9, "test")
+    wide = model.over(8e9, 8e9, Pull(receivers=4, senders=1, sources=1))
+    assert (wide.bandwidth, wide.ingress, wide.descriptor_s) == (2e9, 8e9, 1e-6)
+    narrow = model.over(8e9, 8e9, Pull(receivers=1, senders=4, sources=4))
+    assert (narrow.bandwidth, narrow.ingress, narrow.descriptor_s) == (32e9, 8e9, 4e-6)
+    with pytest.raises(InputError, match="sizes of which one divides the other"):
+        pull_between(load_model("Qwen3-30B-A3B"), Parallelism(3), Parallelism(4))

@@ -88,12 +88,12 @@ def agreement(experts, reference):
 
 
 def test_offline_vllm_equals_transformers(folder, prompts, reference):
-    recording = capture_vllm(
+    captured = capture_vllm(
         folder, prompts, max_new_tokens=NEW, temperature=0, ignore_eos=True, dtype="float32"
     )
-    assert recording.layers == reference.layers == [0, 2, 3]
-    assert recording.n_experts == 32
-    assert agreement(recording.experts, reference) >= AGREEMENT
+    assert captured.layers == reference.layers == [0, 2, 3]
+    assert captured.n_experts == 32
+    assert agreement(captured.experts, reference) >= AGREEMENT
 
 
 def test_vllm_says_why_it_fails_in_one_line(tmp_path):
@@ -163,8 +163,8 @@ def test_server_under_preemption_and_chunked_prefill(folder, prompts, reference,
     collected = collect(log, requests)
     assert collected.prompts == requests
     assert collected.unlabelled == 0
-    assert agreement(collected.recording.experts, reference) >= AGREEMENT
-    computed = sum(len(e) for e in collected.recording.experts)
+    assert agreement(collected.captured.experts, reference) >= AGREEMENT
+    computed = sum(len(e) for e in collected.captured.experts)
     print(f"{logged_rows(log)} rows logged, {computed} of them once")
     assert logged_rows(log) > computed  # some request was preempted and computed again
 

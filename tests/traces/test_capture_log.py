@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.capture import vllm_engine
+from eldr_sim.traces.capture.captured import calibration_split, check_options
 from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.prompts import Prompt, read_prompts
-from eldr_sim.traces.capture.recording import calibration_split, check_options
 from eldr_sim.traces.capture.step_log import Header, StepLog, external_ids, logged_rows, read_log
 from eldr_sim.traces.capture.vllm_engine import failure, from_routed_experts
 from eldr_sim.traces.format import open_trace
@@ -229,7 +229,7 @@ def test_collect_by_token_ids(tmp_path):
     collected = collect(tmp_path, same)
     assert [prompt.request_id for prompt in collected.prompts] == ["a", "b"]
     assert collected.absent == ["c"]
-    np.testing.assert_array_equal(collected.recording.experts[1], second)
+    np.testing.assert_array_equal(collected.captured.experts[1], second)
 
 
 def test_collect_leaves_out_what_did_not_generate(tmp_path):
@@ -296,9 +296,9 @@ def test_routed_experts_of_vllm(tmp_path):
     """Dense layers are zeros in vLLM's arrays and no layers of the trace."""
     array = np.zeros((7, 6, K), dtype=np.uint8)
     array[:, LAYERS] = chosen(7, n_experts=32)
-    recording = from_routed_experts([array, array[:5]], [4, 2], [4, 4])
-    assert recording.layers == LAYERS
-    np.testing.assert_array_equal(recording.experts[1], chosen(7, n_experts=32)[:5])
+    captured = from_routed_experts([array, array[:5]], [4, 2], [4, 4])
+    assert captured.layers == LAYERS
+    np.testing.assert_array_equal(captured.experts[1], chosen(7, n_experts=32)[:5])
     with pytest.raises(InputError, match="experts of 7 tokens for 4 of a prompt and 5"):
         from_routed_experts([array], [4], [5])
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.capture.recording import write_recording
+from eldr_sim.traces.capture.captured import write_captured
 from eldr_sim.traces.format import open_trace
 
 torch = pytest.importorskip("torch", reason="needs the extra 'capture'")
@@ -231,7 +231,7 @@ def twin(model, prompt, new_tokens, stop=None):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_capture_equals_brute_force(models, family):
     model = models(family)
-    recording = capture_transformers(
+    captured = capture_transformers(
         model,
         PROMPTS,
         max_new_tokens=6,
@@ -240,17 +240,17 @@ def test_capture_equals_brute_force(models, family):
         ignore_eos=True,
         gate_scores=True,
     )
-    assert recording.layers == MOE_LAYERS.get(family, [0, 1, 2])
-    assert (recording.n_experts, recording.n_decoder_layers) == (E, LAYERS)
+    assert captured.layers == MOE_LAYERS.get(family, [0, 1, 2])
+    assert (captured.n_experts, captured.n_decoder_layers) == (E, LAYERS)
     for q, prompt in enumerate(PROMPTS):
         rows, prob, logit = twin(model, prompt, 6)
         assert len(rows) == len(prompt) + 6
-        np.testing.assert_array_equal(recording.experts[q], rows)
-        np.testing.assert_allclose(recording.prob[q], prob, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(captured.experts[q], rows)
+        np.testing.assert_allclose(captured.prob[q], prob, rtol=1e-4, atol=1e-5)
         if family == "gemma4":
-            assert recording.logit is None
+            assert captured.logit is None
         else:
-            np.testing.assert_allclose(recording.logit[q], logit, rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(captured.logit[q], logit, rtol=1e-3, atol=1e-3)
 
 
 def test_every_known_gate_is_tested():
@@ -272,7 +272,7 @@ def test_a_request_ends_before_its_stop_token(models, request_, position):
     own = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = stop
     try:
-        recording = capture_transformers(
+        captured = capture_transformers(
             model, PROMPTS, max_new_tokens=8, batch_size=2, temperature=0
         )
     finally:
@@ -280,7 +280,7 @@ def test_a_request_ends_before_its_stop_token(models, request_, position):
     lengths = []
     for q, prompt in enumerate(PROMPTS):
         rows = twin(model, prompt, 8, stop=stop)[0]
-        np.testing.assert_array_equal(recording.experts[q], rows)
+        np.testing.assert_array_equal(captured.experts[q], rows)
         lengths.append(len(rows) - len(prompt))
     assert min(lengths) >= 1
     assert position == 0 or min(lengths) < 8
@@ -402,10 +402,10 @@ def test_text_prompts_go_through_the_tokenizer(models, tmp_path):
 def test_trace_keeps_prompt_scores_of_every_request(models, tmp_path):
     from eldr_sim.traces.capture.prompts import Prompt
 
-    recording = capture_transformers(
+    captured = capture_transformers(
         models("gemma4"), PROMPTS, max_new_tokens=2, gate_scores=True, ignore_eos=True
     )
     prompts = [Prompt(f"r{i}", "d", p) for i, p in enumerate(PROMPTS)]
-    trace = write_recording(tmp_path / "t", recording, prompts, model="m", source_data="none")
+    trace = write_captured(tmp_path / "t", captured, prompts, model="m", source_data="none")
     scores = trace.prompt_scores([1, 2], "prob")
     np.testing.assert_allclose(scores.sum(-1), [[8] * 3, [1] * 3], rtol=1e-5)

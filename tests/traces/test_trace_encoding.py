@@ -5,7 +5,6 @@ import json
 import lzma
 import subprocess
 from io import BytesIO
-from itertools import accumulate, pairwise
 from shutil import which
 
 import numpy as np
@@ -19,10 +18,10 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.simulator.replay import fit_trace, make_replay
 from eldr_sim.traces.bitsets import bit_sets, pack_bits
 from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.encoding import FILE_NAMES, load_ids, regroup, save_ids
+from eldr_sim.traces.encoding import FILE_NAMES, load_ids, save_ids
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.prompts import PromptSignatures
-from eldr_sim.traces.writer import pack_trace, write_trace
+from eldr_sim.traces.writer import write_trace
 
 
 def draw_ids(rng, tokens, layers, n_experts, top_k):
@@ -84,31 +83,7 @@ def test_xz_opens_the_file(tmp_path):
     np.testing.assert_array_equal(np.load(tmp_path / "experts.npy"), ids)
 
 
-@given(
-    cuts=st.sets(st.integers(1, 7)),
-    keep=st.data(),
-    seed=st.integers(0, 2**31),
-)
-def test_regroup_keeps_what_it_promises(cuts, keep, seed):
-    """Each wanted group holds the ids of the gate's order at its places, ascending."""
-    ranked = draw_ids(np.random.default_rng(seed), 5, 2, 30, 8)
-    have = [b - a for a, b in pairwise([0, *sorted(cuts), 8])]
-    kept = keep.draw(st.sets(st.sampled_from(sorted(cuts)))) if cuts else set()
-    want = [b - a for a, b in pairwise([0, *sorted(kept), 8])]
-    out = regroup(regroup(ranked, [1] * 8, have), have, want)
-    for start, stop in pairwise([0, *accumulate(want)]):
-        np.testing.assert_array_equal(out[..., start:stop], np.sort(ranked[..., start:stop]))
-
-
-@pytest.mark.parametrize(
-    ("have", "want"), [(None, [4, 4]), ([4, 4], [2, 6]), ([4, 4], [1] * 8), ([4, 4], [4, 5])]
-)
-def test_regroup_cannot_invent_an_order(have, want):
-    with pytest.raises(InputError, match="rank_groups"):
-        regroup(np.arange(8).reshape(1, 1, 8), have, want)
-
-
-# --- packed traces ----------------------------------------------------------------------------
+# --- compressed traces -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -116,50 +91,49 @@ def plain(tmp_path):
     return make_trace(tmp_path / "plain")
 
 
-def test_pack_keeps_everything(plain, tmp_path):
-    packed = pack_trace(plain, tmp_path / "packed")
-    assert sorted(p.name for p in packed.path.iterdir()) == [
+@pytest.fixture
+def compressed(tmp_path):
+    return make_trace(tmp_path / "compressed", encoding="xz")
+
+
+def halved(ids):
+    """Ids that tell which two of four came first, and no more."""
+    return np.concatenate([np.sort(ids[..., :2]), np.sort(ids[..., 2:])], axis=-1)
+
+
+@pytest.mark.parametrize("prompt_rows", [True, False])
+def test_compression_loses_nothing(tmp_path, prompt_rows):
+    plain, compressed = (
+        make_trace(tmp_path / encoding, encoding=encoding, prompt_rows=prompt_rows)
+        for encoding in ("npy", "xz")
+    )
+    assert sorted(p.name for p in compressed.path.iterdir()) == [
         "experts.npy.xz",
         "manifest.json",
         "requests.parquet",
     ]
-    np.testing.assert_array_equal(packed.experts, plain.experts)
+    np.testing.assert_array_equal(compressed.experts, plain.experts)
     same = {"checksum", "encoding"}
-    assert packed.manifest.model_dump(exclude=same) == plain.manifest.model_dump(exclude=same)
+    assert compressed.manifest.model_dump(exclude=same) == plain.manifest.model_dump(exclude=same)
     every = np.arange(3)
-    np.testing.assert_array_equal(packed.prompt_counts(every), plain.prompt_counts(every))
-    np.testing.assert_array_equal(packed.decode_activation(every), plain.decode_activation(every))
-    np.testing.assert_array_equal(packed.bits, pack_bits(plain.experts, 70))
+    if prompt_rows:
+        np.testing.assert_array_equal(compressed.prompt_counts(every), plain.prompt_counts(every))
+    activation = compressed.decode_activation(every)
+    np.testing.assert_array_equal(activation, plain.decode_activation(every))
+    np.testing.assert_array_equal(compressed.bits, pack_bits(plain.experts, 70))
 
 
-def test_pack_with_less_rank(plain, tmp_path):
-    halves = pack_trace(plain, tmp_path / "halves", rank_groups=[2, 2])
-    assert halves.manifest.rank_groups == [2, 2]
-    np.testing.assert_array_equal(halves.experts, regroup(plain.experts, [1] * 4, [2, 2]))
-    none = pack_trace(halves, tmp_path / "none", rank_groups=[4])
-    assert none.manifest.rank_groups is None
-    np.testing.assert_array_equal(none.experts, np.sort(plain.experts))
-    with pytest.raises(InputError, match=r"rank_groups: \[1, 3\] of ids ranked \[2, 2\]"):
-        pack_trace(halves, tmp_path / "finer", rank_groups=[1, 3])
-    assert not (tmp_path / "finer").exists()
-
-
-def test_pack_puts_the_rows_in_the_order_of_the_requests(plain, tmp_path):
-    """Only the rows of a request are contiguous; the requests may lie in any order."""
+def test_requests_may_stand_in_another_order_than_their_rows(plain):
+    """Only the rows of a request are contiguous."""
     file = plain.path / "requests.parquet"
     pq.write_table(pq.read_table(file).take([2, 0, 1]), file)
     manifest = json.loads((plain.path / "manifest.json").read_text())
     manifest["requests_checksum"] = hashlib.sha256(file.read_bytes()).hexdigest()
     (plain.path / "manifest.json").write_text(json.dumps(manifest))
     shuffled = open_trace(plain.path)
-    packed = pack_trace(shuffled, tmp_path / "packed")
-    assert packed.request_id == ["r2", "r0", "r1"]
-    for q in range(3):
-        first, n = (int(x[0]) for x in shuffled.recorded_rows([q]))
-        row = int(packed.first_row[q])
-        np.testing.assert_array_equal(
-            packed.experts[row : row + n], shuffled.experts[first : first + n]
-        )
+    assert shuffled.request_id == ["r2", "r0", "r1"]
+    assert shuffled.first_row.tolist() == [10, 0, 5]
+    np.testing.assert_array_equal(shuffled.prompt_counts([0, 1, 2]), plain.prompt_counts([2, 0, 1]))
 
 
 def test_version_1_is_read(plain):
@@ -175,7 +149,7 @@ def test_version_1_is_read(plain):
     np.testing.assert_array_equal(trace.experts, plain.experts)
 
 
-def write_packed(folder, data, **changes):
+def write_compressed(folder, data, **changes):
     (folder / "experts.npy.xz").write_bytes(data)
     file = folder / "manifest.json"
     manifest = json.loads(file.read_text()) | {"checksum": hashlib.sha256(data).hexdigest()}
@@ -203,33 +177,31 @@ def npy(ids):
         (lambda data, ids: lzma.compress(npy(ids * 0 + 5)), "expert 5 twice at row 0 layer 0"),
     ],
 )
-def test_damaged_packed_ids_are_told_in_one_line(plain, tmp_path, damage, message, monkeypatch):
+def test_damaged_compressed_ids_are_told_in_one_line(compressed, damage, message):
     """Told by whatever needs the ids first: also the bit sets, where no cache is there."""
-    packed = pack_trace(plain, tmp_path / "packed")
-    data = (packed.path / "experts.npy.xz").read_bytes()
-    write_packed(packed.path, damage(data, np.array(plain.experts)))
+    data = (compressed.path / "experts.npy.xz").read_bytes()
+    write_compressed(compressed.path, damage(data, np.array(compressed.experts)))
     for need in (lambda trace: trace.experts, bit_sets):
         with pytest.raises(InputError, match=message) as caught:
-            need(open_trace(packed.path))
+            need(open_trace(compressed.path))
         assert "\n" not in str(caught.value)
 
 
-def test_changed_packed_ids_are_told_when_opened(plain, tmp_path):
-    packed = pack_trace(plain, tmp_path / "packed")
-    file = packed.path / "experts.npy.xz"
+def test_changed_compressed_ids_are_told_when_opened(compressed):
+    file = compressed.path / "experts.npy.xz"
+    ids = np.array(compressed.experts)
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(InputError, match="truncated or not"):
-        open_trace(packed.path)
-    file.write_bytes(lzma.compress(npy(np.array(plain.experts))))
+        open_trace(compressed.path)
+    file.write_bytes(lzma.compress(npy(ids)))
     with pytest.raises(InputError, match=r"checksum \w{12}"):
-        open_trace(packed.path)
+        open_trace(compressed.path)
 
 
-def test_cached_bit_sets_spare_the_ids(plain, tmp_path, monkeypatch):
-    packed = pack_trace(plain, tmp_path / "packed")
-    want = np.array(packed.bits)
+def test_cached_bit_sets_spare_the_ids(plain, compressed, monkeypatch):
+    want = np.array(compressed.bits)
     monkeypatch.setattr("eldr_sim.traces.format.load_ids", None)
-    again = open_trace(packed.path)
+    again = open_trace(compressed.path)
     np.testing.assert_array_equal(again.bits, want)
     np.testing.assert_array_equal(again.prompt_counts([0, 1, 2]), plain.prompt_counts([0, 1, 2]))
 
@@ -238,7 +210,8 @@ def test_cached_bit_sets_spare_the_ids(plain, tmp_path, monkeypatch):
 
 
 def test_smaller_top_k_takes_the_experts_ranked_first(plain, tmp_path):
-    halves = pack_trace(plain, tmp_path / "halves", rank_groups=[2, 2])
+    ids = halved(plain.experts)
+    halves = make_trace(tmp_path / "halves", experts=ids, rank_groups=[2, 2])
     for trace in (plain, halves):
         two = trace.with_top_k(2)
         assert two.top_k == 2
@@ -250,7 +223,8 @@ def test_smaller_top_k_takes_the_experts_ranked_first(plain, tmp_path):
     assert plain.with_top_k(3).top_k == 3
     with pytest.raises(InputError, match=r"does not say which 3 came first .allowed: top-2, top-4"):
         halves.with_top_k(3)
-    none = pack_trace(plain, tmp_path / "none", rank_groups=[4])
+    none = make_trace(tmp_path / "none", rank_groups=[4])
+    assert none.manifest.rank_groups is None
     with pytest.raises(InputError, match=r"does not say which 2 came first .allowed: top-4.$"):
         none.with_top_k(2)
 
@@ -301,9 +275,3 @@ def test_decode_only_trace_says_what_it_rules_out(decode_only):
         calibration.scores("count")
     number, counts = PromptSignatures(decode_only)(((0, 0, 3),))
     assert (number, counts) == (0, None)
-
-
-def test_decode_only_trace_is_packed(decode_only, tmp_path):
-    packed = pack_trace(decode_only, tmp_path / "packed")
-    assert not packed.has_prompts
-    np.testing.assert_array_equal(packed.experts, decode_only.experts)

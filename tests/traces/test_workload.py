@@ -64,6 +64,7 @@ def log(tmp_path):
             "input_length": 600 + i,
             "output_length": 3 + i,
             "hash_ids": [0, i + 1],
+            "session_id": f"s{i % 4}",
         }
         for i, t in enumerate(when)
     ]
@@ -277,6 +278,7 @@ def test_log_as_recorded(tiny, log):
     assert w.arrival_s.tolist() == [0, 2, 4, 6, 7, 8, 9, 10, 11, 12]
     assert w.prompt_len.tolist() == list(range(600, 610))
     assert w.output_len.tolist() == list(range(3, 13))
+    assert w.session.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert [w.blocks(i).tolist() for i in range(10)] == [[0, i + 1] for i in range(10)]
     assert w.prefix_block_tokens == 512
     assert not tiny.is_calibration[w.trace_request].any()

@@ -1,4 +1,4 @@
-"""`trace inspect` and `trace pack`: what they print; folders that appear whole or not at all."""
+"""`trace inspect`: what it prints; a folder that appears whole or not at all."""
 
 import csv
 import json
@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 
-from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.writer import write_trace
 from eldr_sim.validation import trace_report
 
@@ -144,21 +143,3 @@ def test_flags_need_out(tiny, run_cli, flag):
     code, _, err = run_cli("trace", "inspect", tiny.path, flag)
     assert code == 2
     assert f"{flag} without --out" in err
-
-
-def test_pack_command(tiny, run_cli, tmp_path):
-    code, out, _ = run_cli(
-        "trace", "pack", tiny.path, "--out", tmp_path / "p", "--rank-groups", "2,2"
-    )
-    assert code == 0
-    assert out.startswith(f"Wrote {tmp_path / 'p'}: 0.00 MB of expert ids")
-    packed = open_trace(tmp_path / "p")
-    assert packed.manifest.rank_groups == [2, 2]
-    for groups, problem in (("2;2", "'2;2'"), ("3,3", "sum to top_k 4"), ("2", "sum to top_k 4")):
-        code, _, err = run_cli(
-            "trace", "pack", tiny.path, "--out", tmp_path / "q", "--rank-groups", groups
-        )
-        assert code == 2
-        assert problem in err
-        assert err.count("\n") == 1
-    assert not (tmp_path / "q").exists()

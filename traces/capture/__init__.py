@@ -1,4 +1,4 @@
-"""Capture: record routing traces from engines that run a model.
+"""Capture of routing traces from engines that run a model.
 
 Modules
 -------
@@ -16,8 +16,8 @@ step_log
     The log that the plug-in writes, and reading it back request by request.
 collect
     `collect`: such a log joined with the requests that were sent.
-recording
-    `Recording`: what each of them yields; `write_recording` makes a routing trace of it.
+captured
+    `CapturedRouting`: what each of them yields; `write_captured` makes a routing trace of it.
 
 Importing this package imports neither torch nor vLLM.
 """

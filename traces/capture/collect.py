@@ -1,4 +1,4 @@
-"""Make a recording of the log that the vLLM plug-in wrote."""
+"""Captured routing from the log that the vLLM plug-in wrote."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.capture.captured import CapturedRouting
 from eldr_sim.traces.capture.prompts import Prompt
-from eldr_sim.traces.capture.recording import Recording
 from eldr_sim.traces.capture.step_log import Header, LoggedRequest, external_ids, read_log
 
 __all__ = ["Collected", "collect"]
@@ -16,12 +16,12 @@ __all__ = ["Collected", "collect"]
 
 @dataclass(frozen=True)
 class Collected:
-    """What `collect` found.
+    """Requests that `collect` found in the log, and those that it did not.
 
     Attributes
     ----------
-    recording
-        One entry for each of ``prompts``.
+    captured
+        Their routing, one entry for each of ``prompts``.
     prompts
         The requests that were found whole, in the order of the file.
     absent
@@ -29,12 +29,12 @@ class Collected:
     unfinished
         Names of requests without a generated token in the log.
     unlabelled
-        Requests of the log that nobody asked for, such as a warm-up.
+        Requests of the log that are not among those sent, such as a warm-up.
     model
         Folder or hub name that the engine served.
     """
 
-    recording: Recording
+    captured: CapturedRouting
     prompts: list[Prompt]
     absent: list[str]
     unfinished: list[str]
@@ -45,8 +45,8 @@ class Collected:
 def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Collected:
     """Join the log of an engine with the requests that were sent to it.
 
-    A request is found by its ``request_id`` (what the client sent as ``X-Request-Id``), else by
-    its prompt where that is a list of token ids.
+    A request is matched by its ``request_id`` (what the client sent as ``X-Request-Id``), or else
+    by its prompt where that is a list of token ids.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Colle
             "request_id as sent in X-Request-Id, or prompts that are lists of token ids",
         )
     return Collected(
-        recording=_recording(header, [entry for _, entry in found]),
+        captured=_captured(header, [entry for _, entry in found]),
         prompts=[request for request, _ in found],
         absent=absent,
         unfinished=unfinished,
@@ -110,8 +110,8 @@ def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Colle
     )
 
 
-def _recording(header: Header, entries: Sequence[LoggedRequest]) -> Recording:
-    return Recording(
+def _captured(header: Header, entries: Sequence[LoggedRequest]) -> CapturedRouting:
+    return CapturedRouting(
         experts=[entry.experts for entry in entries],
         prompt_len=[len(entry.prompt) for entry in entries],
         layers=header.layers,

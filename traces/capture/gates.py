@@ -1,9 +1,9 @@
-"""Which MoE gates of Hugging Face transformers are known, and what a hook on them sees.
+"""MoE gates of Hugging Face transformers, and what a hook on them sees.
 
 Since version 5 the gates of transformers are modules of their own that return three tensors:
 the scores of all experts ``[tokens, experts]``, the weights of the chosen ones ``[tokens, top_k]``
-and their ids ``[tokens, top_k]``. They differ in what the scores are, and in whether the chosen
-ones are sorted: DeepSeek's are not. Shared experts are not chosen and never appear.
+and their ids ``[tokens, top_k]``. They differ in the meaning of the scores and in whether the
+chosen experts are sorted (DeepSeek's are not). Shared experts are not chosen and do not appear.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from eldr_sim.errors import InputError
 __all__ = ["GATES", "Gate", "find_gates", "probabilities", "read_gate"]
 
 Scores = Literal["softmax", "sigmoid", "probability"]
-"""How the gate's scores become a probability: by a softmax over all experts, by a sigmoid
-each, or it is one already (then there is no raw score)."""
+"""How a gate's scores become probabilities: by a softmax over all experts, by a sigmoid each, or
+they are probabilities already (then there is no raw score)."""
 
 GATES: dict[str, Scores] = {
     "DeepseekV2TopkRouter": "softmax",
@@ -33,21 +33,21 @@ GATES: dict[str, Scores] = {
     "Qwen3MoeTopKRouter": "softmax",
     "Qwen3NextTopKRouter": "softmax",
 }
-"""Class name of a gate in ``transformers.models`` -> what its scores are."""
+"""Kind of the scores, by the gate's class name in ``transformers.models``."""
 
 _SUPPORTED = "models with " + ", ".join(GATES)
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate of a model."""
+    """Gate of a model."""
 
     layer: int
     """Decoder layer, counted from 0."""
     module: Any
     """The ``torch.nn.Module``."""
     scores: Scores
-    """What its scores are."""
+    """Kind of its scores."""
 
 
 def decoder_layer(name: str) -> int | None:
@@ -99,10 +99,10 @@ def read_gate(output: Any, module: Any) -> tuple[Any, Any]:
     Parameters
     ----------
     output
-        What the gate returned: scores, weights and ids. Older versions have them in another order,
-        so they are told apart by their types and shapes.
+        The gate's output: scores, weights and ids. Older versions return them in another order, so
+        types and shapes tell which is which.
     module
-        The gate, to name it.
+        The gate, for messages.
 
     Returns
     -------

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.capture.captured import CapturedRouting, describe_generation
 from eldr_sim.traces.capture.gates import Gate, find_gates, probabilities, read_gate
 from eldr_sim.traces.capture.prompts import first_line
-from eldr_sim.traces.capture.recording import Recording, describe_generation
 
 __all__ = ["capture_transformers", "load_model"]
 
@@ -36,8 +36,7 @@ def load_model(model: str, *, device: str = "cpu", dtype: str = "auto") -> Any:
     Raises
     ------
     InputError
-        If torch or transformers is missing, the device is not there, or the model cannot be
-        loaded.
+        If torch, transformers or the device is missing, or the model cannot be loaded.
     """
     try:
         import torch
@@ -67,7 +66,7 @@ def capture_transformers(
     ignore_eos: bool = False,
     gate_scores: bool = False,
     progress: Callable[[float], None] | None = None,
-) -> Recording:
+) -> CapturedRouting:
     """Generate from prompts and record the experts that every gate chooses.
 
     Prompts of similar length share a batch, padded on the left; padding is not recorded. The
@@ -85,11 +84,11 @@ def capture_transformers(
     batch_size
         Requests in a forward pass.
     temperature
-        Of plain sampling over the whole vocabulary; 0 is greedy.
+        Temperature of plain sampling over the whole vocabulary; 0 is greedy.
     seed
-        Of the sampling. The same seed, batch size and prompts give the same tokens.
+        Seed of the sampling. The same seed, batch size and prompts give the same tokens.
     ignore_eos
-        Go on to ``max_new_tokens`` whatever the model says.
+        Generate ``max_new_tokens`` tokens whether or not the model ends earlier.
     gate_scores
         Also sum the gate's probabilities and raw scores over each prompt.
     progress
@@ -97,7 +96,7 @@ def capture_transformers(
 
     Returns
     -------
-    Recording
+    CapturedRouting
         Experts ranked by the weight that the gate gave them.
 
     Raises
@@ -114,47 +113,35 @@ def capture_transformers(
     gates = find_gates(model)
     config = model.config.get_text_config()
     _check_prompts(token_ids, config, max_new_tokens)
-    recorder = _Recorder(gates, gate_scores)
+    hooks = _GateHooks(gates, gate_scores)
     device = next(model.parameters()).device
     order = sorted(range(len(token_ids)), key=lambda q: -len(token_ids[q]))
-    experts: list[NDArray[Any]] = [np.empty(0, np.uint8)] * len(token_ids)
-    sums: dict[str, list[Any]] = {"prob": [None] * len(token_ids), "logit": [None] * len(token_ids)}
+    experts: dict[int, NDArray[Any]] = {}
+    scores: dict[str, dict[int, NDArray[np.float32]]] = {"prob": {}, "logit": {}}
     torch.manual_seed(seed)
     with (
         torch.inference_mode(),
         _generation(model, max_new_tokens, temperature, ignore_eos) as stops,
-        recorder.hooked(),
+        hooks.hooked(),
     ):
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            width = max(len(token_ids[q]) for q in batch)
-            ids = torch.zeros((len(batch), width), dtype=torch.long)
-            mask = torch.zeros((len(batch), width), dtype=torch.long)
-            for row, q in enumerate(batch):
-                ids[row, width - len(token_ids[q]) :] = torch.tensor(token_ids[q])
-                mask[row, width - len(token_ids[q]) :] = 1
-            ids, mask = ids.to(device), mask.to(device)
-            recorder.begin(mask)
-            tokens = model.generate(input_ids=ids, attention_mask=mask)[:, width:].cpu().numpy()
-            prompt_rows, token_rows = recorder.rows()
-            for row, q in enumerate(batch):
-                count = _output_len(tokens[row], stops, max_new_tokens)
-                experts[q] = np.concatenate(
-                    [prompt_rows[row, width - len(token_ids[q]) :], token_rows[:count, row]]
-                )
-            for kind, values in recorder.score_sums().items():
-                for row, q in enumerate(batch):
-                    sums[kind][q] = values[row]
+            ids, mask = _left_padded([token_ids[q] for q in batch], device)
+            hooks.begin(mask)
+            tokens = model.generate(input_ids=ids, attention_mask=mask)[:, ids.shape[1] :]
+            lengths = [_output_len(row, stops, max_new_tokens) for row in tokens.cpu().numpy()]
+            experts.update(zip(batch, hooks.rows(lengths), strict=True))
+            for kind, values in hooks.score_sums().items():
+                scores[kind].update(zip(batch, values, strict=True))
             if progress is not None:
                 progress((start + len(batch)) / len(order))
-    has = {kind: gate_scores and values[0] is not None for kind, values in sums.items()}
     classes = sorted({type(gate.module).__name__ for gate in gates})
-    return Recording(
-        experts=experts,
+    return CapturedRouting(
+        experts=_in_order(experts),
         prompt_len=[len(prompt) for prompt in token_ids],
         layers=[gate.layer for gate in gates],
         n_decoder_layers=int(config.num_hidden_layers),
-        n_experts=recorder.n_experts,
+        n_experts=hooks.n_experts,
         captured_by=f"transformers {transformers.__version__}, hooks on {', '.join(classes)}, "
         f"{str(model.dtype).removeprefix('torch.')} on {device.type}, batches of {batch_size}",
         tool_versions={
@@ -162,14 +149,31 @@ def capture_transformers(
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        prob=np.stack(sums["prob"]) if has["prob"] else None,
-        logit=np.stack(sums["logit"]) if has["logit"] else None,
+        prob=np.stack(_in_order(scores["prob"])) if scores["prob"] else None,
+        logit=np.stack(_in_order(scores["logit"])) if scores["logit"] else None,
         notes=[generation],
     )
 
 
-class _Recorder:
-    """Keeps what the gates choose, on the model's device until a batch is done."""
+def _left_padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[Any, Any]:
+    """Return token ids and attention mask of a batch, each ``[batch, longest prompt]``."""
+    import torch
+
+    width = max(map(len, prompts))
+    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _in_order(values: dict[int, NDArray[Any]]) -> list[NDArray[Any]]:
+    return [values[request] for request in range(len(values))]
+
+
+class _GateHooks:
+    """Hooks that keep what the gates choose, on the model's device until a batch is done."""
 
     def __init__(self, gates: Sequence[Gate], gate_scores: bool) -> None:
         self.gates = gates
@@ -226,8 +230,8 @@ class _Recorder:
 
         return hook
 
-    def rows(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the batch's rows: ``[batch, width, layer, k]``, ``[pass, batch, layer, k]``."""
+    def rows(self, output_len: Sequence[int]) -> list[NDArray[Any]]:
+        """Return each request's rows ``[token, layer, top_k]``: prompt, then generated tokens."""
         import torch
 
         batch, width = self._mask.shape
@@ -239,8 +243,14 @@ class _Recorder:
             )
         layers = [torch.cat(ids).cpu().numpy().astype(dtype) for ids in self._ids]
         ids = np.stack(layers, axis=1)
-        prompt = ids[: batch * width].reshape(batch, width, *ids.shape[1:])
-        return prompt, ids[batch * width :].reshape(-1, batch, *ids.shape[1:])
+        # The first pass computed the padded prompts, each later one a token of every request.
+        prompts = ids[: batch * width].reshape(batch, width, *ids.shape[1:])
+        passes = ids[batch * width :].reshape(-1, batch, *ids.shape[1:])
+        padding = width - self._mask.sum(dim=1).cpu().numpy()
+        return [
+            np.concatenate([prompts[row, padding[row] :], passes[:count, row]])
+            for row, count in enumerate(output_len)
+        ]
 
     def score_sums(self) -> dict[str, NDArray[np.float32]]:
         """Return the sums that every gate has, each ``[batch, layer, expert]``."""
@@ -255,10 +265,10 @@ class _Recorder:
 def _generation(
     model: Any, max_new_tokens: int, temperature: float, ignore_eos: bool
 ) -> Iterator[set[int]]:
-    """Make the model sample plainly, whatever its own settings; yields the stop tokens.
+    """Replace the model's sampling settings by plain ones, and yield the stop tokens.
 
-    One token more than asked for is generated: its forward pass never runs, and the pass of the
-    one before it is the last that is recorded.
+    The model generates one token more than asked for. Its forward pass never runs; the last pass
+    to be recorded is that of the token before it.
     """
     from transformers import GenerationConfig
 

@@ -1,4 +1,4 @@
-"""Prompts to capture: a JSON object a line, with a domain label."""
+"""Prompts to capture: one JSON object a line, with a domain label."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _check_content(where: str, content: Any) -> Content:
 def tokenize(
     model: str, prompts: Sequence[Prompt], *, max_prompt_tokens: int | None = None
 ) -> list[list[int]]:
-    """Turn prompts into token ids, as the model's own tokenizer does.
+    """Turn prompts into token ids with the model's own tokenizer.
 
     The tokenizer is loaded only where a prompt is text or chat messages, which go through the
     chat template.
@@ -125,9 +125,9 @@ def tokenize(
     model
         Folder or hub name that the tokenizer comes from.
     prompts
-        What `read_prompts` returned.
+        Prompts from `read_prompts`.
     max_prompt_tokens
-        Keep only so many tokens of each, the first ones.
+        Most tokens to keep of each prompt, from its start.
 
     Returns
     -------
@@ -180,5 +180,5 @@ def _load_tokenizer(model: str) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, for errors of one line."""
+    """Return the first line of an error's text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

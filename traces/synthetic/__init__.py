@@ -5,13 +5,13 @@ Modules
 model
     `RoutingModel`: the terms and their parameters.
 sampler
-    `sample_experts`: draws the experts of requests.
+    `sample_experts`: draw the experts of requests.
 presets
     `random_model`: a model from a handful of strengths; `PRESETS`: shapes of known models.
 moments
     `measure`: the statistics that a model is fitted to.
 fit
-    `fit_routing_model`: a model that has the moments of a real trace.
+    `fit_routing_model`: a model with the moments of a real trace.
 synthesize
-    `synthesize`: writes a trace folder.
+    `synthesize`: write a trace folder.
 """

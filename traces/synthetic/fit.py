@@ -1,9 +1,9 @@
 """Fitting a `RoutingModel` to a trace, by matching `moments`.
 
-The model has no closed form for its moments, so they are matched by simulation: draw a twin of
-the trace (the same domains and lengths), measure both with the same code, correct every parameter
-by what its own moment lacks, and again. Which directions requests vary in comes from a principal
-component analysis of what prompt and generation of a request have in common.
+The moments have no closed form, so they are matched by simulation: draw a twin of the trace (the
+same domains and lengths), measure both with the same code, correct every parameter by the
+difference in its own moment, and repeat. The directions in which requests vary come from a
+principal component analysis of what prompt and generation of a request have in common.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["fit_routing_model", "requests_of"]
 Floats = NDArray[np.float64]
 
 REQUESTS = 1024
-"""At most so many requests are looked at, spread evenly over each domain."""
+"""Most requests to measure, the same share of every domain."""
 FACTORS = 32
-"""Directions in which requests may vary, beside each expert on its own."""
+"""Directions in which requests may vary, besides each expert on its own."""
 ROUNDS = 12
-"""Twins drawn. Later corrections are smaller, so that the noise of the twins averages out."""
+"""Twins to draw. Later corrections are smaller, so that the noise of the twins averages out."""
 
 
 def requests_of(trace: RoutingTrace) -> Requests:
@@ -75,7 +75,7 @@ def fit_routing_model(
     trace
         The trace.
     seed
-        Of the twins, and of the model's coupling matrix.
+        Seed of the twins and of the model's coupling matrix.
     rounds
         Twins to draw.
     progress
@@ -107,7 +107,7 @@ def fit_routing_model(
 
 
 def _log_weight(share: Floats) -> Floats:
-    """Return the log weights under which experts are chosen by such shares of the tokens.
+    """Return the log weights at which experts are chosen by the given shares of the tokens.
 
     An exponential race over a unit of time picks expert e with chance ``1 - exp(-w_e)``.
     """
@@ -115,7 +115,7 @@ def _log_weight(share: Floats) -> Floats:
 
 
 def _share(chosen: Floats, tokens: Floats) -> Floats:
-    """Return the share of tokens that chose each expert, drawn in from 0 and 1 by half a token."""
+    """Return the share of tokens that chose each expert, kept half a token away from 0 and 1."""
     tokens = tokens[:, :, None, None]
     return np.asarray((chosen + 0.5) / (tokens + 1.0))
 
@@ -151,9 +151,9 @@ def _first_guess(trace: RoutingTrace, requests: Requests, real: Moments, seed: i
 def _principal(requests: Requests, real: Moments) -> tuple[Floats, Floats, float]:
     """Find the directions of log weight in which requests of a domain differ.
 
-    The covariance of the prompt's shares with those of the generation holds what lasts, free of
-    the noise of counting, which is independent in both. Shares are scaled by the noise of an
-    expert, and the directions turned into log weights by the slope of the race's chance.
+    The covariance of the prompt's shares with those of the generation shows what lasts, without
+    the counting noise, which is independent in the two. Shares are scaled by the noise of an
+    expert, and the directions converted to log weights by the slope of the race's probability.
 
     Returns
     -------
@@ -197,9 +197,9 @@ def _principal(requests: Requests, real: Moments) -> tuple[Floats, Floats, float
 
 
 def _corrected(model: RoutingModel, real: Moments, drawn: Moments, step: float) -> RoutingModel:
-    """Move every parameter by what its own moment lacks."""
-    # Newton's step: linear in what was drawn, for the logarithm of a rare expert's share in one
-    # twin, where a few requests make it, is too low on average.
+    """Move every parameter by the difference in its own moment."""
+    # Newton's step, linear in what was drawn: the logarithm of a rare expert's share, which depends
+    # on a few requests of one twin, is too low on average.
     share = _share(real.chosen, real.tokens)
     gap = (share - _share(drawn.chosen, drawn.tokens)) / _slope(share)
     popularity = model.popularity + step * np.clip(gap, -3.0, 1.0)
@@ -228,7 +228,7 @@ def _corrected(model: RoutingModel, real: Moments, drawn: Moments, step: float) 
 
 
 def _slope(share: Floats) -> Floats:
-    """Return the growth of the chance ``1 - exp(-w)`` with log w, at a chance."""
+    """Return the derivative of the probability ``1 - exp(-w)`` by log w, at a probability."""
     return np.asarray(-np.log1p(-share) * (1 - share))
 
 
@@ -238,16 +238,16 @@ def _odds(share: Floats) -> Floats:
 
 
 def _coupling(model: RoutingModel, want: Floats, have: Floats, step: float) -> tuple[Floats, float]:
-    """Correct what classes add in each layer, and how long they last from layer to layer."""
+    """Correct the strength of classes in each layer and their persistence over layers."""
     if model.n_layers < 2:
         return model.coupling, model.persistence
-    # A layer's strength shows in the bits that it shares with its neighbours on both sides.
+    # A layer's strength shows in the bits that it shares with both of its neighbours.
     ratio = _ratio(want[0, :-1], have[0, :-1], 0.75 * step)
     both = np.stack([np.append(ratio, ratio[-1]), np.insert(ratio, 0, ratio[0])])
     coupling = np.clip(model.coupling * np.sqrt(both.prod(axis=0)), 0.01, 6.0)
     if model.n_layers < 3:
         return coupling, model.persistence
-    # Two experts that are a layer further apart share less, by the square of the chance.
+    # Each layer of distance reduces what two experts share by the square of the persistence.
     bits = [max(float(np.nanmean(row)), 1e-3) for row in (*want, *have)]
     fall = (bits[1] / bits[0]) / (bits[3] / bits[2])
     return coupling, float(np.clip(model.persistence * fall ** (0.5 * step), 0.05, 1.0))
@@ -259,7 +259,7 @@ def _ratio(want: Floats, have: Floats, power: float) -> Floats:
 
 
 def _decay(model: RoutingModel, want: Floats, have: Floats, step: float) -> tuple[float, float]:
-    """Correct how much of a topic drifts and how fast, from the overlap at growing distance."""
+    """Correct how much of a topic drifts, and how fast, from the overlap by distance."""
     seen = (want > 0) & (have > 0)
     if seen.sum() < 2:
         return model.steady, model.drift_tokens

@@ -1,9 +1,9 @@
 """A generative model of routing: which experts the tokens of a request choose, layer by layer.
 
-A token chooses ``top_k`` distinct experts in each layer one after the other, each with a chance
-proportional to its weight among those that are left (Plackett-Luce; the same as the ``top_k``
-largest of log weight plus Gumbel noise). So the first is the likeliest, as ranks of a real gate
-are. The logarithm of an expert's weight is a sum of terms::
+A token chooses ``top_k`` distinct experts in each layer, one after the other, each with a
+probability proportional to its weight among those left (Plackett-Luce; the same as the ``top_k``
+largest of log weight plus Gumbel noise). So experts ranked first are the likeliest, as in a real
+gate. The logarithm of an expert's weight is a sum of terms::
 
     log w(l, e) = popularity[phase, domain, l, e]              domain unigram, prompt or decode
                 + sum over f of score_f(t) factors[f, l, e]    topic of the request
@@ -12,14 +12,14 @@ are. The logarithm of an expert's weight is a sum of terms::
                 + coupling[l] M[l, class(t, l), e]         what kind of token this is
 
 A score has standard deviation ``factor_sd[domain, f]``. The share ``steady`` of its variance lasts
-for the whole request, prompt and generation; the rest drifts, block of `BLOCK` tokens by block, and
-is forgotten exponentially over ``drift_tokens``. What prompt and generation share is therefore the
-steady part, the own taste, and what the popularities of both phases have in common.
+for the whole request, prompt and generation; the rest drifts from block to block of `BLOCK` tokens
+and decays exponentially over ``drift_tokens``. Prompt and generation therefore have in common the
+steady part, the own taste, and whatever the popularities of both phases share.
 
-The class of a token is one of `CLASSES`, drawn uniformly and anew for every token; from each layer
-to the next it stays with chance ``persistence`` and is drawn anew otherwise. ``M`` is a fixed
-matrix of independent standard normal numbers. Classes are what couples the layers: real choices
-in layers far apart depend on each other too, which a chain from layer to layer would not give.
+The class of a token is one of `CLASSES`, drawn uniformly for every token; from each layer to the
+next it stays with probability ``persistence`` and is drawn again otherwise. ``M`` is a fixed
+matrix of independent standard normal numbers. Classes couple the layers: real choices in distant
+layers depend on each other too, which a chain from layer to layer would not produce.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from eldr_sim.traces.streams import stream
 __all__ = ["BLOCK", "CLASSES", "RoutingModel"]
 
 BLOCK = 16
-"""Tokens over which the topic of a request stands still."""
+"""Tokens over which the topic of a request is constant."""
 
 CLASSES = 8
 """Kinds of tokens."""
@@ -73,7 +73,7 @@ class RoutingModel:
     steady
         Share of a score's variance that lasts for the whole request, 0 to 1.
     drift_tokens
-        Tokens after which the rest has fallen to 1/e of its autocorrelation.
+        Tokens after which the autocorrelation of the rest has fallen to 1/e.
     reuse
         ``[layers]``: added for an expert that the token before chose.
     coupling
@@ -83,7 +83,7 @@ class RoutingModel:
     class_seed
         Seed of ``M``.
     facts
-        What the model is and where it came from: ``model``, ``source``, and mean lengths
+        Description and origin of the model: ``model``, ``source``, and mean lengths
         ``prompt_len`` and ``output_len`` for traces that name none.
     """
 
@@ -138,16 +138,16 @@ class RoutingModel:
     def with_layers(self, n_layers: int, seed: int = 0) -> RoutingModel:
         """Return a model of another depth.
 
-        Layer ``i`` takes the parameters of layer ``floor(i L / n_layers)`` of the L that there
-        are; its experts are renamed at random, so that layers of one origin agree in their
-        statistics and not in their experts.
+        Layer ``i`` takes the parameters of layer ``floor(i L / n_layers)`` of the present L layers.
+        Its experts are permuted at random, so that layers of one origin have the same statistics
+        but not the same experts.
 
         Parameters
         ----------
         n_layers
-            Layers wanted.
+            Layers of the new model.
         seed
-            Of the renaming.
+            Seed of the permutation.
         """
         if n_layers < 1:
             raise InputError("layers", f"got {n_layers}", "at least 1")

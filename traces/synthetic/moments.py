@@ -1,7 +1,7 @@
 """The statistics of a trace that a `RoutingModel` is fitted to.
 
 All are taken over the prompts and the generated tokens of all requests, so that a trace and its
-synthetic twin of the same requests are subject to the same errors of counting.
+synthetic twin of the same requests have the same counting errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """Where the tokens of some requests lie.
+    """Rows of the tokens of some requests.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class Requests:
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """What `measure` finds; D domains, L layers, E experts.
+    """Moments of some requests, from `measure`; D domains, L layers, E experts.
 
     Attributes
     ----------
@@ -54,8 +54,8 @@ class Moments:
     reuse
         ``[L]``: share of a token's experts that the token before it chose too.
     coupling_bits
-        ``[2, L]``: what an expert of a token tells of its experts one and two layers on, beyond
-        what is known from its request: the mutual information of two experts drawn at random
+        ``[2, L]``: information of a token's expert about its experts one and two layers on, beyond
+        what follows from its request: the mutual information of two experts drawn at random
         from the token's two sets, less that of two drawn from the sets of two tokens of the
         request. NaN where there is no such layer.
     self_overlap
@@ -77,7 +77,7 @@ class Moments:
 
     @property
     def load_max_over_mean(self) -> Floats:
-        """``[L]``: tokens of the busiest expert over the mean."""
+        """``[L]``: load of the most loaded expert over the mean."""
         load = self.chosen.sum(axis=(0, 1))
         return np.asarray(load.max(axis=1) / load.mean(axis=1))
 
@@ -92,7 +92,7 @@ def measure(experts: NDArray[Any], requests: Requests, n_domains: int, n_experts
     requests
         Where the requests lie in it.
     n_domains, n_experts
-        Domains that there are, experts a layer.
+        Domains, experts a layer.
     """
     n, (_, layers, top_k) = len(requests.domain), experts.shape
     prompt = np.empty((n, layers, n_experts), np.float32)

@@ -1,6 +1,6 @@
-"""Routing models from a handful of parameters: any shape, and presets of known models' shapes.
+"""Routing models of any shape from a few parameters, and presets with known models' shapes.
 
-The paper's Fig. 4 (ELDR, section 3.4) gives what the presets are tuned to: batches of one domain
+The presets are tuned to the paper's Fig. 4 (ELDR, section 3.4): batches of one domain
 activate 17-21% (task) and 3-10% (language) fewer distinct experts than mixed ones, over batch 32
 to 128 and three models.
 """
@@ -23,12 +23,12 @@ __all__ = ["PRESETS", "Parameters", "Preset", "preset_model", "random_model"]
 
 _FACTORS = 16
 _OWN_SHARE = 0.2
-"""Share of a request's individuality that is its own taste; the rest are common directions."""
+"""Share of a request's individuality that is its own taste; the rest is in common directions."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a random model is drawn from; strengths are standard deviations of log weights."""
+    """Parameters of a random model; strengths are standard deviations of log weights."""
 
     skew: float
     """Popularity of an expert with all domains: how uneven the load is."""
@@ -37,15 +37,15 @@ class Parameters:
     language: float
     """The same for domains of the language mix."""
     layer_spread: float = 0.3
-    """How much `task` and `language` differ from layer to layer (of their logarithm)."""
+    """Standard deviation, over layers, of the logarithm of `task` and `language`."""
     phase_shift: float = 0.3
-    """By how much popularity in prompts and in generated tokens differ."""
+    """Difference between popularity in prompts and in generated tokens."""
     individuality: float = 0.7
     """What a request adds."""
     steady: float = 0.5
     """Share of the individuality's variance that lasts from the prompt to the last token."""
     drift_tokens: float = 64.0
-    """Tokens over which the rest is forgotten."""
+    """Tokens over which the rest decays."""
     reuse: float = 1.0
     """Added for an expert that the token before chose."""
     coupling: float = 2.0
@@ -114,7 +114,7 @@ def preset_model(
     settings: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> RoutingModel:
-    """Draw a model of a preset, changed where something is given.
+    """Draw a model of a preset, with changes.
 
     Parameters
     ----------
@@ -233,9 +233,9 @@ def random_model(
 def _left_skewed(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Draw log popularities of mean 0 and standard deviation 1: logarithms of exponential numbers.
 
-    Balancing losses cut off the top of a real model's load, not the bottom: GPT-OSS-20B's busiest
-    expert has 2 to 4 times the mean while its rarest has a hundredth. Normal numbers would put
-    the busiest far higher at the same spread.
+    Balancing losses cut off the top of a real model's load, not the bottom: GPT-OSS-20B's most
+    loaded expert has 2 to 4 times the mean, its least loaded a hundredth. Normal numbers of the
+    same spread would give the former far more.
     """
     logs = np.log(rng.standard_exponential(shape))
     return np.asarray((logs + np.euler_gamma) / (math.pi / math.sqrt(6)))

@@ -1,4 +1,4 @@
-"""Drawing the experts of requests from a `RoutingModel`.
+"""Sampler of the experts of requests from a `RoutingModel`.
 
 Every request draws from a stream of its own, so the first requests of a trace are the same
 however many follow.
@@ -18,7 +18,7 @@ from eldr_sim.traces.synthetic.model import BLOCK, CLASSES, RoutingModel
 __all__ = ["sample_experts"]
 
 _LIMIT = 20.0
-"""The terms of a log weight end here, at both sides."""
+"""Bound on the terms of a log weight, at both sides."""
 _SMALLEST, _LARGEST = np.float32(1e-30), np.float32(1e30)
 """A weight outside of float32's range would leave nothing to draw from."""
 
@@ -141,9 +141,9 @@ def _sample_request(rng, topic, popularity, reuse, kinds, persistence, prompt, o
 def _choose(rng, weight, cumulative, chosen, out):  # type: ignore[no-untyped-def]
     """Draw distinct experts, each in proportion to its weight among those left.
 
-    To draw from all and to discard who was drawn before comes to the same as to draw from those
-    left. Once that was in vain as often as there are experts to draw, the weights of the drawn
-    are taken out, which ends every search.
+    Drawing from all experts and discarding those drawn before is the same as drawing from those
+    left. After as many vain draws as there are experts to draw, the weights of the drawn are set to
+    0, which ends every search.
     """
     experts, top_k = len(weight), len(out)
     total = 0.0

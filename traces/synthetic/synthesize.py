@@ -1,4 +1,4 @@
-"""Writing a synthetic trace: requests of a `RoutingModel` as a folder of the trace format."""
+"""Synthetic traces: requests of a `RoutingModel` as a folder of the trace format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def synthesize(
     Parameters
     ----------
     model
-        What to draw from.
+        Model to draw from.
     out
         Folder to make.
     requests, calibration
@@ -94,9 +94,9 @@ def synthesize_like(
     Parameters
     ----------
     model
-        What to draw from; it must know the trace's domains.
+        Model to draw from; it must have the trace's domains.
     trace
-        Whose requests to follow.
+        Trace whose requests to follow.
     out, seed, force, progress
         As for `synthesize`.
 

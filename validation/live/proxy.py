@@ -12,6 +12,7 @@ passed on as it comes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -29,10 +30,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, RequestInfo
 from eldr_sim.policies.registry import prefill_policy
+from eldr_sim.policies.shortlist import picks_from_shortlists
 from eldr_sim.validation.live.client import prefill_body
 from eldr_sim.validation.live.http import import_aiohttp, open_session
 from eldr_sim.validation.live.live_run import REQUESTS
 from eldr_sim.validation.live.router import Router, build_decode_policy
+from eldr_sim.validation.live.signals import watch_engines
 from eldr_sim.validation.live.signatures import SignatureReader
 
 __all__ = ["ProxyConfig", "join_proxy_log", "make_app", "serve"]
@@ -60,6 +63,9 @@ class ProxyConfig(BaseModel):
     """Of a policy that draws."""
     capture: list[str] = []
     """What ``ELDR_SIM_CAPTURE`` names in the prefill engines; for policies that read signatures."""
+    signal_interval_ms: float = Field(default=100.0, gt=0)
+    """How often the engines' metrics are read, ms, for policies that may look at more than the
+    requests in flight."""
     log: str
     """File that gets a line of JSON for each request when it is routed: see `join_proxy_log`."""
 
@@ -175,6 +181,8 @@ class _Proxy:
         self._prefill_urls, self._decode_urls = config.prefill_urls, config.decode_urls
         self._log_path = Path(config.log)
         self._router = Router(policy, len(config.decode_urls))
+        self._interval_s = config.signal_interval_ms / 1e3
+        self._watches = not picks_from_shortlists(policy)
         self._signatures = _signature_reader(config, policy)
         self._prefill_router: Router | None = None
         if config.prefill_urls:
@@ -194,7 +202,15 @@ class _Proxy:
         with log:
             async with open_session() as self._session:
                 self._log = log
+                watch = None
+                if self._watches:
+                    watching = watch_engines(
+                        self._session, self._decode_urls, self._router, self._interval_s
+                    )
+                    watch = asyncio.create_task(watching)
                 yield
+                if watch is not None:
+                    watch.cancel()
 
     async def health(self, _request: Any) -> Any:
         """Answer that the proxy is up; the engines answer for themselves."""
@@ -214,7 +230,11 @@ class _Proxy:
             return _error(400, str(error))
         prompt = body["prompt"]
         info = RequestInfo(
-            next(self._numbers), len(prompt) if isinstance(prompt, list) else 0, domain=-1
+            next(self._numbers),
+            len(prompt) if isinstance(prompt, list) else 0,
+            domain=-1,
+            session=body.get("user"),
+            max_tokens=body.get("max_tokens"),
         )
         prefilled_s = None
         answer: Any = None
@@ -246,7 +266,7 @@ class _Proxy:
     ) -> tuple[int, bytes]:
         """Let a prefill engine compute the prompt; return status and body of its answer."""
         asked = prefill_body(body)
-        engine = router.dispatch(info)
+        engine = await router.route(info)
         try:
             async with self._post(self._prefill_urls[engine], asked, name) as response:
                 return response.status, await response.read()
@@ -274,7 +294,7 @@ class _Proxy:
                 "an engine with a KV connector (--kv-transfer-config)",
             )
         signature = None if self._signatures is None else self._signatures.counts(name)
-        return RequestInfo(info.request_id, prompt_len, info.domain, signature=signature)
+        return info._replace(prompt_len=prompt_len, signature=signature)
 
     async def _decode(
         self,
@@ -286,7 +306,7 @@ class _Proxy:
         prefilled_s: float | None,
     ) -> None:
         """Route a request and pass the engine's answer on as it comes."""
-        engine = self._router.dispatch(info)
+        engine = await self._router.route(info)
         try:
             routed_s = time.monotonic()
             self._write(request_id=name, prefilled_s=prefilled_s, routed_s=routed_s, engine=engine)

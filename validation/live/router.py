@@ -1,6 +1,11 @@
-"""A router over live engines: a policy object of the simulator, with the loads that it sees."""
+"""A router over live engines: a policy object of the simulator, and what it sees of them."""
 
 from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,11 +15,25 @@ from eldr_sim.policies.base import (
     PolicyContext,
     PrefillPolicy,
     RequestInfo,
+    Workers,
 )
 from eldr_sim.policies.registry import decode_policy
 from eldr_sim.traces.streams import stream
 
-__all__ = ["Router", "build_decode_policy"]
+__all__ = ["EngineSignals", "Router", "build_decode_policy"]
+
+
+class EngineSignals(NamedTuple):
+    """The columns of :class:`~eldr_sim.policies.base.Workers` that an engine knows."""
+
+    waiting: int
+    """Requests in the waiting queue (``vllm:num_requests_waiting``)."""
+    running: int
+    """Running requests (``vllm:num_requests_running``)."""
+    kv_usage: float
+    """Share of the KV blocks in use, 0 to 1 (``vllm:kv_cache_usage_perc``)."""
+    kv_tokens: int
+    """Tokens of the blocks in use: the usage of all that ``vllm:cache_config_info`` names."""
 
 
 class Router:
@@ -29,26 +48,78 @@ class Router:
 
     Attributes
     ----------
-    loads
-        int64 ``[n_engines]``: requests in flight, from `dispatch` to `complete`.
+    workers
+        What the policy sees: ``loads`` are requests in flight, from `dispatch` to `complete`; the
+        rest is what was told to `publish`.
     """
 
     def __init__(self, policy: DecodePolicy | PrefillPolicy, n_engines: int) -> None:
-        self.loads = np.zeros(n_engines, np.int64)
+        self.workers = Workers.idle(np.zeros(n_engines, np.int64))
         self._policy = policy
         self._listener = policy if isinstance(policy, CompletionListener) else None
+        self._prompts: list[dict[int, int]] = [{} for _ in range(n_engines)]  # in flight, in order
+        self._held: list[tuple[RequestInfo, asyncio.Future[int]]] = []
 
-    def dispatch(self, request: RequestInfo) -> int:
-        """Return the index of the engine that gets a request."""
-        engine = self._policy.select(request, self.loads)
-        self.loads[engine] += 1
+    def dispatch(self, request: RequestInfo) -> int | None:
+        """Return the index of the engine that gets a request; None if the policy holds it."""
+        engine = self._policy.select(request, self.workers._replace(now_s=time.monotonic()))
+        if engine is not None:
+            self.workers.loads[engine] += 1
+            self._prompts[engine][request.request_id] = request.prompt_len
         return engine
+
+    async def route(self, request: RequestInfo) -> int:
+        """Return the index of the engine that gets a request, as soon as the policy names one."""
+        engine = self.dispatch(request)
+        if engine is not None:
+            return engine
+        placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._held.append((request, placed))
+        try:
+            return await placed
+        except asyncio.CancelledError:  # its client has left
+            if placed.done() and not placed.cancelled():
+                self.complete(request.request_id, placed.result())
+            raise
 
     def complete(self, request_id: int, engine: int) -> None:
         """Take note that an engine is done with a request (``RequestInfo.request_id``)."""
-        self.loads[engine] -= 1
+        self.workers.loads[engine] -= 1
+        del self._prompts[engine][request_id]
         if self._listener is not None:
             self._listener.on_complete(request_id, engine)
+        self._ask_again()
+
+    def publish(self, signals: Sequence[EngineSignals | None]) -> None:
+        """Take note of what the engines publish; None of one that does not answer.
+
+        vLLM publishes no tokens of its waiting queue: they are the prompts of the requests that
+        were sent last, as many as wait.
+        """
+        workers = self.workers
+        for engine, signal in enumerate(signals):
+            workers.healthy[engine] = signal is not None
+            if signal is None:
+                continue
+            workers.waiting[engine], workers.running[engine] = signal.waiting, signal.running
+            workers.kv_usage[engine] = signal.kv_usage
+            workers.running_tokens[engine] = signal.kv_tokens
+            last = list(self._prompts[engine].values())[-signal.waiting :]
+            workers.waiting_tokens[engine] = sum(last) if signal.waiting else 0
+        self.workers = workers._replace(signals_s=time.monotonic())
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Ask the policy about what it holds, the first that came first."""
+        held, self._held = self._held, []
+        for request, placed in held:
+            if placed.cancelled():
+                continue
+            engine = self.dispatch(request)
+            if engine is None:
+                self._held.append((request, placed))
+            else:
+                placed.set_result(engine)
 
 
 def build_decode_policy(policy: object, n_engines: int, *, seed: int = 0) -> DecodePolicy:

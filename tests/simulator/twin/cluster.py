@@ -6,7 +6,7 @@ from bisect import insort
 
 import numpy as np
 
-from eldr_sim.policies.base import RequestInfo
+from eldr_sim.policies.base import RequestInfo, Workers
 
 from .engine import COLOCATED, DECODE, PREFILL, Pool, Worker
 from .experts import TraceSets, expert_set, prompt_sources, prompt_token_experts
@@ -40,6 +40,9 @@ class Twin:
         ]
         self.policies = prefill_policy, decode_policy
         self.loads = [np.zeros(pool.size, np.int64) for pool in self.pools]
+        self.held, self.to_ask = ([], []), [0, 0]
+        self.views = [Workers.idle(loads) for loads in self.loads]
+        self.publish_due = False
         self.links = Links(self)
         if self.requests:
             self.schedule(self.requests[0].arrival_s, lambda: self.arrive(0))
@@ -83,7 +86,13 @@ class Twin:
                 token_experts=[],
                 window=[windows[first + (offset + k) % span] for k in range(span)],
                 block_keys=self.block_keys(workload, prompt, blocks),
-                info=RequestInfo(i, prompt, int(workload.domain[i]), tuple(blocks)),
+                info=RequestInfo(
+                    i,
+                    prompt,
+                    int(workload.domain[i]),
+                    tuple(blocks),
+                    session=int(workload.session[i]),
+                ),
             )
             if trace is not None:
                 request.token_experts = [
@@ -116,6 +125,9 @@ class Twin:
     def run(self):
         """Run until all measured requests have ended, or to the time limit."""
         while self.open_measured and self.events and self.events[0][0] < self.time_limit_s:
+            if self.spec.signal_interval_s > 0 and not self.publish_due:
+                self.publish_due = True
+                self.schedule(self.now + self.spec.signal_interval_s, self.publish)
             self.now, _, act = self.events.pop(0)
             act()
             self.settle()
@@ -139,6 +151,7 @@ class Twin:
             while self.sent < self.arrived and (limit is None or self.in_flight < limit):
                 self.send(self.requests[self.sent])
             if not self.todo:
+                self.ask_held()
                 return
             act, request = self.todo.pop(0)
             act(request)
@@ -166,8 +179,14 @@ class Twin:
         return ""
 
     def dispatch(self, request, pool):
-        """Let a router pick the worker."""
-        worker = self.policies[pool].select(request.info, self.loads[pool])
+        """Let a router pick the worker, or hold the request."""
+        if self.spec.signal_interval_s == 0:
+            self.publish_pool(pool)
+        view = self.views[pool]._replace(loads=self.loads[pool], now_s=self.now)
+        worker = self.policies[pool].select(request.info, view)
+        if worker is None:
+            self.held[pool].append(request)
+            return
         self.loads[pool][worker] += 1
         if pool == 0:
             request.prefill_worker = worker
@@ -201,9 +220,31 @@ class Twin:
             at = self.now + self.spec.load_report_delay_s
             self.schedule(at, lambda: self.hear(request, pool))
 
+    def publish(self):
+        """All engines publish; the routers are asked again about what they hold."""
+        self.publish_due = False
+        for pool in range(2):
+            self.publish_pool(pool)
+            self.to_ask[pool] = len(self.held[pool])
+
+    def publish_pool(self, pool):
+        columns = zip(*(worker.signals() for worker in self.workers[pool]), strict=True)
+        names = "waiting", "running", "waiting_tokens", "running_tokens", "kv_usage"
+        columns = dict(zip(names, map(np.array, columns), strict=False))
+        self.views[pool] = self.views[pool]._replace(signals_s=self.now, **columns)
+
+    def ask_held(self):
+        for pool in range(2):
+            asked, self.held[pool][:] = list(self.held[pool]), []
+            again, self.to_ask[pool] = self.to_ask[pool], 0
+            for request in asked[:again]:
+                self.dispatch(request, pool)
+            self.held[pool][:0] = asked[again:]
+
     def hear(self, request, pool):
         worker = request.decode_worker if pool else request.prefill_worker
         self.loads[pool][worker] -= 1
+        self.to_ask[pool] = len(self.held[pool])
         if pool and hasattr(self.policies[1], "on_complete"):
             self.policies[1].on_complete(request.number, worker)
 

@@ -38,6 +38,7 @@ class Worker:
         self.blocks = KVBlocks(pool.spec.n_blocks)
         self.ranks = twin.ranks[number] if twin.ranks else None
         self.decoding, self.prefilling = [], []  # running: a token a step; contexts begun
+        self.requests = set()  # those that it has not finished or handed over
         self.new, self.arrived, self.preempted, self.late = [], [], [], []
         self.joined = []  # decode for the first time in the next step
         self.step_end = -math.inf
@@ -50,6 +51,7 @@ class Worker:
 
     def take(self, request):
         """Take a new request, or one whose KV cache has arrived."""
+        self.requests.add(request)
         if self.pool.async_scheduling and self.running():
             self.late.append(request)  # the next step is scheduled already
         else:
@@ -75,6 +77,15 @@ class Worker:
         if at != self.boundary_at:
             self.boundary_at = at
             self.twin.schedule(at, self.boundary)
+
+    def signals(self):
+        """Return waiting and running requests, the tokens of both, and the KV usage."""
+        running = [sequence.request for sequence in self.running()]
+        waiting = [request for request in self.requests if request not in running]
+        tokens = sum(request.prompt + request.generated for request in waiting)
+        contexts = sum(sequence.context for sequence in self.running())
+        usage = 1.0 - len(self.blocks.free) / self.pool.spec.n_blocks
+        return len(waiting), len(running), tokens, contexts, usage
 
     def running(self):
         return self.decoding + self.prefilling
@@ -109,12 +120,14 @@ class Worker:
             self.prefilling = [s for s in self.prefilling if s not in done]
             for sequence in done:  # its blocks are held until the decode worker has them
                 sequence.request.prefill_end_s = now
+                self.requests.remove(sequence.request)
                 twin.todo.append((twin.hand_over, sequence.request))
             return
         done = [s for s in self.decoding if s.request.generated == s.request.output]
         self.decoding = [s for s in self.decoding if s not in done]
         for sequence in done:
             sequence.request.finish_s = now
+            self.requests.remove(sequence.request)
             self.release(sequence.request)
             twin.todo.append((twin.complete, sequence.request))
 

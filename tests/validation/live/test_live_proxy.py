@@ -17,6 +17,7 @@ from eldr_sim.validation.live.live_run import LoadInfo
 from eldr_sim.validation.live.load import make_load
 from eldr_sim.validation.live.proxy import ProxyConfig, join_proxy_log, make_app, serve
 from eldr_sim.validation.live.router import Router
+from eldr_sim.validation.live.signals import parse_metrics
 from eldr_sim.validation.live.signatures import SignatureReader
 
 from ...random_artifact import random_artifact
@@ -55,9 +56,9 @@ class Witness:
     def __init__(self, policy):
         self.policy, self.events = policy, []
 
-    def select(self, request, loads):
-        worker = self.policy.select(request, loads)
-        self.events.append(("dispatch", request, loads.tolist(), worker))
+    def select(self, request, workers):
+        worker = self.policy.select(request, workers)
+        self.events.append(("dispatch", request, workers.loads.tolist(), worker))
         return worker
 
     def on_complete(self, request_id, worker):
@@ -95,22 +96,22 @@ def test_proxy_and_simulator_decide_alike(name, make_workload, make_cluster, run
     router = Router(policy(), workers)
     for kind, what, loads, worker in witness.events:
         if kind == "dispatch":
-            assert router.loads.tolist() == loads
+            assert router.workers.loads.tolist() == loads
             assert router.dispatch(what._replace(signature_id=None)) == worker
         else:
             router.complete(what, worker)
-    assert not router.loads.any()
+    assert not router.workers.loads.any()
 
 
 def test_policy_hears_of_completions_after_the_load_has_fallen():
     class Listener:
         name = "listener"
 
-        def select(self, request, loads):
+        def select(self, request, workers):
             return 1
 
         def on_complete(self, request_id, worker):
-            heard.append((request_id, worker, router.loads.tolist()))
+            heard.append((request_id, worker, router.workers.loads.tolist()))
 
     heard = []
     router = Router(Listener(), 2)
@@ -363,8 +364,8 @@ def test_load_falls_when_an_engine_fails(serve_app, tmp_path):
     class Watching:
         name = "watching"
 
-        def select(self, request, at):
-            loads.append(at.tolist())
+        def select(self, request, workers):
+            loads.append(workers.loads.tolist())
             return 0
 
     about = config(tmp_path, ["http://127.0.0.1:1"])
@@ -445,3 +446,103 @@ def test_join_wants_every_request_once(serve_app, tmp_path):
             join_proxy_log(sent, other)
     with pytest.raises(InputError, match="proxy log"):
         join_proxy_log(sent, tmp_path / "absent")
+
+
+# --- what engines publish, and requests that are held ---
+
+METRICS = """
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="m"}} {running}
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{{engine="0",model_name="m"}} {waiting}
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{{engine="0",model_name="m"}} {usage}
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="1000"}} 1.0
+"""
+
+
+def test_metrics_of_vllm_become_the_view():
+    found = parse_metrics(METRICS.format(running=3.0, waiting=2.0, usage=0.25))
+    assert found == (2, 3, 0.25, 4000)
+    with pytest.raises(InputError, match=r"^metrics: .*num_requests_waiting"):
+        parse_metrics("up 1\n")
+
+
+def test_a_router_sees_what_engines_publish():
+    class Watching:
+        name = "watching"
+
+        def select(self, request, workers):
+            return 0
+
+    router = Router(Watching(), 2)
+    for number, length in enumerate((10, 20, 40)):
+        router.dispatch(RequestInfo(number, length, 0))
+    router.complete(1, 0)
+    router.publish([parse_metrics(METRICS.format(running=1, waiting=1, usage=0.5)), None])
+    workers = router.workers
+    assert workers.healthy.tolist() == [True, False]
+    assert (workers.waiting[0], workers.running[0], workers.kv_usage[0]) == (1, 1, 0.5)
+    assert (workers.waiting_tokens[0], workers.running_tokens[0]) == (40, 8000)
+    assert workers.loads.tolist() == [2, 0]
+
+
+def test_a_request_is_held_until_the_policy_names_an_engine(serve_app, tmp_path):
+    """At most two in flight; all are served, and the proxy has read the engine's metrics."""
+    web = pytest.importorskip("aiohttp.web", reason="pip install 'eldr-sim[live]'")
+    usages, most = [], 2
+
+    class Careful:
+        name = "careful"
+
+        def select(self, request, workers):
+            usages.append(float(workers.kv_usage[0]))
+            return None if workers.loads[0] >= most else 0
+
+    async def metrics(_request):
+        return web.Response(text=METRICS.format(running=0, waiting=0, usage=0.125))
+
+    engine = Engine("d")
+    app = engine.app
+    app.router.add_get("/metrics", metrics)
+    about = config(tmp_path, [serve_app(app)], signal_interval_ms=5)
+    table = send_load(a_load(), serve_app(make_app(about, Careful())), model="m")
+    assert len(engine.seen) == table.num_rows == 12
+    assert engine.most == most
+    assert len(usages) > 12
+    assert set(usages) <= {0.0, 0.125}
+    assert 0.125 in usages
+
+
+def test_a_client_that_leaves_while_its_request_is_held():
+    class Full:
+        name = "full"
+
+        def select(self, request, workers):
+            return 0 if workers.loads[0] < 1 else None
+
+    async def scene():
+        router = Router(Full(), 1)
+        assert await router.route(RequestInfo(0, 5, 0)) == 0
+        leaving, staying = (
+            asyncio.create_task(router.route(RequestInfo(number, 5, 0))) for number in (1, 2)
+        )
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.sleep(0)
+        router.complete(0, 0)
+        assert await staying == 0
+        router.complete(2, 0)
+        assert router.workers.loads.tolist() == [0]
+        # The router has just named an engine when the client leaves.
+        assert await router.route(RequestInfo(3, 5, 0)) == 0
+        late = asyncio.create_task(router.route(RequestInfo(4, 5, 0)))
+        await asyncio.sleep(0)
+        router.complete(3, 0)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        assert router.workers.loads.tolist() == [0]
+
+    asyncio.run(scene())

@@ -1,4 +1,4 @@
-"""What a capture yields, and the routing trace that is made of it."""
+"""The routing that a capture yields, and the trace folder written from it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from numpy.typing import NDArray
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
-from eldr_sim.traces.calibration import split_calibration
+from eldr_sim.traces.calibration import check_fraction, split_calibration
 from eldr_sim.traces.capture.prompts import Prompt
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import GateScores
 from eldr_sim.traces.writer import write_trace
 
 __all__ = [
-    "Recording",
+    "CapturedRouting",
     "calibration_split",
     "check_options",
     "describe_generation",
     "describe_prompts",
-    "write_recording",
+    "write_captured",
 ]
 
 
 @dataclass
-class Recording:
-    """The experts that a model chose for a list of requests.
+class CapturedRouting:
+    """Experts that a model chose for a list of requests, request by request.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Recording:
     n_experts
         Routed experts per layer.
     captured_by
-        How, for the manifest.
+        How the experts were captured, for the manifest.
     tool_versions
         Versions of the engine and its libraries.
     ranked
@@ -76,9 +76,9 @@ class Recording:
         return f"MoE layers: decoder layers {_ranges(self.layers)} of 0-{self.n_decoder_layers - 1}"
 
 
-def write_recording(
+def write_captured(
     out: str | os.PathLike[str],
-    recording: Recording,
+    captured: CapturedRouting,
     prompts: Sequence[Prompt],
     *,
     model: str,
@@ -87,16 +87,16 @@ def write_recording(
     notes: str = "",
     force: bool = False,
 ) -> RoutingTrace:
-    """Write a recording as a routing trace.
+    """Write captured routing as a routing trace.
 
     Parameters
     ----------
     out
         Trace folder to make.
-    recording
+    captured
         One entry a prompt.
     prompts
-        The requests, in the order of the recording.
+        The requests, in the order of ``captured``.
     model, source_data, notes
         See `Manifest`.
     calibration_fraction
@@ -111,41 +111,41 @@ def write_recording(
         would not be valid.
     """
     check_options(out, force, calibration_fraction)
-    rows = np.array([len(request) for request in recording.experts])
-    prompt_len = np.array(recording.prompt_len)
+    rows = np.array([len(request) for request in captured.experts])
+    prompt_len = np.array(captured.prompt_len)
     scores = None
-    if recording.prob is not None or recording.logit is not None:
-        scores = GateScores(np.arange(len(prompts)), recording.prob, recording.logit)
+    if captured.prob is not None or captured.logit is not None:
+        scores = GateScores(np.arange(len(prompts)), captured.prob, captured.logit)
     return write_trace(
         out,
-        experts=np.concatenate(recording.experts),
+        experts=np.concatenate(captured.experts),
         request_id=[prompt.request_id for prompt in prompts],
         domain=[prompt.domain for prompt in prompts],
         prompt_len=prompt_len,
         output_len=rows - prompt_len,
         is_calibration=calibration_split(prompts, calibration_fraction),
         model=model,
-        n_experts=recording.n_experts,
+        n_experts=captured.n_experts,
         domains=list(dict.fromkeys(prompt.domain for prompt in prompts)),
-        captured_by=recording.captured_by,
+        captured_by=captured.captured_by,
         source_data=source_data,
         tool_versions={
-            **recording.tool_versions,
+            **captured.tool_versions,
             "eldr-sim": __version__,
             "numpy": np.__version__,
         },
         provenance="recorded",
-        notes="; ".join(filter(None, [recording.layer_note(), *recording.notes, notes])),
+        notes="; ".join(filter(None, [captured.layer_note(), *captured.notes, notes])),
         gate_scores=scores,
-        rank_groups=[1] * recording.experts[0].shape[-1] if recording.ranked else None,
+        rank_groups=[1] * captured.experts[0].shape[-1] if captured.ranked else None,
         force=force,
     )
 
 
 def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.bool_]:
-    """Say which requests are for calibration.
+    """Return which requests are for calibration, bool ``[n]``.
 
-    A prompt's own ``split`` holds; the others are split as imported ones are.
+    A prompt's own ``split`` wins; the others are split as those of imported traces.
     """
     calibration = np.array([prompt.split == "calibration" for prompt in prompts])
     free = np.flatnonzero([prompt.split is None for prompt in prompts])
@@ -154,7 +154,7 @@ def calibration_split(prompts: Sequence[Prompt], fraction: float) -> NDArray[np.
 
 
 def check_options(out: str | os.PathLike[str], force: bool, calibration_fraction: float) -> None:
-    """Refuse what `write_recording` would refuse, before hours of work go by.
+    """Check before a long capture what `write_captured` would refuse after it.
 
     Raises
     ------
@@ -163,14 +163,11 @@ def check_options(out: str | os.PathLike[str], force: bool, calibration_fraction
     """
     if Path(out).exists() and not force:
         raise InputError("out", f"{out} exists", "a new folder, or --force")
-    if not 0 < calibration_fraction < 1:
-        raise InputError(
-            "calibration_fraction", f"got {calibration_fraction}", "a number between 0 and 1"
-        )
+    check_fraction(calibration_fraction)
 
 
 def describe_prompts(path: str | os.PathLike[str]) -> str:
-    """Name a file of prompts by its name and SHA-256, for a manifest's ``source_data``."""
+    """Return name and SHA-256 of a file of prompts, for a manifest's ``source_data``."""
     file = Path(path)
     return f"{file.name} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:16]})"
 
@@ -178,7 +175,7 @@ def describe_prompts(path: str | os.PathLike[str]) -> str:
 def describe_generation(
     max_new_tokens: int, temperature: float, seed: int, ignore_eos: bool
 ) -> str:
-    """Say how the tokens were generated, for a trace's notes.
+    """Return how the tokens were generated, for a trace's notes.
 
     Raises
     ------

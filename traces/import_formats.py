@@ -1,4 +1,4 @@
-"""Readers of what other tools record: chosen experts, request by request.
+"""Formats that `import_trace` reads: chosen experts, as other tools record them.
 
 ``npz``
     One NumPy archive: ``topk`` (integers ``[tokens, layers, top_k]``), ``request_id`` and
@@ -55,7 +55,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.gate_scores import GateScores
 
-__all__ = ["READERS", "Recording", "detect_format"]
+__all__ = ["READERS", "ImportedRouting", "detect_format"]
 
 _NPZ_KEYS = (
     "topk",
@@ -72,8 +72,8 @@ _FINGERPRINT = ("req_id", "domain", "prompt_tokens", "routed_tokens", "token_off
 
 
 @dataclass(frozen=True, eq=False)
-class Recording:
-    """Chosen experts as a tool recorded them.
+class ImportedRouting:
+    """Chosen experts as another tool recorded them.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class Recording:
     ranked
         Whether the ids of a token are known to stand in the gate's order.
     n_experts
-        Experts per layer; None where the recording does not say.
+        Experts per layer; None where the file does not say.
     gate_scores
         The gate's scores summed over prompts, if recorded.
     notes
@@ -111,7 +111,7 @@ class Recording:
 
 
 def detect_format(path: Path) -> str:
-    """Say in which of the formats a file or folder is, by its content.
+    """Return the format of a file or folder, by its content.
 
     Raises
     ------
@@ -147,7 +147,7 @@ def _first_seen(names: list[str]) -> list[str]:
 # --- npz --------------------------------------------------------------------------------------
 
 
-def _read_npz(path: Path) -> Recording:
+def _read_npz(path: Path) -> ImportedRouting:
     data = _load_npz(path, _NPZ_KEYS, _NPZ_OPTIONAL)
     names = [str(name) for name in data["domain_names"]]
     domain = data["domain"].astype(np.int64)
@@ -178,7 +178,7 @@ def _read_npz(path: Path) -> Recording:
             "request_id, is_decode and topk do not follow prompt_len and output_len",
             "per request, its prompt rows, then its decode rows",
         )
-    return Recording(
+    return ImportedRouting(
         experts=data["topk"],
         request_id=[f"{names[d]}-{i:04d}" for i, d in enumerate(domain.tolist())],
         domain=[names[d] for d in domain.tolist()],
@@ -227,7 +227,7 @@ def _load_npz(
 # --- parquet ----------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path) -> Recording:
+def _read_parquet(path: Path) -> ImportedRouting:
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
@@ -277,7 +277,7 @@ def _read_parquet(path: Path) -> Recording:
             "positions one by one; one prompt_len and domain a request",
         )
     domains = [str(domain[i]) for i in begin.tolist()]
-    return Recording(
+    return ImportedRouting(
         experts=np.stack([_lists(path, table, layer) for layer in layers], axis=1),
         request_id=name[begin].tolist(),
         domain=domains,
@@ -316,7 +316,7 @@ def _lists(path: Path, table: pa.Table, name: str) -> NDArray[Any]:
 # --- routed_experts of vLLM and SGLang ---------------------------------------------------------
 
 
-def _read_routed_experts(path: Path) -> Recording:
+def _read_routed_experts(path: Path) -> ImportedRouting:
     ids: list[NDArray[Any]] = []
     names: list[str] = []
     domains: list[str] = []
@@ -361,7 +361,7 @@ def _read_routed_experts(path: Path) -> Recording:
     if not ids:
         raise InputError(str(path), "no requests")
     prompt_len = np.array(prompts, np.int64)
-    return Recording(
+    return ImportedRouting(
         experts=np.concatenate(ids),
         request_id=names,
         domain=domains,
@@ -416,7 +416,7 @@ def _routed_rows(entry: dict[str, Any], key: str, where: str, folder: Path) -> N
 # --- GPT-OSS expert fingerprints -----------------------------------------------------------------
 
 
-def _read_fingerprint(path: Path) -> Recording:
+def _read_fingerprint(path: Path) -> ImportedRouting:
     ids = _load_npz(path / "experts.npz", ("experts",))["experts"]
     file = path / "requests.csv"
     try:
@@ -442,7 +442,7 @@ def _read_fingerprint(path: Path) -> Recording:
     domain = [row["domain"] for row in rows]
     cut = sum(row.get("finished") == "0" for row in rows)
     loops = sum(row.get("has_repetition") == "1" for row in rows)
-    return Recording(
+    return ImportedRouting(
         experts=ids,
         request_id=[row["req_id"] for row in rows],
         domain=domain,
@@ -458,7 +458,7 @@ def _read_fingerprint(path: Path) -> Recording:
     )
 
 
-READERS: dict[str, Callable[[Path], Recording]] = {
+READERS: dict[str, Callable[[Path], ImportedRouting]] = {
     "npz": _read_npz,
     "parquet": _read_parquet,
     "routed_experts": _read_routed_experts,

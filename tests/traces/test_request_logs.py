@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.readers import read_request_log
+from eldr_sim.traces.request_logs import read_request_log
 
 from ..paths import SHARED
 
@@ -82,20 +82,24 @@ def test_burstgpt(tmp_path):
     assert log.n_dropped == 1
 
 
+BURSTGPT_3 = (
+    "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "19440110.0,1722ac82-0a46-4bf0-aa08-89794e7a2b3f,43,GPT-4,906,446,1352,Conversation log\n"
+    "19440113.0,,2,ChatGPT,36,29,65,API log\n"
+    "19440161.0,d5983bf9-4b48-497b-892b-a58995247443,2,ChatGPT,36,29,65,Conversation log\n"
+    "19440192.0,1722ac82-0a46-4bf0-aa08-89794e7a2b3f,8,GPT-4,1779,123,1902,Conversation log\n"
+    "19440192.0,,1,ChatGPT,20,0,20,API log\n"
+    "19440112.0,,3,ChatGPT,35,13,48,API log\n"
+)
+
+
 def test_burstgpt_sessions(tmp_path):
-    log = read_request_log(
-        write(
-            tmp_path,
-            (
-                "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,"
-                "Total tokens,Log Type\n"
-                "3,s9,1,ChatGPT,10,1,11,Conversation log\n1,s2,1,ChatGPT,11,1,12,Conversation log\n"
-                "2,s9,1,ChatGPT,12,1,13,Conversation log\n"
-            ),
-        )
-    )
-    assert log.prompt_len.tolist() == [11, 12, 10]  # sorted by arrival
-    assert log.session.tolist() == [0, 1, 1]
+    """Rows of one conversation share a UUID, API requests have none; the last row comes second."""
+    log = read_request_log(write(tmp_path, BURSTGPT_3))
+    assert log.arrival_s.tolist() == [0.0, 2.0, 3.0, 51.0, 82.0]
+    assert log.prompt_len.tolist() == [906, 35, 36, 36, 1779]
+    assert log.session.tolist() == [0, 1, 2, 3, 0]
+    assert log.n_dropped == 1
 
 
 def test_mooncake(tmp_path):
@@ -148,8 +152,8 @@ MOONCAKE = '{"timestamp": 0, "input_length": 8, "output_length": 1}\n'
         (AZURE + "yesterday,1,1\n", "line 3: got 'yesterday,1,1'"),
         (AZURE + "2023-11-16 18:15:46,1.5,1\n", "line 3: got"),
         (AZURE + "2023-11-16 18:15:46,1\n", "line 3: got"),
-        (AZURE + "2023-11-16 18:15:46,-1,1\n", "record 2: -1 prompt"),
-        (AZURE + "2023-11-16 18:15:46,1,99999999999\n", "record 2: 1 prompt and 99999999999"),
+        (AZURE + "2023-11-16 18:15:46,-1,1\n", "request 2: -1 prompt"),
+        (AZURE + "2023-11-16 18:15:46,1,99999999999\n", "request 2: 1 prompt and 99999999999"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
         ("Timestamp,Request tokens,Response tokens\nnan,1,1\n", "line 2: got 'nan,1,1'"),
         ("Timestamp,Request tokens,Response tokens\ninf,1,1\n", "line 2: got"),

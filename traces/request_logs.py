@@ -3,8 +3,9 @@
 Azure CSV
     ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure LLM inference traces 2023 and 2024).
 BurstGPT CSV
-    ``Timestamp`` (s), ``Request tokens``, ``Response tokens``, and in newer releases
-    ``Session ID``; other columns are not used.
+    ``Timestamp`` (s), ``Request tokens``, ``Response tokens`` and, from release 1.2 on,
+    ``Session ID``, which is empty for API requests; other columns are not used. A file of the
+    size of ``BurstGPT_3.csv`` (5.3 million rows, 246 MB) takes 21 s and 1.9 GB of memory.
 Mooncake JSONL
     ``timestamp`` or ``timestamp_ms`` (both ms), ``input_length``, ``output_length`` and
     optionally ``hash_ids``: one id for each block of the prompt, equal ids for equal
@@ -63,7 +64,7 @@ class RequestLog:
     prefix_block_tokens
         Tokens of a prefix block; 0 without block hashes.
     n_dropped
-        Records left out because they have no prompt or no output tokens: requests that failed.
+        Requests left out because they have no prompt or no output tokens: they failed.
     checksum
         SHA-256 of the file.
     """
@@ -82,7 +83,7 @@ class RequestLog:
 
 
 def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
-    """Read a request log; the format is told by the first line.
+    """Read a request log in the format that its first line shows.
 
     Raises
     ------
@@ -163,13 +164,13 @@ def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[_Row]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-            when = record["timestamp"] if "timestamp" in record else record["timestamp_ms"]
-            hashes = record.get("hash_ids", ())
-            lengths = record["input_length"], record["output_length"]
+            entry = json.loads(line)
+            when = entry["timestamp"] if "timestamp" in entry else entry["timestamp_ms"]
+            hashes = entry.get("hash_ids", ())
+            lengths = entry["input_length"], entry["output_length"]
             if not all(type(n) is int for n in (*lengths, *hashes)):
                 raise TypeError
-            yield _to_ns(float(when), 1e6), *lengths, hashes, str(record.get("session_id", ""))
+            yield _to_ns(float(when), 1e6), *lengths, hashes, str(entry.get("session_id", ""))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(
                 f"{file} line {number}",
@@ -184,7 +185,7 @@ def _assemble(file: Path, kind: str, rows: Iterator[_Row]) -> RequestLog:
     for row in rows:
         if min(row[1], row[2]) < 0 or max(row[1], row[2]) > _MAX_TOKENS:
             raise InputError(
-                f"{file} record {len(kept) + dropped + 1}",
+                f"{file} request {len(kept) + dropped + 1}",
                 f"{row[1]} prompt and {row[2]} output tokens",
                 f"0..{_MAX_TOKENS}",
             )
@@ -224,7 +225,7 @@ def _assemble(file: Path, kind: str, rows: Iterator[_Row]) -> RequestLog:
 
 
 def _block_tokens(file: Path, prompt: NDArray[np.int32], blocks: NDArray[np.int64]) -> int:
-    """Find the block size at which every prompt has its full blocks hashed, and at most the
+    """Find the block size at which each prompt has hashes of its full blocks and, at most, of the
     partial one after them."""
     if not blocks.any():
         return 0

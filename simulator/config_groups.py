@@ -1,0 +1,272 @@
+"""The fields of a run's configuration, in groups."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.parallel import Parallelism
+
+#: The named workloads; any other is a file.
+WORKLOADS = ("task", "language")
+_TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D|([1-9]\d*)C", re.IGNORECASE)
+
+
+def _number_or_inf(value: Any) -> Any:
+    if isinstance(value, str) and value.strip().lower() in {"inf", "infinity", ".inf"}:
+        return math.inf
+    return value
+
+
+def _policy(decision: str) -> BeforeValidator:
+    """Make a policy's canonical word of whatever spelling."""
+
+    def canonical(value: Any) -> str:
+        from eldr_sim.policies import registry  # takes long to import: it knows every policy
+
+        return registry.canonical(decision, value)
+
+    return BeforeValidator(canonical)
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _topology(value: Any) -> Any:
+    if isinstance(value, str):
+        parse_topology(value)
+    return value
+
+
+#: A name or a path.
+PathText = Annotated[str, BeforeValidator(_path_text)]
+Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
+
+
+def parse_topology(text: str) -> tuple[int, int]:
+    """Return (prefill workers, decode workers) of ``xPyD``, (0, x) of ``xC``; raises InputError."""
+    match = _TOPOLOGY.fullmatch(text.strip())
+    if match is None:
+        raise InputError(
+            "topology",
+            repr(text),
+            "xPyD with at least one worker of each kind, such as 8P16D, or xC, such as 8C",
+        )
+    return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2]))
+
+
+class _Fields(BaseModel):
+    """A group of fields."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
+    )
+
+
+class ServiceLevel(BaseModel):
+    """Upper bounds that a good request keeps, as ``vllm bench serve --goodput`` has them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    ttft: float | None = Field(default=None, gt=0)
+    """Time to first token, ms."""
+    tpot: float | None = Field(default=None, gt=0)
+    """Time per output token after the first, ms."""
+    e2el: float | None = Field(default=None, gt=0)
+    """End-to-end latency, ms."""
+
+
+class Pool(_Fields):
+    """What the workers of one pool, prefill or decode, have of their own; the run's when None."""
+
+    gpu: PathText | None = None
+    """Name of a known GPU."""
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """GPUs of a worker."""
+    enable_expert_parallel: bool | None = None
+    """Whether whole experts are spread over a worker's GPUs."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Running requests of a worker."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens computed in one step."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of a GPU-hour."""
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How a worker spreads the model over its GPUs; raises InputError if it cannot exist."""
+        return Parallelism(self.tensor_parallel_size or 1, bool(self.enable_expert_parallel))
+
+
+class PolicyConfig(_Fields):
+    """Who serves a request, in which order, and where experts live."""
+
+    policy: Annotated[str, _policy("decode")] = "round_robin"
+    """Decode policy: which decode worker gets a request after its prefill, or which co-located
+    worker when it arrives. Parameters follow the name: ``eldr:tau=0.2,layer_mask=all``; ``eldr-sim
+    policies`` lists them."""
+    prefill_policy: Annotated[str, _policy("prefill")] = "prefix_hash"
+    """Prefill policy: which prefill worker gets a request when it arrives."""
+    queue_order: Annotated[str, _policy("queue")] = "fcfs"
+    """Which waiting request an engine admits next: the first that came, or the shortest prompt."""
+    expert_placement: Annotated[str, _policy("placement")] = "linear"
+    """Which GPU holds which experts under expert parallelism: neighbours together, or ELDR's
+    placement, which spreads the expected activation of each decode worker's cluster evenly."""
+
+
+class WorkloadConfig(_Fields):
+    """The requests: when they come, how long they are, and the experts that their tokens choose."""
+
+    workload: PathText = "task"
+    """``task``, ``language``, or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
+    domain_mix: dict[str, float] | None = None
+    """Share of each domain among the requests; the workload's own when not given."""
+    request_rate: Rate | None = None
+    """Mean requests per second; ``inf`` sends all at once. 60 for the task and language workloads,
+    the recorded timestamps for a file."""
+    burstiness: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """At most this many requests in flight; the others wait at the client."""
+    duration: float = Field(default=120.0, gt=0, allow_inf_nan=False)
+    """Length of the measured window; requests that arrive in it make the statistics."""
+    warmup: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Time before the measured window; 30, or 0 with ``num_requests``."""
+    num_requests: int | None = Field(default=None, ge=1)
+    """Send this many requests instead of sending for a duration; all of them that arrive after the
+    warm-up are measured."""
+    output_len: Annotated[int, Field(ge=1)] | Literal["recorded"] | None = None
+    """Output tokens of every request, ignoring end-of-sequence, or ``recorded``. 512 for the task
+    and language workloads, ``recorded`` for a file."""
+    trace: PathText = "reference-moe"
+    """Name of an embedded routing trace or a trace folder."""
+    trace_replay: Literal["own", "same_domain"] = "own"
+    """Whose generated tokens a request replays: its own, or those of another request of its domain
+    (then no two requests with equal signatures replay equal tokens)."""
+    prompts: Literal["unique", "shared"] = "unique"
+    """Whether requests of the task and language workloads that replay the same trace request have
+    the same prompt (``shared``, so that prefix caches find it) or each has one of its own. A file
+    says itself which prompts share a prefix."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of every random stream."""
+
+    @property
+    def warmup_s(self) -> float:
+        """Time before the measured window, s."""
+        if self.warmup is not None:
+            return self.warmup
+        return 30.0 if self.num_requests is None else 0.0
+
+    @property
+    def effective_rate(self) -> float | None:
+        """Mean requests per second; None where a file's timestamps rule."""
+        if self.request_rate is not None or self.from_file:
+            return self.request_rate
+        return 60.0
+
+    @property
+    def effective_output_len(self) -> int | Literal["recorded"]:
+        """Output tokens of every request, or ``recorded``."""
+        if self.output_len is not None:
+            return self.output_len
+        return "recorded" if self.from_file else 512
+
+    @property
+    def from_file(self) -> bool:
+        """Whether the workload is a file of recorded requests."""
+        return self.workload not in WORKLOADS
+
+
+class ClusterConfig(_Fields):
+    """The workers, their GPUs, and what connects them."""
+
+    topology: Annotated[str, BeforeValidator(_topology)] = "8P16D"
+    """``xPyD``: x prefill and y decode WORKERS, each of ``tensor_parallel_size`` GPUs; or ``xC``: x
+    co-located workers, which compute prompts in chunks beside their decode batch."""
+    gpu: PathText = "H100"
+    """Name of a known GPU."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of every worker. Attention heads, dense layers and lm_head are sharded over them, and
+    so is every expert unless ``enable_expert_parallel``."""
+    enable_expert_parallel: bool = False
+    """Spread whole experts over a worker's GPUs; a layer then waits for the GPU that reads the most
+    experts."""
+    prefill: Pool = Pool()
+    """What the prefill workers have of their own."""
+    decode: Pool = Pool()
+    """What the decode workers (or the co-located ones) have of their own."""
+    kv_transfer: Literal["ideal", "observed"] = "observed"
+    """Cost of KV transfers: what NIXL's benchmark reaches, or what serving logs show."""
+    load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Age of the completions that the routers have heard of, ms."""
+    signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How often the engines publish what the routers see of them beside loads (waiting and running
+    requests, tokens, KV usage), ms; 0: as of each decision. vLLM's data-parallel coordinator
+    publishes every 100 ms."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Price of a GPU-hour, for the cost per million output tokens."""
+
+    @property
+    def n_prefill(self) -> int:
+        """Number of prefill workers; 0 where all workers are co-located."""
+        return parse_topology(self.topology)[0]
+
+    @property
+    def n_decode(self) -> int:
+        """Number of decode or co-located workers."""
+        return parse_topology(self.topology)[1]
+
+    @property
+    def colocated(self) -> bool:
+        """Whether each worker computes prompts and decodes."""
+        return self.n_prefill == 0
+
+
+class EngineConfig(_Fields):
+    """The engine of a worker, in vLLM's terms, and its step times."""
+
+    model: PathText = "Qwen3-30B-A3B"
+    """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Most tokens of a request, prompt and output together, that a worker accepts; the model's own
+    limit when not given."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Running requests of a worker; vLLM's server default for the GPU when not given."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens computed in one step; vLLM's server default for the GPU when not given."""
+    block_size: int = Field(default=16, ge=1)
+    """Tokens of a KV block."""
+    enable_prefix_caching: bool = True
+    """Whether prefill workers keep KV blocks for prompts that begin alike."""
+    async_scheduling: bool = True
+    """Whether decode and co-located workers schedule one step ahead, so that a request which comes
+    during a step joins the step after the next (vLLM's default since 0.14)."""
+    gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
+    """Share of the GPU's memory that an engine may use."""
+    host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Time of a step that no kernel accounts for, ms; the profile's figure when not given."""
+    tables: PathText | None = None
+    """Folder of latency tables that take precedence over the embedded ones."""
+
+
+class OutputConfig(_Fields):
+    """What a result says beside the figures that every one has."""
+
+    goodput: ServiceLevel = ServiceLevel()
+    """Service-level objective of good requests."""
+
+
+#: The groups, by the names that files may give them.
+GROUPS: dict[str, type[BaseModel]] = {
+    "policies": PolicyConfig,
+    "workload": WorkloadConfig,
+    "cluster": ClusterConfig,
+    "engine": EngineConfig,
+    "output": OutputConfig,
+}
