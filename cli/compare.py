@@ -9,7 +9,7 @@ import click
 
 from eldr_sim.cli.completion import complete
 from eldr_sim.cli.completion import policies as policy_names
-from eldr_sim.cli.console import difference_cell, print_table, progress_bar
+from eldr_sim.cli.console import difference_cell, number_text, print_table, progress_bar
 from eldr_sim.cli.groups import GroupedCommand
 from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.policies.choice import split
@@ -66,11 +66,14 @@ def compare(
 
 
 def _print(comparison: Comparison) -> None:
+    from eldr_sim.planning.intervals import mean_known
+
     paired = comparison.paired.summaries
     names, n_seeds = list(paired), comparison.n_seeds
     rows = []
     for name in names:
-        cells = [_mean([summary[metric] for summary in paired[name]]) for metric in HEADLINE]
+        means = [mean_known([summary[metric] for summary in paired[name]]) for metric in HEADLINE]
+        cells = [number_text(mean, ".2f") for mean in means]
         rows.append([name, *cells, str(sum(summary["failed"] for summary in paired[name]))])
     first = next(iter(comparison.summaries.values()))
     print_table(
@@ -93,10 +96,3 @@ def _print(comparison: Comparison) -> None:
             ["policy", *(label(metric) for metric in HEADLINE)],
             rows,
         )
-
-
-def _mean(values: list[float | None]) -> str:
-    from eldr_sim.planning.intervals import mean_known
-
-    mean = mean_known(values)
-    return "-" if mean is None else f"{mean:.2f}"

@@ -154,6 +154,11 @@ def difference_cell(difference: PairedDifference) -> str:
     return interval_text(difference.percent, difference.low, difference.high, "+.2f")
 
 
+def number_text(value: float | None, form: str) -> str:
+    """Return a number in a format; ``-`` for None."""
+    return "-" if value is None else f"{value:{form}}"
+
+
 def interval_text(mean: float, low: float, high: float, form: str) -> str:
     """Return ``mean [low, high]`` in a format; without the ends where there are none."""
     if math.isnan(mean):

@@ -11,7 +11,7 @@ import click
 from eldr_sim.cli.completion import complete
 from eldr_sim.cli.completion import gpus as gpu_names
 from eldr_sim.cli.completion import policies as policy_names
-from eldr_sim.cli.console import interval_text, print_table, run_counter
+from eldr_sim.cli.console import interval_text, number_text, print_table, run_counter
 from eldr_sim.cli.groups import GroupedCommand
 from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 @click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU.")
 @click.option(
     *TENSOR_PARALLEL_SIZE, "sizes", metavar="N,...",
-    help="GPUs of a worker to choose from.  [default: the fewest that hold the model, more where "
-    "the SLO takes them]",
+    help="GPUs of a worker to choose from.  [default: the fewest that hold the model, more if "
+    "the SLO needs them]",
 )  # fmt: skip
 @click.option("--topology", metavar="xPyD", help="Find the highest rate of this cluster instead.")
 @click.option(
     "--seeds", type=int, default=8, show_default=True,
-    help="Most seeds of a cluster; fewer where they suffice.",
+    help="Most seeds per cluster; fewer if they suffice.",
 )  # fmt: skip
 @click.option("--jobs", type=int, metavar="N", help="Processes.  [default: one a CPU]")
 @run_options(
@@ -83,8 +83,8 @@ def plan(
 ) -> None:
     """Find the cheapest xPyD cluster that meets an SLO at a rate.
 
-    With --topology find the highest rate that this cluster carries within the SLO. Exit code 1
-    says that there is none.
+    With --topology, find the highest rate of this cluster within the SLO. Exit code 1 if there is
+    none.
     """
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.plan import plan as plan_cluster
@@ -239,11 +239,11 @@ def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
         _gpu(trial),
         _workers(trial),
         str(config.n_gpus),
-        *([_number(price, ".2f") for price in prices] if plan.has_prices else []),
+        *([number_text(price, ".2f") for price in prices] if plan.has_prices else []),
         interval_text(*trial.attainment, ".4f"),
         str(len(trial.summaries)),
-        _number(trial.mean("p99_ttft_ms"), ".1f"),
-        _number(trial.mean("p99_tpot_ms"), ".2f"),
+        number_text(trial.mean("p99_ttft_ms"), ".1f"),
+        number_text(trial.mean("p99_tpot_ms"), ".2f"),
         f"{per_user(trial):.1f}",
         f"{per_gpu(trial):.0f}",
         trial.summaries[0]["weakest_provenance"],
@@ -279,8 +279,8 @@ def _lost(trial: Trial | None) -> str:
     tail = ", in a short run" if trial.hopeless else ""
     return (
         f"attains {100 * trial.attainment.mean:.1f}%, TTFT p99 "
-        f"{_number(trial.mean('p99_ttft_ms'), '.0f')} ms, TPOT p99 "
-        f"{_number(trial.mean('p99_tpot_ms'), '.1f')} ms{tail}"
+        f"{number_text(trial.mean('p99_ttft_ms'), '.0f')} ms, TPOT p99 "
+        f"{number_text(trial.mean('p99_tpot_ms'), '.1f')} ms{tail}"
     )
 
 
@@ -322,7 +322,3 @@ def _print_assumptions(summary: Summary) -> None:
     )
     for warning in warnings_of(dict(summary)):
         click.echo(f"Warning: {warning}", err=True)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"

@@ -28,8 +28,8 @@ _MOST_ROWS, _MOST_FAILURES = 60, 10
 @click.command(short_help="Run a grid or any other set of runs.")
 @click.argument("file", type=click.Path(path_type=Path), metavar="SWEEP.yaml")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Keep the runs here.")
-@click.option("--resume", is_flag=True, help="Go on with the sweep in --out.")
-@click.option("--dry-run", is_flag=True, help="Print the points and run none.")
+@click.option("--resume", is_flag=True, help="Continue the sweep in --out.")
+@click.option("--dry-run", is_flag=True, help="Print the points without running them.")
 @click.option("--jobs", type=int, metavar="N", help="Runs at a time.  [default: one a CPU]")
 @click.option(
     "--backend",
@@ -52,10 +52,10 @@ def sweep(
     backend: str,
     address: str | None,
 ) -> None:
-    """Run all points of SWEEP.yaml, each under its seeds, into one data set.
+    """Run all points of SWEEP.yaml under their seeds, into one data set.
 
-    What is done is kept: after Ctrl-C or a crash, --resume goes on. A run that fails is a row with
-    its reason.
+    Ended runs are kept: after Ctrl-C or a crash, --resume continues. A failed run is a row with its
+    reason.
     """
     spec = read_spec(file)
     if dry_run:
@@ -77,7 +77,9 @@ def sweep(
     except KeyboardInterrupt:
         if not out.exists():
             raise
-        click.echo(f"Interrupted: {out} keeps the runs that are done; --resume goes on.", err=True)
+        click.echo(
+            f"Interrupted: {out} keeps the runs that have ended; --resume continues.", err=True
+        )
         sys.exit(130)
     _print(result)
     click.echo(f"Wrote {out}")
@@ -127,7 +129,7 @@ def _print(result: SweepResult) -> None:
 
 
 def _warn(table: pa.Table) -> None:
-    """Say which runs failed and what readers of the others must know, on standard error."""
+    """Print failed runs, and warnings about the others, on standard error."""
     rows = table.to_pylist()
     failed = [row for row in rows if row["status"] == FAILED]
     for row in failed[:_MOST_FAILURES]:

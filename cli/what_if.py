@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from eldr_sim.cli.console import difference_cell, print_table, progress_bar
+from eldr_sim.cli.console import difference_cell, number_text, print_table, progress_bar
 from eldr_sim.cli.options import check_out
 from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import make_config
@@ -49,22 +49,22 @@ def what_if(
     config = make_config(read_base(base))
     check_out(out, force, MARKER)
     with progress_bar("what if") as update:
-        found = make_what_if(
+        result = make_what_if(
             config, changes, n_seeds=seeds, together=together, jobs=jobs, progress=update
         )
     if out is not None:
-        found.write(out, force=force)
-    first = found.base[0]
+        result.write(out, force=force)
+    first = result.base[0]
     click.echo(
         f"Base: {config.policy}, {first['topology']}, {first['model_id']} on {first['gpu']}, "
         f"{first['weakest_provenance']} tables; {seeds} paired seed{'s' if seeds > 1 else ''}"
     )
-    for change in found.changes:
+    for change in result.changes:
         click.echo()
         _print_change(change)
     if out is not None:
         click.echo(f"Wrote {out}")
-    for name, summary in [("base", first), *((c.name, c.summaries[0]) for c in found.changes)]:
+    for name, summary in [("base", first), *((c.name, c.summaries[0]) for c in result.changes)]:
         for warning in warnings_of(dict(summary)):
             click.echo(f"Warning: {name}: {warning}", err=True)
 
@@ -88,6 +88,4 @@ def _print_change(change: Change) -> None:
 
 
 def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+    return number_text(value, ".4f" if value is not None and abs(value) < 10 else ".2f")
