@@ -96,7 +96,7 @@ def plan(
     rate = options.get("request_rate")
     if topology is not None:
         if rate is not None:
-            raise InputError("topology", "beside --request-rate", "one of the two")
+            raise InputError("topology", "together with --request-rate", "one of the two")
         options["topology"] = topology
     check_out(out, force, MARKER)
     worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]

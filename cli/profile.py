@@ -85,7 +85,7 @@ def profile(
     """
     from eldr_sim.kernel_profiles.profile import session
     from eldr_sim.kernel_profiles.profile.device import open_device
-    from eldr_sim.kernel_profiles.profile.plan import PARTS, Target
+    from eldr_sim.kernel_profiles.profile.measurement_plan import PARTS, Target
     from eldr_sim.kernel_profiles.profile.plots import plot_profile
 
     start = time.monotonic()

@@ -77,9 +77,7 @@ def sweep(
     except KeyboardInterrupt:
         if not out.exists():
             raise
-        click.echo(
-            f"Interrupted: {out} keeps the runs that have ended; --resume continues.", err=True
-        )
+        click.echo(f"Interrupted: {out} keeps the ended runs; --resume continues.", err=True)
         sys.exit(130)
     _print(result)
     click.echo(f"Wrote {out}")

@@ -41,7 +41,7 @@ class SearchSpace:
     below: float = math.inf
 
     def most_decode(self, x: int, below: float | None = None) -> int:
-        """Return the most decode workers beside ``x`` prefill workers, 0 if there are none."""
+        """Return the most decode workers that ``x`` prefill workers allow, or 0."""
         limit = self.below if below is None else min(below, self.below)
         y = self.max_workers - x
         while y > 0 and not self.cost(x, y) < limit:
@@ -49,7 +49,7 @@ class SearchSpace:
         return max(y, 0)
 
     def most_prefill(self, y: int) -> int:
-        """Return the most prefill workers beside ``y`` decode workers, 0 if there are none."""
+        """Return the most prefill workers that ``y`` decode workers allow, or 0."""
         x = self.max_workers - y
         while x > 0 and not self.cost(x, y) < self.below:
             x -= 1

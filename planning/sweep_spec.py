@@ -185,7 +185,7 @@ def make_spec(document: Any) -> SweepSpec:
     except ValidationError as error:
         raise _input_error(error) from None
     if parsed.randomSeed is not None and "seed" in parsed.config:
-        raise InputError("config.seed", "beside randomSeed", "one of the two")
+        raise InputError("config.seed", "together with randomSeed", "one of the two")
     seed = parsed.randomSeed
     if seed is None:
         seed = make_config(parsed.config).seed

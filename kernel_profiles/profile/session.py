@@ -42,7 +42,14 @@ from eldr_sim.kernel_profiles.profile.device import (
     gemm_flops,
     gpu_entry,
 )
-from eldr_sim.kernel_profiles.profile.plan import PARTS, Outcome, Target, Task, Workbench, make_plan
+from eldr_sim.kernel_profiles.profile.measurement_plan import (
+    PARTS,
+    Outcome,
+    Target,
+    Task,
+    Workbench,
+    make_plan,
+)
 from eldr_sim.kernel_profiles.profile.records import HOT, MAIN, Record, tables_of
 from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
 from eldr_sim.outputs import whole_file
@@ -215,7 +222,8 @@ def profile(
     Raises
     ------
     InputError
-        See :func:`open_journal` and :func:`~eldr_sim.kernel_profiles.profile.plan.make_plan`.
+        See :func:`open_journal` and
+        :func:`~eldr_sim.kernel_profiles.profile.measurement_plan.make_plan`.
     KeyboardInterrupt
         Ctrl-C: the journal keeps what was measured.
     """

@@ -14,9 +14,9 @@ from eldr_sim.kernel_profiles.profile.dense import Elementwise
 from eldr_sim.kernel_profiles.profile.device import open_device
 from eldr_sim.kernel_profiles.profile.grid import MoEPoint, moe_levels
 from eldr_sim.kernel_profiles.profile.host_gap import measure_host_gap
+from eldr_sim.kernel_profiles.profile.measurement_plan import Target
 from eldr_sim.kernel_profiles.profile.moe import MoEBench, TorchMoE
 from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers
-from eldr_sim.kernel_profiles.profile.plan import Target
 from eldr_sim.kernel_profiles.profile.timing import CpuTimer
 from eldr_sim.kernel_profiles.profile.weights import ExpertWeights, MoEShape
 from eldr_sim.kernel_profiles.tables import load_table

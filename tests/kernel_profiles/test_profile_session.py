@@ -11,7 +11,13 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.profile import session
 from eldr_sim.kernel_profiles.profile.device import Device, differing_facts, gpu_entry
-from eldr_sim.kernel_profiles.profile.plan import PARTS, Outcome, Target, Task, make_plan
+from eldr_sim.kernel_profiles.profile.measurement_plan import (
+    PARTS,
+    Outcome,
+    Target,
+    Task,
+    make_plan,
+)
 from eldr_sim.kernel_profiles.profile.records import MAIN, Record
 from eldr_sim.kernel_profiles.profile.timing import MAX_CALLS, CpuTimer, Timing, rotation
 from eldr_sim.kernel_profiles.tables import load_table

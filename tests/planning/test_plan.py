@@ -459,7 +459,10 @@ def test_no_cluster_is_exit_code_1_and_still_written(analytic_cli, tmp_path):
         (["--request-rate", "20", "--attainment", "1"], "attainment: 1"),
         (["--request-rate", "20", "--slo", "itl:3"], "slo: itl: no such field"),
         (["--request-rate", "20", "--tensor-parallel-size", "two"], "tensor_parallel_size: 'two'"),
-        (["--request-rate", "20", "--topology", "1P1D"], "topology: beside --request-rate"),
+        (
+            ["--request-rate", "20", "--topology", "1P1D"],
+            "topology: together with --request-rate",
+        ),
         (["--topology", "1P"], "topology: '1P'"),
         (["--request-rate", "20", "--jobs", "0"], "jobs: 0"),
         (["--request-rate", "20", "--seeds", "1"], "seeds: 1"),

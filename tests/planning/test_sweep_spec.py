@@ -135,7 +135,10 @@ BAD = [
     (f"{{{GRID}, multiRun: {{numRuns: 0}}}}", "multiRun.numRuns: "),
     (f"{{{GRID}, multiRun: {{confidenceLevel: 1}}}}", "multiRun.confidenceLevel: "),
     (f"{{{GRID}, randomSeed: -1}}", "randomSeed: "),
-    (f"{{{GRID}, randomSeed: 1, config: {{seed: 1}}}}", "config.seed: beside randomSeed"),
+    (
+        f"{{{GRID}, randomSeed: 1, config: {{seed: 1}}}}",
+        "config.seed: together with randomSeed",
+    ),
     (f"{{{GRID}, config: {{topolgy: 1P1D}}}}", "topolgy: no such field"),
     (f"{{{GRID}, config: 5}}", "config: "),
 ]

@@ -266,21 +266,7 @@ def outside_times(
         if not prefilled:
             gaps = [logged.received["decode"][row] - logged.prompt_end[row] for row in order]
             handoff = _delay(lengths, gaps)
-        points, source = measure_link()
-        link = fit_transfer(points)
-        block = next(iter(logs.values())).engine["block_size"]  # of all: they exchange blocks
-        per_block = link.descriptor_s * dims.n_kv_tensors
-        per_block += block * dims.kv_bytes_per_token / link.bandwidth
-        received = logged.received["decode"]
-        waits = [
-            logged.steps[row][0][0] - received[row] - per_block * -(-lengths[row] // block)
-            for row in order
-        ]
-        source += f", mean error {link.mean_error:.0%}"
-        transfer = TransferModel(
-            max(0.0, float(np.median(waits))), link.descriptor_s, link.bandwidth, source
-        )
-        notes["nixl_fit"] = vars(link)
+        transfer, notes["nixl_fit"] = _transfer(logs, logged, lengths, dims, measure_link())
     notes["unloaded"] = {
         "requests": len(order),
         "egress_ms": [1e3 * float(np.quantile(egress, q)) for q in (0.25, 0.5, 0.75)],
@@ -328,6 +314,28 @@ def _logged_times(
                 else:
                     logged.steps[row].append((step.start_s, step.end_s))
     return logged
+
+
+def _transfer(
+    logs: Mapping[str, EngineLog],
+    logged: _LoggedTimes,
+    lengths: np.ndarray[Any, Any],
+    dims: ModelDims,
+    measured: tuple[Mapping[tuple[int, int], float], str],
+) -> tuple[TransferModel, dict[str, Any]]:
+    """Return the model of KV transfers, with the fit of NIXL's times that it uses."""
+    points, source = measured
+    link = fit_transfer(points)
+    block = next(iter(logs.values())).engine["block_size"]  # of all: they exchange blocks
+    per_block = link.descriptor_s * dims.n_kv_tensors
+    per_block += block * dims.kv_bytes_per_token / link.bandwidth
+    waits = [
+        logged.steps[row][0][0] - received - per_block * -(-lengths[row] // block)
+        for row, received in logged.received["decode"].items()
+    ]
+    setup_s = max(0.0, float(np.median(waits)))
+    source += f", mean error {link.mean_error:.0%}"
+    return TransferModel(setup_s, link.descriptor_s, link.bandwidth, source), vars(link)
 
 
 def _delay(lengths: np.ndarray[Any, Any], seconds: Sequence[float]) -> Delay:

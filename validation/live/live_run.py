@@ -104,7 +104,7 @@ class RunInfo(BaseModel):
     setup: str
     """``colocated``, ``1P1D`` or ``1P2D``."""
     policy: str
-    """Decode policy of the proxy; ``round_robin`` where there is one engine."""
+    """Decode policy of the proxy; ``round_robin`` if there is one engine."""
     repeat: int
     """Number of the repetition of this load."""
     load: LoadInfo

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 SETUPS = ("colocated", "1P1D", "1P2D")
 """Set-ups that a full campaign has."""
 POLICIES = ("round_robin", "jsq", "eldr")
-"""Decode policies that a full campaign runs where there are several decode engines."""
+"""Decode policies of a full campaign on several decode engines."""
 GOALS = {
     "decode step median": 5.0,
     "decode step p90": 10.0,

@@ -76,7 +76,7 @@ def test_a_prefill_step_takes_the_time_of_its_own_experts(make_live_run, live_ca
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_milestones_read_back_from_the_recording_are_those_simulated(
+def test_timestamps_read_back_from_the_recording_are_those_simulated(
     make_live_run, live_calibration, setup
 ):
     run, replayed = make_live_run(setup, rate=200.0)
