@@ -74,6 +74,7 @@ LINKED = (
     "simulator.queues",
     "simulator.replay",
     "simulator.state",
+    "simulator.step",
 )
 
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.run import offered_load, prepare
+from eldr_sim.simulator.prepare import prepare
+from eldr_sim.simulator.run import offered_load
 
 #: A finite run may serve a little more than the cluster's steady state.
 _SLACK = 0.9

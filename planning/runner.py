@@ -22,7 +22,8 @@ from typing import Any, Literal, get_args
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.run import prepare, simulate_summary
+from eldr_sim.simulator.prepare import prepare
+from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.shared_replay import SharedReplay, share, use
 
 Backend = Literal["joblib", "ray"]

@@ -1,8 +1,10 @@
 """Queue orders: which waiting request an engine serves next.
 
 An order gives every request a key. An engine admits the waiting request of the lowest key, and of
-equal keys the one that came first; as in vLLM a request that was preempted, or whose prompt has
-begun, comes before those that wait for the first time.
+equal keys the one that came first. As in vLLM a request whose prompt has begun comes before those
+that wait for the first time. When KV blocks run out, the sequence that joined last is preempted and
+comes before those, too; an order whose attribute ``preempts`` is true preempts the sequence of the
+highest key instead, which then waits by its key.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext
 
 
@@ -20,6 +23,8 @@ class Waiting(NamedTuple):
 
     prompt_len: NDArray[np.int64]
     """Prompt tokens."""
+    priority: NDArray[np.int64] | None = None
+    """Priorities that clients give, the lowest first; None where they give none."""
 
 
 class QueueOrder(Protocol):
@@ -58,3 +63,21 @@ class ShortestJobFirst:
     def keys(self, requests: Waiting) -> NDArray[Any]:
         """Return the prompts' lengths."""
         return requests.prompt_len.astype(np.float64)
+
+
+class PriorityOrder:
+    """The request of the lowest priority value (vLLM's ``--scheduling-policy priority``)."""
+
+    name = "priority"
+    decision: ClassVar[str] = "queue"
+    preempts: ClassVar[bool] = True
+
+    def __init__(self, context: PolicyContext) -> None:
+        pass
+
+    def keys(self, requests: Waiting) -> NDArray[Any]:
+        """Return the priorities; raises InputError where requests have none."""
+        if requests.priority is None:
+            problem = "'priority' needs priorities, and the workload has none"
+            raise InputError("queue_order", problem, "a request log with a column `priority`")
+        return requests.priority.astype(np.float64)

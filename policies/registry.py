@@ -39,7 +39,12 @@ from eldr_sim.policies.prefill import (
     PrefillRoundRobinPolicy,
     PrefixHashPolicy,
 )
-from eldr_sim.policies.queue_order import FirstComeFirstServed, QueueOrder, ShortestJobFirst
+from eldr_sim.policies.queue_order import (
+    FirstComeFirstServed,
+    PriorityOrder,
+    QueueOrder,
+    ShortestJobFirst,
+)
 
 GROUP = "eldr_sim.policies"
 """The entry-point group that other packages add policies to."""
@@ -82,6 +87,7 @@ _BUILT_IN = cast(
         PrefixHashPolicy,
         FirstComeFirstServed,
         ShortestJobFirst,
+        PriorityOrder,
         LinearPlacement,
         EldrPlacement,
     ),

@@ -27,12 +27,13 @@ from eldr_sim.policies.base import (
 from eldr_sim.simulator import loop, state
 from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.compiled import Callback
-from eldr_sim.simulator.engine import Engines, Scratch
+from eldr_sim.simulator.engine import Engines
 from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.simulator.kv_cache import make_kv_cache
 from eldr_sim.simulator.network import make_network
 from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.router import PolicyRouter, grown
+from eldr_sim.simulator.step import Scratch
 from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.prompts import Ranges, clip_ranges, join_ranges
 from eldr_sim.traces.workload import Workload
@@ -73,6 +74,8 @@ class ClusterSpec:
     signal_interval_s: float = 0.0
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
+    #: Whether the sequence of the highest queue key is preempted, not the one that joined last.
+    preempt_by_key: bool = False
     #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
     capture_s: float = 0.0
     routing_s: float = 0.0
@@ -493,6 +496,7 @@ def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[
     pools["prefix_caching"] = caching
     pools["own_experts"] = own_experts
     pools["async_scheduling"] = spec.async_scheduling
+    pools["preempt_by_key"] = spec.preempt_by_key
     pools["capture_s"] = spec.capture_s, 0.0
     return pools
 

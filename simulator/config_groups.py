@@ -114,7 +114,8 @@ class PolicyConfig(_Fields):
     prefill_policy: Annotated[str, _policy("prefill")] = "prefix_hash"
     """Prefill policy: which prefill worker gets a request when it arrives."""
     queue_order: Annotated[str, _policy("queue")] = "fcfs"
-    """Which waiting request an engine admits next: the first that came, or the shortest prompt."""
+    """Which waiting request an engine admits next: the first that came, the shortest prompt, or the
+    lowest priority of a request log."""
     expert_placement: Annotated[str, _policy("placement")] = "linear"
     """Which GPU holds which experts under expert parallelism: neighbours together, or ELDR's
     placement, which spreads the expected activation of each decode worker's cluster evenly."""

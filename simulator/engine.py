@@ -7,9 +7,9 @@ their next token, and chunks of contexts that are still being computed.
 - First come, first served, or another queue order. A request is admitted if there is a place in the
   batch, a token of the step's budget, and KV blocks for its whole prompt; until the next in the
   order is, nobody behind it is.
-- Running sequences come first. When their blocks are not free, the one that joined last is
-  preempted: it goes to the front of the queue and recomputes its context later; nobody is admitted
-  in that step.
+- Running sequences come first. When their blocks are not free, the one that joined last, or that of
+  the lowest priority, is preempted: it goes to the front of the queue, or by its priority, and
+  recomputes its context later; nobody is admitted in that step.
 - A context is computed in chunks, as the token budget allows. Its last token is not part of them
   but decoded, in the step of its last chunk, except on a prefill worker, which hands the request
   over when the prompt is computed.
@@ -29,8 +29,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.kernel_profiles.step_cost import step_parts, total_s
-from eldr_sim.simulator import expert_union
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.events import schedule, schedule_step
 from eldr_sim.simulator.kv_cache import (
@@ -41,7 +39,6 @@ from eldr_sim.simulator.kv_cache import (
     n_free,
     publish,
     release,
-    take_blank,
 )
 from eldr_sim.simulator.queues import queue_add, queue_pop
 from eldr_sim.simulator.state import BOUNDARY, COLOCATED, DECODE, PREFILL, TRANSFER_START
@@ -63,16 +60,6 @@ class Engines(NamedTuple):
     tables: NDArray[np.void]  #: ``BLOCK_TABLE [requests, pools]``
     kv: KVCache
     pending: NDArray[np.int64]  #: ``[capacity, 2]``: what to do, request
-
-
-class Scratch(NamedTuple):
-    """Working memory of a step."""
-
-    rows: NDArray[np.int64]  #: ``[max_num_seqs]``
-    cached: NDArray[np.int64]  #: ``[max_num_seqs]``
-    new: NDArray[np.int64]  #: ``[max_num_seqs]``
-    union: NDArray[np.uint64]  #: ``[layers * words]``
-    activated: NDArray[np.int64]  #: ``[layers]``
 
 
 # --- queues ---
@@ -308,28 +295,66 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
 
 @compiled()
 def _preempt(clock: Any, engines: Engines, w: int) -> None:
-    """Take sequences back, last joined first, until the others have the blocks they need."""
+    """Take sequences back until the others have the blocks they need."""
     worker, sequences = engines.workers[w], engines.sequences
     while not _fits(engines, w, _NONE):
-        last = worker.batch + worker.prefilling - 1
-        request = sequences[w, last].request
+        victim = _victim(engines, w)
+        request = sequences[w, victim].request
         record = engines.requests[request]
-        if worker.prefilling > 0:  # not in the batch yet, so behind all that are
+        if victim >= worker.batch:
             worker.prefilling -= 1
             pool = engines.pool_of[w]
             release(engines.kv, engines.tables, engines.workers, w, pool, request)
         else:
             worker.batch -= 1
-            record.generated = record.output_len - sequences[w, last].left
+            record.generated = record.output_len - sequences[w, victim].left
             record.last_token_s = clock[0].now
             context = record.prompt_len - 1 + record.generated
             worker.context -= context
             _release_context(engines, w, request, context)
+        for i in range(victim, worker.batch + worker.prefilling):
+            sequences[w, i] = sequences[w, i + 1]
         record.preemptions += 1
         worker.n_waiting += 1
         worker.waiting_tokens += record.prompt_len + record.generated
-        record.next = worker.preempted_head
+        _append_preempted(engines, w, request)
+
+
+@compiled()
+def _victim(engines: Engines, w: int) -> Any:
+    """Return the running sequence to preempt: the last one joined, or that of the highest key."""
+    worker, sequences, requests = engines.workers[w], engines.sequences, engines.requests
+    last = worker.batch + worker.prefilling - 1
+    if not engines.pools[engines.pool_of[w]].preempt_by_key:
+        return last
+    victim = last
+    for i in range(last):
+        if _comes_first(requests, sequences[w, victim].request, sequences[w, i].request):
+            victim = np.int64(i)
+    return victim
+
+
+@compiled()
+def _comes_first(requests: Any, one: int, other: int) -> Any:
+    """Whether a request comes before another in the queue order, then by arrival."""
+    if requests[one].queue_key != requests[other].queue_key:
+        return requests[one].queue_key < requests[other].queue_key
+    return one < other
+
+
+@compiled()
+def _append_preempted(engines: Engines, w: int, request: int) -> None:
+    """Put a request before the other preempted ones, or where its key belongs."""
+    worker, requests = engines.workers[w], engines.requests
+    before, behind = np.int64(-1), worker.preempted_head
+    if engines.pools[engines.pool_of[w]].preempt_by_key:
+        while behind >= 0 and _comes_first(requests, behind, request):
+            before, behind = behind, requests[behind].next
+    requests[request].next = behind
+    if before < 0:
         worker.preempted_head = request
+    else:
+        requests[before].next = request
 
 
 @compiled()
@@ -344,9 +369,7 @@ def _is_open(engines: Engines, w: int) -> Any:
 @compiled()
 def _admit(clock: Any, events: Any, engines: Engines, w: int) -> None:
     """Fill the batch: who holds blocks already, then who lost them, then who is new."""
-    worker, requests = engines.workers[w], engines.requests
-    role = engines.pools[engines.pool_of[w]].role
-    now = clock[0].now
+    worker, requests, now = engines.workers[w], engines.requests, clock[0].now
     _fill(engines, w)
     while worker.arrived_head >= 0 and _is_open(engines, w):
         request = worker.arrived_head
@@ -359,40 +382,59 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int) -> None:
         _begin(engines, w, first, request, context, context)
         worker.prefilling += 1
         _join(engines, w)
-    while worker.preempted_head >= 0 and _is_open(engines, w):
-        request = worker.preempted_head
-        context = requests[request].prompt_len - 1 + requests[request].generated
-        cached = _allocate(engines, w, request, context + 1)
-        if cached < 0:
-            return  # first come, first served: nobody new overtakes a preempted request
-        worker.preempted_head = requests[request].next
-        _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
-        worker.prefilling += 1
-        _fill(engines, w)
-    while worker.new_head >= 0 and _is_open(engines, w):
-        request = worker.new_head
-        prompt = requests[request].prompt_len
-        cached = _allocate(engines, w, request, prompt)
-        if cached < 0:
+    by_key = engines.pools[engines.pool_of[w]].preempt_by_key
+    while _is_open(engines, w):
+        lost, new = worker.preempted_head, worker.new_head
+        if lost >= 0 and (not by_key or new < 0 or _comes_first(requests, lost, new)):
+            if not _admit_preempted(engines, w, lost):
+                return  # nobody overtakes who is next
+        elif new < 0 or not _admit_new(clock, events, engines, w, new):
             return
-        worker.new_head = queue_pop(requests, request)
-        if role == DECODE:  # fetch the KV cache into the blocks reserved for it
-            requests[request].transfer_start_s = now
-            requests[request].decode_cached_tokens = cached
-            requests[request].ticket = clock[0].order
-            settings = engines.settings[0]
-            blocks = blocks_of(prompt - cached, settings.block_size)
-            latency = settings.setup_s + blocks * settings.n_kv_tensors * settings.descriptor_s
-            schedule(clock, events, now + latency, TRANSFER_START, request)
-            continue
-        requests[request].prefill_start_s = now
-        requests[request].cached_tokens = cached
-        if role == COLOCATED:
-            requests[request].prefill_worker = requests[request].decode_worker
-        context = prompt if role == PREFILL else prompt - 1
-        _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
-        worker.prefilling += 1
-        _fill(engines, w)
+
+
+@compiled()
+def _admit_preempted(engines: Engines, w: int, request: int) -> Any:
+    """Let a preempted request recompute its context; False if its blocks are not free."""
+    worker, record = engines.workers[w], engines.requests[request]
+    context = record.prompt_len - 1 + record.generated
+    cached = _allocate(engines, w, request, context + 1)
+    if cached < 0:
+        return False
+    worker.preempted_head = record.next
+    _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
+    worker.prefilling += 1
+    _fill(engines, w)
+    return True
+
+
+@compiled()
+def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Any:
+    """Let a request compute its prompt, or fetch it; False if its blocks are not free."""
+    worker, requests, now = engines.workers[w], engines.requests, clock[0].now
+    role = engines.pools[engines.pool_of[w]].role
+    prompt = requests[request].prompt_len
+    cached = _allocate(engines, w, request, prompt)
+    if cached < 0:
+        return False
+    worker.new_head = queue_pop(requests, request)
+    if role == DECODE:  # fetch the KV cache into the blocks reserved for it
+        requests[request].transfer_start_s = now
+        requests[request].decode_cached_tokens = cached
+        requests[request].ticket = clock[0].order
+        settings = engines.settings[0]
+        blocks = blocks_of(prompt - cached, settings.block_size)
+        latency = settings.setup_s + blocks * settings.n_kv_tensors * settings.descriptor_s
+        schedule(clock, events, now + latency, TRANSFER_START, request)
+        return True
+    requests[request].prefill_start_s = now
+    requests[request].cached_tokens = cached
+    if role == COLOCATED:
+        requests[request].prefill_worker = requests[request].decode_worker
+    context = prompt if role == PREFILL else prompt - 1
+    _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
+    worker.prefilling += 1
+    _fill(engines, w)
+    return True
 
 
 @compiled()
@@ -447,128 +489,3 @@ def _fill(engines: Engines, w: int) -> None:
             return
         else:
             _join(engines, w)
-
-
-# --- a step ---
-
-
-@compiled()
-def step(
-    clock: Any, events: Any, engines: Engines, w: int, bits: Any, masks: Any, prompts: Any,
-    cost: Any, scratch: Scratch, logs: Any, gaps: Any,
-) -> None:  # fmt: skip
-    """Run the step that worker ``w`` has planned, which starts now.
-
-    Parameters
-    ----------
-    bits
-        uint64 ``[rows, layers * words]``: the replay windows.
-    masks
-        uint64 ``[workers, ranks, layers * words]``, see `expert_union.count_experts`.
-    prompts, cost, scratch
-        Rows of the prompts, the worker's step times, working memory.
-    logs, gaps
-        ``STEP [capacity]`` of each pool, one of them free, and ``GAP [capacity]``, one a sequence.
-    """
-    worker, sequences = engines.workers[w], engines.sequences[w]
-    pool = engines.pools[engines.pool_of[w]]
-    start, batch = worker.next_start, worker.batch
-    needed = _NONE
-    for i in range(batch):
-        scratch.rows[i] = sequences[i].row
-        if sequences[i].free_slots == 0:
-            needed += 1
-    if needed > 0:
-        if needed > n_free(engines.workers, w):
-            wake(clock, events, engines.workers, w)  # the engine has to preempt
-            return
-        take_blank(engines.kv, engines.workers, w, needed)
-
-    n_chunks, rows = _NONE, batch  # rows of lm_head: one a sequence of the step
-    if worker.chunk_tokens > 0:
-        for i in range(batch - worker.joined, batch + worker.prefilling):
-            if sequences[i].chunk > 0:
-                scratch.cached[n_chunks] = sequences[i].computed
-                scratch.new[n_chunks] = sequences[i].chunk
-                n_chunks += 1
-                if i >= batch:
-                    rows += 1
-    active, busiest = 0, 0
-    if batch > 0 or pool.own_experts:
-        expert_union.union_rows(bits, scratch.rows, batch, scratch.union)
-        if n_chunks > 0 and pool.own_experts:
-            _add_chunks(engines, w, bits, prompts, scratch.union)
-        active, busiest = expert_union.count_experts(scratch.union, masks[w], scratch.activated)
-    worker.context += batch
-    parts = step_parts(
-        cost, batch, worker.context, scratch.cached, scratch.new, n_chunks, rows,
-        scratch.activated, not pool.own_experts,
-    )  # fmt: skip
-    end = start + (total_s(parts) + pool.capture_s)
-
-    ended = False
-    for i in range(batch):
-        sequence = sequences[i]
-        if sequence.free_slots == 0:
-            sequence.free_slots = engines.settings[0].block_size
-        sequence.free_slots -= 1
-        sequence.left -= 1
-        if sequence.left == 0:
-            ended = True
-        sequence.row += 1
-        if sequence.row == sequence.row_end:
-            sequence.row -= sequence.row_span
-    for i in range(batch - worker.joined, batch):
-        record = engines.requests[sequences[i].request]
-        if record.first_token_s < 0.0:
-            record.first_token_s = end
-        else:
-            gap = gaps[clock[0].n_gaps]
-            clock[0].n_gaps += 1
-            gap.last_token_s, gap.resumed_s = record.last_token_s, end
-    if n_chunks > 0:
-        for i in range(batch - worker.joined, batch + worker.prefilling):
-            sequences[i].computed += sequences[i].chunk
-            sequences[i].todo -= sequences[i].chunk
-            sequences[i].chunk = 0
-        ended = ended or worker.filled > 0
-
-    row = logs[engines.pool_of[w]][pool.n_steps]
-    pool.n_steps += 1
-    row.start, row.end, row.context = start, end, worker.context
-    row.worker = w - pool.first_worker
-    row.batch, row.joined, row.active, row.busiest = batch, worker.joined, active, busiest
-    row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
-
-    planned_ahead = worker.one_step or n_chunks > 0
-    worker.one_step = False
-    worker.joined = worker.chunk_tokens = worker.filled = 0
-    worker.next_start = end
-    if ended or planned_ahead:
-        worker.ended = ended
-        wake(clock, events, engines.workers, w)
-    else:
-        schedule_step(clock, events, engines.workers, w)
-
-
-@compiled()
-def _add_chunks(engines: Engines, w: int, bits: Any, prompts: Any, union: Any) -> None:
-    """OR the experts of the contexts that the step computes into ``union``."""
-    worker, sequences = engines.workers[w], engines.sequences[w]
-    for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
-        if sequences[i].chunk == 0:
-            continue
-        request = sequences[i].request
-        record = engines.requests[request]
-        start = sequences[i].computed
-        stop = start + sequences[i].chunk
-        prompt = record.prompt_len
-        if start < prompt:
-            expert_union.add_prompt(
-                prompts, request, record.trace_request, start, min(stop, prompt), union
-            )
-        for position in range(max(start, prompt), stop):
-            # The window begins with the last prompt token.
-            row = (record.window_offset + position - prompt + 1) % record.window_len
-            for k in range(union.shape[0]):
-                union[k] |= bits[record.window_row + row, k]

@@ -5,14 +5,14 @@ The life of a request, top to bottom::
     ARRIVAL          it waits at the client while --max-concurrency requests are in flight,
                      then a prefill router picks its prefill worker             `drain`
     BOUNDARY         the engine admits it and plans its chunks                  `engine.boundary`
-    STEP_START       its prompt is computed, step by step                       `engine.step`
+    STEP_START       its prompt is computed, step by step                       `step.step`
     BOUNDARY         the prompt is computed: hand it over                       `engine.boundary`
     DISPATCH         signature and router: the decode worker is picked          `drain`
     BOUNDARY         the decode worker's engine reserves its KV blocks          `engine.boundary`
     TRANSFER_START   its KV cache flows over shared links                       `network.begin`
     TRANSFER_END     the prefill worker's blocks are free, the request can join `network.end`
     BOUNDARY         it joins the decode batch                                  `engine.boundary`
-    STEP_START       one token a step                                           `engine.step`
+    STEP_START       one token a step                                           `step.step`
     BOUNDARY         it has all its tokens: its blocks are free, it has ended   `drain`
     REPORT           the routers hear of it                                     `drain`
 
@@ -40,7 +40,6 @@ from eldr_sim.simulator.engine import (
     leave,
     publish_signals,
     publish_tokens,
-    step,
     take,
     wake,
 )
@@ -59,6 +58,7 @@ from eldr_sim.simulator.state import (
     TRANSFER_END,
     TRANSFER_START,
 )
+from eldr_sim.simulator.step import step
 
 #: Why `advance` returned: nothing is left before ``until``, all measured requests have ended,
 #: enough has happened for now, a log is full, a router's arrays are others now, or it has failed.
@@ -99,7 +99,7 @@ class Run(NamedTuple):
     masks: NDArray[np.uint64]  #: ``[workers, ranks, layers * words]``
     prompts: Any  #: `expert_union.PromptRows`
     costs: tuple[Any, Any]  #: `StepCost` of the two pools
-    scratch: Any  #: `engine.Scratch`
+    scratch: Any  #: `step.Scratch`
 
 
 @compiled()

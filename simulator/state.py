@@ -101,6 +101,7 @@ POOL = np.dtype(
         ("prefix_caching", np.bool_),
         ("own_experts", np.bool_),  # prompts read the experts of their tokens, else uniform ones
         ("async_scheduling", np.bool_),
+        ("preempt_by_key", np.bool_),  # else the sequence that joined last
         ("capture_s", np.float64),  # what recording signatures adds to a step
         ("n_steps", np.int64),  # records of STEP filled
     ],
@@ -135,7 +136,7 @@ WORKER = np.dtype(
         # Queues of requests, linked by REQUEST.next; -1 where empty.
         ("new_head", np.int64),  # wait for the first time, see `queues`
         ("arrived_head", np.int64),  # KV cache is here; wait for a place in the batch
-        ("preempted_head", np.int64),  # wait for blocks to recompute their context
+        ("preempted_head", np.int64),  # wait for blocks to recompute their context, in order
         ("late_head", np.int64),  # came when the next step had been scheduled
         ("late_tail", np.int64),
     ],

@@ -11,6 +11,8 @@ Mooncake JSONL
     optionally ``hash_ids``: one id for each block of the prompt, equal ids for equal
     prefixes. Mooncake's blocks have 512 tokens and the last may be partial; other tools
     write the same lines with smaller, full blocks, so the block size is found from the data.
+
+All three may have a ``priority``, an integer as in vLLM's API: the lowest is served first.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ __all__ = ["RequestLog", "read_request_log"]
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 _SESSION = "Session ID"
+_PRIORITY = "priority"
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?")
 _BLOCK_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 1024, 2048)
 _MAX_TOKENS = 2**31 - 1
 
-# time in ns since any origin, prompt tokens, output tokens, block hashes, session
-_Row = tuple[int, int, int, Sequence[int], str]
+# time in ns since any origin, prompt tokens, output tokens, block hashes, session, priority
+_Row = tuple[int, int, int, Sequence[int], str, int | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,8 @@ class RequestLog:
     session
         int32 ``[n]``; requests of one conversation share a number. Where the log has no
         sessions, each request is its own.
+    priority
+        int32 ``[n]``, 0 where a line has none; None where no line has one.
     prefix_hash, prefix_indptr
         Request ``i``'s block hashes are ``prefix_hash[prefix_indptr[i]:prefix_indptr[i+1]]``
         (uint64); all empty where the log has none.
@@ -75,6 +80,7 @@ class RequestLog:
     prompt_len: NDArray[np.int32]
     output_len: NDArray[np.int32]
     session: NDArray[np.int32]
+    priority: NDArray[np.int32] | None
     prefix_hash: NDArray[np.uint64]
     prefix_indptr: NDArray[np.int64]
     prefix_block_tokens: int
@@ -122,6 +128,7 @@ def _csv_rows(
     header = [cell.strip() for cell in next(rows)]
     when, prompt, output = (header.index(name) for name in columns)
     session = header.index(_SESSION) if _SESSION in header else None
+    priority = header.index(_PRIORITY) if _PRIORITY in header else None
     for row in rows:
         if not row:
             continue
@@ -132,6 +139,7 @@ def _csv_rows(
                 int(row[output]),
                 (),
                 "" if session is None else row[session],
+                None if priority is None else int(row[priority]),
             )
         except (ValueError, IndexError):
             raise InputError(
@@ -170,7 +178,11 @@ def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[_Row]:
             lengths = entry["input_length"], entry["output_length"]
             if not all(type(n) is int for n in (*lengths, *hashes)):
                 raise TypeError
-            yield _to_ns(float(when), 1e6), *lengths, hashes, str(entry.get("session_id", ""))
+            priority = entry.get(_PRIORITY)
+            if priority is not None and type(priority) is not int:
+                raise TypeError
+            session = str(entry.get("session_id", ""))
+            yield _to_ns(float(when), 1e6), *lengths, hashes, session, priority
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(
                 f"{file} line {number}",
@@ -216,12 +228,22 @@ def _assemble(file: Path, kind: str, rows: Iterator[_Row]) -> RequestLog:
         prompt_len=prompt,
         output_len=np.array([row[2] for row in kept], dtype=np.int32),
         session=session,
+        priority=_priorities(file, [row[5] for row in kept]),
         prefix_hash=hashes,
         prefix_indptr=indptr.astype(np.int64),
         prefix_block_tokens=_block_tokens(file, prompt, blocks),
         n_dropped=dropped,
         checksum=hashlib.sha256(file.read_bytes()).hexdigest(),
     )
+
+
+def _priorities(file: Path, given: list[int | None]) -> NDArray[np.int32] | None:
+    if all(priority is None for priority in given):
+        return None
+    try:
+        return np.array([priority or 0 for priority in given], np.int32)
+    except OverflowError:
+        raise InputError(str(file), "a priority is out of range", "32 bits") from None
 
 
 def _block_tokens(file: Path, prompt: NDArray[np.int32], blocks: NDArray[np.int64]) -> int:

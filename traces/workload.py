@@ -66,6 +66,8 @@ class Workload:
         be partial: only ``prompt_len // prefix_block_tokens`` blocks are full.
     description
         What the workload was made of, for the result: plain values, ready for JSON.
+    priority
+        int32 ``[n]``: the lowest is served first, as in vLLM; None where requests have none.
     """
 
     arrival_s: NDArray[np.float64]
@@ -81,6 +83,7 @@ class Workload:
     prefix_trace_request: NDArray[np.int32]
     prefix_block_tokens: int
     description: dict[str, Any]
+    priority: NDArray[np.int32] | None = None
 
     @property
     def n_requests(self) -> int:
@@ -242,6 +245,7 @@ def make_workload(
         replay_offset=_replay_offsets(output, window, seed),
         domain=trace.domain[trace_request],
         session=np.arange(n, dtype=np.int32) if log is None else log.session[:n],
+        priority=None if log is None or log.priority is None else log.priority[:n],
         prefix_hash=blocks,
         prefix_indptr=indptr,
         prefix_trace_request=source.astype(np.int32),

@@ -36,7 +36,8 @@ from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.metrics import request_times
-from eldr_sim.simulator.run import build_cluster, prepare
+from eldr_sim.simulator.prepare import prepare
+from eldr_sim.simulator.run import build_cluster
 from eldr_sim.traces.workload import Workload
 from eldr_sim.traces.writer import write_trace
 from eldr_sim.validation.silicon_rows import MEASURED_MODELS, Case, MeasuredModel, MeasuredRun

@@ -173,6 +173,7 @@ RANDOM_CLUSTER = {
     "async_scheduling": st.booleans(),
     "slow_transfers": st.booleans(),
     "signal_intervals": st.sampled_from([0, 0, 1, 7]),
+    "preempt_by_key": st.booleans(),
     "n_queue_keys": st.sampled_from([1, 1, 3, 50]),
 }
 
@@ -188,6 +189,7 @@ def random_cluster(
     slow_transfers,
     n_queue_keys=1,
     signal_intervals=0,
+    preempt_by_key=False,
 ):
     """Return the arguments of a random cluster, but for its policies.
 
@@ -236,6 +238,7 @@ def random_cluster(
         signal_interval_s=signal_intervals * unit,
         enable_prefix_caching=rng.random() < 0.9,
         async_scheduling=async_scheduling,
+        preempt_by_key=preempt_by_key,
         capture_s=some(0.0, unit),
         routing_s=some(0.0, 0.0, 2 * unit),
         routing_token_s=some(0.0, 0.0, unit),

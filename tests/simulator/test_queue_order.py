@@ -1,5 +1,6 @@
 """Queue orders: against theory, a queue that is sorted anew each time, and conservation of work."""
 
+import json
 import math
 
 import numpy as np
@@ -20,9 +21,9 @@ from .. import queueing
 SEEDS, WARM_UP = range(25), 200
 
 
-def keys(name, prompt_len):
+def keys(name, prompt_len, priority=None):
     context = PolicyContext(1, np.random.default_rng(0))
-    return registry.queue_order(name, context).keys(Waiting(np.asarray(prompt_len)))
+    return registry.queue_order(name, context).keys(Waiting(np.asarray(prompt_len), priority))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,31 @@ def test_mean_wait_is_that_of_theory(serve, order):
     print(f"theory {theory:.5f}, simulated {np.mean(waits):.5f} +- {error:.5f}")
     assert error < 0.12 * theory
     assert abs(np.mean(waits) - theory) <= error
+
+
+def test_waits_by_priority_are_cobhams(serve):
+    """Two classes of the same prompts: W0 / ((1 - rho_before) (1 - rho_up_to)), each by itself."""
+    rate, mean, n, share = 0.8, 200, 3000, 0.5  # share: of the urgent ones
+    lengths = np.arange(1, 40 * mean)
+    seconds, probability = lengths * 1e-3, stats.geom.pmf(lengths, 1 / mean)
+    per_second = rate / (mean * 1e-3)
+    residual = per_second * (np.square(seconds) @ probability) / 2
+    urgent = rate * share
+    theory = residual / (1 - urgent), residual / ((1 - urgent) * (1 - rate))
+    waits = [], []
+    for seed in SEEDS:
+        rng = np.random.default_rng([seed, 37])
+        arrivals = np.cumsum(rng.exponential(1.0 / per_second, n))
+        prompts, priority = rng.geometric(1 / mean, n), rng.random(n) > share
+        queue_keys = keys("priority", prompts, priority=priority.astype(int))
+        waited = serve(arrivals, prompts, queue_keys)["prefill_start_s"] - arrivals
+        inside = np.arange(n)[WARM_UP:-WARM_UP]
+        for which, found in enumerate(waits):
+            found.append(waited[inside][priority[inside] == which].mean())
+    for expected, found in zip(theory, waits, strict=True):
+        error = stats.sem(found) * stats.t.ppf(0.995, len(found) - 1)
+        assert error < 0.15 * expected
+        assert abs(np.mean(found) - expected) <= error
 
 
 @settings(max_examples=40, deadline=None)
@@ -187,6 +213,42 @@ def test_short_prompts_pay_less_where_prefill_is_the_bottleneck():
 
 
 def test_unknown_order():
-    message = r"queue_order: unknown policy 'lifo' \(allowed: fcfs, sjf\)"
+    message = r"queue_order: unknown policy 'lifo' \(allowed: fcfs, sjf, priority\)"
     with pytest.raises(InputError, match=message):
         make_config({"queue_order": "lifo"})
+
+
+# -- priorities ----------------------------------------------------------------------------------
+
+
+def log(tmp_path, priorities):
+    lines = [
+        json.dumps({"timestamp": 5 * i, "input_length": 64, "output_length": 150} | given)
+        for i, given in enumerate(priorities)
+    ]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_priorities_of_a_log_rule_queue_and_preemption(tmp_path):
+    """Few KV blocks and many requests: urgent ones wait less and are never preempted first."""
+    path = log(tmp_path, [{"priority": i % 2} for i in range(60)])
+    config = make_config({
+        "workload": str(path), "topology": "1C", "num_requests": 60, "max_num_seqs": 16,
+        "queue_order": "priority", "gpu_memory_utilization": 0.766, "policy": "jsq",
+    })  # fmt: skip
+    result = simulate(config)
+    assert result.summary["completed"] == 60
+    assert result.summary["queue_order"] == "priority"
+    requests = result.record.requests
+    urgent = np.arange(60) % 2 == 0
+    waits = requests["prefill_start_s"] - requests["arrival_s"]
+    assert waits[urgent].mean() < 0.7 * waits[~urgent].mean()
+
+
+def test_priority_needs_priorities(tmp_path):
+    for workload in ("task", str(log(tmp_path, [{}] * 20))):
+        config = make_config({"queue_order": "priority", "workload": workload, "num_requests": 5})
+        with pytest.raises(InputError, match="queue_order: 'priority' needs priorities"):
+            simulate(config)

@@ -223,3 +223,28 @@ def test_real_small_block_log():
     assert len(log.arrival_s) == 300
     assert log.prefix_block_tokens == 16
     assert (np.diff(log.prefix_indptr) == log.prompt_len // 16).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "priority"),
+    [
+        ("TIMESTAMP,ContextTokens,GeneratedTokens,priority\n2023-01-01 00:00:00,5,6,-2\n", [-2]),
+        ("Timestamp,Request tokens,Response tokens,priority\n1,5,6,3\n", [3]),
+        (
+            '{"timestamp": 0, "input_length": 5, "output_length": 6, "priority": 7}\n'
+            '{"timestamp": 1, "input_length": 5, "output_length": 6}\n',
+            [7, 0],
+        ),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 6}\n', None),
+    ],
+)
+def test_priorities(tmp_path, text, priority):
+    found = read_request_log(write(tmp_path, text)).priority
+    assert (None if found is None else found.tolist()) == priority
+
+
+@pytest.mark.parametrize("given", ["1.5", '"high"', "true", str(2**40)])
+def test_bad_priorities(tmp_path, given):
+    line = f'{{"timestamp": 0, "input_length": 5, "output_length": 6, "priority": {given}}}'
+    with pytest.raises(InputError):
+        read_request_log(write(tmp_path, line))

@@ -15,6 +15,11 @@ PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 LAST = 1 << 60
 
 
+def place(request):
+    """Its place in the queue order."""
+    return request.queue_key, request.number
+
+
 @dataclass
 class Pool:
     """Settings of the workers of a pool."""
@@ -132,38 +137,52 @@ class Worker:
             twin.todo.append((twin.complete, sequence.request))
 
     def preempt(self):
-        """Take sequences back, last joined first, until the others have the blocks they need."""
-        victims = 0
+        """Take sequences back until the others have the blocks they need.
+
+        Last joined first, or by priority the last in the queue order.
+        """
+        victims, by_key = 0, self.twin.spec.preempt_by_key
         while not self.fits(0):
-            if self.prefilling:
-                request = self.prefilling.pop().request
+            victim = (
+                max(self.running(), key=lambda s: place(s.request))
+                if by_key
+                else (self.running()[-1])
+            )
+            request = victim.request
+            if victim in self.prefilling:
+                self.prefilling.remove(victim)
             else:
-                request = self.decoding.pop().request
+                self.decoding.remove(victim)
                 request.last_token_s = self.twin.now
             self.release(request)
             request.preemptions += 1
             self.preempted.insert(0, request)
+            if by_key:
+                self.preempted.sort(key=place)
             victims += 1
         return victims > 0
 
     def admit(self):
-        """First who holds blocks already, then who lost them, then who is new."""
+        """First who holds blocks already, then who lost them, then who is new.
+
+        By priority, who lost them and who is new wait in one queue.
+        """
         self.fill()
-        for queue, rule in (
-            (self.arrived, self.admit_arrived),
-            (self.preempted, self.admit_preempted),
-            (self.new, self.admit_new),
-        ):
-            while queue and self.is_open():
-                if not rule(queue[0]):
-                    return  # first come, first served
-                queue.pop(0)
+        while self.arrived and self.is_open():
+            self.admit_arrived(self.arrived.pop(0))
+        while (self.preempted or self.new) and self.is_open():
+            queue, rule = self.preempted, self.admit_preempted
+            both = self.preempted and self.new and self.twin.spec.preempt_by_key
+            if not self.preempted or (both and place(self.new[0]) < place(self.preempted[0])):
+                queue, rule = self.new, self.admit_new
+            if not rule(queue[0]):
+                return  # nobody overtakes who is next
+            queue.pop(0)
 
     def admit_arrived(self, request):
         """Its KV cache is here but for the last prompt token, which is decoded."""
         request.decode_start_s = self.twin.now
         self.join(Sequence(request, request.prompt - 1, request.prompt - 1))
-        return True
 
     def admit_preempted(self, request):
         """It recomputes its context but for the last token, which is decoded."""

@@ -1,0 +1,166 @@
+"""What a run reads: model, GPUs, tables and trace, loaded and checked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
+from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
+from eldr_sim.simulator.config import Pool, RunConfig
+from eldr_sim.simulator.memory import kv_blocks
+from eldr_sim.simulator.replay import (
+    fit_trace,
+)
+from eldr_sim.simulator.transfer import PRESETS, pull_between
+from eldr_sim.traces.format import RoutingTrace, open_trace
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """Everything that a run reads, loaded and checked."""
+
+    model: ModelDims
+    trace: RoutingTrace
+    spec: ClusterSpec
+
+    @property
+    def step_time(self) -> StepTimeModel:
+        """Step times of a decode worker."""
+        return self.spec.decode.step_time
+
+
+def prepare(config: RunConfig) -> PreparedRun:
+    """Load model, GPU, tables and trace, and check that they fit together.
+
+    Step times and traces are kept for the next run of this process.
+    """
+    model = load_model(config.model)
+    if (
+        config.expert_placement != "linear"
+        and config.pool("decode").parallelism.n_expert_ranks == 1
+    ):
+        raise InputError(
+            "expert_placement",
+            f"{config.expert_placement!r} places the experts of expert-parallel GPUs, and every "
+            "GPU here holds all",
+            "--enable-expert-parallel with --tensor-parallel-size 2 or more",
+        )
+    trace = _fit_trace(config.trace, model)
+    if config.colocated and config.prefill != Pool():
+        raise InputError("prefill", "co-located workers are one pool", "decode, or none")
+    decode = _engine(config, "decode", model)
+    prefill = decode if config.colocated else _engine(config, "prefill", model)
+    output_len = config.effective_output_len
+    spec = ClusterSpec(
+        n_prefill=config.n_prefill,
+        n_decode=config.n_decode,
+        prefill=prefill,
+        decode=decode,
+        max_model_len=_max_model_len(config, model),
+        block_size=config.block_size,
+        transfer=PRESETS[config.kv_transfer].over(
+            prefill.step_time.gpu.nic_bandwidth,
+            decode.step_time.gpu.nic_bandwidth,
+            pull_between(model, prefill.parallelism, decode.parallelism),
+        ),
+        load_report_delay_s=config.load_report_delay_ms / 1e3,
+        signal_interval_s=config.signal_interval_ms / 1e3,
+        max_concurrency=config.max_concurrency,
+        max_tokens=output_len if isinstance(output_len, int) else None,
+        enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling,
+    )
+    return PreparedRun(model, trace, spec)
+
+
+def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
+    """Return what every worker of a pool is: settings that are not given are vLLM's defaults."""
+    pool = config.pool(role)
+    assert pool.gpu is not None
+    gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
+    budget = pool.max_num_batched_tokens or gpu.max_num_batched_tokens
+    max_num_seqs = pool.max_num_seqs or min(gpu.max_num_seqs, budget)
+    if max_num_seqs > budget:
+        raise InputError(
+            "max_num_batched_tokens",
+            f"{budget} is below max_num_seqs {max_num_seqs}",
+            f"{max_num_seqs} or more",
+        )
+    n_blocks = kv_blocks(model, gpu, config.gpu_memory_utilization, config.block_size, parallelism)
+    step_time = _step_time(
+        model,
+        gpu,
+        parallelism,
+        max_num_seqs,
+        budget,
+        _max_model_len(config, model),
+        config.host_gap_ms,
+        config.tables,
+    )
+    return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism)
+
+
+def _max_model_len(config: RunConfig, model: ModelDims) -> int:
+    """Return the longest context of a worker, which the model's positions limit."""
+    longest = model.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        problem = f"{config.max_model_len} is beyond the positions of {model.name}"
+        raise InputError("max_model_len", problem, f"up to {longest}")
+    return config.max_model_len
+
+
+@lru_cache(maxsize=8)
+def _step_time(
+    model: ModelDims,
+    gpu: GPU,
+    parallelism: Parallelism,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    host_gap_ms: float | None,
+    tables: str | None,
+) -> StepTimeModel:
+    return build_step_time_model(
+        model,
+        gpu,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        parallelism=parallelism,
+        host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
+        tables=[] if tables is None else _tables(Path(tables)),
+    )
+
+
+def _tables(folder: Path) -> list[LatencyTable]:
+    """Load the latency tables of a folder; it must hold one at least."""
+    paths = sorted(folder.glob("*.parquet"))
+    if not paths:
+        raise InputError("tables", f"{folder} holds no latency table", "a folder of .parquet files")
+    return [load_table(path) for path in paths]
+
+
+@lru_cache(maxsize=4)
+def _opened(path: str, stamp: float) -> RoutingTrace:
+    return open_trace(path)
+
+
+@lru_cache(maxsize=4)
+def _fitted(path: str, stamp: float, model: ModelDims) -> RoutingTrace:
+    return fit_trace(_opened(path, stamp), model)
+
+
+def _fit_trace(name: str, model: ModelDims) -> RoutingTrace:
+    """Open a trace as a model replays it; not done again unless the folder has changed."""
+    manifest = Path(name) / "manifest.json"
+    return _fitted(name, os.stat(manifest).st_mtime if manifest.exists() else 0.0, model)

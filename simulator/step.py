@@ -1,0 +1,149 @@
+"""A step of an engine: the blocks its tokens need, the experts they activate, and its time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.kernel_profiles.step_cost import step_parts, total_s
+from eldr_sim.simulator import expert_union
+from eldr_sim.simulator.compiled import compiled
+from eldr_sim.simulator.engine import Engines, wake
+from eldr_sim.simulator.events import schedule_step
+from eldr_sim.simulator.kv_cache import n_free, take_blank
+
+_NONE = np.int64(0)
+
+
+class Scratch(NamedTuple):
+    """Working memory of a step."""
+
+    rows: NDArray[np.int64]  #: ``[max_num_seqs]``
+    cached: NDArray[np.int64]  #: ``[max_num_seqs]``
+    new: NDArray[np.int64]  #: ``[max_num_seqs]``
+    union: NDArray[np.uint64]  #: ``[layers * words]``
+    activated: NDArray[np.int64]  #: ``[layers]``
+
+
+@compiled()
+def step(
+    clock: Any, events: Any, engines: Engines, w: int, bits: Any, masks: Any, prompts: Any,
+    cost: Any, scratch: Scratch, logs: Any, gaps: Any,
+) -> None:  # fmt: skip
+    """Run the step that worker ``w`` has planned, which starts now.
+
+    Parameters
+    ----------
+    bits
+        uint64 ``[rows, layers * words]``: the replay windows.
+    masks
+        uint64 ``[workers, ranks, layers * words]``, see `expert_union.count_experts`.
+    prompts, cost, scratch
+        Rows of the prompts, the worker's step times, working memory.
+    logs, gaps
+        ``STEP [capacity]`` of each pool, one of them free, and ``GAP [capacity]``, one a sequence.
+    """
+    worker, sequences = engines.workers[w], engines.sequences[w]
+    pool = engines.pools[engines.pool_of[w]]
+    start, batch = worker.next_start, worker.batch
+    needed = _NONE
+    for i in range(batch):
+        scratch.rows[i] = sequences[i].row
+        if sequences[i].free_slots == 0:
+            needed += 1
+    if needed > 0:
+        if needed > n_free(engines.workers, w):
+            wake(clock, events, engines.workers, w)  # the engine has to preempt
+            return
+        take_blank(engines.kv, engines.workers, w, needed)
+
+    n_chunks, rows = _NONE, batch  # rows of lm_head: one a sequence of the step
+    if worker.chunk_tokens > 0:
+        for i in range(batch - worker.joined, batch + worker.prefilling):
+            if sequences[i].chunk > 0:
+                scratch.cached[n_chunks] = sequences[i].computed
+                scratch.new[n_chunks] = sequences[i].chunk
+                n_chunks += 1
+                if i >= batch:
+                    rows += 1
+    active, busiest = 0, 0
+    if batch > 0 or pool.own_experts:
+        expert_union.union_rows(bits, scratch.rows, batch, scratch.union)
+        if n_chunks > 0 and pool.own_experts:
+            _add_chunks(engines, w, bits, prompts, scratch.union)
+        active, busiest = expert_union.count_experts(scratch.union, masks[w], scratch.activated)
+    worker.context += batch
+    parts = step_parts(
+        cost, batch, worker.context, scratch.cached, scratch.new, n_chunks, rows,
+        scratch.activated, not pool.own_experts,
+    )  # fmt: skip
+    end = start + (total_s(parts) + pool.capture_s)
+
+    ended = False
+    for i in range(batch):
+        sequence = sequences[i]
+        if sequence.free_slots == 0:
+            sequence.free_slots = engines.settings[0].block_size
+        sequence.free_slots -= 1
+        sequence.left -= 1
+        if sequence.left == 0:
+            ended = True
+        sequence.row += 1
+        if sequence.row == sequence.row_end:
+            sequence.row -= sequence.row_span
+    for i in range(batch - worker.joined, batch):
+        record = engines.requests[sequences[i].request]
+        if record.first_token_s < 0.0:
+            record.first_token_s = end
+        else:
+            gap = gaps[clock[0].n_gaps]
+            clock[0].n_gaps += 1
+            gap.last_token_s, gap.resumed_s = record.last_token_s, end
+    if n_chunks > 0:
+        for i in range(batch - worker.joined, batch + worker.prefilling):
+            sequences[i].computed += sequences[i].chunk
+            sequences[i].todo -= sequences[i].chunk
+            sequences[i].chunk = 0
+        ended = ended or worker.filled > 0
+
+    row = logs[engines.pool_of[w]][pool.n_steps]
+    pool.n_steps += 1
+    row.start, row.end, row.context = start, end, worker.context
+    row.worker = w - pool.first_worker
+    row.batch, row.joined, row.active, row.busiest = batch, worker.joined, active, busiest
+    row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
+
+    planned_ahead = worker.one_step or n_chunks > 0
+    worker.one_step = False
+    worker.joined = worker.chunk_tokens = worker.filled = 0
+    worker.next_start = end
+    if ended or planned_ahead:
+        worker.ended = ended
+        wake(clock, events, engines.workers, w)
+    else:
+        schedule_step(clock, events, engines.workers, w)
+
+
+@compiled()
+def _add_chunks(engines: Engines, w: int, bits: Any, prompts: Any, union: Any) -> None:
+    """OR the experts of the contexts that the step computes into ``union``."""
+    worker, sequences = engines.workers[w], engines.sequences[w]
+    for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
+        if sequences[i].chunk == 0:
+            continue
+        request = sequences[i].request
+        record = engines.requests[request]
+        start = sequences[i].computed
+        stop = start + sequences[i].chunk
+        prompt = record.prompt_len
+        if start < prompt:
+            expert_union.add_prompt(
+                prompts, request, record.trace_request, start, min(stop, prompt), union
+            )
+        for position in range(max(start, prompt), stop):
+            # The window begins with the last prompt token.
+            row = (record.window_offset + position - prompt + 1) % record.window_len
+            for k in range(union.shape[0]):
+                union[k] |= bits[record.window_row + row, k]
