@@ -50,14 +50,43 @@ def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: float) -> FloatArr
     return np.asarray(-n_experts * np.expm1(missed), dtype=np.float64)
 
 
-def monotone_envelope(values: ArrayLike, axis: int = -1) -> FloatArray:
-    """The largest non-decreasing sequence that lies nowhere above ``values``.
+def monotone_fit(values: ArrayLike, axis: int = -1) -> FloatArray:
+    """Non-decreasing sequence closest to ``values`` by least squares of their logarithms.
 
-    Disturbances make a timing slower, never faster, so where a larger input was timed faster than
-    a smaller one, the smaller one's time is the disturbed one.
+    Timings fall now and then where the input grows: a disturbance, or the kernel is another one.
+    Pool-adjacent-violators (Barlow et al. 1972, Statistical Inference under Order Restrictions)
+    gives each such run its geometric mean, so the product of the sequence stays: in the mean the
+    curve is neither faster nor slower than its rows.
+
+    Parameters
+    ----------
+    values
+        Any shape, 0 or more; entries that are zero or infinite are left out and stay.
+    axis
+        Along which the sequences run.
     """
-    reversed_values = np.flip(np.asarray(values, dtype=np.float64), axis)
-    return np.flip(np.minimum.accumulate(reversed_values, axis=axis), axis)
+    fitted = np.moveaxis(np.array(values, dtype=np.float64), axis, -1)
+    for at in np.ndindex(fitted.shape[:-1]):
+        known = np.isfinite(fitted[at]) & (fitted[at] > 0)
+        row = fitted[at][known]
+        if (np.diff(row) < 0).any():
+            fitted[at][known] = np.exp(_pooled(np.log(row)))
+    return np.moveaxis(fitted, -1, axis)
+
+
+def _pooled(row: FloatArray) -> FloatArray:
+    """Pool adjacent violators of one sequence."""
+    means: list[float] = []
+    counts: list[int] = []
+    for value in row.tolist():
+        mean, count = value, 1
+        while means and means[-1] >= mean:
+            mean = (mean * count + means[-1] * counts[-1]) / (count + counts[-1])
+            count += counts.pop()
+            means.pop()
+        means.append(mean)
+        counts.append(count)
+    return np.repeat(means, counts)
 
 
 def interpolate(x: ArrayLike, knots: FloatArray, values: FloatArray) -> FloatArray:
@@ -234,7 +263,7 @@ def fit_grid(
     for tokens in knots:
         at = np.flatnonzero(batch == tokens)
         at = at[np.argsort(distinct[at])]
-        levels, values = distinct[at], monotone_envelope(latency[at])
+        levels, values = distinct[at], monotone_fit(latency[at])
         slopes.append(np.diff(values) / np.diff(levels))
         rows.append((levels, values))
     known = [i for i, slope in enumerate(slopes) if len(slope)]
@@ -311,7 +340,7 @@ def _mildest_skew(
     mildest = min({str(r) for r in routing if str(r).startswith("power_law")})
     rows = np.flatnonzero(routing == mildest)
     rows = rows[np.argsort(batch[rows])]
-    return batch[rows], monotone_envelope(latency[rows])
+    return batch[rows], monotone_fit(latency[rows])
 
 
 def _follow(
@@ -348,7 +377,7 @@ def fit_max_form(
     """
     top = distinct == distinct.max()
     order = np.argsort(batch[top])
-    knots, flat = np.unique(batch[top][order]), monotone_envelope(latency[top][order])
+    knots, flat = np.unique(batch[top][order]), monotone_fit(latency[top][order])
     if len(knots) != len(flat):
         raise InputError("table", "several exact rows at one (batch, distinct experts) point")
     start = knots[0]
@@ -360,7 +389,7 @@ def fit_max_form(
     rest = latency / (1 + interpolate(batch, c_knots, c_values) / whole)
     rest[top] = whole
     levels = np.unique(distinct)
-    g_values = monotone_envelope([rest[distinct == level].mean() for level in levels])
+    g_values = monotone_fit([rest[distinct == level].mean() for level in levels])
     counts = np.arange(n_experts + 1.0)
     g = interpolate(counts, levels, g_values)
     if len(levels) > 1:  # below the smallest measured count its first slope goes on, never below 0
@@ -409,7 +438,7 @@ def _linear(
     return replace(
         model,
         batch_knots=np.concatenate([model.batch_knots, large]),
-        batch_s=monotone_envelope(np.concatenate([model.batch_s, beyond])),
+        batch_s=monotone_fit(np.concatenate([model.batch_s, beyond])),
         fit_error={
             "rows_mean": float(residual.mean()),
             "rows_max": float(residual.max()),

@@ -23,7 +23,7 @@ from eldr_sim.kernel_profiles.moe_latency import (
     MoELatency,
     fit_moe_latency,
     interpolate,
-    monotone_envelope,
+    monotone_fit,
 )
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.tables import (
@@ -361,7 +361,7 @@ class Parts:
         if self.elementwise is not None:
             columns = self.elementwise.columns
             order = np.argsort(columns["tokens"])
-            seconds = monotone_envelope(columns["latency_s"][order])
+            seconds = monotone_fit(columns["latency_s"][order])
             knots = columns["tokens"][order].astype(np.float64)
             layers = model.n_layers * np.where(rows > 0, interpolate(rows, knots, seconds), 0.0)
         else:

@@ -13,7 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.kernel_profiles.gpus import GPU
-from eldr_sim.kernel_profiles.kernel_latency import DecodeAttention, PrefillAttention
+from eldr_sim.kernel_profiles.kernel_latency import (
+    DecodeAttention,
+    PrefillAttention,
+    causal_pairs,
+)
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.moe_latency import MoELatency
 from eldr_sim.kernel_profiles.tables import Provenance
@@ -182,10 +186,7 @@ def prefill_attention(
     """One layer's prefill attention: the pairs under the causal mask (and the window)."""
     efficiency = efficiency_of(gpu)
     tokens = np.arange(max_tokens + 1.0)
-    pairs = tokens * (tokens + 1) / 2
-    if sliding:
-        past = np.maximum(tokens - model.sliding_window, 0.0)
-        pairs -= past * (past + 1) / 2
+    pairs = causal_pairs(tokens, model.sliding_window if sliding else 0)
     share = pairs * _pair_s(gpu, model, sliding, decode=False)
     floor = efficiency.attention_floor_s
     return PrefillAttention(floor, floor + share, share, _token_s(gpu, model, sliding))
