@@ -234,38 +234,9 @@ def build_step_time_model(
 
     parts = Parts(dims, device, parallelism, tables, max_model_len)
     gap = parts.host_gap_s(host_gap_s)
-    rows = np.arange(max_num_seqs + 1.0)
-    head = parts.sequence_part_s(rows)
-    stride = 16
-    while stride * 512 < max_model_len:
-        stride *= 2
-    context = stride * np.arange(-(-max_model_len // stride) + 1, dtype=np.float64)
-    layers = np.array([float(count) for count, _, _ in parts.attention])
-    decode = np.stack([part.time_s(rows, context) for _, part, _ in parts.attention])
-    alone = np.stack([part.alone_s for _, _, part in parts.attention])
-    share = np.stack([part.share_s for _, _, part in parts.attention])
-    tokens = np.arange(max(max_num_seqs, max_num_batched_tokens) + 1.0)
-    windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     measured = [decode for _, decode, _ in parts.attention]
-    cost = StepCost(
-        n_moe_layers=dims.n_moe_layers,
-        n_experts=dims.n_experts,
-        moe_s=parts.moe.grid_s(max_num_seqs),
-        mixed_moe_s=parts.moe.mixed_grid_s(max_num_batched_tokens),
-        uniform_moe_s=parts.moe.prefill_s(tokens),
-        dense_s=parts.dense_part_s(tokens),
-        collectives_s=parts.collectives_s(tokens),
-        host_s=gap,
-        head_s=head,
-        attention_s=np.tensordot(layers, decode, 1),
-        context_stride=stride,
-        prompt_alone_s=layers @ alone,
-        prompt_share_s=layers @ share,
-        prompt_floor_s=float(sum(n * p.floor_s for n, _, p in parts.attention)),
-        prompt_token_s=float(sum(n * p.token_s for n, _, p in windowless)),
-    )
     return StepTimeModel(
-        cost=cost,
+        cost=_tabulate(parts, gap, max_num_seqs, max_model_len, max_num_batched_tokens),
         model=dims,
         gpu=device,
         parallelism=parallelism,
@@ -280,4 +251,38 @@ def build_step_time_model(
         host_gap_s=gap,
         provenance=parts.provenance,
         warnings=tuple(parts.warnings),
+    )
+
+
+def _tabulate(
+    parts: Parts, host_gap_s: float, sequences: int, max_model_len: int, budget: int
+) -> StepCost:
+    """Tabulate a worker's kernels up to so many sequences, tokens of one and tokens of a step."""
+    rows = np.arange(sequences + 1.0)
+    stride = 16
+    while stride * 512 < max_model_len:
+        stride *= 2
+    context = stride * np.arange(-(-max_model_len // stride) + 1, dtype=np.float64)
+    layers = np.array([float(count) for count, _, _ in parts.attention])
+    decode = np.stack([part.time_s(rows, context) for _, part, _ in parts.attention])
+    alone = np.stack([part.alone_s for _, _, part in parts.attention])
+    share = np.stack([part.share_s for _, _, part in parts.attention])
+    tokens = np.arange(max(sequences, budget) + 1.0)
+    windowless = [part for part in parts.attention if part[1] is not parts.sliding]
+    return StepCost(
+        n_moe_layers=parts.whole.n_moe_layers,
+        n_experts=parts.whole.n_experts,
+        moe_s=parts.moe.grid_s(sequences),
+        mixed_moe_s=parts.moe.mixed_grid_s(budget),
+        uniform_moe_s=parts.moe.prefill_s(tokens),
+        dense_s=parts.dense_part_s(tokens),
+        collectives_s=parts.collectives_s(tokens),
+        host_s=host_gap_s,
+        head_s=parts.sequence_part_s(rows),
+        attention_s=np.tensordot(layers, decode, 1),
+        context_stride=stride,
+        prompt_alone_s=layers @ alone,
+        prompt_share_s=layers @ share,
+        prompt_floor_s=float(sum(n * p.floor_s for n, _, p in parts.attention)),
+        prompt_token_s=float(sum(n * p.token_s for n, _, p in windowless)),
     )
