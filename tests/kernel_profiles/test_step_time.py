@@ -171,8 +171,9 @@ def test_collectives_count_bytes(path):
     for (operation, n_gpus), (sizes, seconds) in curves.items():
         moved = (n_gpus - 1) / n_gpus * (2 if operation == "all_reduce" else 1)
         rate = moved * sizes[-1] / seconds[-1]
-        assert 0.35 < rate / gpu.intra_node_bandwidth < 1.35  # multicast reduces in the switch
-        assert 3e-6 < seconds[0] < 30e-6
+        least = 0.2 if gpu.intra_node_bandwidth > 1e11 else 0.03  # PCIe goes through the host
+        assert least < rate / gpu.intra_node_bandwidth < 1.35  # multicast reduces in the switch
+        assert 3e-6 < seconds[0] < 50e-6
 
 
 def test_h100_collective_floors_match_published_times():
