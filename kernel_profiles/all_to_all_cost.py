@@ -36,20 +36,20 @@ def _curve_s(knots: Any, seconds: Any, sent: float) -> float:
 def dispatch_s(cost: AllToAllCost, inside: float, between: float) -> float:
     """Return the time of one layer's dispatch, s, by the busiest rank's copies."""
     near = _curve_s(cost.dispatch_knots, cost.dispatch_s, cost.dispatch_bytes * inside)
-    if between <= 0:
-        return near
-    far = _curve_s(cost.dispatch_far_knots, cost.dispatch_far_s, cost.dispatch_bytes * between)
-    return max(near, far)
+    far = 0.0
+    if between > 0:
+        far = _curve_s(cost.dispatch_far_knots, cost.dispatch_far_s, cost.dispatch_bytes * between)
+    return float(max(near, far))
 
 
 @njit()
 def combine_s(cost: AllToAllCost, inside: float, between: float) -> float:
     """Return the time of one layer's combine, s, by the busiest rank's copies."""
     near = _curve_s(cost.combine_knots, cost.combine_s, cost.combine_bytes * inside)
-    if between <= 0:
-        return near
-    far = _curve_s(cost.combine_far_knots, cost.combine_far_s, cost.combine_bytes * between)
-    return max(near, far)
+    far = 0.0
+    if between > 0:
+        far = _curve_s(cost.combine_far_knots, cost.combine_far_s, cost.combine_bytes * between)
+    return float(max(near, far))
 
 
 @njit()

@@ -182,7 +182,8 @@ class PrefillAttention:
         window = table.metadata.shape["window"]
         curves = [np.concatenate([[floor], monotone_fit(alone)])]
         curves.append(np.concatenate([[0.0], monotone_fit(share)]))
-        return cls(floor, *(_extend(knots, curve, max_tokens, window) for curve in curves), token_s)
+        alone_s, share_s = (_extend(knots, curve, max_tokens, window) for curve in curves)
+        return cls(floor, alone_s, share_s, token_s)
 
 
 def causal_pairs(tokens: FloatArray, window: int = 0) -> FloatArray:

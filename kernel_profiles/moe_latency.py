@@ -185,6 +185,30 @@ class MoELatency:
             unbalanced_s=floor + (self.unbalanced_s - floor) / n_ranks,
         )
 
+    def rank_grid_s(self, tokens: FloatArray, slots: int, prompts: bool) -> FloatArray:
+        """Table [tokens, slots + 1] of seconds of a rank with so many expert slots.
+
+        Parameters
+        ----------
+        tokens
+            Tokens that this layer's GPU computes, at ``top_k`` experts each.
+        slots
+            Experts that the rank may hold, more than were measured where it has redundant ones:
+            there the last expert's cost goes on.
+        prompts
+            Whether the steps hold prompts: then skewed routing must be computed.
+        """
+        counts = np.arange(slots + 1.0)
+        grid = self.time_s(tokens[:, None], np.minimum(counts, self.n_experts)[None, :])
+        beyond = np.maximum(counts - self.n_experts, 0.0)
+        if beyond.any():
+            ends = np.array([[self.n_experts - 1.0, self.n_experts]])
+            grid += beyond * np.diff(self.time_s(tokens[:, None], ends), axis=1)
+        if prompts and len(self.unbalanced_knots):
+            skewed = interpolate(tokens, self.unbalanced_knots, self.unbalanced_s)
+            grid = np.where(tokens[:, None] > 0, np.maximum(grid, skewed[:, None]), grid)
+        return np.ascontiguousarray(np.maximum.accumulate(np.maximum.accumulate(grid, 0), 1))
+
     def prefill_s(self, tokens: ArrayLike) -> FloatArray:
         """Seconds of one layer over a prefill of ``tokens`` tokens.
 

@@ -25,13 +25,15 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.parts import Parts
+from eldr_sim.kernel_profiles.parts import MoELayer, Parts
 from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, weakest
 
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.step_cost import StepParts
 
 FloatArray = NDArray[np.float64]
+
+_DENSE_ROWS = 1024  # of a rank's MoE table; beyond, each is 2% more than the one before
 
 
 class StepCost(NamedTuple):
@@ -57,6 +59,19 @@ class StepCost(NamedTuple):
     prompt_token_s: float  #: of reading one cached token
 
 
+class RankMoE(NamedTuple):
+    """One MoE layer of one rank of an expert-parallel group, as compiled code takes it.
+
+    See :func:`~eldr_sim.kernel_profiles.step_cost.rank_moe_s`. Every (knot, count) up to the slots
+    has a time: there is nothing to read beyond.
+    """
+
+    top_k: int
+    rows: FloatArray  #: ``[knots]`` token-expert pairs / top_k, ascending from 0
+    decode_s: FloatArray  #: ``[knots, slots + 1]`` by activated experts, of steps without prompts
+    mixed_s: FloatArray  #: ``[knots, slots + 1]`` of steps that hold prompts
+
+
 @dataclass(frozen=True, eq=False)
 class StepTimeModel:
     """Step times of one worker serving one model.
@@ -69,6 +84,8 @@ class StepTimeModel:
         Extent of the tables: sequences in a decode step, tokens of one sequence.
     cost
         The tables of its step times.
+    layer
+        The MoE layer that was measured, for :meth:`rank_moe`.
     n_moe_layers, n_experts
         Of the model.
     moe_batch_max, attention_batch_max, context_max
@@ -100,6 +117,7 @@ class StepTimeModel:
     provenance: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
     cost: StepCost = field(repr=False)
+    layer: MoELayer = field(repr=False)
 
     @property
     def label(self) -> Provenance:
@@ -160,6 +178,37 @@ class StepTimeModel:
             self.cost, batch, context, first, count, len(sizes), rows, counts, activated is None
         )
         return parts
+
+    def rank_moe(self, slots: int, max_pairs: int) -> RankMoE:
+        """Return the time of one MoE layer on a rank by its own token-expert pairs.
+
+        For the ranks of a group whose tokens are dispatched to their experts: such a rank is one
+        GPU that computes ``pairs / top_k`` tokens on the experts that it activates.
+
+        Parameters
+        ----------
+        slots
+            Expert instances of the fullest rank.
+        max_pairs
+            Most token-expert pairs of a rank in a step; more go on with the last slope.
+
+        Raises
+        ------
+        InputError
+            If the sizes are out of range.
+        """
+        if not 1 <= slots <= self.n_experts:
+            raise InputError("slots", f"{slots} a rank", f"1 to the {self.n_experts} experts")
+        if max_pairs < 1:
+            raise InputError("max_pairs", f"{max_pairs}", "1 or more")
+        top_k = self.model.top_k
+        last = max(2.0, np.ceil(max_pairs / top_k))
+        dense = np.arange(min(last, _DENSE_ROWS) + 1.0)
+        steps = np.geomspace(_DENSE_ROWS, last, 1 + int(32 * np.log2(max(last / _DENSE_ROWS, 1))))
+        rows = np.unique(np.concatenate([dense, steps[steps > dense[-1]], [last]]))
+        tokens = rows * self.layer.tokens_per_row
+        grids = (self.layer.latency.rank_grid_s(tokens, slots, mixed) for mixed in (False, True))
+        return RankMoE(top_k, rows, *grids)
 
     def decode_s(self, activated: Sequence[float], batch: int, mean_context: float) -> float:
         """Return the seconds of one decode step of a batch at its mean context; see `parts`."""
@@ -251,6 +300,7 @@ def build_step_time_model(
         host_gap_s=gap,
         provenance=parts.provenance,
         warnings=tuple(parts.warnings),
+        layer=parts.layer,
     )
 
 

@@ -90,7 +90,13 @@ _COLUMNS: dict[Kind, dict[str, str]] = {
 _OPTIONAL = {"latency_q1_s": "f", "latency_q3_s": "f", "repeats": "i"}
 
 
-MOE_DTYPES = {"bfloat16": "bfloat16", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4"}
+MOE_DTYPES = {
+    "bfloat16": "bfloat16",
+    "fp8": "fp8",
+    "fp8_block": "fp8_block",
+    "mxfp4": "w4a16_mxfp4",
+    "int4": "int4_wo",
+}
 """Storage of a model's experts, and the ``dtype`` of the MoE tables that serve it."""
 
 
