@@ -60,6 +60,8 @@ def is_cold() -> bool:
 #: Modules whose compiled functions call each other, or whose constants they contain. numba looks
 #: whether a function's own file has changed, but not at those of the functions that it calls.
 LINKED = (
+    "kernel_profiles.all_to_all",
+    "kernel_profiles.all_to_all_cost",
     "kernel_profiles.step_cost",
     "kernel_profiles.step_time",
     "policies.marginal_cost",

@@ -8,6 +8,7 @@ Modules, from facts to answers:
 - ``tables``: latency table format v1 (Parquet plus provenance) and the shipped tables.
 - ``moe_latency``: one MoE layer's time over (batch, distinct experts).
 - ``kernel_latency``: attention, GEMM and collective times, interpolated from tables.
+- ``all_to_all``: dispatch and combine between expert-parallel GPUs; ``all_to_all_cost`` compiled.
 - ``roofline``: what stands in where no table exists.
 - ``sources``: makes the shipped tables from what others publish; ``profile`` measures new ones.
 - ``step_time``: ``StepTimeModel``, the tables of all of them for one worker.

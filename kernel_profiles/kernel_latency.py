@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.moe_latency import interpolate, monotone_envelope
+from eldr_sim.kernel_profiles.moe_latency import interpolate, monotone_fit
 from eldr_sim.kernel_profiles.tables import LatencyTable
 
 FloatArray = NDArray[np.float64]
@@ -56,7 +56,7 @@ class GemmLatency:
         if np.isnan(grid).any():
             raise InputError("table", "the GEMM grid has holes", "all m for every (n, k)")
         m, n, k = (axes[name].astype(np.float64) for name in "mnk")
-        return cls(m, n, k, monotone_envelope(grid))
+        return cls(m, n, k, monotone_fit(grid))
 
     def time_s(self, n: int, k: int, rows: ArrayLike) -> FloatArray:
         """Seconds for ``rows`` (m) rows through an n x k matrix."""
@@ -114,7 +114,7 @@ class DecodeAttention:
         rows = np.searchsorted(batch, table.columns["batch"])
         grid[rows, np.searchsorted(context, table.columns["context"])] = table.columns["latency_s"]
         known = np.isfinite(grid)
-        grid = monotone_envelope(monotone_envelope(grid, axis=1), axis=0)
+        grid = monotone_fit(monotone_fit(grid, axis=1), axis=0)
         slopes = []
         for i in range(len(batch)):
             last = np.flatnonzero(known[i])[-2:]
@@ -161,7 +161,11 @@ class PrefillAttention:
 
     @classmethod
     def from_table(cls, table: LatencyTable, max_tokens: int, token_s: float) -> PrefillAttention:
-        """Build the curves from whole-prompt rows; longer prompts follow the last power law."""
+        """Build the curves from whole-prompt rows.
+
+        The time of longer prompts grows with the pairs under the causal mask: with the square of
+        the length, linearly where a window limits them.
+        """
         if table.metadata.kind != "attention_prefill":
             raise InputError("table", f"kind {table.metadata.kind!r}", "attention_prefill")
         batch, tokens = table.columns["batch"], table.columns["new_tokens"]
@@ -175,21 +179,30 @@ class PrefillAttention:
             alone.append(latency[at][np.argmin(batch[at])])
             share.append((latency[largest] - floor) / batch[largest])
         knots = np.concatenate([[0.0], lengths])
-        return cls(
-            floor,
-            _extend(knots, np.concatenate([[floor], monotone_envelope(alone)]), max_tokens),
-            _extend(knots, np.concatenate([[0.0], monotone_envelope(share)]), max_tokens),
-            token_s,
-        )
+        window = table.metadata.shape["window"]
+        curves = [np.concatenate([[floor], monotone_fit(alone)])]
+        curves.append(np.concatenate([[0.0], monotone_fit(share)]))
+        alone_s, share_s = (_extend(knots, curve, max_tokens, window) for curve in curves)
+        return cls(floor, alone_s, share_s, token_s)
 
 
-def _extend(knots: FloatArray, values: FloatArray, max_tokens: int) -> FloatArray:
-    """Values at 0 .. max_tokens: linear between knots, beyond them a power law."""
+def causal_pairs(tokens: FloatArray, window: int = 0) -> FloatArray:
+    """Pairs of a query and a key under the causal mask of a whole prompt; window 0 means none."""
+    pairs = tokens * (tokens + 1) / 2
+    if window:
+        past = np.maximum(tokens - window, 0.0)
+        pairs -= past * (past + 1) / 2
+    return pairs
+
+
+def _extend(knots: FloatArray, values: FloatArray, max_tokens: int, window: int) -> FloatArray:
+    """Values at 0 .. max_tokens: linear between knots, beyond them in proportion to the pairs."""
     tokens = np.arange(max_tokens + 1.0)
     curve = np.interp(tokens, knots, values)
     past = tokens > knots[-1]
-    power = np.log(values[-1] / values[-2]) / np.log(knots[-1] / knots[-2])
-    curve[past] = values[-1] * (tokens[past] / knots[-1]) ** power
+    curve[past] = values[-1] * (
+        causal_pairs(tokens[past], window) / causal_pairs(knots[-1:], window)
+    )
     return np.maximum.accumulate(curve)
 
 
@@ -217,7 +230,7 @@ class CollectiveLatency:
             rows = (columns["operation"] == operation) & (columns["n_gpus"] == n_gpus)
             order = np.argsort(columns["message_bytes"][rows])
             sizes = columns["message_bytes"][rows][order].astype(np.float64)
-            seconds = monotone_envelope(columns["latency_s"][rows][order])
+            seconds = monotone_fit(columns["latency_s"][rows][order])
             curves[operation, int(n_gpus)] = (sizes, seconds)
         return cls(curves)
 

@@ -18,10 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eldr_sim.errors import InputError
 
-WeightDtype = Literal["bfloat16", "fp8_block", "mxfp4"]
+WeightDtype = Literal["bfloat16", "fp8", "fp8_block", "mxfp4", "int4"]
 FP8_BLOCK = 128
 """FP8 block scaling: one fp32 scale per 128 x 128 weights."""
 _MXFP4_GROUP = 32  # MXFP4: one scale byte per 32 weights
+_INT4_GROUP = 32  # INT4 of compressed-tensors: one bfloat16 scale per 32 weights
 _FAMILIES = (  # model_type of the Hugging Face architectures whose layers are described here
     "deepseek_v2",
     "deepseek_v3",
@@ -31,6 +32,8 @@ _FAMILIES = (  # model_type of the Hugging Face architectures whose layers are d
     "gpt_oss",
     "granitemoe",
     "kimi_k2",
+    "llama4",
+    "llama4_text",
     "minimax_m2",
     "mixtral",
     "olmoe",
@@ -57,7 +60,7 @@ class ModelDims(BaseModel):
     n_layers: int = Field(ge=1)
     """Transformer layers."""
     n_dense_layers: int = Field(default=0, ge=0)
-    """Leading layers with a dense MLP in place of experts."""
+    """Layers with a dense MLP in place of experts: the first ones, every other of Llama 4."""
     hidden_size: int = Field(ge=1)
     """Width of the residual stream."""
     n_experts: int = Field(ge=1)
@@ -99,7 +102,8 @@ class ModelDims(BaseModel):
     global_shared_kv_projection: bool = False
     """Whether full-attention layers project K and V by one matrix (both are still cached)."""
     sliding_window: int = 0
-    """Window of the sliding layers in tokens; 0 when every layer attends to everything."""
+    """Window of the sliding layers in tokens (Llama 4: its chunks, at most); 0 when every layer
+    attends to everything."""
     n_sliding_layers: int = 0
     """Layers that attend only to the window."""
     qk_norm: Literal["none", "per_head", "full_width"] = "none"
@@ -123,8 +127,8 @@ class ModelDims(BaseModel):
     norm_bias: bool = False
     """Whether norms carry a bias (LayerNorm)."""
     expert_dtype: WeightDtype = "bfloat16"
-    """Storage of routed experts."""
-    linear_dtype: Literal["bfloat16", "fp8_block"] = "bfloat16"
+    """Storage of routed experts; ``fp8`` has one scale a tensor, ``fp8_block`` one a block."""
+    linear_dtype: Literal["bfloat16", "fp8", "fp8_block"] = "bfloat16"
     """Storage of all other matrices but embedding, lm_head and MoE gate, which are bfloat16."""
     published_total_params: float = 0.0
     """Parameter count that the publisher states; 0 when unknown."""
@@ -267,6 +271,10 @@ class ModelDims(BaseModel):
         bias = 2 * (self.params_per_expert - weights)
         if self.expert_dtype == "mxfp4":
             return weights // 2 + weights // _MXFP4_GROUP + bias
+        if self.expert_dtype == "int4":
+            return weights // 2 + 2 * weights // _INT4_GROUP + bias
+        if self.expert_dtype == "fp8":
+            return weights + bias
         if self.expert_dtype == "fp8_block":
             inner = self.expert_intermediate_size
             return 3 * _fp8_bytes(inner, self.hidden_size) + bias
@@ -277,12 +285,13 @@ class ModelDims(BaseModel):
         """Bytes of all weights as stored."""
         total = 2 * (self._always_on_params + self.embedding_params + self.lm_head_params)
         total += self.n_moe_layers * self.n_experts * self.bytes_per_expert
-        if self.linear_dtype == "fp8_block":
+        if self.linear_dtype != "bfloat16":
             linears = self.n_full_layers * self.attention_linears(False)
             linears += self.n_sliding_layers * self.attention_linears(True)
             linears += self.n_moe_layers * 3 * [(self.shared_intermediate_size, self.hidden_size)]
             linears += self.n_dense_layers * 3 * [(self.dense_intermediate_size, self.hidden_size)]
-            total += sum(_fp8_bytes(n, k) - 2 * n * k for n, k in linears)
+            block = self.linear_dtype == "fp8_block"
+            total += sum((_fp8_bytes(n, k) if block else n * k) - 2 * n * k for n, k in linears)
         return total
 
     def kv_bytes_per_token_layer(self, sliding: bool = False, kv_dtype_bytes: int = 2) -> int:
@@ -451,7 +460,22 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
             "v_head_dim": config["v_head_dim"],
             "head_dim": nope + rope,
         }
+    if family.startswith("llama4"):
+        fields |= _llama4(config)
     return fields | _dtypes(config.get("quantization_config") or {})
+
+
+def _llama4(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of Llama 4: a shared expert, MoE in every n-th layer, local attention in 3 of 4."""
+    layers = config["num_hidden_layers"]
+    full = layers // 4  # no rotary embedding there, and no chunks (transformers' default)
+    return {
+        "n_dense_layers": layers - layers // config["interleave_moe_layer_step"],
+        "dense_intermediate_size": config["intermediate_size_mlp"],
+        "shared_intermediate_size": config["intermediate_size"],
+        "sliding_window": config["attention_chunk_size"],
+        "n_sliding_layers": layers - full,
+    }
 
 
 def _qk_norm(family: str, config: dict[str, Any]) -> str:
@@ -477,5 +501,13 @@ def _dtypes(quantization: dict[str, Any]) -> dict[str, str]:
     if method == "mxfp4":
         return {"expert_dtype": "mxfp4"}
     if method == "fp8":
-        return {"expert_dtype": "fp8_block", "linear_dtype": "fp8_block"}
-    raise InputError("model", f"quantization {method!r} is not modelled", "none, fp8, mxfp4")
+        stored = "fp8_block" if quantization.get("weight_block_size") else "fp8"
+        return {"expert_dtype": stored, "linear_dtype": stored}
+    groups = (quantization.get("config_groups") or {}).values()
+    weights = [group.get("weights") or {} for group in groups]
+    int4 = [w.get("num_bits") == 4 and w.get("type") == "int" for w in weights]
+    if method == "compressed-tensors" and int4 and all(int4):  # as Kimi-K2.5: experts alone
+        return {"expert_dtype": "int4"}
+    raise InputError(
+        "model", f"quantization {method!r} is not modelled", "none, fp8, mxfp4, INT4 experts"
+    )

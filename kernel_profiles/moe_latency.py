@@ -50,14 +50,43 @@ def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: float) -> FloatArr
     return np.asarray(-n_experts * np.expm1(missed), dtype=np.float64)
 
 
-def monotone_envelope(values: ArrayLike, axis: int = -1) -> FloatArray:
-    """The largest non-decreasing sequence that lies nowhere above ``values``.
+def monotone_fit(values: ArrayLike, axis: int = -1) -> FloatArray:
+    """Non-decreasing sequence closest to ``values`` by least squares of their logarithms.
 
-    Disturbances make a timing slower, never faster, so where a larger input was timed faster than
-    a smaller one, the smaller one's time is the disturbed one.
+    Timings fall now and then where the input grows: a disturbance, or the kernel is another one.
+    Pool-adjacent-violators (Barlow et al. 1972, Statistical Inference under Order Restrictions)
+    gives each such run its geometric mean, so the product of the sequence stays: in the mean the
+    curve is neither faster nor slower than its rows.
+
+    Parameters
+    ----------
+    values
+        Any shape, 0 or more; entries that are zero or infinite are left out and stay.
+    axis
+        Along which the sequences run.
     """
-    reversed_values = np.flip(np.asarray(values, dtype=np.float64), axis)
-    return np.flip(np.minimum.accumulate(reversed_values, axis=axis), axis)
+    fitted = np.moveaxis(np.array(values, dtype=np.float64), axis, -1)
+    for at in np.ndindex(fitted.shape[:-1]):
+        known = np.isfinite(fitted[at]) & (fitted[at] > 0)
+        row = fitted[at][known]
+        if (np.diff(row) < 0).any():
+            fitted[at][known] = np.exp(_pooled(np.log(row)))
+    return np.moveaxis(fitted, -1, axis)
+
+
+def _pooled(row: FloatArray) -> FloatArray:
+    """Pool adjacent violators of one sequence."""
+    means: list[float] = []
+    counts: list[int] = []
+    for value in row.tolist():
+        mean, count = value, 1
+        while means and means[-1] >= mean:
+            mean = (mean * count + means[-1] * counts[-1]) / (count + counts[-1])
+            count += counts.pop()
+            means.pop()
+        means.append(mean)
+        counts.append(count)
+    return np.repeat(means, counts)
 
 
 def interpolate(x: ArrayLike, knots: FloatArray, values: FloatArray) -> FloatArray:
@@ -156,6 +185,30 @@ class MoELatency:
             unbalanced_s=floor + (self.unbalanced_s - floor) / n_ranks,
         )
 
+    def rank_grid_s(self, tokens: FloatArray, slots: int, prompts: bool) -> FloatArray:
+        """Table [tokens, slots + 1] of seconds of a rank with so many expert slots.
+
+        Parameters
+        ----------
+        tokens
+            Tokens that this layer's GPU computes, at ``top_k`` experts each.
+        slots
+            Experts that the rank may hold, more than were measured where it has redundant ones:
+            there the last expert's cost goes on.
+        prompts
+            Whether the steps hold prompts: then skewed routing must be computed.
+        """
+        counts = np.arange(slots + 1.0)
+        grid = self.time_s(tokens[:, None], np.minimum(counts, self.n_experts)[None, :])
+        beyond = np.maximum(counts - self.n_experts, 0.0)
+        if beyond.any():
+            ends = np.array([[self.n_experts - 1.0, self.n_experts]])
+            grid += beyond * np.diff(self.time_s(tokens[:, None], ends), axis=1)
+        if prompts and len(self.unbalanced_knots):
+            skewed = interpolate(tokens, self.unbalanced_knots, self.unbalanced_s)
+            grid = np.where(tokens[:, None] > 0, np.maximum(grid, skewed[:, None]), grid)
+        return np.ascontiguousarray(np.maximum.accumulate(np.maximum.accumulate(grid, 0), 1))
+
     def prefill_s(self, tokens: ArrayLike) -> FloatArray:
         """Seconds of one layer over a prefill of ``tokens`` tokens.
 
@@ -234,7 +287,7 @@ def fit_grid(
     for tokens in knots:
         at = np.flatnonzero(batch == tokens)
         at = at[np.argsort(distinct[at])]
-        levels, values = distinct[at], monotone_envelope(latency[at])
+        levels, values = distinct[at], monotone_fit(latency[at])
         slopes.append(np.diff(values) / np.diff(levels))
         rows.append((levels, values))
     known = [i for i, slope in enumerate(slopes) if len(slope)]
@@ -311,7 +364,7 @@ def _mildest_skew(
     mildest = min({str(r) for r in routing if str(r).startswith("power_law")})
     rows = np.flatnonzero(routing == mildest)
     rows = rows[np.argsort(batch[rows])]
-    return batch[rows], monotone_envelope(latency[rows])
+    return batch[rows], monotone_fit(latency[rows])
 
 
 def _follow(
@@ -348,7 +401,7 @@ def fit_max_form(
     """
     top = distinct == distinct.max()
     order = np.argsort(batch[top])
-    knots, flat = np.unique(batch[top][order]), monotone_envelope(latency[top][order])
+    knots, flat = np.unique(batch[top][order]), monotone_fit(latency[top][order])
     if len(knots) != len(flat):
         raise InputError("table", "several exact rows at one (batch, distinct experts) point")
     start = knots[0]
@@ -360,7 +413,7 @@ def fit_max_form(
     rest = latency / (1 + interpolate(batch, c_knots, c_values) / whole)
     rest[top] = whole
     levels = np.unique(distinct)
-    g_values = monotone_envelope([rest[distinct == level].mean() for level in levels])
+    g_values = monotone_fit([rest[distinct == level].mean() for level in levels])
     counts = np.arange(n_experts + 1.0)
     g = interpolate(counts, levels, g_values)
     if len(levels) > 1:  # below the smallest measured count its first slope goes on, never below 0
@@ -409,7 +462,7 @@ def _linear(
     return replace(
         model,
         batch_knots=np.concatenate([model.batch_knots, large]),
-        batch_s=monotone_envelope(np.concatenate([model.batch_s, beyond])),
+        batch_s=monotone_fit(np.concatenate([model.batch_s, beyond])),
         fit_error={
             "rows_mean": float(residual.mean()),
             "rows_max": float(residual.max()),

@@ -1,6 +1,6 @@
-"""How one worker spreads a model over the GPUs of a node: tensor and expert parallelism.
+"""How a model is spread over GPUs: tensor, expert and data parallelism.
 
-As vLLM does at data parallelism 1 (``--tensor-parallel-size``, ``--enable-expert-parallel``):
+As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data-parallel-size``):
 
 - Attention heads, the QKV and output projections, dense and shared MLPs, embedding and lm_head are
   sharded over all GPUs. KV heads are sharded while there are enough of them and replicated beyond
@@ -10,6 +10,12 @@ As vLLM does at data parallelism 1 (``--tensor-parallel-size``, ``--enable-exper
 - With it every GPU holds whole experts, equally many. All GPUs see all tokens, each computes its
   own experts' part, and an all-reduce sums the parts: there is no all-to-all
   (``FusedMoEParallelConfig.use_all2all_kernels`` needs data parallelism or sequence parallelism).
+- With data parallelism as many engines, of ``tensor_parallel_size`` GPUs each, have attention,
+  dense layers and KV caches of their own and share the experts, which lie on the GPUs of all of
+  them: ``FusedMoEParallelConfig.make`` spreads (or cuts) them over data times tensor parallel
+  ranks. Tokens are dispatched to them and combined back
+  (:mod:`~eldr_sim.kernel_profiles.all_to_all`). The ranks of an engine dispatch a part of its
+  tokens each and gather the outputs (sequence parallel MoE, ``use_sequence_parallel_moe``).
 """
 
 from __future__ import annotations
@@ -25,18 +31,21 @@ NODE_GPUS = 8
 
 @dataclass(frozen=True)
 class Parallelism:
-    """GPUs of one worker, and what becomes of the experts.
+    """GPUs of one engine, engines that share experts, and what becomes of the experts.
 
     Attributes
     ----------
     tensor_parallel_size
-        GPUs of the worker.
+        GPUs of an engine.
     expert_parallel
         Whether the experts stay whole and are spread over the GPUs. Says nothing on one GPU.
+    data_parallel_size
+        Engines that share experts.
     """
 
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
+    data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.tensor_parallel_size <= NODE_GPUS:
@@ -45,24 +54,31 @@ class Parallelism:
                 f"{self.tensor_parallel_size}",
                 f"1 to {NODE_GPUS}, the GPUs of a node",
             )
+        if self.data_parallel_size < 1:
+            raise InputError("data_parallel_size", f"{self.data_parallel_size}", "1 or more")
+
+    @property
+    def n_gpus(self) -> int:
+        """GPUs of all engines that share experts."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
     @property
     def n_expert_ranks(self) -> int:
         """GPUs that the experts are spread over; 1 where each of them holds a part of every one."""
-        return self.tensor_parallel_size if self.expert_parallel else 1
+        return self.n_gpus if self.expert_parallel else 1
 
     def check(self, model: ModelDims) -> None:
         """Raise InputError unless the model can be spread so."""
-        size = self.tensor_parallel_size
-        if size == 1:
+        size, ranks = self.tensor_parallel_size, self.n_gpus
+        if ranks == 1:
             return
 
-        def divide(what: str, count: int, unit: int = 1) -> None:
-            if count % (size * unit):
+        def divide(what: str, count: int, unit: int = 1, by: int = size) -> None:
+            if count % (by * unit):
                 blocks = f" in FP8 blocks of {unit}" if unit > 1 else ""
                 raise InputError(
-                    "tensor_parallel_size",
-                    f"{size} does not divide the {count} {what} of {model.name}{blocks}",
+                    "tensor_parallel_size" if by == size else "data_parallel_size",
+                    f"{by} does not divide the {count} {what} of {model.name}{blocks}",
                     "a size that does",
                 )
 
@@ -75,10 +91,10 @@ class Parallelism:
         divide("features of a dense layer's MLP", model.dense_intermediate_size, linear)
         divide("features of the shared experts", model.shared_intermediate_size, linear)
         if self.expert_parallel:
-            divide("experts", model.n_experts)
+            divide("experts", model.n_experts, by=ranks)
         else:
             expert = FP8_BLOCK if model.expert_dtype == "fp8_block" else 1
-            divide("features of an expert", model.expert_intermediate_size, expert)
+            divide("features of an expert", model.expert_intermediate_size, expert, by=ranks)
 
     def shard(self, model: ModelDims) -> ModelDims:
         """Return the dimensions that one GPU computes with; routing stays over all experts.
@@ -90,7 +106,7 @@ class Parallelism:
         """
         self.check(model)
         size = self.tensor_parallel_size
-        if size == 1:
+        if self.n_gpus == 1:
             return model
         fields = model.model_dump()
         for name in ("n_heads", "dense_intermediate_size", "shared_intermediate_size"):
@@ -100,13 +116,23 @@ class Parallelism:
                 fields[name] = max(1, fields[name] // size)
         fields["vocab_size"] = -(-model.vocab_size // size)
         if not self.expert_parallel:
-            fields["expert_intermediate_size"] //= size
+            fields["expert_intermediate_size"] //= self.n_gpus
         return ModelDims(**fields)
 
-    def weight_bytes(self, model: ModelDims) -> int:
-        """Bytes of the weights on one GPU."""
+    def weight_bytes(self, model: ModelDims, slots: int | None = None) -> int:
+        """Bytes of the weights on one GPU.
+
+        Parameters
+        ----------
+        model
+            What is served.
+        slots
+            Expert instances of each MoE layer on this GPU; an equal share of the experts when not
+            given. Redundant experts make it more.
+        """
         shard = self.shard(model)
-        elsewhere = model.n_experts - model.n_experts // self.n_expert_ranks
+        own = model.n_experts // self.n_expert_ranks if slots is None else slots
+        elsewhere = model.n_experts - own
         return shard.weight_bytes - model.n_moe_layers * elsewhere * shard.bytes_per_expert
 
     def kv_bytes_per_token(self, model: ModelDims) -> int:

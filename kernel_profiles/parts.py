@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from eldr_sim.kernel_profiles.moe_latency import (
     MoELatency,
     fit_moe_latency,
     interpolate,
-    monotone_envelope,
+    monotone_fit,
 )
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.tables import (
@@ -54,6 +54,13 @@ Evidence: measured TPOT less the sum of kernels, GPT-OSS-120B on H200 with vLLM 
 CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
 """Messages below this size take vLLM's custom all-reduce, others NCCL (``max_size`` of
 ``vllm/distributed/device_communicators/custom_all_reduce.py``)."""
+
+
+class MoELayer(NamedTuple):
+    """A MoE layer as it was measured, on a GPU with all experts or on one of several ranks."""
+
+    latency: MoELatency
+    tokens_per_row: int  #: tokens of its batch for a rank's ``pairs / top_k``
 
 
 class Parts:
@@ -135,13 +142,18 @@ class Parts:
                 extra=self.tables,
             )
 
-        table, measured_ranks = find(ranks), ranks
-        if table is None and ranks > 1:
-            table, measured_ranks = find(1), 1
+        # Rows of a rank time one that gets the tokens of all. Where tokens are dispatched it gets
+        # its own only, as a single GPU does.
+        sizes = dict.fromkeys([1, ranks] if self.parallelism.data_parallel_size > 1 else [ranks, 1])
+        found = ((find(size), size) for size in sizes)
+        table, measured_ranks = next(((t, n) for t, n in found if t is not None), (None, 1))
         if table is None:
             self._record_roofline("moe")
-            return roofline.moe_latency(self.gpu, model).on_rank(ranks)
+            whole = roofline.moe_latency(self.gpu, model)
+            self.layer = MoELayer(whole, 1)
+            return whole.on_rank(ranks)
         fitted = fit_moe_latency(table)
+        self.layer = MoELayer(fitted, measured_ranks)
         # A derived table is its own formula: only its maker knows how far that lies from evidence.
         derived = table.metadata.provenance == "derived"
         errors = table.metadata.fit_error if derived else fitted.fit_error
@@ -251,13 +263,20 @@ class Parts:
         return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
 
     def _sums_s(self, rows: FloatArray) -> FloatArray:
-        """All-reduces of ``rows`` hidden states: one after the embedding and two in every layer."""
+        """All-reduces of ``rows`` hidden states: one after the embedding and two in every layer.
+
+        Where engines share experts, the outputs of these are combined and then gathered in place
+        of the second.
+        """
         if self.parallelism.tensor_parallel_size == 1:
             return np.zeros_like(rows)
-        count = 1 + 2 * self.model.n_layers
-        return np.where(
-            rows > 0, count * self._all_reduce_s(2 * self.model.hidden_size * rows), 0.0
-        )
+        shared = self.parallelism.data_parallel_size > 1
+        gathers = self.model.n_moe_layers if shared else 0
+        message = 2 * self.model.hidden_size * rows
+        total = (1 + 2 * self.model.n_layers - gathers) * self._all_reduce_s(message)
+        if gathers:
+            total = total + gathers * self._gather_s(message)
+        return np.where(rows > 0, total, 0.0)
 
     def _gather_s(self, n_bytes: FloatArray) -> FloatArray:
         n_gpus = self.parallelism.tensor_parallel_size
@@ -303,7 +322,7 @@ class Parts:
     def _linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
         """One matrix stored like the model's linear layers."""
         if self.linear is None:
-            width = 1.0 if self.model.linear_dtype == "fp8_block" else 2.0
+            width = 1.0 if self.model.linear_dtype != "bfloat16" else 2.0
             return roofline.gemm_s(self.gpu, n, k, rows, width)
         return self.linear.time_s(n, k, rows)
 
@@ -361,7 +380,7 @@ class Parts:
         if self.elementwise is not None:
             columns = self.elementwise.columns
             order = np.argsort(columns["tokens"])
-            seconds = monotone_envelope(columns["latency_s"][order])
+            seconds = monotone_fit(columns["latency_s"][order])
             knots = columns["tokens"][order].astype(np.float64)
             layers = model.n_layers * np.where(rows > 0, interpolate(rows, knots, seconds), 0.0)
         else:

@@ -13,7 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.kernel_profiles.gpus import GPU
-from eldr_sim.kernel_profiles.kernel_latency import DecodeAttention, PrefillAttention
+from eldr_sim.kernel_profiles.kernel_latency import (
+    DecodeAttention,
+    PrefillAttention,
+    causal_pairs,
+)
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.moe_latency import MoELatency
 from eldr_sim.kernel_profiles.tables import Provenance
@@ -126,15 +130,15 @@ def gemm_s(gpu: GPU, n: int, k: int, rows: ArrayLike, weight_bytes: float = 2.0)
 def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
     """One MoE layer: expert weights over bandwidth, and compute where it exceeds them.
 
-    Only FP8 experts compute in FP8: MXFP4 weights are widened to bf16 in the kernels of all GPUs
-    but those with FP4 units.
+    Only FP8 experts compute in FP8: MXFP4 and INT4 weights are widened to bf16 in the kernels of
+    all GPUs but those with FP4 units.
     """
     efficiency = efficiency_of(gpu)
     experts = np.arange(model.n_experts + 1.0)
     bandwidth = efficiency.moe_bandwidth * gpu.memory_bandwidth
     expert_s = efficiency.moe_floor_s + experts * model.bytes_per_expert / bandwidth
     flops = 6.0 * model.top_k * model.hidden_size * model.expert_intermediate_size
-    peak = _flops(gpu, model.expert_dtype == "fp8_block")
+    peak = _flops(gpu, model.expert_dtype in ("fp8", "fp8_block"))
     token_s = flops / (efficiency.moe_flops * peak)
     batches = np.array([0.0, 1024.0])
     return MoELatency(model.n_experts, model.top_k, expert_s, batches, np.zeros(2), token_s)
@@ -182,10 +186,7 @@ def prefill_attention(
     """One layer's prefill attention: the pairs under the causal mask (and the window)."""
     efficiency = efficiency_of(gpu)
     tokens = np.arange(max_tokens + 1.0)
-    pairs = tokens * (tokens + 1) / 2
-    if sliding:
-        past = np.maximum(tokens - model.sliding_window, 0.0)
-        pairs -= past * (past + 1) / 2
+    pairs = causal_pairs(tokens, model.sliding_window if sliding else 0)
     share = pairs * _pair_s(gpu, model, sliding, decode=False)
     floor = efficiency.attention_floor_s
     return PrefillAttention(floor, floor + share, share, _token_s(gpu, model, sliding))

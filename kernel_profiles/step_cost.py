@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from eldr_sim.jit import njit
-from eldr_sim.kernel_profiles.step_time import StepCost
+from eldr_sim.kernel_profiles.step_time import RankMoE, StepCost
 
 
 class StepParts(NamedTuple):
@@ -56,6 +56,45 @@ def moe_layers_s(layer_s: Any, activated: Any) -> float:
             seconds += (layer_s[i + 1] - seconds) * (count - i)
         total += seconds
     return total
+
+
+@njit()
+def rank_moe_s(layer: RankMoE, pairs: float, activated: float, prompts: bool) -> float:
+    """Return the time of one MoE layer on one rank, s.
+
+    Parameters
+    ----------
+    layer
+        From :meth:`~eldr_sim.kernel_profiles.step_time.StepTimeModel.rank_moe`.
+    pairs
+        Token-expert pairs that the rank computes; beyond the table its last slope goes on.
+    activated
+        Experts of the rank that have any; fractions are interpolated, more than its slots count
+        as all of them.
+    prompts
+        Whether the step holds prompts.
+    """
+    row = pairs / layer.top_k
+    rows = layer.rows
+    low, high = 0, rows.shape[0] - 1
+    if row < high and rows[int(row)] == int(row):  # knots are 0, 1, 2 ... at first
+        low = min(int(row), high - 1)
+    else:
+        while high - low > 1:
+            middle = (low + high) // 2
+            if rows[middle] <= row:
+                low = middle
+            else:
+                high = middle
+    part = (row - rows[low]) / (rows[low + 1] - rows[low])
+    table = layer.mixed_s if prompts else layer.decode_s
+    last = table.shape[1] - 1
+    count = min(max(activated, 0.0), float(last))
+    i = min(int(count), last - 1)
+    share = count - i
+    below = table[low, i] + share * (table[low, i + 1] - table[low, i])
+    above = table[low + 1, i] + share * (table[low + 1, i + 1] - table[low + 1, i])
+    return float(below + part * (above - below))
 
 
 @njit()

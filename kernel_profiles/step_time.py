@@ -25,13 +25,15 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.parts import Parts
+from eldr_sim.kernel_profiles.parts import MoELayer, Parts
 from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, weakest
 
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.step_cost import StepParts
 
 FloatArray = NDArray[np.float64]
+
+_DENSE_ROWS = 1024  # of a rank's MoE table; beyond, each is 2% more than the one before
 
 
 class StepCost(NamedTuple):
@@ -57,6 +59,19 @@ class StepCost(NamedTuple):
     prompt_token_s: float  #: of reading one cached token
 
 
+class RankMoE(NamedTuple):
+    """One MoE layer of one rank of an expert-parallel group, as compiled code takes it.
+
+    See :func:`~eldr_sim.kernel_profiles.step_cost.rank_moe_s`. Every (knot, count) up to the slots
+    has a time: there is nothing to read beyond.
+    """
+
+    top_k: int
+    rows: FloatArray  #: ``[knots]`` token-expert pairs / top_k, ascending from 0
+    decode_s: FloatArray  #: ``[knots, slots + 1]`` by activated experts, of steps without prompts
+    mixed_s: FloatArray  #: ``[knots, slots + 1]`` of steps that hold prompts
+
+
 @dataclass(frozen=True, eq=False)
 class StepTimeModel:
     """Step times of one worker serving one model.
@@ -69,6 +84,8 @@ class StepTimeModel:
         Extent of the tables: sequences in a decode step, tokens of one sequence.
     cost
         The tables of its step times.
+    layer
+        The MoE layer that was measured, for :meth:`rank_moe`.
     n_moe_layers, n_experts
         Of the model.
     moe_batch_max, attention_batch_max, context_max
@@ -100,6 +117,7 @@ class StepTimeModel:
     provenance: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
     cost: StepCost = field(repr=False)
+    layer: MoELayer = field(repr=False)
 
     @property
     def label(self) -> Provenance:
@@ -160,6 +178,37 @@ class StepTimeModel:
             self.cost, batch, context, first, count, len(sizes), rows, counts, activated is None
         )
         return parts
+
+    def rank_moe(self, slots: int, max_pairs: int) -> RankMoE:
+        """Return the time of one MoE layer on a rank by its own token-expert pairs.
+
+        For the ranks of a group whose tokens are dispatched to their experts: such a rank is one
+        GPU that computes ``pairs / top_k`` tokens on the experts that it activates.
+
+        Parameters
+        ----------
+        slots
+            Expert instances of the fullest rank.
+        max_pairs
+            Most token-expert pairs of a rank in a step; more go on with the last slope.
+
+        Raises
+        ------
+        InputError
+            If the sizes are out of range.
+        """
+        if not 1 <= slots <= self.n_experts:
+            raise InputError("slots", f"{slots} a rank", f"1 to the {self.n_experts} experts")
+        if max_pairs < 1:
+            raise InputError("max_pairs", f"{max_pairs}", "1 or more")
+        top_k = self.model.top_k
+        last = max(2.0, np.ceil(max_pairs / top_k))
+        dense = np.arange(min(last, _DENSE_ROWS) + 1.0)
+        steps = np.geomspace(_DENSE_ROWS, last, 1 + int(32 * np.log2(max(last / _DENSE_ROWS, 1))))
+        rows = np.unique(np.concatenate([dense, steps[steps > dense[-1]], [last]]))
+        tokens = rows * self.layer.tokens_per_row
+        grids = (self.layer.latency.rank_grid_s(tokens, slots, mixed) for mixed in (False, True))
+        return RankMoE(top_k, rows, *grids)
 
     def decode_s(self, activated: Sequence[float], batch: int, mean_context: float) -> float:
         """Return the seconds of one decode step of a batch at its mean context; see `parts`."""
@@ -234,38 +283,9 @@ def build_step_time_model(
 
     parts = Parts(dims, device, parallelism, tables, max_model_len)
     gap = parts.host_gap_s(host_gap_s)
-    rows = np.arange(max_num_seqs + 1.0)
-    head = parts.sequence_part_s(rows)
-    stride = 16
-    while stride * 512 < max_model_len:
-        stride *= 2
-    context = stride * np.arange(-(-max_model_len // stride) + 1, dtype=np.float64)
-    layers = np.array([float(count) for count, _, _ in parts.attention])
-    decode = np.stack([part.time_s(rows, context) for _, part, _ in parts.attention])
-    alone = np.stack([part.alone_s for _, _, part in parts.attention])
-    share = np.stack([part.share_s for _, _, part in parts.attention])
-    tokens = np.arange(max(max_num_seqs, max_num_batched_tokens) + 1.0)
-    windowless = [part for part in parts.attention if part[1] is not parts.sliding]
     measured = [decode for _, decode, _ in parts.attention]
-    cost = StepCost(
-        n_moe_layers=dims.n_moe_layers,
-        n_experts=dims.n_experts,
-        moe_s=parts.moe.grid_s(max_num_seqs),
-        mixed_moe_s=parts.moe.mixed_grid_s(max_num_batched_tokens),
-        uniform_moe_s=parts.moe.prefill_s(tokens),
-        dense_s=parts.dense_part_s(tokens),
-        collectives_s=parts.collectives_s(tokens),
-        host_s=gap,
-        head_s=head,
-        attention_s=np.tensordot(layers, decode, 1),
-        context_stride=stride,
-        prompt_alone_s=layers @ alone,
-        prompt_share_s=layers @ share,
-        prompt_floor_s=float(sum(n * p.floor_s for n, _, p in parts.attention)),
-        prompt_token_s=float(sum(n * p.token_s for n, _, p in windowless)),
-    )
     return StepTimeModel(
-        cost=cost,
+        cost=_tabulate(parts, gap, max_num_seqs, max_model_len, max_num_batched_tokens),
         model=dims,
         gpu=device,
         parallelism=parallelism,
@@ -280,4 +300,39 @@ def build_step_time_model(
         host_gap_s=gap,
         provenance=parts.provenance,
         warnings=tuple(parts.warnings),
+        layer=parts.layer,
+    )
+
+
+def _tabulate(
+    parts: Parts, host_gap_s: float, sequences: int, max_model_len: int, budget: int
+) -> StepCost:
+    """Tabulate a worker's kernels up to so many sequences, tokens of one and tokens of a step."""
+    rows = np.arange(sequences + 1.0)
+    stride = 16
+    while stride * 512 < max_model_len:
+        stride *= 2
+    context = stride * np.arange(-(-max_model_len // stride) + 1, dtype=np.float64)
+    layers = np.array([float(count) for count, _, _ in parts.attention])
+    decode = np.stack([part.time_s(rows, context) for _, part, _ in parts.attention])
+    alone = np.stack([part.alone_s for _, _, part in parts.attention])
+    share = np.stack([part.share_s for _, _, part in parts.attention])
+    tokens = np.arange(max(sequences, budget) + 1.0)
+    windowless = [part for part in parts.attention if part[1] is not parts.sliding]
+    return StepCost(
+        n_moe_layers=parts.whole.n_moe_layers,
+        n_experts=parts.whole.n_experts,
+        moe_s=parts.moe.grid_s(sequences),
+        mixed_moe_s=parts.moe.mixed_grid_s(budget),
+        uniform_moe_s=parts.moe.prefill_s(tokens),
+        dense_s=parts.dense_part_s(tokens),
+        collectives_s=parts.collectives_s(tokens),
+        host_s=host_gap_s,
+        head_s=parts.sequence_part_s(rows),
+        attention_s=np.tensordot(layers, decode, 1),
+        context_stride=stride,
+        prompt_alone_s=layers @ alone,
+        prompt_share_s=layers @ share,
+        prompt_floor_s=float(sum(n * p.floor_s for n, _, p in parts.attention)),
+        prompt_token_s=float(sum(n * p.token_s for n, _, p in windowless)),
     )

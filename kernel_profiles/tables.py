@@ -11,6 +11,8 @@ attention_decode    batch, context (tokens attended to, the new one included)
 attention_prefill   batch, new_tokens (all of the sequence: nothing cached)
 gemm                m (rows), n (out features), k (in features)
 collective          operation, n_gpus, message_bytes
+all_to_all          backend, phase (dispatch, combine), n_gpus, hidden_size, top_k, n_experts,
+                    tokens (of each GPU, routed uniformly)
 attention_chunk     new_tokens, context (cached and new tokens)
 elementwise         tokens: norms, rotary embedding and KV writes of one layer
 host_gap            batch: a decode step's time less the sum of its kernels, of the whole model
@@ -57,6 +59,7 @@ Kind = Literal[
     "attention_prefill",
     "gemm",
     "collective",
+    "all_to_all",
     "attention_chunk",
     "elementwise",
     "host_gap",
@@ -69,6 +72,15 @@ _COLUMNS: dict[Kind, dict[str, str]] = {
     "attention_prefill": {"batch": "i", "new_tokens": "i"},
     "gemm": {"m": "i", "n": "i", "k": "i"},
     "collective": {"operation": "s", "n_gpus": "i", "message_bytes": "i"},
+    "all_to_all": {
+        "backend": "s",
+        "phase": "s",
+        "n_gpus": "i",
+        "hidden_size": "i",
+        "top_k": "i",
+        "n_experts": "i",
+        "tokens": "i",
+    },
     "attention_chunk": {"new_tokens": "i", "context": "i"},
     "elementwise": {"tokens": "i"},
     "host_gap": {"batch": "i"},
@@ -78,7 +90,13 @@ _COLUMNS: dict[Kind, dict[str, str]] = {
 _OPTIONAL = {"latency_q1_s": "f", "latency_q3_s": "f", "repeats": "i"}
 
 
-MOE_DTYPES = {"bfloat16": "bfloat16", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4"}
+MOE_DTYPES = {
+    "bfloat16": "bfloat16",
+    "fp8": "fp8",
+    "fp8_block": "fp8_block",
+    "mxfp4": "w4a16_mxfp4",
+    "int4": "int4_wo",
+}
 """Storage of a model's experts, and the ``dtype`` of the MoE tables that serve it."""
 
 
@@ -113,7 +131,8 @@ class TableMetadata(BaseModel):
     """Name of the GPU, as in :mod:`eldr_sim.kernel_profiles.gpus`."""
     shape: dict[str, int]
     """What identifies the kernel besides the rows: see :func:`moe_shape`, :func:`attention_shape`;
-    empty for GEMMs, collectives and transfers."""
+    empty for GEMMs, collectives and transfers, ``n_nodes`` for dispatch and combine between
+    nodes."""
     dtype: str
     """Data type of weights (MoE, GEMM), KV cache (attention) or message (collective)."""
     kernel_source: str
@@ -300,6 +319,7 @@ def table_name(metadata: TableMetadata) -> str:
         "window": "w",
         "n_layers": "l",
         "vocab_size": "v",
+        "n_nodes": "n",
     }
     parts = [metadata.gpu, metadata.kind]
     parts += [f"{letters[name]}{value}" for name, value in metadata.shape.items()]
@@ -325,6 +345,7 @@ def find_table(
     *,
     shape: Mapping[str, int] | None = None,
     dtype: str | None = None,
+    library: str | None = None,
     extra: Sequence[LatencyTable] = (),
 ) -> LatencyTable | None:
     """The best table for a kernel, or None.
@@ -338,6 +359,8 @@ def find_table(
         As in :class:`TableMetadata`; a ``dtype`` of None accepts any.
     shape
         Must equal the table's shape.
+    library
+        Name of the framework without its version; None accepts any.
     extra
         Tables of the user's own, such as a ``profile`` run wrote.
     """
@@ -349,6 +372,7 @@ def find_table(
             and metadata.gpu == gpu
             and metadata.shape == wanted
             and dtype in (None, metadata.dtype)
+            and library in (None, metadata.framework.split()[0])
         )
 
     for table in extra:

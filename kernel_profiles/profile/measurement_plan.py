@@ -18,6 +18,7 @@ from eldr_sim.kernel_profiles.profile.device import Device
 from eldr_sim.kernel_profiles.profile.grid import MoEPoint, moe_levels
 from eldr_sim.kernel_profiles.profile.host_gap import measure_host_gap
 from eldr_sim.kernel_profiles.profile.moe import (
+    ERROR_BOUND,
     MoEBench,
     MoEKernel,
     TorchMoE,
@@ -66,6 +67,9 @@ class Target:
     def moe(self) -> MoEShape:
         """One GPU's part of a MoE layer."""
         shard = self.shard
+        if shard.expert_dtype not in ERROR_BOUND:
+            allowed = ", ".join(ERROR_BOUND)
+            raise InputError("model", f"kernels of {shard.expert_dtype} experts", allowed)
         return MoEShape(
             shard.hidden_size,
             shard.expert_intermediate_size,

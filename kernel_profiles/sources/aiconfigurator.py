@@ -11,7 +11,6 @@ this importer has to know about them:
   rank with the most token-expert pairs of skewed routing. Versions that lack balanced rows are
   left out there: how many experts a draw activates on one rank is too uncertain.
 - Attention ``step`` counts cached tokens, so a decode step attends to ``step + 1``.
-- NCCL ``message_size`` counts elements, not bytes.
 - Latencies are milliseconds, taken under CUDA graphs without flushing the L2 cache: points whose
   weights fit into it read low.
 """
@@ -42,7 +41,17 @@ from eldr_sim.kernel_profiles.tables import (
     table_name,
 )
 
-SYSTEMS = {"H100": "h100_sxm", "H200": "h200_sxm", "A100": "a100_sxm", "B200": "b200_sxm"}
+SYSTEMS = {
+    "H100": "h100_sxm",
+    "H200": "h200_sxm",
+    "A100": "a100_sxm",
+    "B200": "b200_sxm",
+    "B300": "b300_sxm",
+    "GB200": "gb200",
+    "GB300": "gb300",
+    "L40S": "l40s",
+    "RTX PRO 6000": "rtx_pro_6000_server",
+}
 """GPUs that can be imported, and their folder in the package."""
 
 _SMALL = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
@@ -128,23 +137,24 @@ def data_folder(gpu: str) -> Path:
     return root / "systems" / "data" / SYSTEMS[gpu]
 
 
-def _versions(folder: Path) -> list[str]:
+def versions(folder: Path) -> list[str]:
     """Version folders, newest first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(names, key=lambda name: [int(p) for p in name.split(".") if p.isdigit()])[::-1]
 
 
-def _read(folder: Path, version: str, file: str) -> pd.DataFrame:
+def read_rows(folder: Path, version: str, file: str) -> pd.DataFrame:
+    """Rows of a version's file, none if it is missing."""
     path = folder / version / file
     return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
 
 
-def _median(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+def median_rows(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """One row per point: the median latency of repeated rows, sorted by point."""
     return frame.groupby(keys, sort=True)["latency"].median().reset_index()
 
 
-def _table(
+def package_table(
     kind: Kind,
     gpu: str,
     frame: pd.DataFrame,
@@ -158,6 +168,7 @@ def _table(
     device: str | None = None,
     kernel_source: str | None = None,
 ) -> LatencyTable:
+    """Table of these columns; what else it says of its source comes from the package's rows."""
     sources = sorted(set(frame["kernel_source"])) if kernel_source is None else [kernel_source]
     return LatencyTable(
         TableMetadata(
@@ -184,8 +195,8 @@ def moe_tables(
     ranks = parallelism.n_expert_ranks
     folder = data_folder(gpu) / "moe" / "vllm"
     seen: set[str] = set()
-    for version in _versions(folder):
-        frame = _read(folder, version, "moe_perf.parquet")
+    for version in versions(folder):
+        frame = read_rows(folder, version, "moe_perf.parquet")
         if frame.empty:
             continue
         frame = frame[
@@ -198,13 +209,13 @@ def moe_tables(
             & (frame.moe_dtype == MOE_DTYPES[model.expert_dtype])
         ]
         for source, rows in frame.groupby("kernel_source", sort=True):
-            points = _median(rows, ["distribution", "num_tokens"])
+            points = median_rows(rows, ["distribution", "num_tokens"])
             if ranks > 1 and "balanced" not in set(points.distribution):
                 continue
             if source in seen or points.num_tokens.nunique() < 10:
                 continue
             seen.add(str(source))
-            yield _table(
+            yield package_table(
                 "moe",
                 gpu,
                 rows,
@@ -255,11 +266,11 @@ def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
     if model.n_sliding_layers:
         window = model.sliding_window
         shapes.append(attention_shape(model.n_heads, model.n_kv_heads, model.head_dim, window))
-    for version in _versions(folder)[:1]:
+    for version in versions(folder)[:1]:
         for kind in ("attention_decode", "attention_prefill"):
             decode = kind == "attention_decode"
             file = f"{'generation' if decode else 'context'}_attention_perf.parquet"
-            frame = _read(folder, version, file)
+            frame = read_rows(folder, version, file)
             if "window_size" not in frame:
                 frame["window_size"] = 0
             for shape in shapes:
@@ -273,14 +284,14 @@ def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
                 if rows.empty:
                     continue
                 axis = "step" if decode else "isl"
-                points = _median(rows, ["batch_size", axis])
+                points = median_rows(rows, ["batch_size", axis])
                 tokens = points[axis].to_numpy(np.int32)
                 columns: dict[str, NDArray[Any]] = {
                     "batch": points.batch_size.to_numpy(np.int32),
                     "context" if decode else "new_tokens": tokens + 1 if decode else tokens,
                     "latency_s": points.latency.to_numpy(np.float64) / 1e3,
                 }
-                yield _table(
+                yield package_table(
                     "attention_decode" if decode else "attention_prefill",
                     gpu,
                     rows,
@@ -301,15 +312,15 @@ def gemm_tables(gpu: str, dtype: str = "bfloat16") -> Iterator[LatencyTable]:
     """
     backend = "vllm" if dtype == "bfloat16" else "sglang"
     folder = data_folder(gpu) / "gemm" / backend
-    for version in _versions(folder):
-        frame = _read(folder, version, "gemm_perf.parquet")
+    for version in versions(folder):
+        frame = read_rows(folder, version, "gemm_perf.parquet")
         if frame.empty:
             continue
         rows = frame[(frame.gemm_dtype == dtype) & frame.m.isin(_GEMM_ROWS)]
         if rows.empty:
             continue
-        points = _median(rows, ["n", "k", "m"])
-        yield _table(
+        points = median_rows(rows, ["n", "k", "m"])
+        yield package_table(
             "gemm",
             gpu,
             rows,
@@ -324,41 +335,6 @@ def gemm_tables(gpu: str, dtype: str = "bfloat16") -> Iterator[LatencyTable]:
         return
 
 
-def collective_tables(gpu: str) -> Iterator[LatencyTable]:
-    """NCCL collectives and vLLM's custom all-reduce (under CUDA graphs) inside one node."""
-    comm = data_folder(gpu) / "comm"
-    for backend, file, element, keep in (
-        ("nccl", "nccl_perf.parquet", "half", "NCCL"),
-        ("vllm", "custom_allreduce_perf.parquet", "bfloat16", "vLLM_custom_graph"),
-    ):
-        version = next(
-            (v for v in _versions(comm / backend) if (comm / backend / v / file).is_file()), None
-        )
-        if version is None:
-            continue
-        frame = _read(comm / backend, version, file)
-        dtype = frame["nccl_dtype" if backend == "nccl" else "allreduce_dtype"]
-        rows = frame[(dtype == element) & (frame.kernel_source == keep)]
-        points = _median(rows, ["op_name", "num_gpus", "message_size"])
-        yield _table(
-            "collective",
-            gpu,
-            rows,
-            {
-                "operation": points.op_name.to_numpy(dtype=object),
-                "n_gpus": points.num_gpus.to_numpy(np.int32),
-                "message_bytes": 2 * points.message_size.to_numpy(np.int64),  # 2-byte elements
-                "latency_s": points.latency.to_numpy(np.float64) / 1e3,
-            },
-            shape={},
-            dtype="float16" if element == "half" else element,
-            framework=f"{backend} {version}",
-            path=f"{SYSTEMS[gpu]}/comm/{backend}/{version}/{file}",
-            device=str(rows["device"].iloc[0]) if "device" in rows else SYSTEMS[gpu],
-            kernel_source=keep,
-        )
-
-
 def import_tables(
     gpu: str, model: ModelDims | None, out_dir: Path, parallelism: Parallelism = SINGLE_GPU
 ) -> list[Path]:
@@ -370,7 +346,7 @@ def import_tables(
         One of :data:`SYSTEMS`.
     model
         Whose MoE and attention tables to write, and the GPU's FP8 GEMMs if its linear layers are of
-        FP8 blocks; None writes the GPU's bfloat16 GEMM and collective tables.
+        FP8 blocks; None writes the GPU's bfloat16 GEMMs, collectives, dispatch and combine.
     out_dir
         Folder to write to, made if missing. Existing tables of the same name are replaced.
     parallelism
@@ -386,8 +362,10 @@ def import_tables(
     InputError
         The package is missing, knows no such GPU, or the model cannot be spread so.
     """
+    from eldr_sim.kernel_profiles.sources import aiconfigurator_comm as comm
+
     if model is None:
-        tables = [*gemm_tables(gpu), *collective_tables(gpu)]
+        tables = [*gemm_tables(gpu), *comm.collective_tables(gpu), *comm.all_to_all_tables(gpu)]
     else:
         shard = parallelism.shard(model)
         tables = [*moe_tables(gpu, model, parallelism), *attention_tables(gpu, shard)]

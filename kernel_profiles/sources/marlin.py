@@ -20,6 +20,7 @@ own table of the later kernel. Nothing here has seen an end-to-end run.
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -62,7 +63,6 @@ def derive_marlin_table(
     InputError
         No Marlin rows for this GPU or number of GPUs, or another dtype.
     """
-    size = parallelism.tensor_parallel_size
     if MOE_DTYPES[model.expert_dtype] != _DTYPE:
         raise InputError("model", f"{model.name} has {model.expert_dtype} experts", "mxfp4")
     if gpu not in ("H100", "H200") or parallelism.n_expert_ranks > 1:
@@ -70,16 +70,7 @@ def derive_marlin_table(
             "gpu", f"no Marlin rows of {gpu} with these ranks", "H100 or H200, experts cut"
         )
     path = f"moe/vllm/{_VERSION}/moe_perf.parquet"
-    frame = pd.read_parquet(data_folder(gpu) / path)
-    frame = frame[
-        (frame.moe_dtype == _DTYPE)
-        & frame.kernel_source.str.contains("marlin")
-        & frame.distribution.isin(_ROUTINGS)
-        & (frame.moe_tp_size == size)
-        & (frame.moe_ep_size == 1)
-    ]
-    if frame.empty:
-        raise InputError("tensor_parallel_size", f"no Marlin rows at {size} GPUs", "1, 2, 4, 8")
+    frame = _marlin_rows(data_folder(gpu) / path, parallelism.tensor_parallel_size)
     row = frame.iloc[0]
     shape = moe_shape(
         model.hidden_size,
@@ -92,26 +83,7 @@ def derive_marlin_table(
         raise InputError(
             "model", f"no MoE table of {model.name} on {gpu} to take the fixed cost of"
         )
-    balanced = later.columns["routing"] == "balanced"
-    fixed = _intercept(
-        later.columns["distinct_experts"][balanced].astype(float),
-        later.columns["latency_s"][balanced].astype(float),
-    )
-    weights = model.n_experts * model.hidden_size * model.expert_intermediate_size
-    scale = weights / (int(row.num_experts) * int(row.hidden_size) * int(row.inter_size))
-    density = (model.top_k / model.n_experts) / (row.topk / row.num_experts)
     batch = np.array(_TOKENS)
-    source = {
-        routing: rows.groupby("num_tokens")["latency"].median() / 1e3
-        for routing, rows in frame.groupby("distribution")
-    }
-    even = source["balanced"]
-    even_distinct = np.minimum(row.num_experts, row.topk * even.index.to_numpy(float))
-    source_fixed = _intercept(even_distinct, even.to_numpy(float))
-    seconds = [
-        fixed + scale * (np.interp(batch * density, curve.index, curve) - source_fixed)
-        for curve in (source[routing] for routing in _ROUTINGS)
-    ]
     return LatencyTable(
         TableMetadata(
             kind="moe",
@@ -136,9 +108,50 @@ def derive_marlin_table(
                 ]
             ),
             "routing": np.repeat(np.array(_ROUTINGS, dtype=object), len(batch)),
-            "latency_s": np.concatenate(seconds),
+            "latency_s": np.concatenate(_carried_over(frame, later, model)),
         },
     )
+
+
+def _marlin_rows(path: Path, size: int) -> pd.DataFrame:
+    """Rows of the Marlin kernel with experts cut over ``size`` GPUs."""
+    frame = pd.read_parquet(path)
+    frame = frame[
+        (frame.moe_dtype == _DTYPE)
+        & frame.kernel_source.str.contains("marlin")
+        & frame.distribution.isin(_ROUTINGS)
+        & (frame.moe_tp_size == size)
+        & (frame.moe_ep_size == 1)
+    ]
+    if frame.empty:
+        raise InputError("tensor_parallel_size", f"no Marlin rows at {size} GPUs", "1, 2, 4, 8")
+    return frame
+
+
+def _carried_over(
+    frame: pd.DataFrame, later: LatencyTable, model: ModelDims
+) -> list[NDArray[np.float64]]:
+    """Seconds at :data:`_TOKENS` of the model's layer, by routing; see the module's formula."""
+    row = frame.iloc[0]
+    balanced = later.columns["routing"] == "balanced"
+    fixed = _intercept(
+        later.columns["distinct_experts"][balanced].astype(float),
+        later.columns["latency_s"][balanced].astype(float),
+    )
+    weights = model.n_experts * model.hidden_size * model.expert_intermediate_size
+    scale = weights / (int(row.num_experts) * int(row.hidden_size) * int(row.inter_size))
+    density = (model.top_k / model.n_experts) / (row.topk / row.num_experts)
+    source = {
+        routing: rows.groupby("num_tokens")["latency"].median() / 1e3
+        for routing, rows in frame.groupby("distribution")
+    }
+    even = source["balanced"]
+    even_distinct = np.minimum(row.num_experts, row.topk * even.index.to_numpy(float))
+    source_fixed = _intercept(even_distinct, even.to_numpy(float))
+    return [
+        fixed + scale * (np.interp(np.array(_TOKENS) * density, curve.index, curve) - source_fixed)
+        for curve in (source[routing] for routing in _ROUTINGS)
+    ]
 
 
 def _intercept(distinct: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:

@@ -268,7 +268,7 @@ def test_the_shipped_tables_are_what_the_real_package_gives(gpu, tmp_path):
     shipped = {path.name: load_table(path) for path, _ in shipped_tables()}
     written = import_tables(gpu, load_model("Qwen3-30B-A3B"), tmp_path)
     written += import_tables(gpu, None, tmp_path)
-    assert len(written) == 6
+    assert len(written) == (11 if gpu == "H100" else 6)  # no DeepEP on A100
     for spread in (Parallelism(4), Parallelism(4, True)):
         written += import_tables(gpu, load_model("Qwen3-235B-A22B"), tmp_path, spread)
     for path in written:

@@ -94,8 +94,8 @@ def test_gemm_grids_meet_their_rows(path):
     for i in picks:
         m, n, k, latency = (float(table.columns[c][i]) for c in ("m", "n", "k", "latency_s"))
         error.append(float(gemm.time_s(int(n), int(k), m)) / latency - 1)
-    assert max(error) < 1e-6  # the monotone envelope only takes slow outliers off
-    assert -np.mean(error) < 0.03
+    assert abs(np.mean(error)) < 0.004  # neither fast nor slow
+    assert np.mean(np.abs(error)) < 0.03
 
 
 def test_gemm_goes_on_past_its_grid_like_the_matrix_grows():
@@ -116,8 +116,8 @@ def test_decode_attention_meets_its_rows_and_fills_the_rest_sanely(path):
         for b, c in zip(batch, context, strict=True)
     ]
     ratio = np.array(rows) / table.columns["latency_s"]
-    assert (ratio < 1 + 1e-9).all()
-    assert np.median(ratio) > 0.97
+    assert np.log(ratio).mean() == pytest.approx(0.0, abs=1e-3)  # neither fast nor slow
+    assert np.median(ratio) == pytest.approx(1.0, abs=0.01)
     assert (np.diff(attention.seconds, axis=1) >= 0).all()
     # The filled corner keeps to full bandwidth: a table's largest points predict each other.
     whole = attention.time_s(np.array([0.0, 64.0]), np.array([1000.0, 2000.0]))
@@ -151,16 +151,16 @@ def test_prefill_attention_meets_single_prompts(path):
     ratio = (
         attention.alone_s[table.columns["new_tokens"][alone]] / table.columns["latency_s"][alone]
     )
-    assert (ratio < 1 + 1e-9).all()
-    assert ratio.mean() > 0.97
+    assert np.log(ratio).mean() == pytest.approx(0.0, abs=1e-9)  # neither fast nor slow
+    assert (np.abs(ratio - 1) < 0.15).all()
     assert (np.diff(attention.alone_s) >= 0).all()
     assert (np.diff(attention.share_s) >= 0).all()
     assert attention.share_s[0] == 0
-    # Past the last row: quadratic for full attention, linear for windows, and still somewhat less
-    # where few heads leave the fixed cost in sight.
-    growth = attention.alone_s[32768] / attention.alone_s[16384]
-    window = table.metadata.shape["window"]
-    assert 1.5 < growth < (2.6 if window else 5.5)
+    # Past the last row: the pairs under the causal mask, counted here one by one.
+    window = table.metadata.shape["window"] or 40_000
+    pairs = np.cumsum(np.minimum(np.arange(1, 32_769), window))
+    growth = attention.alone_s[32_768] / attention.alone_s[16_384]
+    assert growth == pytest.approx(pairs[32_767] / pairs[16_383], rel=1e-9)
 
 
 @pytest.mark.parametrize("path", _of_kind("collective"))
@@ -171,8 +171,9 @@ def test_collectives_count_bytes(path):
     for (operation, n_gpus), (sizes, seconds) in curves.items():
         moved = (n_gpus - 1) / n_gpus * (2 if operation == "all_reduce" else 1)
         rate = moved * sizes[-1] / seconds[-1]
-        assert 0.35 < rate / gpu.intra_node_bandwidth < 1.35  # multicast reduces in the switch
-        assert 3e-6 < seconds[0] < 30e-6
+        least = 0.2 if gpu.intra_node_bandwidth > 1e11 else 0.03  # PCIe goes through the host
+        assert least < rate / gpu.intra_node_bandwidth < 1.35  # multicast reduces in the switch
+        assert 3e-6 < seconds[0] < 50e-6
 
 
 def test_h100_collective_floors_match_published_times():

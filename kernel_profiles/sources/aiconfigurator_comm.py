@@ -1,0 +1,144 @@
+"""Import what GPUs send each other from ``aiconfigurator-core``: collectives, dispatch and combine.
+
+- NCCL ``message_size`` counts elements, not bytes.
+- ``wideep_deepep_*``: DeepEP's own benchmarks, run beside SGLang: the kernels alone. Low-latency
+  rows count an average of both directions; of the normal (high-throughput) kernels the rows with 20
+  SMs are taken, the default of DeepEP and vLLM. A dispatch moves FP8 with a scale per 128 values, a
+  combine bfloat16. Version 0.5.6.post2 has 2, 4 and 8 nodes of 8 GPUs. Its
+  high-throughput rows of 8 nodes are left out: they move 16 GB/s between nodes, where DeepEP's
+  README measures 51.
+- ``moe_a2a``: the same kernels as vLLM calls them, in one node. Small batches take 3 to 9 times as
+  long as the kernels alone; the rows do not tell the type of what a dispatch moves, and do not
+  grow as FP8 would: bfloat16 is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from eldr_sim.kernel_profiles.sources.aiconfigurator import (
+    SYSTEMS,
+    data_folder,
+    median_rows,
+    package_table,
+    read_rows,
+    versions,
+)
+from eldr_sim.kernel_profiles.tables import LatencyTable
+
+_SMS = 20  # of the GPU, for DeepEP's high-throughput kernels
+_POINT = ["backend", "phase", "n_gpus", "hidden_size", "top_k", "n_experts", "tokens"]
+_NODE_GPUS = {"GB200": 4, "GB300": 4}  # others: 8
+
+
+def collective_tables(gpu: str) -> Iterator[LatencyTable]:
+    """NCCL collectives and vLLM's custom all-reduce (under CUDA graphs) inside one node."""
+    comm = data_folder(gpu) / "comm"
+    for backend, file, element, keep in (
+        ("nccl", "nccl_perf.parquet", "half", "NCCL"),
+        ("vllm", "custom_allreduce_perf.parquet", "bfloat16", "vLLM_custom_graph"),
+    ):
+        version = next(
+            (v for v in versions(comm / backend) if (comm / backend / v / file).is_file()), None
+        )
+        if version is None:
+            continue
+        frame = read_rows(comm / backend, version, file)
+        dtype = frame["nccl_dtype" if backend == "nccl" else "allreduce_dtype"]
+        rows = frame[(dtype == element) & (frame.kernel_source == keep)]
+        if rows.empty:
+            continue
+        points = median_rows(rows, ["op_name", "num_gpus", "message_size"])
+        yield package_table(
+            "collective",
+            gpu,
+            rows,
+            {
+                "operation": points.op_name.to_numpy(dtype=object),
+                "n_gpus": points.num_gpus.to_numpy(np.int32),
+                "message_bytes": 2 * points.message_size.to_numpy(np.int64),  # 2-byte elements
+                "latency_s": points.latency.to_numpy(np.float64) / 1e3,
+            },
+            shape={},
+            dtype="float16" if element == "half" else element,
+            framework=f"{backend} {version}",
+            path=f"{SYSTEMS[gpu]}/comm/{backend}/{version}/{file}",
+            device=str(rows["device"].iloc[0]) if "device" in rows else SYSTEMS[gpu],
+            kernel_source=keep,
+        )
+
+
+def all_to_all_tables(gpu: str) -> Iterator[LatencyTable]:
+    """Dispatch and combine of DeepEP's kernels: newest version of each source and node count."""
+    comm = data_folder(gpu) / "comm"
+    for framework, read in (("sglang", _benchmark_rows), ("vllm", _engine_rows)):
+        seen: set[int] = set()
+        for version in versions(comm / framework):
+            rows = read(comm / framework / version, _NODE_GPUS.get(gpu, 8))
+            if rows.empty:
+                continue
+            for nodes in sorted(set(rows.n_nodes) - seen):
+                seen.add(nodes)
+                own = rows[rows.n_nodes == nodes]
+                points = own.groupby(_POINT, sort=True).latency_us.median().reset_index()
+                columns = {
+                    name: points[name].to_numpy(
+                        object if name in ("backend", "phase") else np.int32
+                    )
+                    for name in _POINT
+                }
+                yield package_table(
+                    "all_to_all",
+                    gpu,
+                    own,
+                    columns | {"latency_s": points.latency_us.to_numpy(np.float64) / 1e6},
+                    shape={"n_nodes": int(nodes)} if nodes > 1 else {},
+                    dtype="fp8" if framework == "sglang" else "bfloat16",
+                    framework=f"{framework} {version}",
+                    path=f"{SYSTEMS[gpu]}/comm/{framework}/{version}",
+                    kernel_source="DeepEP",
+                    latency_dtype=np.float32,
+                )
+
+
+def _benchmark_rows(folder: Path, node_gpus: int) -> pd.DataFrame:
+    """Rows of DeepEP's own benchmarks, one a phase."""
+    found = []
+    for backend, file, suffixes in (
+        ("deepep_ll", "wideep_deepep_ll_perf.parquet", ("avg_t_us",)),
+        ("deepep_ht", "wideep_deepep_normal_perf.parquet", ("transmit_us", "notify_us")),
+    ):
+        path = folder / file
+        if not path.is_file():
+            continue
+        frame = pd.read_parquet(path)
+        for phase in ("dispatch", "combine"):
+            rows = frame
+            if backend == "deepep_ht":
+                rows = frame[(frame[f"{phase}_sms"] == _SMS) & (frame.node_num < 8)]
+            taken = sum(rows[f"{phase}_{suffix}"] for suffix in suffixes)
+            found.append(
+                rows.assign(
+                    backend=backend, phase=phase, latency_us=taken, n_gpus=node_gpus * rows.node_num
+                )
+            )
+    if not found:
+        return pd.DataFrame()
+    names = {"node_num": "n_nodes", "num_token": "tokens", "num_topk": "top_k"}
+    return pd.concat(found).rename(columns=names | {"num_experts": "n_experts"})
+
+
+def _engine_rows(folder: Path, _node_gpus: int) -> pd.DataFrame:
+    """Rows of DeepEP's kernels as vLLM calls them."""
+    path = folder / "moe_a2a_perf.parquet"
+    if not path.is_file():
+        return pd.DataFrame()
+    frame = pd.read_parquet(path)
+    frame = frame[frame.comm_backend.isin(("deepep_ll", "deepep_ht"))]
+    names = {"node_num": "n_nodes", "num_tokens": "tokens", "topk": "top_k", "ep_size": "n_gpus"}
+    names |= {"num_experts": "n_experts", "comm_backend": "backend", "latency": "latency_us"}
+    return frame.rename(columns=names)
