@@ -5,6 +5,7 @@ A layer takes the time of the rank that reads the most activated experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -48,10 +49,10 @@ class Placement:
 
 
 class ExpertGroup(NamedTuple):
-    """What a placement is made for: the experts that one worker spreads over its GPUs."""
+    """What a placement is made for: the experts that engines spread over their GPUs."""
 
-    worker: int
-    """Index of the decode worker, as routers count them."""
+    engines: Sequence[int]
+    """Indices of the decode engines that share them, as routers count them."""
     n_layers: int
     """Layers to place, those of the routing trace."""
     n_experts: int
@@ -87,7 +88,10 @@ class LinearPlacement:
 
 
 class EldrPlacement:
-    """ELDR's placement (Sec. 5): the expected activation of a worker's cluster spread evenly."""
+    """ELDR's placement (Sec. 5): the expected activation of a worker's cluster spread evenly.
+
+    Of engines that share experts it is the mean over their clusters.
+    """
 
     name = "eldr"
     decision: ClassVar[str] = "placement"
@@ -104,7 +108,8 @@ class EldrPlacement:
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group; raises InputError as `greedy_placement`."""
-        ranks = greedy_placement(self._activation[group.worker], group.n_ranks)
+        activation = self._activation[list(group.engines)].mean(axis=0)
+        ranks = greedy_placement(activation, group.n_ranks)
         return Placement.of_ranks(ranks, group.n_ranks)
 
 

@@ -170,7 +170,7 @@ def test_instances_of_an_expert_are_all_held():
 def test_placements_by_name():
     context = PolicyContext(2, np.random.default_rng(0))
     linear = registry.placement_policy("linear", context)
-    placement = linear.place(ExpertGroup(worker=1, n_layers=3, n_experts=8, n_ranks=4))
+    placement = linear.place(ExpertGroup(engines=(1,), n_layers=3, n_experts=8, n_ranks=4))
     assert placement.rank.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]] * 3
     assert placement.expert.tolist() == [list(range(8))] * 3
     with pytest.raises(InputError, match=r"^expert_placement: .*has no clusters"):
