@@ -194,7 +194,10 @@ class Cluster:
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
         myself = weakref.ref(self)
         self._callback = Callback(lambda pool, request: _decided(myself, pool, request))
-        self.logs = np.zeros(1 << 14, state.STEP), np.zeros(1 << 16, state.STEP)
+        self.logs: tuple[NDArray[np.void], ...] = (
+            np.zeros(1 << 14, state.STEP),
+            np.zeros(1 << 16, state.STEP),
+        )
         grouped = [e.group is not None for e in (spec.prefill, spec.decode)]
         self.group_logs = tuple(np.zeros(1 << (12 if g else 0), state.GROUP_STEP) for g in grouped)
         self.gaps = np.zeros(1 << 12, state.GAP)

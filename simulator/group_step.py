@@ -254,7 +254,7 @@ def _count_prompt_token(
     work: GroupScratch, e: int, ranks: int,
 ) -> None:  # fmt: skip
     """Count a prompt token; layers beyond those of the trace are as `expert_union` has them."""
-    size, source = prompts.prefix_block_tokens, own
+    size, source = prompts.prefix_block_tokens, np.int64(own)
     if size > 0:
         first, end = prompts.prefix_indptr[request], prompts.prefix_indptr[request + 1]
         if position // size < end - first:
@@ -292,7 +292,7 @@ def _count_row(
             for k in range(layer * words, (layer + 1) * words):
                 if bits[row, k - first] & masks[r, k]:
                     work.sent[layer, e, r] += 1.0
-                    node = r // group.gpus_per_node
+                    node = np.int64(r // group.gpus_per_node)
                     if node != node_before:
                         work.sent_nodes[layer, e, node] += 1.0
                         node_before = node
@@ -300,7 +300,7 @@ def _count_row(
 
 
 @compiled()
-def _busiest(group: GroupCost, work: GroupScratch, layer: int, ranks: int) -> tuple[float, float]:
+def _busiest(group: GroupCost, work: GroupScratch, layer: int, ranks: int) -> Any:
     """Return the copies that the busiest rank sends or receives, inside its node and between."""
     if group.copy_per == ALL:
         return busiest_all(work.tokens[:ranks], group.gpus_per_node)
