@@ -47,6 +47,12 @@ class Placement:
         held[np.arange(layers)[:, None], self.rank, self.expert] = True
         return held
 
+    def instances(self, n_experts: int) -> Ints:
+        """Return how many instances each expert has, [layers, experts]."""
+        counts = np.zeros((len(self.expert), n_experts), np.int64)
+        np.add.at(counts, (np.arange(len(self.expert))[:, None], self.expert), 1)
+        return counts
+
 
 class ExpertGroup(NamedTuple):
     """What a placement is made for: the experts that engines spread over their GPUs."""

@@ -30,7 +30,13 @@ from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.compiled import Callback
 from eldr_sim.simulator.engine import Engines
 from eldr_sim.simulator.expert_union import PromptRows
-from eldr_sim.simulator.group_step import GroupCost, make_group_scratch, no_group
+from eldr_sim.simulator.group_step import (
+    GroupCost,
+    Replicas,
+    make_group_scratch,
+    no_group,
+    no_replicas,
+)
 from eldr_sim.simulator.kv_cache import make_kv_cache
 from eldr_sim.simulator.network import make_network
 from eldr_sim.simulator.replay import Replay
@@ -153,6 +159,8 @@ class Cluster:
     expert_masks
         The experts on each expert-parallel GPU of each worker, prefill workers first, see
         :func:`~eldr_sim.simulator.replay.rank_masks`; None where every worker has one such rank.
+    replicas
+        Experts with several instances, which ``expert_masks`` leave out; None where there are none.
     queue_keys
         What the queue order makes of each request, see `policies.queue_order`; None is first come,
         first served.
@@ -173,6 +181,7 @@ class Cluster:
         window: tuple[float, float],
         time_limit_s: float,
         expert_masks: NDArray[np.uint64] | None = None,
+        replicas: Replicas | None = None,
         prompts: PromptRows | None = None,
         queue_keys: NDArray[np.float64] | None = None,
     ) -> None:
@@ -201,7 +210,7 @@ class Cluster:
         grouped = [e.group is not None for e in (spec.prefill, spec.decode)]
         self.group_logs = tuple(np.zeros(1 << (12 if g else 0), state.GROUP_STEP) for g in grouped)
         self.gaps = np.zeros(1 << 12, state.GAP)
-        self.arrays = self._arrays(model, replay, expert_masks, prompts)
+        self.arrays = self._arrays(model, replay, expert_masks, replicas, prompts)
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
         self._now, self._signals_s = self.arrays.clock["now"], self.arrays.clock["signals_s"]
@@ -212,6 +221,7 @@ class Cluster:
         model: ModelDims,
         replay: Replay,
         expert_masks: NDArray[np.uint64] | None,
+        replicas: Replicas | None,
         prompts: PromptRows | None,
     ) -> loop.Run:
         spec, n_workers = self.spec, self.spec.n_prefill + self.spec.n_decode
@@ -257,6 +267,7 @@ class Cluster:
             reported=np.zeros(n_requests, np.int32),
             bits=replay.bits,
             masks=masks,
+            replicas=replicas or no_replicas(),
             prompts=_no_prompts() if prompts is None else prompts,
             costs=(spec.prefill.step_time.cost, spec.decode.step_time.cost),
             groups=(spec.prefill.group or no_group(), spec.decode.group or no_group()),
@@ -268,7 +279,7 @@ class Cluster:
                 activated=np.zeros(n_layers, np.int64),
             ),
             group_scratch=make_group_scratch(
-                n_layers, width, int(pools["group_size"].max()), masks.shape[1]
+                n_layers, width, masks.shape[1], spec.decode.step_time.cost.n_experts
             ),
         )
 

@@ -98,6 +98,7 @@ class Run(NamedTuple):
     reported: NDArray[np.int32]  #: ``[requests]``: completions in the order of their reports
     bits: NDArray[np.uint64]  #: replay windows
     masks: NDArray[np.uint64]  #: ``[workers, ranks, layers * words]``
+    replicas: Any  #: `group_step.Replicas`
     prompts: Any  #: `expert_union.PromptRows`
     costs: tuple[Any, Any]  #: `StepCost` of the two pools
     groups: tuple[GroupCost, GroupCost]  #: likewise
@@ -410,9 +411,9 @@ def advance(
             if pools[pool].group_size > 1:
                 if group_has_step(engines, subject):
                     group_step(
-                        clock, events, engines, subject, run.bits, run.masks, run.prompts,
-                        run.costs[pool], run.groups[pool], run.scratch, run.group_scratch, logs,
-                        group_logs, gaps,
+                        clock, events, engines, subject, run.bits, run.masks, run.replicas,
+                        run.prompts, run.costs[pool], run.groups[pool], run.scratch,
+                        run.group_scratch, logs, group_logs, gaps,
                     )  # fmt: skip
             elif workers[subject].batch > 0 or workers[subject].chunk_tokens > 0:
                 step(

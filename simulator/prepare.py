@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_mo
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
 from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import Pool, RunConfig
-from eldr_sim.simulator.group_step import ALL, EXPERT, NODE, RANK, GroupCost
+from eldr_sim.simulator.group_step import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.replay import (
     fit_trace,
@@ -126,6 +126,7 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
     most_tokens = parallelism.data_parallel_size * max(max_num_seqs, budget)
     group = GroupCost(
         {"all": ALL, "expert": EXPERT, "rank": RANK, "node": NODE}[COPY_PER[all_to_all.backend]],
+        REPLICA_CHOICES["hash"],
         parallelism.tensor_parallel_size,
         config.gpus_per_node,
         step_time.rank_moe(model.n_experts // parallelism.n_gpus, most_tokens * model.top_k),

@@ -26,6 +26,7 @@ from eldr_sim.jit import njit, popcount
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.expert_union import PromptRows
+from eldr_sim.simulator.group_step import Replicas
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
 
@@ -80,6 +81,8 @@ def rank_masks(
 ) -> NDArray[np.uint64]:
     """Return which bits of a row of ``Replay.bits`` belong to the experts of each rank.
 
+    Experts with several instances are left out: see `make_replicas`.
+
     Parameters
     ----------
     placements
@@ -96,9 +99,37 @@ def rank_masks(
     n_ranks = max(placement.n_ranks for placement in placements)
     held = np.zeros((len(placements), n_ranks, layers, words * 64), np.uint8)
     for worker, placement in zip(held, placements, strict=True):
-        worker[: placement.n_ranks, :, :n_experts] = placement.held(n_experts).swapaxes(0, 1)
+        single = placement.instances(n_experts) == 1
+        on_rank = placement.held(n_experts) & single[:, None]
+        worker[: placement.n_ranks, :, :n_experts] = on_rank.swapaxes(0, 1)
     packed = np.packbits(held, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
     return packed[:, :, np.arange(n_layers) % layers].reshape(len(placements), n_ranks, -1)
+
+
+def make_replicas(
+    placements: Sequence[Placement], n_experts: int, n_layers: int
+) -> Replicas | None:
+    """Return the instances of experts that have several; None where no expert has.
+
+    Parameters as of `rank_masks`.
+    """
+    counts = np.stack([placement.instances(n_experts) for placement in placements])
+    if (counts == 1).all():
+        return None
+    workers, layers, _ = counts.shape
+    words = -(-n_experts // 64)
+    rank = np.zeros((*counts.shape, counts.max()), np.int16)
+    for worker, placement in zip(rank, placements, strict=True):
+        seen = np.zeros(counts.shape[1:], np.int64)
+        every = np.arange(layers)
+        for expert, on in zip(placement.expert.T, placement.rank.T, strict=True):
+            worker[every, expert, seen[every, expert]] = on
+            seen[every, expert] += 1
+    several = np.zeros((workers, layers, words * 64), np.uint8)
+    several[..., :n_experts] = counts > 1
+    packed = np.packbits(several, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
+    multi = packed[:, np.arange(n_layers) % layers].reshape(workers, -1)
+    return Replicas(multi, rank, counts.astype(np.int16))
 
 
 def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:

@@ -8,7 +8,8 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.profile import attention, device, moe, plan, timing
+from eldr_sim.kernel_profiles.profile import attention, device, moe, timing
+from eldr_sim.kernel_profiles.profile import measurement_plan as plan
 from eldr_sim.kernel_profiles.profile.collectives import measure_collectives
 from eldr_sim.kernel_profiles.profile.dense import Elementwise
 from eldr_sim.kernel_profiles.profile.device import open_device

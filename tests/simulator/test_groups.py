@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.step_time import RankMoE
 from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.cluster import Cluster
 from eldr_sim.simulator.group_step import ALL, EXPERT, NODE, RANK, GroupCost
-from eldr_sim.simulator.replay import rank_masks
+from eldr_sim.simulator.replay import make_replicas, rank_masks
 
 from ..random_rows import random_prompts
 from .random_clusters import N_TRACE, policies_of, random_cluster
@@ -41,7 +41,8 @@ def random_group(rng, slots, per_engine, gpus_per_node, copy_per):
         knots[0] = 0.0
     cost = AllToAllCost(float(rng.integers(1, 9)), float(rng.integers(1, 9)), *curves)
     moe = RankMoE(int(rng.integers(1, 4)), rows, *tables)
-    return GroupCost(int(copy_per), per_engine, gpus_per_node, moe, cost)
+    choice = int(rng.integers(3))
+    return GroupCost(int(copy_per), choice, per_engine, gpus_per_node, moe, cost)
 
 
 def growing(engine):
@@ -53,7 +54,9 @@ def growing(engine):
     return dataclasses.replace(engine, step_time=step_time)
 
 
-def grouped_cluster(seed, topology, size, per_engine, gpus_per_node, copy_per, **drawn):
+def grouped_cluster(
+    seed, topology, size, per_engine, gpus_per_node, copy_per, n_redundant=0, **drawn
+):
     """Return the arguments of a random cluster of groups of ``size`` engines."""
     engines = topology[0] * size, topology[1] * size
     arguments = random_cluster(seed, engines, grid=0, n_ranks=1, own_experts=True, **drawn)
@@ -65,8 +68,10 @@ def grouped_cluster(seed, topology, size, per_engine, gpus_per_node, copy_per, *
     if ranks % gpus_per_node:
         gpus_per_node = ranks  # nodes are full
     for _ in range(sum(topology)):
-        owner = rng.integers(ranks, size=(trace_layers, n_experts))
-        placements += [Placement.of_ranks(owner, ranks)] * size
+        owner = rng.integers(ranks, size=(trace_layers, n_experts + n_redundant))
+        expert = rng.integers(n_experts, size=owner.shape)
+        expert[:, :n_experts] = np.arange(n_experts)
+        placements += [Placement(expert, owner, ranks)] * size
     pools = {
         name: dataclasses.replace(
             growing(getattr(spec, name)),
@@ -82,6 +87,8 @@ def grouped_cluster(seed, topology, size, per_engine, gpus_per_node, copy_per, *
         rng, arguments["workload"], N_TRACE, trace_layers, n_experts
     )
     arguments["expert_masks"] = rank_masks(placements, n_experts, n_layers)
+    arguments["replicas"] = make_replicas(placements, n_experts, n_layers)
+    arguments["placements"] = placements
     return arguments
 
 
@@ -91,6 +98,7 @@ GROUPED = {
     "size": st.sampled_from([2, 3, 4]),
     "per_engine": st.sampled_from([1, 1, 2]),
     "gpus_per_node": st.sampled_from([1, 2, 4, 8]),
+    "n_redundant": st.sampled_from([0, 1, 4, 30]),
     "copy_per": st.sampled_from([ALL, EXPERT, RANK, NODE]),
     "prefix": st.sampled_from([0, 4, 7]),
     "async_scheduling": st.booleans(),
@@ -106,7 +114,8 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
         first, second = policies_of(arguments["spec"], prefill, decode, prefix)
         return {"prefill_policy": first, "decode_policy": second}
 
-    cluster = Cluster(**arguments, **policies(), signatures=lambda ranges: (0, None))
+    known = {name: value for name, value in arguments.items() if name != "placements"}
+    cluster = Cluster(**known, **policies(), signatures=lambda ranges: (0, None))
     return cluster.run(), Twin(**arguments, **policies()).run()
 
 
@@ -192,7 +201,7 @@ def test_one_busy_engine_steps_as_if_alone(seed):
     rows = np.arange(float(len(cost.mixed_moe_s)))
     by_experts = np.arange(n_experts + 1) * 1e-5
     tables = np.broadcast_to(by_experts, (len(rows), n_experts + 1)).copy()
-    group = GroupCost(0, 1, 8, RankMoE(1, rows, tables, tables), free_all_to_all())
+    group = GroupCost(0, 0, 1, 8, RankMoE(1, rows, tables, tables), free_all_to_all())
     plain_cost = cost._replace(
         moe_s=np.broadcast_to(by_experts, cost.moe_s.shape).copy(),
         mixed_moe_s=np.broadcast_to(by_experts, cost.mixed_moe_s.shape).copy(),
@@ -201,16 +210,17 @@ def test_one_busy_engine_steps_as_if_alone(seed):
     engine = dataclasses.replace(spec.decode, step_time=step_time, group=group)
     plain = dataclasses.replace(engine, parallelism=Parallelism(), group=None)
     owner = np.zeros((1, n_experts), int)
-    masks = rank_masks([Placement.of_ranks(owner, 3)] * 3, n_experts, n_layers)
+    placements = [Placement.of_ranks(owner, 3)] * 3
+    masks = rank_masks(placements, n_experts, n_layers)
     common = {"max_concurrency": 1, "max_model_len": 300}
     grouped_run, _ = run_pair(
         arguments
-        | {"expert_masks": masks}
+        | {"expert_masks": masks, "replicas": None, "placements": placements}
         | {"spec": dataclasses.replace(spec, prefill=engine, decode=engine, **common)}
     )
     plain_run, _ = run_pair(
         arguments
-        | {"expert_masks": None}
+        | {"expert_masks": None, "replicas": None}
         | {"spec": dataclasses.replace(spec, prefill=plain, decode=plain, **common)}
     )
     for name in ("first_token_s", "finish_s"):

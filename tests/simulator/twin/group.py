@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from .step_seconds import chunk_attention_seconds, decode_attention_seconds
@@ -31,66 +33,77 @@ def own_seconds(cost, batch, context, chunks, tokens, rows):
 class Traffic:
     """What the tokens of one layer send from rank to rank."""
 
-    def __init__(self, n_ranks, per_engine, gpus_per_node, copy_per):
-        self.n_ranks, self.per_engine, self.gpus_per_node = n_ranks, per_engine, gpus_per_node
-        self.copy_per = copy_per
-        self.sends = []  # (from rank, to rank, copies)
+    def __init__(self, n_ranks, gpus_per_node, copy_per):
+        self.n_ranks, self.gpus_per_node, self.copy_per = n_ranks, gpus_per_node, copy_per
+        self.sends = []  # (from rank, to rank)
+        self.homes = []
 
     def node(self, rank):
         return rank // self.gpus_per_node
 
-    def token(self, engine, ranks):
-        """Send a token whose experts lie on ``ranks``, one entry an expert.
-
-        The ranks of its engine each send an equal part of its tokens.
-        """
-        part = 1.0 / self.per_engine
-        for home in range(engine * self.per_engine, (engine + 1) * self.per_engine):
-            if self.copy_per == "all":
-                targets = [rank for rank in range(self.n_ranks) if rank != home]
-            elif self.copy_per == "expert":
-                targets = [rank for rank in ranks if rank != home]
-            else:
-                targets = [rank for rank in sorted(set(ranks)) if rank != home]
-            if self.copy_per != "node":
-                self.sends += [(home, rank, part) for rank in targets]
-                continue
+    def token(self, home, ranks):
+        """Send a token whose experts lie on ``ranks``, one entry an expert."""
+        self.homes.append(home)
+        if self.copy_per == "expert":
+            self.sends += [(home, rank) for rank in ranks if rank != home]
+        elif self.copy_per == "rank":
+            self.sends += [(home, rank) for rank in sorted(set(ranks)) if rank != home]
+        elif self.copy_per == "node":
             for node in {self.node(rank) for rank in ranks}:
-                door = home % self.gpus_per_node + node * self.gpus_per_node
+                door = home
                 if node != self.node(home):
-                    self.sends.append((home, door, part))
-                else:
-                    door = home
-                self.sends += [
-                    (door, rank, part)
-                    for rank in sorted(set(ranks))
-                    if self.node(rank) == node and rank != door
-                ]
+                    door = home % self.gpus_per_node + node * self.gpus_per_node
+                    self.sends.append((home, door))
+                here = {rank for rank in ranks if self.node(rank) == node}
+                self.sends += [(door, rank) for rank in sorted(here) if rank != door]
 
     def busiest(self):
         """The most copies a rank sends or receives, inside its node and between nodes."""
         if self.copy_per == "all":
             return self.busiest_all()
         inside, between = np.zeros((2, self.n_ranks)), np.zeros((2, self.n_ranks))
-        for home, rank, part in self.sends:
+        for home, rank in self.sends:
             tier = inside if self.node(home) == self.node(rank) else between
-            tier[0, home] += part
-            tier[1, rank] += part
+            tier[0, home] += 1
+            tier[1, rank] += 1
         return inside.max(), between.max()
 
     def busiest_all(self):
         """Gathered: inside it gets all others' tokens, between nodes shared by the node's GPUs."""
-        got = np.zeros(self.n_ranks)
-        homes = np.zeros(self.n_ranks)
-        for home, rank, part in self.sends:
-            got[rank] += part
-            homes[home] += part / max(1, self.n_ranks - 1)
+        here = np.bincount(self.homes, minlength=self.n_ranks)
         between = 0.0
         for node in {self.node(rank) for rank in range(self.n_ranks)}:
             members = [rank for rank in range(self.n_ranks) if self.node(rank) == node]
-            others = homes.sum() - homes[members].sum()
-            between = max(between, others / len(members))
-        return got.max(), between
+            between = max(between, (here.sum() - here[members].sum()) / len(members))
+        return (here.sum() - here).max(), between
+
+
+class Instances:
+    """Which instance of an expert computes a token: the rules of `policies.replicas`, in words."""
+
+    def __init__(self, placement, n_trace_layers, choice, gpus_per_node):
+        self.choice, self.gpus_per_node, self.turns = choice, gpus_per_node, Counter()
+        self.ranks = [
+            {
+                expert: placement.rank[layer][placement.expert[layer] == expert].tolist()
+                for expert in set(placement.expert[layer].tolist())
+            }
+            for layer in range(n_trace_layers)
+        ]
+
+    def rank(self, layer, expert, home, place):
+        ranks = self.ranks[layer % len(self.ranks)][expert]
+        if len(ranks) == 1:
+            return ranks[0]
+        hashed = place * 2_654_435_769 % 2**32
+        if self.choice == "even":
+            self.turns[layer, expert] += 1
+            return ranks[(self.turns[layer, expert] - 1) % len(ranks)]
+        if self.choice == "source":
+            node = home // self.gpus_per_node
+            on_node = [rank for rank in ranks if rank // self.gpus_per_node == node]
+            ranks = [rank for rank in ranks if rank == home] or on_node or ranks
+        return ranks[hashed % len(ranks)]
 
 
 def group_step(twin, group):
@@ -101,7 +114,10 @@ def group_step(twin, group):
     n_ranks = len(group) * per_engine
     copy_per = ("all", "expert", "rank", "node")[shared.copy_per]
     layers = range(cost.n_moe_layers)
-    traffic = [Traffic(n_ranks, per_engine, shared.gpus_per_node, copy_per) for _ in layers]
+    traffic = [Traffic(n_ranks, shared.gpus_per_node, copy_per) for _ in layers]
+    placement = twin.placements[group[0].number]
+    choice = ("even", "hash", "source")[shared.replica_choice]
+    instances = Instances(placement, len(placement.expert), choice, shared.gpus_per_node)
     pairs = np.zeros((len(layers), n_ranks), int)
     activated = [[set() for _ in range(n_ranks)] for _ in layers]
     busy, own = [], []
@@ -115,17 +131,16 @@ def group_step(twin, group):
         context = sum(s.context + 1 for s in batch)
         own.append(own_seconds(cost, len(batch), context, chunks, tokens, rows))
         busy.append((worker, batch, chunked))
-        for experts in worker.token_experts(batch, chunked):
+        run = -(-tokens // per_engine)
+        for position, experts in enumerate(worker.token_experts(batch, chunked)):
+            home, place = number * per_engine + position // run, position % run
             for layer in layers:
                 chosen = sorted(expert for at, expert in experts if at == layer)
-                homes = [
-                    next(r for r in range(n_ranks) if (layer, e) in group[0].ranks[r])
-                    for e in chosen
-                ]
-                for expert, rank in zip(chosen, homes, strict=True):
+                targets = [instances.rank(layer, expert, home, place) for expert in chosen]
+                for expert, rank in zip(chosen, targets, strict=True):
                     pairs[layer, rank] += 1
                     activated[layer][rank].add(expert)
-                traffic[layer].token(number, homes)
+                traffic[layer].token(home, targets)
     prompts = any(chunked for _, _, chunked in busy)
     counts = [[len(found) for found in activated[layer]] for layer in layers]
     moe = sum(
