@@ -30,7 +30,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     ),
     "prefill": ("round_robin", "least_loaded", "prefix_hash"),
     "queue": ("fcfs", "sjf", "priority"),
-    "placement": ("linear", "eldr"),
+    "placement": ("linear", "eldr", "eplb"),
 }  # fmt: skip
 
 

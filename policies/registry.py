@@ -32,6 +32,7 @@ from eldr_sim.policies.decode import (
     RoundRobinPolicy,
 )
 from eldr_sim.policies.eldr import EldrPolicy
+from eldr_sim.policies.eplb import EplbPlacement
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
 from eldr_sim.policies.placement import EldrPlacement, LinearPlacement, PlacementPolicy
 from eldr_sim.policies.prefill import (
@@ -90,6 +91,7 @@ _BUILT_IN = cast(
         PriorityOrder,
         LinearPlacement,
         EldrPlacement,
+        EplbPlacement,
     ),
 )
 
