@@ -70,6 +70,7 @@ LINKED = (
     "simulator.engine",
     "simulator.events",
     "simulator.expert_union",
+    "simulator.group_step",
     "simulator.kv_cache",
     "simulator.loop",
     "simulator.network",

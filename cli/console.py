@@ -201,6 +201,13 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["expert_parallel_size"] > 1:
         _line("Expert placement", summary["expert_placement"])
         figures("mean_busiest_rank_experts_per_step")
+    if group := summary.get("group"):
+        click.echo("Engines that share experts".center(_WIDTH, "-"))
+        size = group["data_parallel_size"]
+        _line("Engines a group, all-to-all", f"{size}, {group['all2all_backend']}")
+        for part in ("step", "moe", "dispatch", "combine", "idle"):
+            _line(f"Mean {part} time (ms)", group[f"mean_{part}_ms"])
+        _line("Token-expert pairs, busiest / mean rank", group["busiest_rank_pairs_over_mean"])
     figures("preemptions", "gpu_hours_per_million_output_tokens")
     if summary["cost_per_million_output_tokens"] is not None:
         figures("cost_per_million_output_tokens")

@@ -165,12 +165,21 @@ def list_tables() -> None:
     default=False,
     help="Whole experts spread over those GPUs.",
 )
+@click.option(
+    "--data-parallel-size",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Engines that share experts.",
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
 def import_(
     gpu: str,
     model: str | None,
     tensor_parallel_size: int,
     enable_expert_parallel: bool,
+    data_parallel_size: int,
     out: Path,
 ) -> None:
     """Import a GPU's tables from the package aiconfigurator-core.
@@ -187,6 +196,6 @@ def import_(
         gpu,
         None if model is None else load_model(model),
         out,
-        Parallelism(tensor_parallel_size, enable_expert_parallel),
+        Parallelism(tensor_parallel_size, enable_expert_parallel, data_parallel_size),
     )
     click.echo(f"Wrote {len(paths)} tables to {out}")

@@ -155,6 +155,8 @@ def _metavar(name: str) -> str:
         "trace": "NAME|DIR",
         "tables": "DIR",
         "tensor_parallel_size": "N",
+        "data_parallel_size": "N",
+        "gpus_per_node": "N",
         "output_len": "N|recorded",
         "model": "NAME|PATH",
         "gpu": "NAME",

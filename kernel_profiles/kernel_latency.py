@@ -113,6 +113,10 @@ class DecodeAttention:
         grid = np.full((len(batch), len(context)), np.inf)
         rows = np.searchsorted(batch, table.columns["batch"])
         grid[rows, np.searchsorted(context, table.columns["context"])] = table.columns["latency_s"]
+        for row in grid:  # a point that failed lies on the line between its neighbours
+            found = np.flatnonzero(np.isfinite(row))
+            inner = slice(0, found[-1] + 1)
+            row[inner] = np.interp(context[inner], context[found], row[found])
         known = np.isfinite(grid)
         grid = monotone_fit(monotone_fit(grid, axis=1), axis=0)
         slopes = []
@@ -127,6 +131,7 @@ class DecodeAttention:
             grid[i, end + 1 :] = grid[i, end] + token_s * batch[i] * (
                 context[end + 1 :] - context[end]
             )
+        grid = np.maximum.accumulate(grid, axis=1)  # where rows end at odd contexts
         most = int((table.columns["batch"].astype(np.int64) * table.columns["context"]).max())
         return cls(batch.astype(np.float64), context.astype(np.float64), grid, token_s, most)
 
@@ -179,7 +184,7 @@ class PrefillAttention:
             alone.append(latency[at][np.argmin(batch[at])])
             share.append((latency[largest] - floor) / batch[largest])
         knots = np.concatenate([[0.0], lengths])
-        window = table.metadata.shape["window"]
+        window = table.metadata.shape.get("window", 0)  # MLA has none
         curves = [np.concatenate([[floor], monotone_fit(alone)])]
         curves.append(np.concatenate([[0.0], monotone_fit(share)]))
         alone_s, share_s = (_extend(knots, curve, max_tokens, window) for curve in curves)

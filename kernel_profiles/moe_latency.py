@@ -462,7 +462,7 @@ def _linear(
     return replace(
         model,
         batch_knots=np.concatenate([model.batch_knots, large]),
-        batch_s=monotone_fit(np.concatenate([model.batch_s, beyond])),
+        batch_s=np.maximum.accumulate(monotone_fit(np.concatenate([model.batch_s, beyond]))),
         fit_error={
             "rows_mean": float(residual.mean()),
             "rows_max": float(residual.max()),

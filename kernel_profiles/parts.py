@@ -28,11 +28,13 @@ from eldr_sim.kernel_profiles.moe_latency import (
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.tables import (
     MOE_DTYPES,
+    Kind,
     LatencyTable,
     attention_shape,
     elementwise_shape,
     engine_step_shape,
     find_table,
+    mla_shape,
     moe_shape,
     weakest,
 )
@@ -54,6 +56,9 @@ Evidence: measured TPOT less the sum of kernels, GPT-OSS-120B on H200 with vLLM 
 CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
 """Messages below this size take vLLM's custom all-reduce, others NCCL (``max_size`` of
 ``vllm/distributed/device_communicators/custom_all_reduce.py``)."""
+
+
+_ATTENTION: tuple[Kind, Kind] = ("attention_decode", "attention_prefill")
 
 
 class MoELayer(NamedTuple):
@@ -81,11 +86,12 @@ class Parts:
         self.sliding: DecodeAttention | None = None
         self.moe = self._moe()
         self.engine_step = self._engine_step()
-        self.attention = self._attention(max_model_len)
-        if self.engine_step is None:
+        if self.engine_step is None or self.model.attention == "mla":
             self.gemm = self._gemm("bfloat16")
             own = self.model.linear_dtype
             self.linear = self.gemm if own == "bfloat16" else self._gemm(own)
+        self.attention = self._attention(max_model_len)
+        if self.engine_step is None:
             self.collective_tables = self._collectives()
             self.elementwise = self._elementwise()
         weights = parallelism.weight_bytes(whole)
@@ -298,13 +304,16 @@ class Parts:
                 model.global_head_dim if own else model.head_dim,
                 model.sliding_window if sliding else 0,
             )
-            pair: list[LatencyTable | None] = [None, None]
-            if model.attention == "gqa":
-                pair = [
-                    find_table(kind, self.gpu.name, shape=shape, extra=self.tables)
-                    for kind in ("attention_decode", "attention_prefill")
-                ]
-            decode_table, prefill_table = pair
+            dtype = None
+            if model.attention == "mla":
+                shape = mla_shape(
+                    model.n_heads, model.hidden_size, model.q_lora_rank, model.kv_lora_rank
+                )
+                dtype = model.linear_dtype
+            decode_table, prefill_table = (
+                find_table(kind, self.gpu.name, shape=shape, dtype=dtype, extra=self.tables)
+                for kind in _ATTENTION
+            )
             if decode_table is None or prefill_table is None:
                 self._record_roofline("attention")
                 decode = roofline.decode_attention(self.gpu, model, sliding)
@@ -312,12 +321,31 @@ class Parts:
             else:
                 self._record("attention", decode_table)
                 self._record("attention", prefill_table)
+                if model.attention == "mla":
+                    decode_table = self._without_linears(decode_table)
+                    prefill_table = self._without_linears(prefill_table)
                 decode = DecodeAttention.from_table(decode_table)
                 prefill = PrefillAttention.from_table(prefill_table, max_tokens, decode.token_s)
             if sliding:
                 self.sliding = decode
             found.append((layers, decode, prefill))
         return found
+
+    def _without_linears(self, table: LatencyTable) -> LatencyTable:
+        """Rows of a whole MLA module less its projections, which all tokens of a step share.
+
+        A step of decodes alone, or of prompts alone, takes what the module was measured to take; a
+        tenth of it at least is attention.
+        """
+        columns = table.columns
+        tokens = columns["batch"].astype(np.float64)
+        if table.metadata.kind == "attention_prefill":
+            tokens = tokens * columns["new_tokens"]
+        linears = np.zeros_like(tokens)
+        for n, k in self.model.attention_linears():
+            linears += self._linear_s(n, k, tokens)
+        left = np.maximum(columns["latency_s"] - linears, 0.1 * columns["latency_s"])
+        return LatencyTable(table.metadata, dict(columns) | {"latency_s": left})
 
     def _linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
         """One matrix stored like the model's linear layers."""

@@ -26,13 +26,15 @@ class StepParts(NamedTuple):
     head: float  #: lm_head
     collectives: float  #: between the GPUs of a worker
     host: float  #: engine time that no kernel hides
+    dispatch: float = 0.0  #: of tokens to the experts that engines share
+    combine: float = 0.0  #: of what these return
 
 
 @njit()
 def total_s(parts: StepParts) -> float:
     """Return the seconds of a step."""
     fixed = parts.dense + parts.collectives + parts.host + parts.head
-    return float(fixed + parts.moe + parts.attention)
+    return float(fixed + parts.moe + parts.attention + parts.dispatch + parts.combine)
 
 
 @njit()
@@ -126,6 +128,19 @@ def chunk_attention_s(cost: StepCost, first: Any, count: Any, n_chunks: int) -> 
 
 
 @njit()
+def attention_s(
+    cost: StepCost, batch: int, context: float, first: Any, count: Any, n_chunks: int
+) -> float:
+    """Return the attention time of a step, s; see `step_parts`."""
+    attention = 0.0
+    if batch > 0:
+        attention += decode_attention_s(cost, batch, context)
+    if n_chunks > 0:
+        attention += chunk_attention_s(cost, first, count, n_chunks)
+    return attention
+
+
+@njit()
 def step_parts(
     cost: StepCost,
     batch: int,
@@ -165,16 +180,13 @@ def step_parts(
     else:
         layer_s = cost.moe_s[batch] if n_chunks == 0 else cost.mixed_moe_s[tokens]
         moe = moe_layers_s(layer_s, activated) * (cost.n_moe_layers / activated.shape[0])
-    attention = 0.0
-    if batch > 0:
-        attention += decode_attention_s(cost, batch, context)
-    if n_chunks > 0:
-        attention += chunk_attention_s(cost, first, count, n_chunks)
     return StepParts(
         moe,
-        attention,
+        attention_s(cost, batch, context, first, count, n_chunks),
         cost.dense_s[tokens],
         cost.head_s[rows],
         cost.collectives_s[tokens],
         cost.host_s,
+        0.0,
+        0.0,
     )

@@ -32,6 +32,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from glob import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -134,7 +135,8 @@ class TableMetadata(BaseModel):
     empty for GEMMs, collectives and transfers, ``n_nodes`` for dispatch and combine between
     nodes."""
     dtype: str
-    """Data type of weights (MoE, GEMM), KV cache (attention) or message (collective)."""
+    """Data type of weights (MoE, GEMM, projections of MLA), KV cache (attention) or message
+    (collective, dispatch)."""
     kernel_source: str
     """Which kernel ran."""
     framework: str
@@ -290,6 +292,19 @@ def attention_shape(n_heads: int, n_kv_heads: int, head_dim: int, window: int) -
     return {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "window": window}
 
 
+def mla_shape(n_heads: int, hidden: int, q_lora_rank: int, kv_lora_rank: int) -> dict[str, int]:
+    """Shape of one layer's multi-head latent attention as it identifies a table.
+
+    Such tables time the whole module, projections included; their ``dtype`` is that of these.
+    """
+    return {
+        "n_heads": n_heads,
+        "hidden_size": hidden,
+        "q_lora_rank": q_lora_rank,
+        "kv_lora_rank": kv_lora_rank,
+    }
+
+
 def elementwise_shape(hidden: int, n_heads: int, n_kv_heads: int, head_dim: int) -> dict[str, int]:
     """Shape of one layer's norms, rotary embedding and KV writes as it identifies a table."""
     return {
@@ -320,18 +335,29 @@ def table_name(metadata: TableMetadata) -> str:
         "n_layers": "l",
         "vocab_size": "v",
         "n_nodes": "n",
+        "q_lora_rank": "r",
+        "kv_lora_rank": "c",
     }
     parts = [metadata.gpu, metadata.kind]
     parts += [f"{letters[name]}{value}" for name, value in metadata.shape.items()]
     parts += [metadata.dtype, metadata.framework]
-    return "_".join(parts).lower().replace(" ", "-").replace("/", "-") + ".parquet"
+    return _name_of(parts) + ".parquet"
+
+
+def _name_of(parts: Sequence[str]) -> str:
+    return "_".join(parts).lower().replace(" ", "-").replace("/", "-")
 
 
 @lru_cache(maxsize=1)
 def shipped_tables() -> tuple[tuple[Path, TableMetadata], ...]:
     """Path and metadata of every table that ships with the package, sorted by file name."""
+    return _shipped_named("*")
+
+
+@lru_cache(maxsize=256)
+def _shipped_named(pattern: str) -> tuple[tuple[Path, TableMetadata], ...]:
     folder = Path(str(resources.files("eldr_sim.kernel_profiles").joinpath("data/tables")))
-    return tuple((path, _read_metadata(path)) for path in sorted(folder.glob("*.parquet")))
+    return tuple((path, _read_metadata(path)) for path in sorted(folder.glob(f"{pattern}.parquet")))
 
 
 @lru_cache(maxsize=64)
@@ -378,7 +404,9 @@ def find_table(
     for table in extra:
         if fits(table.metadata):
             return table
-    candidates = [(path, metadata) for path, metadata in shipped_tables() if fits(metadata)]
+    # A thousand files take long to open.
+    named = _shipped_named(escape(_name_of([gpu, kind])) + "_*")
+    candidates = [(path, metadata) for path, metadata in named if fits(metadata)]
     if not candidates:
         return None
     path, _ = max(

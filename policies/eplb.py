@@ -70,7 +70,7 @@ def balance(load: NDArray[Any], group: ExpertGroup) -> Placement:
         Shape [n_layers, n_experts]: tokens that choose the expert, in any unit, finite and not
         negative.
     group
-        What to place; its worker does not matter.
+        What to place; its engines do not matter.
 
     Returns
     -------

@@ -5,6 +5,7 @@ A layer takes the time of the rank that reads the most activated experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -51,10 +52,10 @@ class Placement:
 
 
 class ExpertGroup(NamedTuple):
-    """What a placement is made for: the experts that one worker spreads over its GPUs."""
+    """What a placement is made for: the experts that engines spread over their GPUs."""
 
-    worker: int
-    """Index of the decode worker, as routers count them."""
+    engines: Sequence[int]
+    """Indices of the decode engines that share them, as routers count them."""
     n_layers: int
     """Layers to place, those of the routing trace."""
     n_experts: int
@@ -128,7 +129,10 @@ class LinearPlacement:
 
 
 class EldrPlacement:
-    """ELDR's placement (Sec. 5): the expected activation of a worker's cluster spread evenly."""
+    """ELDR's placement (Sec. 5): the expected activation of a worker's cluster spread evenly.
+
+    Of engines that share experts it is the mean over their clusters.
+    """
 
     name = "eldr"
     decision: ClassVar[str] = "placement"
@@ -157,7 +161,8 @@ class EldrPlacement:
                 "'eldr' places one instance of every expert",
                 "0, or an expert placement with redundant experts, such as eplb",
             )
-        ranks = greedy_placement(self._activation[group.worker], group.n_ranks)
+        activation = self._activation[list(group.engines)].mean(axis=0)
+        ranks = greedy_placement(activation, group.n_ranks)
         return Placement.of_ranks(ranks, group.n_ranks)
 
 

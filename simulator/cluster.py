@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.all_to_all import AllToAll
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
@@ -29,6 +30,7 @@ from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.compiled import Callback
 from eldr_sim.simulator.engine import Engines
 from eldr_sim.simulator.expert_union import PromptRows
+from eldr_sim.simulator.group_step import GroupCost, make_group_scratch, no_group
 from eldr_sim.simulator.kv_cache import make_kv_cache
 from eldr_sim.simulator.network import make_network
 from eldr_sim.simulator.replay import Replay
@@ -51,13 +53,18 @@ class EngineSpec:
     max_num_batched_tokens: int
     n_blocks: int
     parallelism: Parallelism = SINGLE_GPU
+    #: What the engines of a group share; None where each has experts of its own.
+    group: GroupCost | None = field(default=None, compare=False, repr=False)
+    all_to_all: AllToAll | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
     """Size and engine settings of a cluster; see :class:`~eldr_sim.simulator.config.RunConfig`.
 
-    Without prefill workers the ``n_decode`` workers are co-located: they compute the prompts too.
+    Routers choose among ``n_prefill`` and ``n_decode`` engines, called workers here; those of one
+    group, ``parallelism.data_parallel_size`` in a row, share experts and step together. Without
+    prefill workers the ``n_decode`` workers are co-located: they compute the prompts too.
     """
 
     n_prefill: int
@@ -94,6 +101,9 @@ class RunRecord:
     prefill_steps, decode_steps
         ``state.STEP``, in the order in which they began: the steps of prefill workers that ended,
         and those of decode (or co-located) workers.
+    prefill_group_steps, decode_group_steps
+        ``state.GROUP_STEP``: the steps of engines that share experts. ``n_busy`` records of
+        ``prefill_steps`` or ``decode_steps`` belong to each, in order.
     gaps
         ``state.GAP``, where preemption came between two tokens.
     window
@@ -105,6 +115,8 @@ class RunRecord:
     requests: NDArray[np.void]
     prefill_steps: NDArray[np.void]
     decode_steps: NDArray[np.void]
+    prefill_group_steps: NDArray[np.void]
+    decode_group_steps: NDArray[np.void]
     gaps: NDArray[np.void]
     window: tuple[float, float]
     end_s: float
@@ -182,7 +194,12 @@ class Cluster:
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
         myself = weakref.ref(self)
         self._callback = Callback(lambda pool, request: _decided(myself, pool, request))
-        self.logs = np.zeros(1 << 14, state.STEP), np.zeros(1 << 16, state.STEP)
+        self.logs: tuple[NDArray[np.void], ...] = (
+            np.zeros(1 << 14, state.STEP),
+            np.zeros(1 << 16, state.STEP),
+        )
+        grouped = [e.group is not None for e in (spec.prefill, spec.decode)]
+        self.group_logs = tuple(np.zeros(1 << (12 if g else 0), state.GROUP_STEP) for g in grouped)
         self.gaps = np.zeros(1 << 12, state.GAP)
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
         # Views of fields that each decision reads: to make one takes a microsecond.
@@ -202,7 +219,7 @@ class Cluster:
         for engine in (spec.prefill, spec.decode):
             _check_tables(engine, min(longest, spec.max_model_len))
         n_requests, width = len(self.requests), replay.bits.shape[1]
-        most_seqs = max(spec.prefill.max_num_seqs, spec.decode.max_num_seqs)
+        self._most_seqs = most_seqs = max(spec.prefill.max_num_seqs, spec.decode.max_num_seqs)
         pools = _pools(spec, self.workload, prompts is not None)
         pool_of = np.repeat([0, 1], [spec.n_prefill, spec.n_decode])
         clock = np.zeros(1, state.CLOCK)
@@ -213,7 +230,9 @@ class Cluster:
             first = (float(self.requests["arrival_s"][0]), 0, state.ARRIVAL, 0)
             events[0], clock["n_events"] = first, 1
         n_layers = spec.decode.step_time.n_moe_layers
-        one_rank = np.zeros((n_workers, 1, 0), np.uint64)
+        masks = np.zeros((n_workers, 1, 0), np.uint64)
+        if expert_masks is not None:
+            masks = np.ascontiguousarray(expert_masks)
         return loop.Run(
             clock=clock,
             events=events,
@@ -237,15 +256,19 @@ class Cluster:
             net=make_network(n_requests, n_workers),
             reported=np.zeros(n_requests, np.int32),
             bits=replay.bits,
-            masks=one_rank if expert_masks is None else np.ascontiguousarray(expert_masks),
+            masks=masks,
             prompts=_no_prompts() if prompts is None else prompts,
             costs=(spec.prefill.step_time.cost, spec.decode.step_time.cost),
+            groups=(spec.prefill.group or no_group(), spec.decode.group or no_group()),
             scratch=Scratch(
                 rows=np.zeros(most_seqs, np.int64),
                 cached=np.zeros(most_seqs, np.int64),
                 new=np.zeros(most_seqs, np.int64),
                 union=np.zeros(width, np.uint64),
                 activated=np.zeros(n_layers, np.int64),
+            ),
+            group_scratch=make_group_scratch(
+                n_layers, width, int(pools["group_size"].max()), masks.shape[1]
             ),
         )
 
@@ -303,8 +326,9 @@ class Cluster:
         self._failure = None
         while True:
             why: int = loop.advance(
-                self.arrays, self.logs, self.gaps, until, _EVENTS_A_CALL, self._callback
-            )
+                self.arrays, self.logs, self.group_logs, self.gaps, until, _EVENTS_A_CALL,
+                self._callback,
+            )  # fmt: skip
             if why == loop.FAILED:
                 assert self._failure is not None
                 raise self._failure
@@ -321,15 +345,13 @@ class Cluster:
                 raise InputError("policy", problem, "a policy that places the last requests, too")
 
     def _grow_logs(self) -> None:
-        """Make room where there is none: for steps of a pool, or for gaps."""
-        prefill, decode = self.logs
-        n_prefill, n_decode = self.arrays.engines.pools["n_steps"].tolist()
-        if n_prefill == len(prefill):
-            self.logs = grown(prefill), decode
-        elif n_decode == len(decode):
-            self.logs = prefill, grown(decode)
-        else:
-            self.gaps = grown(self.gaps)
+        """Make room where there is none: for steps of a pool or its groups, or for gaps."""
+        pools = self.arrays.engines.pools
+        steps, group_steps = pools["n_steps"] + pools["group_size"], pools["n_group_steps"] + 1
+        gaps = self.arrays.clock["n_gaps"][0] + pools["group_size"].max() * self._most_seqs
+        self.logs = tuple(map(_with_room, self.logs, steps.tolist()))
+        self.group_logs = tuple(map(_with_room, self.group_logs, group_steps.tolist()))
+        self.gaps = _with_room(self.gaps, int(gaps))
 
     def _record(self, end_s: float) -> RunRecord:
         self._tell_listener()
@@ -337,13 +359,15 @@ class Cluster:
         arrived = self.requests[: int(clock["arrived"])]
         reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
         arrived["outcome"][arrived["outcome"] == state.OPEN] = reason
-        prefill, decode = (
-            log[:n] for log, n in zip(self.logs, self.arrays.engines.pools["n_steps"], strict=True)
-        )
+        pools = self.arrays.engines.pools
+        prefill, decode = (log[:n] for log, n in zip(self.logs, pools["n_steps"], strict=True))
+        groups = [log[:n] for log, n in zip(self.group_logs, pools["n_group_steps"], strict=True)]
         return RunRecord(
             requests=arrived,
             prefill_steps=prefill[prefill["end"] <= end_s],
             decode_steps=decode,
+            prefill_group_steps=groups[0][groups[0]["end"] <= end_s],
+            decode_group_steps=groups[1],
             gaps=self.gaps[: int(clock["n_gaps"])],
             window=self.window,
             end_s=end_s,
@@ -498,16 +522,24 @@ def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[
     pools["async_scheduling"] = spec.async_scheduling
     pools["preempt_by_key"] = spec.preempt_by_key
     pools["capture_s"] = spec.capture_s, 0.0
+    pools["group_size"] = [e.parallelism.data_parallel_size for e in (spec.prefill, spec.decode)]
     return pools
 
 
 def _workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray[np.void]:
     workers = np.zeros(len(pool_of), state.WORKER)
     workers["n_blank"] = pools["n_blocks"][pool_of]
+    size, first = pools["group_size"][pool_of], pools["first_worker"][pool_of]
+    workers["leader"] = first + (np.arange(len(pool_of)) - first) // size * size
     for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "arrived_head",
                  "preempted_head", "late_head"):  # fmt: skip
         workers[name] = -1
     return workers
+
+
+def _with_room(log: NDArray[np.void], needed: int) -> NDArray[np.void]:
+    """Return a log for so many records; the same one if it has room."""
+    return log if len(log) >= needed else _with_room(grown(log), needed)
 
 
 def _no_prompts() -> PromptRows:

@@ -76,7 +76,7 @@ class RunConfig(OutputConfig, EngineConfig, ClusterConfig, WorkloadConfig, Polic
     def n_gpus(self) -> int:
         """GPUs of all workers."""
         workers = {"prefill": self.n_prefill, "decode": self.n_decode}
-        return sum(n * (self.pool(role).tensor_parallel_size or 1) for role, n in workers.items())
+        return sum(n * self.pool(role).parallelism.n_gpus for role, n in workers.items())
 
     def pool(self, role: str) -> Pool:
         """Return what holds for the workers of ``prefill`` or ``decode``."""
@@ -96,7 +96,7 @@ class RunConfig(OutputConfig, EngineConfig, ClusterConfig, WorkloadConfig, Polic
             pool = self.pool(role)
             if workers and pool.price_per_gpu_hour is None:
                 return None
-            total += workers * (pool.tensor_parallel_size or 1) * (pool.price_per_gpu_hour or 0.0)
+            total += workers * pool.parallelism.n_gpus * (pool.price_per_gpu_hour or 0.0)
         return total
 
 

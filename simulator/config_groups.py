@@ -91,6 +91,8 @@ class Pool(_Fields):
     """GPUs of a worker."""
     enable_expert_parallel: bool | None = None
     """Whether whole experts are spread over a worker's GPUs."""
+    data_parallel_size: int | None = Field(default=None, ge=1)
+    """Engines of a worker."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Running requests of a worker."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
@@ -101,7 +103,11 @@ class Pool(_Fields):
     @property
     def parallelism(self) -> Parallelism:
         """How a worker spreads the model over its GPUs; raises InputError if it cannot exist."""
-        return Parallelism(self.tensor_parallel_size or 1, bool(self.enable_expert_parallel))
+        return Parallelism(
+            self.tensor_parallel_size or 1,
+            bool(self.enable_expert_parallel),
+            self.data_parallel_size or 1,
+        )
 
 
 class PolicyConfig(_Fields):
@@ -189,16 +195,26 @@ class ClusterConfig(_Fields):
     """The workers, their GPUs, and what connects them."""
 
     topology: Annotated[str, BeforeValidator(_topology)] = "8P16D"
-    """``xPyD``: x prefill and y decode WORKERS, each of ``tensor_parallel_size`` GPUs; or ``xC``: x
-    co-located workers, which compute prompts in chunks beside their decode batch."""
+    """``xPyD``: x prefill and y decode WORKERS, each of ``data_parallel_size`` engines of
+    ``tensor_parallel_size`` GPUs; or ``xC``: x co-located workers, which compute prompts in chunks
+    beside their decode batch."""
     gpu: PathText = "H100"
     """Name of a known GPU."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs of every worker. Attention heads, dense layers and lm_head are sharded over them, and
+    """GPUs of every engine. Attention heads, dense layers and lm_head are sharded over them, and
     so is every expert unless ``enable_expert_parallel``."""
     enable_expert_parallel: bool = False
     """Spread whole experts over a worker's GPUs; a layer then waits for the GPU that reads the most
     experts."""
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Engines of every worker. Each has its own queue, KV cache and batch; they share the experts,
+    which lie on the GPUs of all of them, and so step together. Routers choose the engine."""
+    gpus_per_node: int = Field(default=8, ge=1)
+    """GPUs of a node, for the dispatch of tokens between the engines of a worker."""
+    all2all_backend: Literal[
+        "allgather_reducescatter", "nccl_alltoall", "pplx", "deepep_ll", "deepep_ht"
+    ] = "allgather_reducescatter"
+    """How tokens reach their experts and come back where engines share them (vLLM's option)."""
     prefill: Pool = Pool()
     """What the prefill workers have of their own."""
     decode: Pool = Pool()

@@ -38,10 +38,11 @@ def schedule(clock: Any, events: Any, time: float, kind: int, subject: int) -> N
 
 @compiled()
 def schedule_step(clock: Any, events: Any, workers: Any, w: int) -> None:
-    """Schedule the start of the next step of worker ``w``, unless that has been done."""
-    if not workers[w].step_due:
-        workers[w].step_due = True
-        _insert(clock, events, workers[w].next_start, STEP_ORDER + w, STEP_START, w)
+    """Schedule the start of the next step of worker ``w``'s group, unless that has been done."""
+    leader = workers[w].leader
+    if not workers[leader].step_due:
+        workers[leader].step_due = True
+        _insert(clock, events, workers[w].next_start, STEP_ORDER + leader, STEP_START, leader)
 
 
 @compiled()

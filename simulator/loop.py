@@ -44,6 +44,7 @@ from eldr_sim.simulator.engine import (
     wake,
 )
 from eldr_sim.simulator.events import drop_first, schedule
+from eldr_sim.simulator.group_step import GroupCost, group_has_step, group_step
 from eldr_sim.simulator.kv_cache import blocks_of, release
 from eldr_sim.simulator.state import (
     ARRIVAL,
@@ -99,7 +100,9 @@ class Run(NamedTuple):
     masks: NDArray[np.uint64]  #: ``[workers, ranks, layers * words]``
     prompts: Any  #: `expert_union.PromptRows`
     costs: tuple[Any, Any]  #: `StepCost` of the two pools
+    groups: tuple[GroupCost, GroupCost]  #: likewise
     scratch: Any  #: `step.Scratch`
+    group_scratch: Any  #: `group_step.GroupScratch`
 
 
 @compiled()
@@ -352,15 +355,17 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
 
 
 @njit(_nrt=False)
-def advance(run: Run, logs: Any, gaps: Any, until: float, n_events: int, decide: Any) -> Any:
+def advance(
+    run: Run, logs: Any, group_logs: Any, gaps: Any, until: float, n_events: int, decide: Any
+) -> Any:
     """Let happen what happens before ``until`` seconds.
 
     Parameters
     ----------
     run
         The run.
-    logs, gaps
-        ``STEP [capacity]`` of each pool, and ``GAP [capacity]``.
+    logs, group_logs, gaps
+        ``STEP [capacity]`` and ``GROUP_STEP [capacity]`` of each pool, and ``GAP [capacity]``.
     until
         Time limit, s.
     n_events
@@ -372,19 +377,22 @@ def advance(run: Run, logs: Any, gaps: Any, until: float, n_events: int, decide:
     Returns
     -------
     int
-        Why it returned. After FULL grow ``logs`` and ``gaps`` before the next call.
+        Why it returned. After FULL grow the logs and ``gaps`` before the next call.
     """
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
     requests, workers, pools = engines.requests, engines.workers, engines.pools
     interval = engines.settings[0].signal_interval_s
+    most_gaps = engines.sequences.shape[1] * max(pools[0].group_size, pools[1].group_size)
     answer = drain(clock, events, engines, routers, run.reported, decide)
     if answer:
         return OTHERS if answer == RETURN else FAILED
     while clock[0].open_measured > 0 and clock[0].n_events > 0 and events[0].time < until:
         if (
-            pools[0].n_steps == logs[0].shape[0]
-            or pools[1].n_steps == logs[1].shape[0]
-            or clock[0].n_gaps + engines.sequences.shape[1] > gaps.shape[0]
+            pools[0].n_steps + pools[0].group_size > logs[0].shape[0]
+            or pools[1].n_steps + pools[1].group_size > logs[1].shape[0]
+            or pools[0].n_group_steps == group_logs[0].shape[0]
+            or pools[1].n_group_steps == group_logs[1].shape[0]
+            or clock[0].n_gaps + most_gaps > gaps.shape[0]
         ):
             return FULL
         if n_events == 0:
@@ -398,11 +406,18 @@ def advance(run: Run, logs: Any, gaps: Any, until: float, n_events: int, decide:
         drop_first(clock, events)
         if kind == STEP_START:
             workers[subject].step_due = False
-            if workers[subject].batch > 0 or workers[subject].chunk_tokens > 0:
-                cost = run.costs[engines.pool_of[subject]]
+            pool = engines.pool_of[subject]
+            if pools[pool].group_size > 1:
+                if group_has_step(engines, subject):
+                    group_step(
+                        clock, events, engines, subject, run.bits, run.masks, run.prompts,
+                        run.costs[pool], run.groups[pool], run.scratch, run.group_scratch, logs,
+                        group_logs, gaps,
+                    )  # fmt: skip
+            elif workers[subject].batch > 0 or workers[subject].chunk_tokens > 0:
                 step(
-                    clock, events, engines, subject, run.bits, run.masks, run.prompts, cost,
-                    run.scratch, logs, gaps,
+                    clock, events, engines, subject, run.bits, run.masks, run.prompts,
+                    run.costs[pool], run.scratch, logs, gaps,
                 )  # fmt: skip
             continue
         if kind == BOUNDARY:

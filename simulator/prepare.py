@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.all_to_all import COPY_PER, build_all_to_all
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
@@ -15,6 +16,7 @@ from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_mo
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
 from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import Pool, RunConfig
+from eldr_sim.simulator.group_step import ALL, EXPERT, NODE, RANK, GroupCost
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.replay import (
     fit_trace,
@@ -60,8 +62,8 @@ def prepare(config: RunConfig) -> PreparedRun:
     prefill = decode if config.colocated else _engine(config, "prefill", model)
     output_len = config.effective_output_len
     spec = ClusterSpec(
-        n_prefill=config.n_prefill,
-        n_decode=config.n_decode,
+        n_prefill=config.n_prefill * prefill.parallelism.data_parallel_size,
+        n_decode=config.n_decode * decode.parallelism.data_parallel_size,
         prefill=prefill,
         decode=decode,
         max_model_len=_max_model_len(config, model),
@@ -94,6 +96,12 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
             f"{budget} is below max_num_seqs {max_num_seqs}",
             f"{max_num_seqs} or more",
         )
+    if parallelism.data_parallel_size > 1 and not parallelism.expert_parallel:
+        raise InputError(
+            "data_parallel_size",
+            "engines that share no experts are not simulated",
+            "--enable-expert-parallel beside it",
+        )
     n_blocks = kv_blocks(model, gpu, config.gpu_memory_utilization, config.block_size, parallelism)
     step_time = _step_time(
         model,
@@ -105,7 +113,25 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         config.host_gap_ms,
         config.tables,
     )
-    return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism)
+    if parallelism.data_parallel_size == 1:
+        return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism)
+    all_to_all = build_all_to_all(
+        model,
+        gpu,
+        config.all2all_backend,
+        parallelism.n_gpus,
+        gpus_per_node=config.gpus_per_node,
+        tables=() if config.tables is None else tuple(_tables(Path(config.tables))),
+    )
+    most_tokens = parallelism.data_parallel_size * max(max_num_seqs, budget)
+    group = GroupCost(
+        {"all": ALL, "expert": EXPERT, "rank": RANK, "node": NODE}[COPY_PER[all_to_all.backend]],
+        parallelism.tensor_parallel_size,
+        config.gpus_per_node,
+        step_time.rank_moe(model.n_experts // parallelism.n_gpus, most_tokens * model.top_k),
+        all_to_all.cost,
+    )
+    return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism, group, all_to_all)
 
 
 def _max_model_len(config: RunConfig, model: ModelDims) -> int:

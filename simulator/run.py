@@ -163,8 +163,7 @@ def build_cluster(
     config: RunConfig, prepared: PreparedRun, workload: Workload, window: tuple[float, float]
 ) -> Cluster:
     """Put the cluster of a run together, policies fitted."""
-    trace = prepared.trace
-
+    trace, spec = prepared.trace, prepared.spec
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def calibration() -> CalibrationSet:
@@ -174,7 +173,7 @@ def build_cluster(
         transform: Transform, layer_mask: LayerMask, clustering: Method
     ) -> RoutingArtifact:
         return _fit(
-            trace, config.workload, mix, config.n_decode, config.seed, transform, layer_mask,
+            trace, config.workload, mix, spec.n_decode, config.seed, transform, layer_mask,
             clustering,
         )  # fmt: skip
 
@@ -193,7 +192,7 @@ def build_cluster(
     decode = decode_policy(
         config.policy,
         PolicyContext(
-            n_workers=config.n_decode,
+            n_workers=spec.n_decode,
             rng=stream(config.seed, "decode policy"),
             calibration=calibration,
             artifact=artifact,
@@ -208,14 +207,13 @@ def build_cluster(
         prefill = prefill_policy(
             config.prefill_policy,
             PolicyContext(
-                n_workers=config.n_prefill,
+                n_workers=spec.n_prefill,
                 rng=stream(config.seed, "prefill policy"),
                 prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
             ),
         )
     prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
     score: PromptScore = getattr(decode, "signature_score", "count")
-    spec = prepared.spec
     if getattr(decode, "reads_signature", False):
         if score == "count":
             trace.require_prompts(f"the signatures of policy {config.policy!r}")
@@ -228,7 +226,7 @@ def build_cluster(
             routing_s=costs.routing_overhead_ms / 1e3,
         )
     order = queue_order(
-        config.queue_order, PolicyContext(config.n_decode, stream(config.seed, "queue order"))
+        config.queue_order, PolicyContext(spec.n_decode, stream(config.seed, "queue order"))
     )
     spec = replace(spec, preempt_by_key=getattr(order, "preempts", False))
     last_arrival = float(workload.arrival_s[-1])
@@ -263,6 +261,11 @@ def _queue_keys(order: QueueOrder, workload: Workload) -> NDArray[np.float64]:
     if keys.shape != workload.prompt_len.shape or np.isnan(keys).any():
         raise ValueError(f"queue order {order.name!r} gives no key to each request")
     return keys
+
+
+def _groups(n_engines: int, size: int) -> list[range]:
+    """Return the engines of each group."""
+    return [range(first, first + size) for first in range(0, n_engines, size)]
 
 
 @lru_cache(maxsize=8)
@@ -332,12 +335,16 @@ def _expert_masks(
     prefill, decode = LinearPlacement(context), placement_policy(config.expert_placement, context)
     layers = prepared.trace.manifest.n_layers
     placements = [
-        policy.place(ExpertGroup(worker, layers, n_experts, n_ranks))
-        for policy, n_workers, n_ranks in (
-            (prefill, spec.n_prefill, ranks[0]),
-            (decode, spec.n_decode, ranks[1]),
+        placement
+        for policy, engine, n_engines in (
+            (prefill, spec.prefill, spec.n_prefill),
+            (decode, spec.decode, spec.n_decode),
         )
-        for worker in range(n_workers)
+        for group in _groups(n_engines, engine.parallelism.data_parallel_size)
+        for placement in [
+            policy.place(ExpertGroup(group, layers, n_experts, engine.parallelism.n_expert_ranks))
+        ]
+        * len(group)
     ]
     return rank_masks(placements, n_experts, prepared.model.n_moe_layers)
 

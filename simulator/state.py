@@ -104,6 +104,8 @@ POOL = np.dtype(
         ("preempt_by_key", np.bool_),  # else the sequence that joined last
         ("capture_s", np.float64),  # what recording signatures adds to a step
         ("n_steps", np.int64),  # records of STEP filled
+        ("group_size", np.int64),  # engines that share experts and step together
+        ("n_group_steps", np.int64),  # records of GROUP_STEP filled
     ],
     align=True,
 )
@@ -118,6 +120,7 @@ WORKER = np.dtype(
         ("wake", np.float64),  # time of the boundary that is scheduled, s; negative: none
         ("step_due", np.bool_),  # the start of a step is scheduled
         ("ended", np.bool_),  # the last step completed a sequence
+        ("leader", np.int64),  # first engine of its group: holds the start of the group's step
         ("one_step", np.bool_),  # the next step was scheduled ahead, without who came since
         ("joined", np.int64),  # last sequences of the batch, new since the last step
         ("filled", np.int64),  # prefill workers: sequences whose prompts end in the next step
@@ -183,6 +186,25 @@ STEP = np.dtype(
         ("chunks", np.int32),  # sequences whose context was computed further
         ("chunk_tokens", np.int32),  # by so many tokens
     ]
+)
+
+#: One record a step of a group of engines; seconds, bytes and pairs are summed over the layers.
+GROUP_STEP = np.dtype(
+    [
+        ("start", np.float64),  # s
+        ("end", np.float64),  # s
+        ("moe_s", np.float64),  # of the slowest rank of each layer
+        ("dispatch_s", np.float64),
+        ("combine_s", np.float64),
+        ("wait_s", np.float64),  # for the slowest engine's attention and dense layers, all engines
+        ("inside_bytes", np.float64),  # that the busiest GPU sends or receives in its node
+        ("between_bytes", np.float64),  # and between nodes
+        ("busiest_pairs", np.int64),  # token-expert pairs of the rank that has most
+        ("pairs", np.int64),  # of all ranks
+        ("group", np.int32),  # of its pool
+        ("n_busy", np.int32),  # engines with anything to compute: so many records of STEP
+    ],
+    align=True,
 )
 
 #: The requests that a router holds, linked by REQUEST.next.

@@ -45,43 +45,69 @@ def step(
     logs, gaps
         ``STEP [capacity]`` of each pool, one of them free, and ``GAP [capacity]``, one a sequence.
     """
-    worker, sequences = engines.workers[w], engines.sequences[w]
-    pool = engines.pools[engines.pool_of[w]]
-    start, batch = worker.next_start, worker.batch
-    needed = _NONE
-    for i in range(batch):
-        scratch.rows[i] = sequences[i].row
-        if sequences[i].free_slots == 0:
-            needed += 1
+    worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    batch = worker.batch
+    needed = blocks_needed(engines, w, scratch)
+    if needed > n_free(engines.workers, w):
+        wake(clock, events, engines.workers, w)  # the engine has to preempt
+        return
     if needed > 0:
-        if needed > n_free(engines.workers, w):
-            wake(clock, events, engines.workers, w)  # the engine has to preempt
-            return
         take_blank(engines.kv, engines.workers, w, needed)
-
-    n_chunks, rows = _NONE, batch  # rows of lm_head: one a sequence of the step
-    if worker.chunk_tokens > 0:
-        for i in range(batch - worker.joined, batch + worker.prefilling):
-            if sequences[i].chunk > 0:
-                scratch.cached[n_chunks] = sequences[i].computed
-                scratch.new[n_chunks] = sequences[i].chunk
-                n_chunks += 1
-                if i >= batch:
-                    rows += 1
+    n_chunks, rows = list_chunks(engines, w, scratch)
     active, busiest = 0, 0
     if batch > 0 or pool.own_experts:
         expert_union.union_rows(bits, scratch.rows, batch, scratch.union)
         if n_chunks > 0 and pool.own_experts:
             _add_chunks(engines, w, bits, prompts, scratch.union)
         active, busiest = expert_union.count_experts(scratch.union, masks[w], scratch.activated)
-    worker.context += batch
     parts = step_parts(
-        cost, batch, worker.context, scratch.cached, scratch.new, n_chunks, rows,
+        cost, batch, worker.context + batch, scratch.cached, scratch.new, n_chunks, rows,
         scratch.activated, not pool.own_experts,
     )  # fmt: skip
-    end = start + (total_s(parts) + pool.capture_s)
+    end = worker.next_start + (total_s(parts) + pool.capture_s)
+    finish_step(clock, events, engines, w, end, n_chunks, active, busiest, logs, gaps)
 
-    ended = False
+
+@compiled()
+def blocks_needed(engines: Engines, w: int, scratch: Scratch) -> Any:
+    """Return the KV blocks that a step's next tokens need, and list their rows."""
+    sequences, needed = engines.sequences[w], _NONE
+    for i in range(engines.workers[w].batch):
+        scratch.rows[i] = sequences[i].row
+        if sequences[i].free_slots == 0:
+            needed += 1
+    return needed
+
+
+@compiled()
+def list_chunks(engines: Engines, w: int, scratch: Scratch) -> tuple[Any, Any]:
+    """List the chunks of contexts that a step computes.
+
+    Returns how many there are, and the rows of lm_head: one a sequence of the step.
+    """
+    worker, sequences = engines.workers[w], engines.sequences[w]
+    n_chunks, rows = _NONE, worker.batch
+    if worker.chunk_tokens > 0:
+        for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
+            if sequences[i].chunk > 0:
+                scratch.cached[n_chunks] = sequences[i].computed
+                scratch.new[n_chunks] = sequences[i].chunk
+                n_chunks += 1
+                if i >= worker.batch:
+                    rows += 1
+    return n_chunks, rows
+
+
+@compiled()
+def finish_step(
+    clock: Any, events: Any, engines: Engines, w: int, end: float, n_chunks: int, active: int,
+    busiest: int, logs: Any, gaps: Any,
+) -> None:  # fmt: skip
+    """Move worker ``w`` to the end of its step: tokens, contexts, log, and what comes next."""
+    worker, sequences = engines.workers[w], engines.sequences[w]
+    pool = engines.pools[engines.pool_of[w]]
+    batch, ended = worker.batch, False
+    worker.context += batch
     for i in range(batch):
         sequence = sequences[i]
         if sequence.free_slots == 0:
@@ -110,7 +136,7 @@ def step(
 
     row = logs[engines.pool_of[w]][pool.n_steps]
     pool.n_steps += 1
-    row.start, row.end, row.context = start, end, worker.context
+    row.start, row.end, row.context = worker.next_start, end, worker.context
     row.worker = w - pool.first_worker
     row.batch, row.joined, row.active, row.busiest = batch, worker.joined, active, busiest
     row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables import weakest
 from eldr_sim.simulator.cluster import EngineSpec, RunRecord
 from eldr_sim.simulator.config import RunConfig
@@ -21,15 +23,23 @@ def _topology(config: RunConfig) -> str:
     pools = [("co-located" if config.colocated else "decode", config.n_decode, "decode")]
     if not config.colocated:
         pools.insert(0, ("prefill", config.n_prefill, "prefill"))
-    sizes = [config.pool(role).tensor_parallel_size or 1 for *_, role in pools]
-    gpus = ["1 GPU" if size == 1 else f"{size} GPUs" for size in sizes]
+    layouts = [config.pool(role).parallelism for *_, role in pools]
+    sizes = [_size(layout) for layout in layouts]
     alike = len(set(sizes)) == 1
     workers = " + ".join(
         f"{n} {kind}" if alike else f"{n} {kind} of {size}"
-        for (kind, n, _), size in zip(pools, gpus, strict=True)
+        for (kind, n, _), size in zip(pools, sizes, strict=True)
     )
-    said = f"{workers} workers of {gpus[0]}" if alike else f"{workers}"
-    return said if max(sizes) == 1 else f"{said}: {config.n_gpus} GPUs"
+    said = f"{workers} workers of {sizes[0]}" if alike else f"{workers}"
+    return said if set(sizes) == {"1 GPU"} else f"{said}: {config.n_gpus} GPUs"
+
+
+def _size(layout: Parallelism) -> str:
+    """State the GPUs of a worker, and how many engines have them."""
+    size = layout.tensor_parallel_size
+    gpus = "1 GPU" if size == 1 else f"{size} GPUs"
+    engines = layout.data_parallel_size
+    return gpus if engines == 1 else f"{engines} engines of {gpus}"
 
 
 def _gpus(prepared: PreparedRun) -> str:
@@ -50,16 +60,52 @@ def _workers(engine: EngineSpec) -> dict[str, int]:
     }
 
 
+def _group(engine: EngineSpec, steps: NDArray[np.void]) -> dict[str, Any]:
+    """Return what the engines of a pool that share experts take together, means over steps."""
+    if engine.all_to_all is None:
+        return {}
+    seconds = float((steps["end"] - steps["start"]).sum())
+    busy = int(steps["n_busy"].sum())
+    ranks = engine.parallelism.n_expert_ranks
+
+    def mean_ms(name: str) -> float | None:
+        return 1e3 * float(steps[name].mean()) if len(steps) else None
+
+    return {
+        "group": {
+            "data_parallel_size": engine.parallelism.data_parallel_size,
+            "all2all_backend": engine.all_to_all.backend,
+            "steps": len(steps),
+            "mean_step_ms": 1e3 * seconds / len(steps) if len(steps) else None,
+            "mean_moe_ms": mean_ms("moe_s"),
+            "mean_dispatch_ms": mean_ms("dispatch_s"),
+            "mean_combine_ms": mean_ms("combine_s"),
+            "mean_idle_ms": 1e3 * float(steps["wait_s"].sum()) / busy if busy else None,
+            "mean_busy_engines": busy / len(steps) if len(steps) else None,
+            "mean_inside_bytes": float(steps["inside_bytes"].mean()) if len(steps) else None,
+            "mean_between_bytes": float(steps["between_bytes"].mean()) if len(steps) else None,
+            "busiest_rank_pairs_over_mean": (
+                float(steps["busiest_pairs"].sum()) * ranks / float(steps["pairs"].sum())
+                if steps["pairs"].sum()
+                else None
+            ),
+        }
+    }
+
+
 def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
     """Return what each part of a step time rests on, pool by pool where that differs."""
-    prefill, decode = prepared.spec.prefill.step_time, prepared.step_time
-    if prefill.provenance == decode.provenance:
-        return decode.provenance
-    pools = {"prefill": prefill, "decode": decode}
+    pools = {
+        role: engine.step_time.provenance
+        | ({} if engine.all_to_all is None else engine.all_to_all.provenance)
+        for role, engine in (("prefill", prepared.spec.prefill), ("decode", prepared.spec.decode))
+    }
+    if pools["prefill"] == pools["decode"]:
+        return pools["decode"]
     return {
         f"{role}.{part}": entry
-        for role, step_time in pools.items()
-        for part, entry in step_time.provenance.items()
+        for role, provenance in pools.items()
+        for part, entry in provenance.items()
     }
 
 
@@ -86,7 +132,17 @@ def summary_of(
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
     copies = copies_met(trace, workload, record, steps)
     gpu, provenance = _gpus(prepared), _provenance(prepared)
-    warnings = (*step_time.warnings, *spec.prefill.step_time.warnings)
+    warnings = [
+        warning
+        for engine in (spec.decode, spec.prefill)
+        for source in (engine.step_time, engine.all_to_all)
+        if source is not None
+        for warning in source.warnings
+    ]
+    groups = [
+        log[(log["start"] >= window[0]) & (log["start"] < window[1])]
+        for log in (record.prefill_group_steps, record.decode_group_steps)
+    ]
     return {
         "label": f"{config.policy}, {config.topology} workers, {model.name} on {gpu}",
         "backend": "eldr-sim",
@@ -100,7 +156,12 @@ def summary_of(
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
         **_workers(spec.decode),
-        **({} if spec.prefill == spec.decode else {"prefill_workers": _workers(spec.prefill)}),
+        **_group(spec.decode, groups[1]),
+        **(
+            {}
+            if config.colocated or (spec.prefill == spec.decode and spec.prefill.group is None)
+            else {"prefill_workers": _workers(spec.prefill) | _group(spec.prefill, groups[0])}
+        ),
         "kv_transfer": "none: co-located workers"
         if config.colocated
         else f"{config.kv_transfer}: {spec.transfer.source}",

@@ -72,9 +72,17 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     busiest expert-parallel GPU (with one GPU the same); both are null where prompts are priced at
     uniform routing. Decode steps also have the KV tokens that attention read (``context_tokens``)
     and the requests new in the batch (``joined``).
+
+    Where engines share experts, a step has the parts that its group takes together, and ``active``
+    and ``busiest_rank_experts`` are the group's: ``moe_ms`` of the slowest rank of each layer,
+    ``dispatch_ms``, ``combine_ms``, ``idle_ms`` (the engines' mean wait for the slowest one's
+    attention and dense layers), the bytes that the busiest GPU sends or receives in its node and
+    between nodes, and the token-expert pairs of the busiest rank and of all ranks, summed over the
+    MoE layers.
     """
     prefill, decode = record.prefill_steps, record.decode_steps
-    prefill = prefill[np.lexsort((prefill["worker"], prefill["start"]))]
+    order = np.lexsort((prefill["worker"], prefill["start"]))
+    prefill = prefill[order]
     n_prefill, n_decode = len(prefill), len(decode)
 
     def both(first: NDArray[Any], second: NDArray[Any], kind: str) -> pa.Array:
@@ -91,6 +99,19 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
     role = pa.DictionaryArray.from_arrays(
         pa.array(np.repeat([0, 1], [n_prefill, n_decode]), "int8"), ["prefill", "decode"]
     )
+    grouped = {}
+    if len(record.prefill_group_steps) or len(record.decode_group_steps):
+        of_prefill, of_decode = (
+            _group_columns(groups, n)
+            for groups, n in (
+                (record.prefill_group_steps, n_prefill),
+                (record.decode_group_steps, n_decode),
+            )
+        )
+        grouped = {
+            name: _figures(np.concatenate([of_prefill[name][order], of_decode[name]]))
+            for name in of_decode
+        }
     return pa.table(
         {
             "role": role,
@@ -105,8 +126,23 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
             "context_tokens": decode_only(decode["context"], "int64"),
             "active_experts": experts("active"),
             "busiest_rank_experts": experts("busiest"),
+            **grouped,
         }
     )
+
+
+def _group_columns(groups: NDArray[np.void], n_steps: int) -> dict[str, NDArray[np.float64]]:
+    """Return what the groups' steps add to each of their engines' ``n_steps`` steps."""
+    figures = {
+        **{f"{part}_ms": 1e3 * groups[f"{part}_s"] for part in ("moe", "dispatch", "combine")},
+        "idle_ms": 1e3 * groups["wait_s"] / np.maximum(1, groups["n_busy"]),
+        **{name: groups[name] for name in ("inside_bytes", "between_bytes")},
+        "busiest_rank_pairs": groups["busiest_pairs"].astype(np.float64),
+        "pairs": groups["pairs"].astype(np.float64),
+    }
+    if not len(groups):
+        return dict.fromkeys(figures, np.full(n_steps, np.nan))
+    return {name: np.repeat(values, groups["n_busy"]) for name, values in figures.items()}
 
 
 def _known(values: NDArray[Any]) -> pa.Array:

@@ -10,15 +10,18 @@ this importer has to know about them:
   ``moe_ep_size`` the rows time one rank that gets all tokens: rank 0 of balanced routing, and the
   rank with the most token-expert pairs of skewed routing. Versions that lack balanced rows are
   left out there: how many experts a draw activates on one rank is too uncertain.
+- ``balanced`` rows of gates that limit a token to a few groups of experts (DeepSeek-V3) keep to
+  half of the experts: rows that would read faster than memory are left out, power laws remain.
 - Attention ``step`` counts cached tokens, so a decode step attends to ``step + 1``.
 - Latencies are milliseconds, taken under CUDA graphs without flushing the L2 cache: points whose
-  weights fit into it read low.
+  data fit into it read low. Balanced MoE rows that would read faster than the memory are left out.
 """
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib import metadata as package_metadata
 from importlib import resources
 from pathlib import Path
@@ -29,14 +32,17 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.table_errors import left_out_errors
 from eldr_sim.kernel_profiles.tables import (
     MOE_DTYPES,
     Kind,
     LatencyTable,
     TableMetadata,
     attention_shape,
+    mla_shape,
     moe_shape,
     table_name,
 )
@@ -56,6 +62,8 @@ SYSTEMS = {
 
 _SMALL = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 _GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
+_LARGE_BYTES = 1e9  # no cache holds
+_FASTER = 1.2  # than the peak bandwidth
 _NOTES = "CUDA graph timing, no L2 flush: points whose data fit the L2 cache read low"
 
 
@@ -74,6 +82,7 @@ def balanced_distinct(tokens: int, n_experts: int, top_k: int, n_ranks: int = 1)
     return int(np.count_nonzero(chosen < n_experts // n_ranks))
 
 
+@lru_cache(maxsize=4096)
 def expected_distinct(
     tokens: int, n_experts: int, top_k: int, alpha: float, n_ranks: int = 1
 ) -> float:
@@ -98,7 +107,7 @@ def expected_distinct(
         overflow = int(np.maximum(counts - tokens, 0).sum())
         counts = np.minimum(counts, tokens)
         ascending = np.argsort(counts, kind="stable")
-        for expert in ascending:  # the cap's overflow fills the least loaded expert first
+        for expert in ascending if overflow else ():  # the cap's fills the least loaded first
             taken = min(overflow, tokens - int(counts[expert]))
             counts[expert] += taken
             overflow -= taken
@@ -165,12 +174,13 @@ def package_table(
     framework: str,
     path: str,
     latency_dtype: type = np.float64,
+    notes: str = "",
     device: str | None = None,
     kernel_source: str | None = None,
 ) -> LatencyTable:
     """Table of these columns; what else it says of its source comes from the package's rows."""
     sources = sorted(set(frame["kernel_source"])) if kernel_source is None else [kernel_source]
-    return LatencyTable(
+    table = LatencyTable(
         TableMetadata(
             kind=kind,
             gpu=gpu,
@@ -182,10 +192,12 @@ def package_table(
             origin=f"aiconfigurator-core {package_metadata.version('aiconfigurator-core')}: {path}",
             device=device or str(frame["device"].iloc[0]),
             date=datetime.date.today().isoformat(),
-            notes=_NOTES if kind != "collective" else "",
+            notes=notes or (_NOTES if kind not in ("collective", "all_to_all") else ""),
         ),
         columns | {"latency_s": columns["latency_s"].astype(latency_dtype)},
     )
+    metadata = table.metadata.model_copy(update={"fit_error": left_out_errors(table)})
+    return LatencyTable(metadata, table.columns)
 
 
 def moe_tables(
@@ -194,22 +206,34 @@ def moe_tables(
     """Fused-MoE tables of one GPU's part of a model's layer, the newest version of every kernel."""
     ranks = parallelism.n_expert_ranks
     folder = data_folder(gpu) / "moe" / "vllm"
+    shard = parallelism.shard(model)
     seen: set[str] = set()
     for version in versions(folder):
         frame = read_rows(folder, version, "moe_perf.parquet")
         if frame.empty:
             continue
         frame = frame[
-            (frame.moe_tp_size == parallelism.tensor_parallel_size // ranks)
-            & (frame.moe_ep_size == ranks)
-            & (frame.hidden_size == model.hidden_size)
+            (frame.hidden_size == model.hidden_size)
             & (frame.inter_size == model.expert_intermediate_size)
             & (frame.num_experts == model.n_experts)
             & (frame.topk == model.top_k)
             & (frame.moe_dtype == MOE_DTYPES[model.expert_dtype])
         ]
+        limited = _reads_too_fast(frame, gpu, model)
+        frame = frame[
+            (frame.moe_tp_size == parallelism.n_gpus // ranks)
+            & (frame.moe_ep_size == ranks)
+            & ~(limited & (frame.distribution == "balanced"))
+        ]
         for source, rows in frame.groupby("kernel_source", sort=True):
             points = median_rows(rows, ["distribution", "num_tokens"])
+            points["distinct"] = [
+                routed_distinct(routing, tokens, model, ranks)
+                for routing, tokens in zip(points.distribution, points.num_tokens, strict=True)
+            ]
+            rate = points.distinct * shard.bytes_per_expert / (points.latency / 1e3)
+            cached = (points.distribution == "balanced") & (rate > load_gpu(gpu).memory_bandwidth)
+            points = points[~cached]
             if ranks > 1 and "balanced" not in set(points.distribution):
                 continue
             if source in seen or points.num_tokens.nunique() < 10:
@@ -221,20 +245,13 @@ def moe_tables(
                 rows,
                 {
                     "batch": points.num_tokens.to_numpy(np.int32),
-                    "distinct_experts": np.array(
-                        [
-                            routed_distinct(routing, tokens, model, ranks)
-                            for routing, tokens in zip(
-                                points.distribution, points.num_tokens, strict=True
-                            )
-                        ]
-                    ),
+                    "distinct_experts": points.distinct.to_numpy(np.float64),
                     "routing": points.distribution.to_numpy(dtype=object),
                     "latency_s": points.latency.to_numpy(np.float64) / 1e3,
                 },
                 shape=moe_shape(
                     model.hidden_size,
-                    parallelism.shard(model).expert_intermediate_size,
+                    shard.expert_intermediate_size,
                     model.n_experts,
                     model.top_k,
                     ranks,
@@ -242,7 +259,26 @@ def moe_tables(
                 dtype=MOE_DTYPES[model.expert_dtype],
                 framework=f"vllm {version}",
                 path=f"{SYSTEMS[gpu]}/moe/vllm/{version}/moe_perf.parquet",
+                notes=_NOTES
+                if "balanced" in set(points.distribution)
+                else f"{_NOTES}; distinct experts are expectations of the power laws",
             )
+
+
+def _reads_too_fast(frame: pd.DataFrame, gpu: str, model: ModelDims) -> bool:
+    """Whether balanced rows of all experts would read them faster than the GPU's memory can.
+
+    Gates that limit a token to a few groups of experts (DeepSeek-V3: 4 of 8 groups) were timed
+    through that limit: balanced routing then keeps to the same half of the experts.
+    """
+    rows = frame[
+        (frame.moe_tp_size == 1) & (frame.moe_ep_size == 1) & (frame.distribution == "balanced")
+    ]
+    distinct = np.minimum(model.n_experts, model.top_k * rows.num_tokens)
+    read = distinct * model.bytes_per_expert
+    rate = read / (rows.latency / 1e3)
+    large = read > _LARGE_BYTES
+    return bool((rate[large] > _FASTER * load_gpu(gpu).memory_bandwidth).any())
 
 
 def routed_distinct(routing: str, tokens: int, model: ModelDims, n_ranks: int = 1) -> float:
@@ -301,6 +337,48 @@ def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
                     framework=f"vllm {version}",
                     path=f"{SYSTEMS[gpu]}/attention/vllm/{version}/{file}",
                 )
+
+
+def mla_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
+    """Modules of multi-head latent attention, newest version, bfloat16 KV: DeepSeek-V3's widths.
+
+    A module holds the projections (``ModelDims.attention_linears``), stored as linear layers are.
+    """
+    if (model.q_lora_rank, model.kv_lora_rank, model.hidden_size) != (1536, 512, 7168):
+        return
+    folder = data_folder(gpu) / "mla" / "vllm"
+    for version in versions(folder)[:1]:
+        for kind, name in (("attention_decode", "generation"), ("attention_prefill", "context")):
+            file = f"mla_{name}_module_perf.parquet"
+            frame = read_rows(folder, version, file)
+            if frame.empty:
+                continue
+            rows = frame[
+                (frame.model == "deepseek-ai/DeepSeek-V3")
+                & (frame.num_heads == model.n_heads)
+                & (frame.gemm_type == model.linear_dtype)
+                & (frame.kv_cache_dtype == "bfloat16")
+            ]
+            if rows.empty:
+                continue
+            axis = "step" if kind == "attention_decode" else "isl"
+            points = median_rows(rows, ["batch_size", axis])
+            tokens = points[axis].to_numpy(np.int32)
+            column = {"context": tokens + 1} if axis == "step" else {"new_tokens": tokens}
+            yield package_table(
+                "attention_decode" if axis == "step" else "attention_prefill",
+                gpu,
+                rows,
+                {"batch": points.batch_size.to_numpy(np.int32)}
+                | column
+                | {"latency_s": points.latency.to_numpy(np.float64) / 1e3},
+                shape=mla_shape(
+                    model.n_heads, model.hidden_size, model.q_lora_rank, model.kv_lora_rank
+                ),
+                dtype=model.linear_dtype,
+                framework=f"vllm {version}",
+                path=f"{SYSTEMS[gpu]}/mla/vllm/{version}/{file}",
+            )
 
 
 def gemm_tables(gpu: str, dtype: str = "bfloat16") -> Iterator[LatencyTable]:
@@ -369,6 +447,7 @@ def import_tables(
     else:
         shard = parallelism.shard(model)
         tables = [*moe_tables(gpu, model, parallelism), *attention_tables(gpu, shard)]
+        tables += mla_tables(gpu, shard)
         if model.linear_dtype != "bfloat16":
             tables += gemm_tables(gpu, model.linear_dtype)
     paths = []

@@ -15,7 +15,7 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     expected_distinct,
     import_tables,
 )
-from eldr_sim.kernel_profiles.tables import load_table, moe_shape, shipped_tables
+from eldr_sim.kernel_profiles.tables import load_table, mla_shape, moe_shape, shipped_tables
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
@@ -37,7 +37,7 @@ def _moe_rows(version, source, scale=1.0, **changes):
     }
     return [
         row
-        | {"distribution": distribution, "num_tokens": t, "latency": scale * (0.02 + t / 1e3)}
+        | {"distribution": distribution, "num_tokens": t, "latency": scale * (1.0 + t / 1e3)}
         | changes
         for distribution in ("balanced", "power_law_1.2")
         for t in TOKENS
@@ -138,7 +138,7 @@ def test_moe_rows_become_batches_and_distinct_experts(package, tmp_path):
     np.testing.assert_array_equal(
         table.columns["distinct_experts"][balanced], [min(128, 8 * t) for t in TOKENS]
     )
-    expected = [2.0 * (0.02 + t / 1e3) * 1e-3 for t in TOKENS]  # median of 1x and 3x, ms to s
+    expected = [2.0 * (1.0 + t / 1e3) * 1e-3 for t in TOKENS]  # median of 1x and 3x, ms to s
     np.testing.assert_allclose(table.columns["latency_s"][balanced], expected)
     assert table.metadata.provenance == "imported"
     assert table.metadata.origin.startswith("aiconfigurator-core 9.9.9: h100_sxm/moe/vllm/0.24.0")
@@ -159,13 +159,123 @@ def test_rows_of_one_of_two_gpus(package, tmp_path, expert_parallel, scale, shap
     assert table.metadata.shape == shape
     balanced = table.columns["routing"] == "balanced"
     assert table.columns["distinct_experts"][balanced].tolist() == distinct
-    expected = [scale * (0.02 + t / 1e3) * 1e-3 for t in TOKENS]
+    expected = [scale * (1.0 + t / 1e3) * 1e-3 for t in TOKENS]
     np.testing.assert_allclose(table.columns["latency_s"][balanced], expected)
 
 
 def test_ranks_of_drawn_routing_alone_are_left_out(package, tmp_path):
     model = load_model("Qwen3-30B-A3B")
     assert import_tables("H100", model, tmp_path / "out", Parallelism(4, True)) == []
+
+
+_NEWEST = "vllm 0.24.0"
+
+
+def _only_moe(package, rows):
+    pd.DataFrame(rows).to_parquet(
+        package / "systems/data/h100_sxm/moe/vllm/0.24.0/moe_perf.parquet", index=False
+    )
+
+
+def test_rows_from_the_cache_are_left_out(package, tmp_path):
+    """8 experts of 9.4 MB in 20 us would be 3.8 TB/s: more than an H100's memory gives."""
+    rows = _moe_rows("0.24.0", "new")
+    for row in rows:
+        row["latency"] = 0.02 if row["num_tokens"] == 1 else 1.0
+    _only_moe(package, rows)
+    tables = map(load_table, import_tables("H100", load_model("Qwen3-30B-A3B"), tmp_path))
+    (table,) = [t for t in tables if (t.metadata.kind, t.metadata.framework) == ("moe", _NEWEST)]
+    balanced = table.columns["routing"] == "balanced"
+    assert table.columns["batch"][balanced].tolist() == TOKENS[1:]
+    assert table.columns["batch"][~balanced].tolist() == TOKENS
+    assert "power_law_mean" in table.metadata.fit_error
+
+
+def test_balanced_rows_of_group_limited_gates_are_left_out(package, tmp_path):
+    """All 128 experts (1.2 GB) in 0.2 ms would be 6 TB/s: half of them were read."""
+    rows = _moe_rows("0.24.0", "new") + _moe_rows("0.24.0", "new", moe_ep_size=2)
+    for row in rows:
+        row["latency"] = 0.2 + row["num_tokens"] / 1e4
+    _only_moe(package, rows)
+    model = load_model("Qwen3-30B-A3B")
+    tables = map(load_table, import_tables("H100", model, tmp_path))
+    (table,) = [t for t in tables if (t.metadata.kind, t.metadata.framework) == ("moe", _NEWEST)]
+    assert set(table.columns["routing"]) == {"power_law_1.2"}
+    assert "expectations" in table.metadata.notes
+    spread = import_tables("H100", model, tmp_path / "spread", Parallelism(2, True))
+    assert [path.name for path in spread if "0.24.0" in path.name and "_moe_" in path.name] == []
+
+
+def test_mla_modules_of_the_models_heads_and_projections(package, tmp_path):
+    row = {"device": "NVIDIA Test", "kernel_source": "fa", "model": "deepseek-ai/DeepSeek-V3"}
+    rows = [
+        row
+        | {"num_heads": heads, "gemm_type": gemm, "kv_cache_dtype": kv, "batch_size": b, "step": 3}
+        | {"isl": 1, "latency": 0.1 * b + (heads != 32) + (gemm != "fp8_block") + (kv == "fp8")}
+        for heads in (32, 128)
+        for gemm in ("bfloat16", "fp8_block")
+        for kv in ("bfloat16", "fp8")
+        for b in (1, 2, 4)
+    ]
+    folder = package / "systems/data/h100_sxm/mla/vllm/0.24.0"
+    folder.mkdir(parents=True)
+    pd.DataFrame(rows).to_parquet(folder / "mla_generation_module_perf.parquet", index=False)
+    written = import_tables("H100", load_model("DeepSeek-V3"), tmp_path, Parallelism(4))
+    (table,) = map(load_table, written)
+    assert table.metadata.shape == mla_shape(32, 7168, 1536, 512)
+    assert table.metadata.dtype == "fp8_block"
+    assert table.columns["context"].tolist() == [4, 4, 4]
+    np.testing.assert_allclose(table.columns["latency_s"], [1e-4, 2e-4, 4e-4])
+    assert table.metadata.fit_error["leave_one_out_max"] == pytest.approx(0, abs=1e-6)
+    assert import_tables("H100", load_model("DeepSeek-V2-Lite"), tmp_path / "lite") == []
+
+
+def test_dispatch_and_combine_of_both_sources(package, tmp_path):
+    shape = {"device": "NVIDIA Test", "hidden_size": 7168, "num_experts": 256}
+    bench = shape | {"kernel_source": "deepep", "num_topk": 8, "num_token": 16}
+    low = [
+        bench | {"node_num": n, "dispatch_avg_t_us": 10.0 * n, "combine_avg_t_us": 20.0 * n}
+        for n in (1, 2)
+    ]
+    high = [
+        bench
+        | {"node_num": n, "dispatch_sms": sms, "combine_sms": sms}
+        | {f"{phase}_transmit_us": 30.0 + sms for phase in ("dispatch", "combine")}
+        | {f"{phase}_notify_us": 5.0 for phase in ("dispatch", "combine")}
+        for n in (1, 8)
+        for sms in (20, 24)
+    ]
+    calls = shape | {"kernel_source": "deepep", "topk": 8, "num_tokens": 16, "ep_size": 8}
+    calls |= {"comm_backend": "deepep_ll", "node_num": 1}
+    files = {
+        "sglang/0.5.1/wideep_deepep_ll_perf.parquet": low,
+        "sglang/0.5.1/wideep_deepep_normal_perf.parquet": high,
+        "vllm/0.24.0/moe_a2a_perf.parquet": [
+            calls | {"phase": phase, "latency": 50.0} for phase in ("dispatch", "combine")
+        ],
+    }
+    for name, rows in files.items():
+        path = package / "systems/data/h100_sxm/comm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pd.DataFrame(rows).to_parquet(path, index=False)
+    tables = [load_table(path) for path in import_tables("H100", None, tmp_path)]
+    found = {
+        (t.metadata.framework, t.metadata.shape.get("n_nodes", 1)): {
+            (str(b), str(p)): (int(n), float(us) * 1e6)
+            for b, p, n, us in zip(
+                *(t.columns[c] for c in ("backend", "phase", "n_gpus", "latency_s")), strict=True
+            )
+        }
+        for t in tables
+        if t.metadata.kind == "all_to_all"
+    }
+    assert set(found) == {("sglang 0.5.1", 1), ("sglang 0.5.1", 2), ("vllm 0.24.0", 1)}
+    one = found["sglang 0.5.1", 1]
+    assert one["deepep_ll", "combine"] == (8, pytest.approx(20, rel=1e-6))
+    assert one["deepep_ht", "dispatch"] == (8, pytest.approx(55, rel=1e-6))  # 20 SMs, notified
+    two = found["sglang 0.5.1", 2]
+    assert two["deepep_ll", "dispatch"] == (16, pytest.approx(20, rel=1e-6))
+    assert found["vllm 0.24.0", 1]["deepep_ll", "combine"] == (8, pytest.approx(50, rel=1e-6))
 
 
 def test_attention_steps_become_contexts(package, tmp_path):

@@ -243,7 +243,8 @@ def test_whole_layer_read_at_the_ranks_count_against_measured_ranks(gpu, size, d
 
 
 def test_a_rank_reads_its_experts_like_the_whole_layer_and_computes_its_share():
-    whole = fit_moe_latency(find_table("moe", "H100", shape=moe_shape(4096, 1536, 128, 8)))
+    shape = moe_shape(4096, 1536, 128, 8)
+    whole = fit_moe_latency(find_table("moe", "H100", shape=shape, dtype="bfloat16"))
     rank = whole.on_rank(4)
     batch = np.arange(1, 17)[:, None]  # more tokens on one expert would be bound by compute
     np.testing.assert_allclose(

@@ -82,7 +82,7 @@ def test_redundant_slots_go_on_with_the_last_expert_where_only_a_ranks_rows_exis
     own = [
         load_table(path)
         for path, meta in shipped_tables()
-        if path.stem.startswith("h100_moe_h4096_i1536_e128_k8_ep8")
+        if path.stem.startswith("h100_moe_h4096_i1536_e128_k8_ep8_bfloat16")
     ]
     assert len(own) == 1
     measured = fit_moe_latency(own[0])

@@ -28,7 +28,7 @@ PUBLISHED_EXPERTS = [
 
 
 def group(n_layers, n_experts, n_ranks, n_redundant=0, n_nodes=1, n_expert_groups=1):
-    return ExpertGroup(0, n_layers, n_experts, n_ranks, n_redundant, n_nodes, n_expert_groups)
+    return ExpertGroup((0,), n_layers, n_experts, n_ranks, n_redundant, n_nodes, n_expert_groups)
 
 
 @st.composite

@@ -113,7 +113,7 @@ def test_gap_to_the_best_placement_is_small():
 
 def test_two_hot_neighbours_are_parted():
     activation = np.array([0.9, 0.8, 0.1, 0.2])
-    group = ExpertGroup(worker=0, n_layers=1, n_experts=4, n_ranks=2)
+    group = ExpertGroup(engines=(0,), n_layers=1, n_experts=4, n_ranks=2)
     assert linear().place(group).rank.tolist() == [[0, 0, 1, 1]]
     assert greedy_placement(activation, 2).tolist() == [0, 1, 0, 1]
 
@@ -185,7 +185,7 @@ def test_linear_begins_again_with_redundant_experts(n_experts, per_rank, n_ranks
     """vLLM's order: [all experts, redundant experts], of which each rank has a run."""
     assume(per_rank * n_ranks >= n_experts)
     redundant = per_rank * n_ranks - n_experts
-    placement = linear().place(ExpertGroup(0, n_layers, n_experts, n_ranks, redundant))
+    placement = linear().place(ExpertGroup((0,), n_layers, n_experts, n_ranks, redundant))
     order = [*range(n_experts), *(i % n_experts for i in range(redundant))]
     assert placement.expert.tolist() == [order] * n_layers
     ranks = [rank for rank in range(n_ranks) for _ in range(per_rank)]
@@ -203,22 +203,22 @@ def test_linear_begins_again_with_redundant_experts(n_experts, per_rank, n_ranks
 )
 def test_unequal_ranks_are_refused(experts, ranks, redundant, message):
     with pytest.raises(InputError, match=message):
-        linear().place(ExpertGroup(0, 1, experts, ranks, redundant))
+        linear().place(ExpertGroup((0,), 1, experts, ranks, redundant))
 
 
 def test_eldr_has_no_redundant_experts():
     artifact = random_artifact(2, n_layers=1, n_experts=8)
     context = PolicyContext(2, np.random.default_rng(0), artifact=artifact)
     eldr = registry.placement_policy("eldr", context)
-    assert eldr.place(ExpertGroup(1, 1, 8, 4)).held(8).sum() == 8
+    assert eldr.place(ExpertGroup((1,), 1, 8, 4)).held(8).sum() == 8
     with pytest.raises(InputError, match=r"^num_redundant_experts: 'eldr' places one") as caught:
-        eldr.place(ExpertGroup(1, 1, 8, 4, n_redundant=4))
+        eldr.place(ExpertGroup((1,), 1, 8, 4, n_redundant=4))
     assert "\n" not in str(caught.value)
 
 
 def test_placements_by_name():
     context = PolicyContext(2, np.random.default_rng(0))
-    placement = linear().place(ExpertGroup(worker=1, n_layers=3, n_experts=8, n_ranks=4))
+    placement = linear().place(ExpertGroup(engines=(1,), n_layers=3, n_experts=8, n_ranks=4))
     assert placement.rank.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]] * 3
     assert placement.expert.tolist() == [list(range(8))] * 3
     with pytest.raises(InputError, match=r"^expert_placement: .*has no clusters"):

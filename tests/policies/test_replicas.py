@@ -163,7 +163,7 @@ def test_even_on_eplbs_placement_gives_the_load_that_it_was_made_for():
     rng = np.random.default_rng(0)
     experts = np.array([rng.choice(16, 4, replace=False, p=SKEWED) for _ in range(4000)])
     load = np.bincount(experts.ravel(), minlength=16)[None].astype(np.float64)
-    group = ExpertGroup(0, 1, 16, 4, n_redundant=8)
+    group = ExpertGroup((0,), 1, 16, 4, n_redundant=8)
     placement = balance(load, group)
     home = np.arange(4000) % 4
     rank = placement.rank[0][chosen("even", home, experts, placement, 0, np.zeros(4, np.int64))]

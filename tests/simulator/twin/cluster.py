@@ -24,7 +24,7 @@ class Twin:
         self.spec, self.model, self.time_limit_s = spec, model, time_limit_s
         self.n_layers = spec.decode.step_time.n_moe_layers
         self.now, self.order, self.events, self.todo = 0.0, 0, [], []
-        self.steps, self.gaps, self.reservations = [], [], 0
+        self.steps, self.group_steps, self.gaps, self.reservations = [], [], [], 0
         self.arrived = self.sent = self.in_flight = 0
         self.requests = self.make_requests(workload, replay, window, prompts)
         if queue_keys is not None:
@@ -38,6 +38,11 @@ class Twin:
         self.workers = [
             [Worker(self, pool, pool.first + i) for i in range(pool.size)] for pool in self.pools
         ]
+        for pool, workers in zip(self.pools, self.workers, strict=True):
+            size = pool.spec.parallelism.data_parallel_size
+            for worker in workers:
+                first = (worker.number - pool.first) // size * size
+                worker.group = workers[first : first + size]
         self.policies = prefill_policy, decode_policy
         self.loads = [np.zeros(pool.size, np.int64) for pool in self.pools]
         self.held, self.to_ask = ([], []), [0, 0]

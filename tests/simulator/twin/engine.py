@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from .group import group_step
 from .kv_blocks import KVBlocks
 from .requests import Sequence
 from .step_seconds import step_seconds
@@ -51,6 +52,7 @@ class Worker:
         self.closed = False  # nobody joins the next step any more
         self.decided = False  # there has been a boundary since the last step
         self.due = False  # the start of a step is scheduled
+        self.group = [self]  # the engines that step with it
 
     # --- who waits ---
 
@@ -283,40 +285,56 @@ class Worker:
     # --- a step ---
 
     def start_when_all_have_come(self):
-        """Start the next step behind all other events of its instant."""
-        if not self.due:
-            self.due = True
-            self.twin.schedule(max(self.twin.now, self.step_end), self.start, LAST + self.number)
+        """Start the group's next step behind all other events of its instant."""
+        leader = self.group[0]
+        if not leader.due:
+            leader.due = True
+            at = max(self.twin.now, self.step_end)
+            self.twin.schedule(at, leader.start, LAST + leader.number)
 
     def start(self):
-        if not self.decided:  # nothing was known to happen
-            self.boundary()
+        for worker in self.group:
+            # Nothing was known to happen. (An engine that has nothing to do waits for its peers.)
+            if not worker.decided and (len(self.group) == 1 or worker.running()):
+                worker.boundary()
         self.due = False
-        if self.has_step():
+        if len(self.group) > 1:
+            if any(worker.has_step() for worker in self.group):
+                group_step(self.twin, self.group)
+        elif self.has_step():
             self.step()
 
-    def step(self):
-        """Run the step that is planned, which starts now."""
-        twin, now = self.twin, self.twin.now
+    def reserve(self):
+        """Take the blocks of the next tokens; return who decodes and who computes a context."""
         batch = list(self.decoding)
         for sequence in batch:
             if self.needs_block(sequence):
                 sequence.request.tables[self].append(self.blocks.take())
-        chunked = [s for s in self.running() if s.chunk]
+        return batch, [s for s in self.running() if s.chunk]
+
+    def step(self):
+        """Run the step that is planned, which starts now."""
+        batch, chunked = self.reserve()
         chunks = [(s.cached, s.chunk) for s in chunked]
         context = sum(s.context + 1 for s in batch)
-        active, activated = self.count(self.experts(batch, chunked))
+        active, activated = self.count(set().union(*self.token_experts(batch, chunked)))
         rows = len(batch) + sum(s not in batch for s in chunked)
         seconds = step_seconds(
             self.cost, self.pool.own_experts, len(batch), context, chunks, rows, activated
         )
-        end = now + (seconds + self.pool.capture_s)
+        end = self.twin.now + (seconds + self.pool.capture_s)
+        self.move(batch, chunked, end, active, sum(activated))
+
+    def move(self, batch, chunked, end, active, busiest):
+        """Go to the end of the step."""
+        twin = self.twin
         twin.steps.append(
-            {"start": now, "end": end, "context": context, "worker": self.number}
-            | {"batch": len(batch), "joined": len(self.joined), "active": active}
-            | {"busiest": sum(activated), "chunks": len(chunks)}
-            | {"chunk_tokens": sum(n for _, n in chunks)}
+            {"start": twin.now, "end": end, "context": sum(s.context + 1 for s in batch)}
+            | {"worker": self.number, "batch": len(batch), "joined": len(self.joined)}
+            | {"active": active, "busiest": busiest, "chunks": len(chunked)}
+            | {"chunk_tokens": sum(s.chunk for s in chunked)}
         )
+        n_chunks = len(chunked)
         for sequence in chunked:
             sequence.cached += sequence.chunk
             sequence.chunk = 0
@@ -336,22 +354,22 @@ class Worker:
             ended = any(s.cached == s.context for s in self.prefilling)
         else:
             ended = any(s.request.generated == s.request.output for s in batch)
-        if ended or chunks or self.closed:
+        if ended or n_chunks or self.closed:
             self.wake()
         else:
             self.start_when_all_have_come()
         self.closed = False
 
-    def experts(self, batch, chunked):
-        """Return the (layer, expert) pairs that a step's tokens select."""
-        union = set()
-        for sequence in batch:
-            union |= sequence.request.decode_experts(sequence.request.generated)
+    def token_experts(self, batch, chunked):
+        """Return the (layer, expert) pairs of each token of a step."""
+        tokens = [s.request.decode_experts(s.request.generated) for s in batch]
         if self.pool.own_experts:
-            for sequence in chunked:
-                for position in range(sequence.cached, sequence.cached + sequence.chunk):
-                    union |= sequence.request.experts(position)
-        return union
+            tokens += [
+                sequence.request.experts(position)
+                for sequence in chunked
+                for position in range(sequence.cached, sequence.cached + sequence.chunk)
+            ]
+        return tokens
 
     def count(self, union):
         """Return the activated experts, and by layer those of the busiest rank."""

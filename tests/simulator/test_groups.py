@@ -1,0 +1,231 @@
+"""Engines that share experts against their brute-force twin, and what must hold of any group."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_sim.kernel_profiles.all_to_all import AllToAllCost
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.step_time import RankMoE
+from eldr_sim.policies.placement import Placement
+from eldr_sim.simulator.cluster import Cluster
+from eldr_sim.simulator.group_step import ALL, EXPERT, NODE, RANK, GroupCost
+from eldr_sim.simulator.replay import rank_masks
+
+from ..random_rows import random_prompts
+from .random_clusters import N_TRACE, policies_of, random_cluster
+from .test_engine import assert_same
+from .twin.cluster import Twin
+from .twin.group import rank_seconds
+
+SUMS = (
+    "start", "end", "moe_s", "dispatch_s", "combine_s", "wait_s", "inside_bytes", "between_bytes",
+)  # fmt: skip
+
+
+def random_group(rng, slots, per_engine, gpus_per_node, copy_per):
+    rows = np.concatenate([[0.0, 1.0, 2.0], 3.0 + np.cumsum(rng.uniform(0.5, 9.0, 4))])
+    tables = [
+        np.cumsum(np.cumsum(1e-4 * rng.random((len(rows), slots + 1)), 0), 1) for _ in range(2)
+    ]
+    curves = []
+    for _ in range(4):
+        curves += [np.cumsum(rng.uniform(5.0, 50.0, 4)) - 5.0, np.cumsum(1e-4 * rng.random(4))]
+    for knots in curves[::2]:
+        knots[0] = 0.0
+    cost = AllToAllCost(float(rng.integers(1, 9)), float(rng.integers(1, 9)), *curves)
+    moe = RankMoE(int(rng.integers(1, 4)), rows, *tables)
+    return GroupCost(int(copy_per), per_engine, gpus_per_node, moe, cost)
+
+
+def growing(engine):
+    """The engine with dense layers that take longer for more tokens: peers are padded to them."""
+    names = "dense_s", "head_s", "collectives_s"
+    tables = {name: np.sort(getattr(engine.step_time.cost, name)) for name in names}
+    cost = engine.step_time.cost._replace(**tables)
+    step_time = SimpleNamespace(cost=cost, n_moe_layers=engine.step_time.n_moe_layers)
+    return dataclasses.replace(engine, step_time=step_time)
+
+
+def grouped_cluster(seed, topology, size, per_engine, gpus_per_node, copy_per, **drawn):
+    """Return the arguments of a random cluster of groups of ``size`` engines."""
+    engines = topology[0] * size, topology[1] * size
+    arguments = random_cluster(seed, engines, grid=0, n_ranks=1, own_experts=True, **drawn)
+    rng, spec = np.random.default_rng([seed, 1]), arguments["spec"]
+    n_layers = spec.decode.step_time.n_moe_layers
+    n_experts = spec.decode.step_time.cost.n_experts
+    trace_layers = int(rng.integers(1, n_layers + 1))
+    ranks, placements = size * per_engine, []
+    if ranks % gpus_per_node:
+        gpus_per_node = ranks  # nodes are full
+    for _ in range(sum(topology)):
+        owner = rng.integers(ranks, size=(trace_layers, n_experts))
+        placements += [Placement.of_ranks(owner, ranks)] * size
+    pools = {
+        name: dataclasses.replace(
+            growing(getattr(spec, name)),
+            parallelism=Parallelism(per_engine, True, size),
+            group=random_group(rng, n_experts, per_engine, gpus_per_node, copy_per),
+        )
+        for name in ("prefill", "decode")
+    }
+    if engines[0] == 0:
+        pools["prefill"] = pools["decode"]
+    arguments["spec"] = dataclasses.replace(spec, **pools)
+    arguments["prompts"] = random_prompts(
+        rng, arguments["workload"], N_TRACE, trace_layers, n_experts
+    )
+    arguments["expert_masks"] = rank_masks(placements, n_experts, n_layers)
+    return arguments
+
+
+GROUPED = {
+    "seed": st.integers(0, 2**32),
+    "topology": st.sampled_from([(1, 1), (2, 1), (1, 2), (0, 1), (0, 2)]),
+    "size": st.sampled_from([2, 3, 4]),
+    "per_engine": st.sampled_from([1, 1, 2]),
+    "gpus_per_node": st.sampled_from([1, 2, 4, 8]),
+    "copy_per": st.sampled_from([ALL, EXPERT, RANK, NODE]),
+    "prefix": st.sampled_from([0, 4, 7]),
+    "async_scheduling": st.booleans(),
+    "slow_transfers": st.booleans(),
+    "preempt_by_key": st.booleans(),
+    "n_queue_keys": st.sampled_from([1, 3]),
+}
+
+
+def run_pair(arguments, prefill="least_loaded", decode="jsq"):
+    def policies():
+        prefix = arguments["workload"].prefix_block_tokens
+        first, second = policies_of(arguments["spec"], prefill, decode, prefix)
+        return {"prefill_policy": first, "decode_policy": second}
+
+    cluster = Cluster(**arguments, **policies(), signatures=lambda ranges: (0, None))
+    return cluster.run(), Twin(**arguments, **policies()).run()
+
+
+@settings(max_examples=250)
+@given(decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
+def test_groups_equal_their_twin(decode, **drawn):
+    record, twin = run_pair(grouped_cluster(**drawn), decode=decode)
+    assert_same(record, twin)
+    for role, steps in (
+        ("prefill", record.prefill_group_steps),
+        ("decode", record.decode_group_steps),
+    ):
+        twins = [
+            step for step in twin.group_steps if (step["pool"] == "prefill") == (role == "prefill")
+        ]
+        if role == "prefill":
+            twins = [step for step in twins if step["end"] <= record.end_s]
+        assert steps["n_busy"].tolist() == [step["n_busy"] for step in twins]
+        for name in ("pairs", "busiest_pairs"):
+            assert steps[name].tolist() == [step[name] for step in twins], name
+        for name in SUMS:
+            expected = np.array([step[name] for step in twins])
+            np.testing.assert_allclose(steps[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@settings(max_examples=60)
+@given(**GROUPED)
+def test_pairs_are_the_tokens_times_their_experts(**drawn):
+    arguments = grouped_cluster(**drawn)
+    record, twin = run_pair(arguments)
+    for steps, groups in (
+        (record.prefill_steps, record.prefill_group_steps),
+        (record.decode_steps, record.decode_group_steps),
+    ):
+        assert groups["n_busy"].sum() >= len(steps)
+        assert (groups["busiest_pairs"] <= groups["pairs"]).all()
+        ranks = drawn["size"] * drawn["per_engine"]
+        assert (groups["busiest_pairs"] * ranks >= groups["pairs"]).all()
+    done = [request for request in twin.requests if request.outcome == "completed"]
+    if len(done) == len(twin.requests) and not any(r.preemptions for r in twin.requests):
+        decoded = sum(
+            len(request.decode_experts(k)) for request in done for k in range(request.output)
+        )
+        if drawn["topology"][0]:
+            assert record.decode_group_steps["pairs"].sum() == decoded
+
+
+def test_what_stands_still_while_a_peer_computes_is_counted():
+    """The property would be empty if engines never waited, shared a step or preempted."""
+    waits = shared = preempted = alone = 0
+    for seed in range(20):
+        arguments = grouped_cluster(
+            seed, (1, 1), 3, 1, 2, EXPERT, prefix=0, async_scheduling=False, slow_transfers=False
+        )
+        record, _ = run_pair(arguments)
+        waits += (record.decode_group_steps["wait_s"] > 0).sum()
+        shared += (record.decode_group_steps["n_busy"] > 1).sum()
+        alone += (record.decode_group_steps["n_busy"] < 3).sum()
+        preempted += record.requests["preemptions"].sum()
+    assert min(waits, shared, alone) > 20
+    assert preempted > 0
+
+
+# -- limits --------------------------------------------------------------------------------------
+
+
+def free_all_to_all():
+    """An all-to-all that takes no time."""
+    knots, nothing = np.array([0.0, 1.0]), np.zeros(2)
+    return AllToAllCost(1.0, 1.0, *[knots, nothing] * 4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_busy_engine_steps_as_if_alone(seed):
+    """All experts on rank 0, a free all-to-all, one request at a time: the plain engine's bytes."""
+    arguments = grouped_cluster(
+        seed, (0, 1), 3, 1, 8, ALL, prefix=0, async_scheduling=True, slow_transfers=False
+    )
+    spec = arguments["spec"]
+    cost = spec.decode.step_time.cost
+    n_layers, n_experts = cost.n_moe_layers, cost.n_experts
+    # A table that says of a rank with so many pairs what the plain engine's says of so many tokens.
+    rows = np.arange(float(len(cost.mixed_moe_s)))
+    by_experts = np.arange(n_experts + 1) * 1e-5
+    tables = np.broadcast_to(by_experts, (len(rows), n_experts + 1)).copy()
+    group = GroupCost(0, 1, 8, RankMoE(1, rows, tables, tables), free_all_to_all())
+    plain_cost = cost._replace(
+        moe_s=np.broadcast_to(by_experts, cost.moe_s.shape).copy(),
+        mixed_moe_s=np.broadcast_to(by_experts, cost.mixed_moe_s.shape).copy(),
+    )
+    step_time = SimpleNamespace(cost=plain_cost, n_moe_layers=n_layers)
+    engine = dataclasses.replace(spec.decode, step_time=step_time, group=group)
+    plain = dataclasses.replace(engine, parallelism=Parallelism(), group=None)
+    owner = np.zeros((1, n_experts), int)
+    masks = rank_masks([Placement.of_ranks(owner, 3)] * 3, n_experts, n_layers)
+    common = {"max_concurrency": 1, "max_model_len": 300}
+    grouped_run, _ = run_pair(
+        arguments
+        | {"expert_masks": masks}
+        | {"spec": dataclasses.replace(spec, prefill=engine, decode=engine, **common)}
+    )
+    plain_run, _ = run_pair(
+        arguments
+        | {"expert_masks": None}
+        | {"spec": dataclasses.replace(spec, prefill=plain, decode=plain, **common)}
+    )
+    for name in ("first_token_s", "finish_s"):
+        np.testing.assert_allclose(
+            grouped_run.requests[name], plain_run.requests[name], rtol=1e-9, err_msg=name
+        )
+    assert not grouped_run.decode_group_steps["wait_s"].any()
+
+
+def test_a_ranks_time_grows_with_pairs_and_experts():
+    """Of the random tables, too: else a busier rank could be the faster one."""
+    moe = random_group(np.random.default_rng(0), 20, 1, 8, ALL).moe
+    for prompts in (False, True):
+        seconds = np.array(
+            [[rank_seconds(moe, p, a, prompts) for a in range(21)] for p in range(40)]
+        )
+        assert (np.diff(seconds, axis=0) >= 0).all()
+        assert (np.diff(seconds, axis=1) >= 0).all()
