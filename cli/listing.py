@@ -89,6 +89,9 @@ def models() -> None:
     print_table("Models", columns, rows)
 
 
+_TITLES = {"queue": "Queue orders", "replica": "Replica choices"}
+
+
 @click.command(short_help="List the policies and their parameters.")
 def policies() -> None:
     """List the policies of each decision, and their parameters.
@@ -98,6 +101,7 @@ def policies() -> None:
     """
     from eldr_sim.policies import registry
     from eldr_sim.policies.choice import FIELDS, Parameters
+    from eldr_sim.simulator.config import RunConfig
 
     for decision in registry.DECISIONS:
         rows, parameters = [], []
@@ -109,9 +113,10 @@ def policies() -> None:
                 text = (field.description or "").replace("``", "").replace("\n", " ")
                 default = "" if field.default is None else str(field.default)
                 parameters.append([f"{name}:{key}", default, text])
-        option = f"--{FIELDS[decision].replace('_', '-')}"
-        title = "Queue orders" if decision == "queue" else f"{decision.capitalize()} policies"
-        print_table(f"{title} ({option})", ["name", "what"], rows)
+        title = _TITLES.get(decision, f"{decision.capitalize()} policies")
+        if FIELDS[decision] in RunConfig.model_fields:
+            title += f" (--{FIELDS[decision].replace('_', '-')})"
+        print_table(title, ["name", "what"], rows)
         if parameters:
             print_table("Parameters", ["parameter", "default", "what"], parameters)
 

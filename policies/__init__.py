@@ -30,7 +30,9 @@ Modules:
 - ``decode``, ``prefill``, ``eldr``: the policies above;
 - ``signature``: expert signature under six transforms, its quality (Spearman rho), layer masks;
 - ``clustering``: K-means on the unit sphere, Hungarian-balanced or vanilla;
-- ``placement``: on which GPU of an expert-parallel worker each expert lives;
+- ``placement``: on which GPUs of an expert-parallel worker each expert lives;
+- ``eplb``: DeepSeek's load balancer, a placement with copies of loaded experts;
+- ``replicas``: which instance of an expert computes a token;
 - ``artifact``: the offline fit of ELDR, saved to and loaded from one ``.npz`` file;
 - ``signature_quality``: rho by transform and by layers kept, principal components of a fit;
 - ``activation``: a request's decode activation predicted from its prefill counts;

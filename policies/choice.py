@@ -20,6 +20,7 @@ FIELDS: dict[str, str] = {
     "prefill": "prefill_policy",
     "queue": "queue_order",
     "placement": "expert_placement",
+    "replica": "replica_choice",
 }
 #: The same the other way round.
 DECISION_OF = {field: decision for decision, field in FIELDS.items()}
@@ -30,7 +31,8 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     ),
     "prefill": ("round_robin", "least_loaded", "prefix_hash"),
     "queue": ("fcfs", "sjf", "priority"),
-    "placement": ("linear", "eldr"),
+    "placement": ("linear", "eldr", "eplb"),
+    "replica": ("even", "hash", "source"),
 }  # fmt: skip
 
 

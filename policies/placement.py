@@ -21,6 +21,9 @@ from eldr_sim.policies.signature import Ints
 class Placement:
     """Instances of experts on ranks, layer by layer.
 
+    An expert has one instance or more. Several of them may lie on one rank: EPLB's published
+    algorithm does that, to no use.
+
     Attributes
     ----------
     expert
@@ -65,6 +68,34 @@ class ExpertGroup(NamedTuple):
     """Experts of a layer."""
     n_ranks: int
     """Ranks to place them on."""
+    n_redundant: int = 0
+    """Instances of experts beyond one of each, vLLM's ``num_redundant_experts``."""
+    n_nodes: int = 1
+    """Nodes of the ranks: equal runs of neighbouring ranks."""
+    n_expert_groups: int = 1
+    """Groups of neighbouring experts from which the gate chooses a few for each token, before it
+    chooses experts in them: ``n_group`` of DeepSeek-V3's configuration, where it is 8."""
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Instances that each rank holds.
+
+        Raises
+        ------
+        InputError
+            The ranks cannot hold equally many.
+        """
+        if not self.n_redundant:
+            return _room(self.n_experts, self.n_ranks)
+        slots = self.n_experts + self.n_redundant
+        if self.n_redundant < 0 or slots % self.n_ranks:
+            raise InputError(
+                "num_redundant_experts",
+                f"{self.n_ranks} ranks cannot hold {self.n_experts} experts and "
+                f"{self.n_redundant} redundant ones equally",
+                "a number that makes the sum a multiple of the ranks",
+            )
+        return slots // self.n_ranks
 
 
 class PlacementPolicy(Protocol):
@@ -78,7 +109,12 @@ class PlacementPolicy(Protocol):
 
 
 class LinearPlacement:
-    """Neighbours together, equally many on each rank: vLLM's default."""
+    """Neighbours together, equally many on each rank: vLLM's default.
+
+    With redundant experts it is what vLLM starts from before EPLB rearranges it
+    (``EplbState.build_initial_global_physical_to_logical_map``): all experts in order, then again
+    from the first on.
+    """
 
     name = "linear"
     decision: ClassVar[str] = "placement"
@@ -87,10 +123,15 @@ class LinearPlacement:
         pass
 
     def place(self, group: ExpertGroup) -> Placement:
-        """Return the placement of a group; raises InputError as `linear_placement`."""
-        ranks = linear_placement(group.n_experts, group.n_ranks)
-        shape = group.n_layers, group.n_experts
-        return Placement.of_ranks(np.broadcast_to(ranks, shape), group.n_ranks)
+        """Return the placement of a group; raises InputError as `ExpertGroup.slots_per_rank`."""
+        per_rank = group.slots_per_rank
+        slots = np.arange(per_rank * group.n_ranks)
+        shape = group.n_layers, len(slots)
+        return Placement(
+            np.broadcast_to(slots % group.n_experts, shape),
+            np.broadcast_to(slots // per_rank, shape),
+            group.n_ranks,
+        )
 
 
 class EldrPlacement:
@@ -113,21 +154,22 @@ class EldrPlacement:
         self._activation = context.artifact.cluster_activation
 
     def place(self, group: ExpertGroup) -> Placement:
-        """Return the placement of a group; raises InputError as `greedy_placement`."""
+        """Return the placement of a group.
+
+        Raises
+        ------
+        InputError
+            As `greedy_placement`, and where there are redundant experts.
+        """
+        if group.n_redundant:
+            raise InputError(
+                "num_redundant_experts",
+                "'eldr' places one instance of every expert",
+                "0, or an expert placement with redundant experts, such as eplb",
+            )
         activation = self._activation[list(group.engines)].mean(axis=0)
         ranks = greedy_placement(activation, group.n_ranks)
         return Placement.of_ranks(ranks, group.n_ranks)
-
-
-def linear_placement(n_experts: int, n_ranks: int) -> Ints:
-    """Return the rank of every expert, shape [E]: equal runs of neighbours, as vLLM's default.
-
-    Raises
-    ------
-    InputError
-        ``n_ranks`` does not divide ``n_experts``.
-    """
-    return np.arange(n_experts) // _room(n_experts, n_ranks)
 
 
 def greedy_placement(activation: NDArray[Any], n_ranks: int) -> Ints:

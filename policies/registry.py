@@ -9,7 +9,8 @@ class with
   parameters if the class has any: a subclass of :class:`~eldr_sim.policies.choice.Parameters` as
   its attribute ``Parameters``;
 - ``select(request, workers) -> int | None`` (see ``base``), for a queue order
-  ``keys(requests)`` (see ``queue_order``), for a placement ``place(group)`` (see ``placement``);
+  ``keys(requests)`` (see ``queue_order``), for a placement ``place(group)`` (see ``placement``),
+  for a choice of replicas ``choose(...)`` (see ``replicas``);
 - for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions.
 
 The entry point's own key is free. Built-in names cannot be taken over. Other packages are loaded
@@ -32,6 +33,7 @@ from eldr_sim.policies.decode import (
     RoundRobinPolicy,
 )
 from eldr_sim.policies.eldr import EldrPolicy
+from eldr_sim.policies.eplb import EplbPlacement
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
 from eldr_sim.policies.placement import EldrPlacement, LinearPlacement, PlacementPolicy
 from eldr_sim.policies.prefill import (
@@ -45,6 +47,7 @@ from eldr_sim.policies.queue_order import (
     QueueOrder,
     ShortestJobFirst,
 )
+from eldr_sim.policies.replicas import EvenSplit, HashedPosition, NearSource, ReplicaChoice
 
 GROUP = "eldr_sim.policies"
 """The entry-point group that other packages add policies to."""
@@ -53,7 +56,7 @@ DECISIONS = tuple(FIELDS)
 """The decisions that a policy can make."""
 
 
-Policy = DecodePolicy | PrefillPolicy | QueueOrder | PlacementPolicy
+Policy = DecodePolicy | PrefillPolicy | QueueOrder | PlacementPolicy | ReplicaChoice
 """What the registry builds."""
 
 
@@ -69,7 +72,11 @@ class PolicyClass(Protocol):
 
 
 #: What a policy is asked, other than a router.
-_METHOD = {"queue": "keys(requests)", "placement": "place(group)"}
+_METHOD = {
+    "queue": "keys(requests)",
+    "placement": "place(group)",
+    "replica": "choose(tokens_home, experts, placement, layer, node_of_rank)",
+}
 
 _BUILT_IN = cast(
     "tuple[PolicyClass, ...]",
@@ -90,6 +97,10 @@ _BUILT_IN = cast(
         PriorityOrder,
         LinearPlacement,
         EldrPlacement,
+        EplbPlacement,
+        EvenSplit,
+        HashedPosition,
+        NearSource,
     ),
 )
 
@@ -136,6 +147,11 @@ def queue_order(choice: object, context: PolicyContext) -> QueueOrder:
 def placement_policy(choice: object, context: PolicyContext) -> PlacementPolicy:
     """Build a placement policy from a `choice`; see `decode_policy`."""
     return cast("PlacementPolicy", _build("placement", choice, context))
+
+
+def replica_choice(choice: object, context: PolicyContext) -> ReplicaChoice:
+    """Build a choice of replicas from a `choice`; see `decode_policy`."""
+    return cast("ReplicaChoice", _build("replica", choice, context))
 
 
 def canonical(decision: str, choice: object) -> str:

@@ -123,8 +123,9 @@ class PolicyConfig(_Fields):
     """Which waiting request an engine admits next: the first that came, the shortest prompt, or the
     lowest priority of a request log."""
     expert_placement: Annotated[str, _policy("placement")] = "linear"
-    """Which GPU holds which experts under expert parallelism: neighbours together, or ELDR's
-    placement, which spreads the expected activation of each decode worker's cluster evenly."""
+    """Which GPU holds which experts under expert parallelism: neighbours together; ELDR's
+    placement, which spreads the expected activation of each decode worker's cluster evenly; or
+    EPLB's, which spreads the load of the calibration requests evenly."""
 
 
 class WorkloadConfig(_Fields):

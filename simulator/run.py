@@ -242,7 +242,9 @@ def build_cluster(
         time_limit_s=np.inf
         if config.num_requests
         else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
-        expert_masks=_expert_masks(config, prepared, getattr(decode, "artifact", None)),
+        expert_masks=_expert_masks(
+            config, prepared, getattr(decode, "artifact", None), calibration
+        ),
         prompts=prompt_rows(trace, workload) if trace.has_prompts else None,
         queue_keys=_queue_keys(order, workload),
     )
@@ -314,7 +316,10 @@ def _check_colocated(config: RunConfig, policy: DecodePolicy) -> None:
 
 
 def _expert_masks(
-    config: RunConfig, prepared: PreparedRun, fitted: RoutingArtifact | None
+    config: RunConfig,
+    prepared: PreparedRun,
+    fitted: RoutingArtifact | None,
+    calibration: Callable[[], CalibrationSet],
 ) -> NDArray[np.uint64] | None:
     """Return the experts on each GPU of each worker; None where every GPU holds all.
 
@@ -324,7 +329,9 @@ def _expert_masks(
     ranks = [engine.parallelism.n_expert_ranks for engine in (spec.prefill, spec.decode)]
     if max(ranks) == 1:
         return None
-    context = PolicyContext(spec.n_decode, stream(config.seed, "placement"), artifact=fitted)
+    context = PolicyContext(
+        spec.n_decode, stream(config.seed, "placement"), calibration, artifact=fitted
+    )
     prefill, decode = LinearPlacement(context), placement_policy(config.expert_placement, context)
     layers = prepared.trace.manifest.n_layers
     placements = [

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -15,10 +15,11 @@ from eldr_sim.policies.placement import (
     ExpertGroup,
     Placement,
     greedy_placement,
-    linear_placement,
 )
 from eldr_sim.simulator.replay import rank_masks
 from eldr_sim.traces.bitsets import pack_bits
+
+from ..random_artifact import random_artifact
 
 
 @st.composite
@@ -62,6 +63,10 @@ def best_load(activation, n_ranks):
         )
         for with_first in itertools.combinations(range(len(rest)), room - 1)
     )
+
+
+def linear():
+    return registry.placement_policy("linear", PolicyContext(2, np.random.default_rng(0)))
 
 
 @given(activations())
@@ -108,7 +113,8 @@ def test_gap_to_the_best_placement_is_small():
 
 def test_two_hot_neighbours_are_parted():
     activation = np.array([0.9, 0.8, 0.1, 0.2])
-    assert linear_placement(4, 2).tolist() == [0, 0, 1, 1]
+    group = ExpertGroup(engines=(0,), n_layers=1, n_experts=4, n_ranks=2)
+    assert linear().place(group).rank.tolist() == [[0, 0, 1, 1]]
     assert greedy_placement(activation, 2).tolist() == [0, 1, 0, 1]
 
 
@@ -165,12 +171,54 @@ def test_workers_of_fewer_ranks_have_empty_masks():
 def test_instances_of_an_expert_are_all_held():
     placement = Placement(np.array([[0, 1, 0]]), np.array([[0, 1, 1]]), 2)
     assert placement.held(2).tolist() == [[[True, False], [True, True]]]
+    twice = Placement(np.array([[0, 0, 1, 0]]), np.array([[0, 0, 1, 1]]), 2)
+    assert twice.held(2).tolist() == [[[True, False], [True, True]]]
+
+
+@given(
+    n_experts=st.integers(1, 12),
+    per_rank=st.integers(1, 6),
+    n_ranks=st.integers(1, 6),
+    n_layers=st.integers(1, 2),
+)
+def test_linear_begins_again_with_redundant_experts(n_experts, per_rank, n_ranks, n_layers):
+    """vLLM's order: [all experts, redundant experts], of which each rank has a run."""
+    assume(per_rank * n_ranks >= n_experts)
+    redundant = per_rank * n_ranks - n_experts
+    placement = linear().place(ExpertGroup((0,), n_layers, n_experts, n_ranks, redundant))
+    order = [*range(n_experts), *(i % n_experts for i in range(redundant))]
+    assert placement.expert.tolist() == [order] * n_layers
+    ranks = [rank for rank in range(n_ranks) for _ in range(per_rank)]
+    assert placement.rank.tolist() == [ranks] * n_layers
+    assert placement.held(n_experts).any(axis=1).all()
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "redundant", "message"),
+    [
+        (6, 4, 1, "num_redundant_experts: 4 ranks cannot hold 6 experts and 1 redundant"),
+        (6, 4, -2, "num_redundant_experts: 4 ranks cannot hold 6 experts and -2 redundant"),
+        (6, 4, 0, "n_ranks: 4 ranks cannot hold 6 experts"),
+    ],
+)
+def test_unequal_ranks_are_refused(experts, ranks, redundant, message):
+    with pytest.raises(InputError, match=message):
+        linear().place(ExpertGroup((0,), 1, experts, ranks, redundant))
+
+
+def test_eldr_has_no_redundant_experts():
+    artifact = random_artifact(2, n_layers=1, n_experts=8)
+    context = PolicyContext(2, np.random.default_rng(0), artifact=artifact)
+    eldr = registry.placement_policy("eldr", context)
+    assert eldr.place(ExpertGroup((1,), 1, 8, 4)).held(8).sum() == 8
+    with pytest.raises(InputError, match=r"^num_redundant_experts: 'eldr' places one") as caught:
+        eldr.place(ExpertGroup((1,), 1, 8, 4, n_redundant=4))
+    assert "\n" not in str(caught.value)
 
 
 def test_placements_by_name():
     context = PolicyContext(2, np.random.default_rng(0))
-    linear = registry.placement_policy("linear", context)
-    placement = linear.place(ExpertGroup(engines=(1,), n_layers=3, n_experts=8, n_ranks=4))
+    placement = linear().place(ExpertGroup(engines=(1,), n_layers=3, n_experts=8, n_ranks=4))
     assert placement.rank.tolist() == [[0, 0, 1, 1, 2, 2, 3, 3]] * 3
     assert placement.expert.tolist() == [list(range(8))] * 3
     with pytest.raises(InputError, match=r"^expert_placement: .*has no clusters"):

@@ -85,11 +85,22 @@ def test_eldr_placement_relieves_the_busiest_gpu_on_the_embedded_trace():
     assert eldr["median_tpot_ms"] < linear["median_tpot_ms"]
 
 
+def test_eplb_relieves_the_busiest_gpu_on_the_embedded_trace():
+    """By the load of all requests, whose experts differ less than those of one cluster."""
+    linear, eplb = (
+        run(policy="jsq", workload="language", expert_placement=placement).summary
+        for placement in ("linear", "eplb")
+    )
+    key = "mean_busiest_rank_experts_per_step"
+    assert eplb["expert_placement"] == "eplb"
+    assert eplb[key] < linear[key]
+
+
 def test_one_rank_through_masks_gives_the_same_bytes(tmp_path, monkeypatch):
     """A second rank without experts changes nothing: the two ways of counting agree."""
     config = make_config({"topology": "2P4D", "duration": 8, "warmup": 2, "output_len": 128})
 
-    def everything_on_rank_zero(config, setting, _fitted):
+    def everything_on_rank_zero(config, setting, *_):
         words = -(-setting.model.n_experts // 64)
         shape = config.n_prefill + config.n_decode, 2, setting.model.n_moe_layers * words
         masks = np.zeros(shape, np.uint64)

@@ -1,0 +1,199 @@
+"""Replica choices: twins in plain Python, conservation, an even split, and what vLLM's hash is."""
+
+from collections import Counter, defaultdict
+from importlib.metadata import EntryPoint
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies import registry
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.eplb import balance
+from eldr_sim.policies.placement import ExpertGroup, Placement
+
+NAMES = ("even", "hash", "source")
+
+
+def chosen(name, home, experts, placement, layer, node):
+    policy = registry.replica_choice(name, PolicyContext(1, np.random.default_rng(0)))
+    slots = policy.choose(np.array(home, np.int64), experts, placement, layer, np.array(node))
+    assert slots.shape == experts.shape
+    return slots
+
+
+@st.composite
+def cases(draw, copies=9):
+    """Tokens of several ranks, and a placement of every expert and some copies, in any order."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    n_ranks, n_experts = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    layers, layer = 2, draw(st.integers(0, 1))
+    extra = draw(st.integers(0, copies))
+    slots = [
+        rng.permutation([*range(n_experts), *rng.integers(n_experts, size=extra)])
+        for _ in range(layers)
+    ]
+    placement = Placement(
+        np.array(slots), rng.integers(n_ranks, size=(layers, n_experts + extra)), n_ranks
+    )
+    tokens, top_k = draw(st.integers(0, 20)), draw(st.integers(1, n_experts))
+    experts = np.array(
+        [rng.choice(n_experts, top_k, replace=False) for _ in range(tokens)], np.int64
+    ).reshape(tokens, top_k)
+    home = rng.integers(n_ranks, size=tokens)
+    node = rng.integers(draw(st.integers(1, n_ranks)), size=n_ranks)
+    return home, experts, placement, layer, node
+
+
+def instances_of(placement, layer):
+    found = defaultdict(list)
+    for slot, expert in enumerate(placement.expert[layer].tolist()):
+        found[expert].append(slot)
+    return found
+
+
+def hashes(home):
+    """vLLM's hash of each token's position in the batch of its rank."""
+    seen = Counter()
+    for rank in home.tolist():
+        yield seen[rank] * 2654435769 % 2**32
+        seen[rank] += 1
+
+
+def even_twin(home, experts, placement, layer, node):
+    instances, seen = instances_of(placement, layer), Counter()
+    for row in experts.tolist():
+        out = []
+        for expert in row:
+            out.append(instances[expert][seen[expert] % len(instances[expert])])
+            seen[expert] += 1
+        yield out
+
+
+def hash_twin(home, experts, placement, layer, node):
+    instances = instances_of(placement, layer)
+    for row, value in zip(experts.tolist(), hashes(home), strict=True):
+        yield [instances[e][value % len(instances[e])] for e in row]
+
+
+def source_twin(home, experts, placement, layer, node):
+    instances, rank = instances_of(placement, layer), placement.rank[layer]
+    for row, own, value in zip(experts.tolist(), home, hashes(home), strict=True):
+        out = []
+        for e in row:
+            on_rank = [s for s in instances[e] if rank[s] == own]
+            on_node = [s for s in instances[e] if node[rank[s]] == node[own]]
+            near = on_rank or on_node or instances[e]
+            out.append(near[value % len(near)])
+        yield out
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"), [("even", even_twin), ("hash", hash_twin), ("source", source_twin)]
+)
+@given(case=cases())
+def test_the_rule_in_words(name, twin, case):
+    assert chosen(name, *case).tolist() == list(twin(*case))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(case=cases())
+def test_every_pair_goes_to_an_instance_of_its_expert(name, case):
+    _, experts, placement, layer, _ = case
+    assert (placement.expert[layer][chosen(name, *case)] == experts).all()
+
+
+@given(cases())
+def test_even_splits_each_experts_tokens_evenly(case):
+    _, _, placement, layer, _ = case
+    pairs = np.bincount(chosen("even", *case).ravel(), minlength=placement.expert.shape[1])
+    for slots in instances_of(placement, layer).values():
+        assert max(pairs[slots]) - min(pairs[slots]) <= 1
+
+
+@given(cases())
+def test_source_sends_no_pair_further_than_it_must(case):
+    home, experts, placement, layer, node = case
+    rank = placement.rank[layer][chosen("source", *case)]
+    held = placement.held(placement.expert.max() + 1)[layer]
+    for token, column in np.ndindex(experts.shape):
+        own, holders = home[token], np.flatnonzero(held[:, experts[token, column]])
+        if own in holders:
+            assert rank[token, column] == own
+        elif node[own] in node[holders]:
+            assert node[rank[token, column]] == node[own]
+
+
+@given(cases(copies=0))
+def test_one_instance_each_leaves_no_choice(case):
+    slots = [chosen(name, *case).tolist() for name in NAMES]
+    assert slots[0] == slots[1] == slots[2]
+
+
+@given(cases())
+def test_source_on_one_rank_is_hash(case):
+    home, experts, placement, layer, node = case
+    alone = Placement(placement.expert, np.zeros_like(placement.rank), placement.n_ranks)
+    case = np.zeros_like(home), experts, alone, layer, node
+    assert chosen("source", *case).tolist() == chosen("hash", *case).tolist()
+
+
+@pytest.mark.parametrize("instances", [1, 2, 4, 8])
+def test_among_powers_of_two_the_hash_takes_turns(instances):
+    """An odd multiplier permutes what is left of a position modulo a power of two."""
+    placement = Placement(np.zeros((1, instances), np.int64), np.arange(instances)[None], instances)
+    home, experts = np.zeros(64, np.int64), np.zeros((64, 1), np.int64)
+    slots = chosen("hash", home, experts, placement, 0, np.zeros(instances, np.int64))[:, 0]
+    assert len({(b - a) % instances for a, b in pairwise(slots.tolist())}) == 1
+    assert np.bincount(slots).tolist() == [64 // instances] * instances
+
+
+@pytest.mark.parametrize("instances", [3, 5, 6, 7])
+def test_the_hash_is_nearly_even(instances):
+    placement = Placement(np.zeros((1, instances), np.int64), np.arange(instances)[None], instances)
+    home, experts = np.zeros(9000, np.int64), np.zeros((9000, 1), np.int64)
+    slots = chosen("hash", home, experts, placement, 0, np.zeros(instances, np.int64))[:, 0]
+    assert np.bincount(slots) * instances / 9000 == pytest.approx(1, abs=0.05)
+
+
+def test_even_on_eplbs_placement_gives_the_load_that_it_was_made_for():
+    rng = np.random.default_rng(0)
+    experts = np.array([rng.choice(16, 4, replace=False, p=SKEWED) for _ in range(4000)])
+    load = np.bincount(experts.ravel(), minlength=16)[None].astype(np.float64)
+    group = ExpertGroup((0,), 1, 16, 4, n_redundant=8)
+    placement = balance(load, group)
+    home = np.arange(4000) % 4
+    rank = placement.rank[0][chosen("even", home, experts, placement, 0, np.zeros(4, np.int64))]
+    pairs = np.bincount(rank.ravel(), minlength=4)
+    share = load[0] / np.bincount(placement.expert[0])
+    predicted = [share[placement.expert[0][placement.rank[0] == r]].sum() for r in range(4)]
+    np.testing.assert_allclose(pairs, predicted, atol=group.slots_per_rank)
+
+
+SKEWED = np.arange(1, 17) ** 1.5 / (np.arange(1, 17) ** 1.5).sum()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_expert_without_instance_is_named(name):
+    placement = Placement(np.array([[0, 2]]), np.array([[0, 1]]), 2)
+    with pytest.raises(ValueError, match="no instance of expert 1"):
+        chosen(name, [0], np.array([[1]]), placement, 0, [0, 0])
+
+
+def test_choices_by_name(monkeypatch):
+    context = PolicyContext(1, np.random.default_rng(0))
+    assert registry.names("replica") == list(NAMES)
+    with pytest.raises(InputError, match=r"^replica_choice: unknown policy 'metro'"):
+        registry.replica_choice("metro", context)
+
+    class Idle:
+        name, decision = "idle", "replica"
+
+    monkeypatch.setattr(EntryPoint, "load", lambda _: Idle)
+    point = EntryPoint("idle", "somewhere:Idle", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    with pytest.raises(InputError, match=r"has no method choose\(tokens_home, experts, "):
+        registry.names("replica")
