@@ -62,6 +62,7 @@ class EngineSpec:
     #: What the engines of a group share; None where each has experts of its own.
     group: GroupCost | None = field(default=None, compare=False, repr=False)
     all_to_all: AllToAll | None = field(default=None, compare=False, repr=False)
+    n_redundant: int = 0
 
 
 @dataclass(frozen=True)

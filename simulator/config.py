@@ -81,12 +81,13 @@ class RunConfig(OutputConfig, EngineConfig, ClusterConfig, WorkloadConfig, Polic
     def pool(self, role: str) -> Pool:
         """Return what holds for the workers of ``prefill`` or ``decode``."""
         own: Pool = getattr(self, role)
-        return Pool(
-            **{
-                name: getattr(self, name) if value is None else value
-                for name, value in own.model_dump().items()
-            }
-        )
+        values = {
+            name: getattr(self, name) if value is None else value
+            for name, value in own.model_dump().items()
+        }
+        if role == "prefill" and own.expert_placement is None:
+            values["expert_placement"] = "linear"
+        return Pool(**values)
 
     @property
     def price_per_hour(self) -> float | None:

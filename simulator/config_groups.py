@@ -26,7 +26,9 @@ def _number_or_inf(value: Any) -> Any:
 def _policy(decision: str) -> BeforeValidator:
     """Make a policy's canonical word of whatever spelling."""
 
-    def canonical(value: Any) -> str:
+    def canonical(value: Any) -> str | None:
+        if value is None:
+            return None  # a pool's own, where it has none
         from eldr_sim.policies import registry  # takes long to import: it knows every policy
 
         return registry.canonical(decision, value)
@@ -93,6 +95,10 @@ class Pool(_Fields):
     """Whether whole experts are spread over a worker's GPUs."""
     data_parallel_size: int | None = Field(default=None, ge=1)
     """Engines of a worker."""
+    num_redundant_experts: int | None = Field(default=None, ge=0)
+    """Instances of experts beyond one of each."""
+    expert_placement: Annotated[str | None, _policy("placement")] = None
+    """Which GPU holds which experts; linear on prefill workers when not given."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Running requests of a worker."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
@@ -123,9 +129,12 @@ class PolicyConfig(_Fields):
     """Which waiting request an engine admits next: the first that came, the shortest prompt, or the
     lowest priority of a request log."""
     expert_placement: Annotated[str, _policy("placement")] = "linear"
-    """Which GPU holds which experts under expert parallelism: neighbours together; ELDR's
-    placement, which spreads the expected activation of each decode worker's cluster evenly; or
-    EPLB's, which spreads the load of the calibration requests evenly."""
+    """Which GPU of a decode (or co-located) worker holds which experts under expert parallelism:
+    neighbours together; ELDR's placement, which spreads the expected activation of each decode
+    worker's cluster evenly; or EPLB's, which so spreads the load of the calibration requests."""
+    replica_choice: Annotated[str, _policy("replica")] = "hash"
+    """Which instance of an expert computes a token where there are redundant experts: vLLM's hash
+    of the token's position, an even split, or one near the token."""
 
 
 class WorkloadConfig(_Fields):
@@ -207,14 +216,16 @@ class ClusterConfig(_Fields):
     """Spread whole experts over a worker's GPUs; a layer then waits for the GPU that reads the most
     experts."""
     data_parallel_size: int = Field(default=1, ge=1)
-    """Engines of every worker. Each has its own queue, KV cache and batch; they share the experts,
-    which lie on the GPUs of all of them, and so step together. Routers choose the engine."""
+    """Engines of every worker, each with its own queue, KV cache and batch. They share the experts,
+    which lie on all their GPUs, and so step together. Routers choose the engine."""
+    num_redundant_experts: int = Field(default=0, ge=0)
+    """Instances of experts beyond one of each that a worker holds."""
     gpus_per_node: int = Field(default=8, ge=1)
-    """GPUs of a node, for the dispatch of tokens between the engines of a worker."""
+    """GPUs of a node, for the all-to-all."""
     all2all_backend: Literal[
         "allgather_reducescatter", "nccl_alltoall", "pplx", "deepep_ll", "deepep_ht"
     ] = "allgather_reducescatter"
-    """How tokens reach their experts and come back where engines share them (vLLM's option)."""
+    """How tokens reach the experts that engines share."""
     prefill: Pool = Pool()
     """What the prefill workers have of their own."""
     decode: Pool = Pool()
@@ -224,9 +235,8 @@ class ClusterConfig(_Fields):
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Age of the completions that the routers have heard of, ms."""
     signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """How often the engines publish what the routers see of them beside loads (waiting and running
-    requests, tokens, KV usage), ms; 0: as of each decision. vLLM's data-parallel coordinator
-    publishes every 100 ms."""
+    """How often engines publish their waiting and running requests, tokens and KV usage to the
+    routers, ms (vLLM's coordinator: 100); 0: as of each decision."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of a GPU-hour, for the cost per million output tokens."""
 

@@ -14,6 +14,7 @@ from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
+from eldr_sim.policies.placement import ExpertGroup
 from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.group_step import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
@@ -45,16 +46,6 @@ def prepare(config: RunConfig) -> PreparedRun:
     Step times and traces are kept for the next run of this process.
     """
     model = load_model(config.model)
-    if (
-        config.expert_placement != "linear"
-        and config.pool("decode").parallelism.n_expert_ranks == 1
-    ):
-        raise InputError(
-            "expert_placement",
-            f"{config.expert_placement!r} places the experts of expert-parallel GPUs, and every "
-            "GPU here holds all",
-            "--enable-expert-parallel with --tensor-parallel-size 2 or more",
-        )
     trace = _fit_trace(config.trace, model)
     if config.colocated and config.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
@@ -96,13 +87,14 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
             f"{budget} is below max_num_seqs {max_num_seqs}",
             f"{max_num_seqs} or more",
         )
-    if parallelism.data_parallel_size > 1 and not parallelism.expert_parallel:
-        raise InputError(
-            "data_parallel_size",
-            "engines that share no experts are not simulated",
-            "--enable-expert-parallel beside it",
-        )
-    n_blocks = kv_blocks(model, gpu, config.gpu_memory_utilization, config.block_size, parallelism)
+    parallelism.check(model)
+    ranks = parallelism.n_expert_ranks
+    _check_experts(pool, role)
+    redundant = pool.num_redundant_experts or 0
+    slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
+    n_blocks = kv_blocks(
+        model, gpu, config.gpu_memory_utilization, config.block_size, parallelism, slots
+    )
     step_time = _step_time(
         model,
         gpu,
@@ -126,13 +118,48 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
     most_tokens = parallelism.data_parallel_size * max(max_num_seqs, budget)
     group = GroupCost(
         {"all": ALL, "expert": EXPERT, "rank": RANK, "node": NODE}[COPY_PER[all_to_all.backend]],
-        REPLICA_CHOICES["hash"],
+        _replica_choice(config.replica_choice),
         parallelism.tensor_parallel_size,
         config.gpus_per_node,
-        step_time.rank_moe(model.n_experts // parallelism.n_gpus, most_tokens * model.top_k),
+        step_time.rank_moe(slots, most_tokens * model.top_k),
         all_to_all.cost,
     )
-    return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism, group, all_to_all)
+    return EngineSpec(
+        step_time, max_num_seqs, budget, n_blocks, parallelism, group, all_to_all, redundant
+    )
+
+
+def _check_experts(pool: Pool, role: str) -> None:
+    """Raise InputError where a pool's engines cannot have their experts as it says."""
+    parallelism, placement = pool.parallelism, pool.expert_placement
+    if parallelism.data_parallel_size > 1 and not parallelism.expert_parallel:
+        raise InputError(
+            "data_parallel_size",
+            "engines that share no experts are not simulated",
+            "--enable-expert-parallel beside it",
+        )
+    if pool.num_redundant_experts and parallelism.data_parallel_size == 1:
+        raise InputError(
+            "num_redundant_experts",
+            "redundant experts are simulated where engines share them",
+            "--data-parallel-size 2 or more beside it",
+        )
+    if placement != "linear" and parallelism.n_expert_ranks == 1:
+        raise InputError(
+            "expert_placement",
+            f"{placement!r} places the experts of expert-parallel GPUs, and every GPU of the "
+            f"{role} workers holds all",
+            "--enable-expert-parallel with --tensor-parallel-size 2 or more",
+        )
+
+
+def _replica_choice(word: str) -> int:
+    """Return the number of a replica choice that groups know."""
+    if word not in REPLICA_CHOICES:
+        raise InputError(
+            "replica_choice", f"{word!r} has no compiled twin", ", ".join(REPLICA_CHOICES)
+        )
+    return REPLICA_CHOICES[word]
 
 
 def _max_model_len(config: RunConfig, model: ModelDims) -> int:

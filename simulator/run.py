@@ -19,7 +19,7 @@ from eldr_sim.policies.base import DecodePolicy, PolicyContext
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.fit_cache import cached_fit
-from eldr_sim.policies.placement import ExpertGroup, LinearPlacement
+from eldr_sim.policies.placement import ExpertGroup, Placement
 from eldr_sim.policies.queue_order import QueueOrder, Waiting
 from eldr_sim.policies.registry import (
     decode_policy,
@@ -34,6 +34,7 @@ from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.prepare import PreparedRun, prepare
 from eldr_sim.simulator.replay import (
+    make_replicas,
     prompt_rows,
     rank_masks,
 )
@@ -229,6 +230,7 @@ def build_cluster(
         config.queue_order, PolicyContext(spec.n_decode, stream(config.seed, "queue order"))
     )
     spec = replace(spec, preempt_by_key=getattr(order, "preempts", False))
+    placements = _placements(config, prepared, getattr(decode, "artifact", None), calibration)
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         spec,
@@ -242,9 +244,12 @@ def build_cluster(
         time_limit_s=np.inf
         if config.num_requests
         else _TIME_LIMIT_FACTOR * max(last_arrival, window[1]),
-        expert_masks=_expert_masks(
-            config, prepared, getattr(decode, "artifact", None), calibration
-        ),
+        expert_masks=None
+        if placements is None
+        else rank_masks(placements, model.n_experts, model.n_moe_layers),
+        replicas=None
+        if placements is None
+        else make_replicas(placements, model.n_experts, model.n_moe_layers),
         prompts=prompt_rows(trace, workload) if trace.has_prompts else None,
         queue_keys=_queue_keys(order, workload),
     )
@@ -261,11 +266,6 @@ def _queue_keys(order: QueueOrder, workload: Workload) -> NDArray[np.float64]:
     if keys.shape != workload.prompt_len.shape or np.isnan(keys).any():
         raise ValueError(f"queue order {order.name!r} gives no key to each request")
     return keys
-
-
-def _groups(n_engines: int, size: int) -> list[range]:
-    """Return the engines of each group."""
-    return [range(first, first + size) for first in range(0, n_engines, size)]
 
 
 @lru_cache(maxsize=8)
@@ -315,38 +315,35 @@ def _check_colocated(config: RunConfig, policy: DecodePolicy) -> None:
         )
 
 
-def _expert_masks(
+def _placements(
     config: RunConfig,
     prepared: PreparedRun,
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
-) -> NDArray[np.uint64] | None:
-    """Return the experts on each GPU of each worker; None where every GPU holds all.
+) -> list[Placement] | None:
+    """Return where the experts of each worker lie; None where every GPU holds all.
 
-    Prefill workers come first; their experts are placed linearly.
+    Prefill workers come first; ELDR's clusters are those of decode workers.
     """
     spec, n_experts = prepared.spec, prepared.model.n_experts
-    ranks = [engine.parallelism.n_expert_ranks for engine in (spec.prefill, spec.decode)]
-    if max(ranks) == 1:
+    pools = (("prefill", spec.prefill, spec.n_prefill), ("decode", spec.decode, spec.n_decode))
+    if all(engine.parallelism.n_expert_ranks == 1 for _, engine, _ in pools):
         return None
-    context = PolicyContext(
-        spec.n_decode, stream(config.seed, "placement"), calibration, artifact=fitted
-    )
-    prefill, decode = LinearPlacement(context), placement_policy(config.expert_placement, context)
-    layers = prepared.trace.manifest.n_layers
-    placements = [
-        placement
-        for policy, engine, n_engines in (
-            (prefill, spec.prefill, spec.n_prefill),
-            (decode, spec.decode, spec.n_decode),
-        )
-        for group in _groups(n_engines, engine.parallelism.data_parallel_size)
-        for placement in [
-            policy.place(ExpertGroup(group, layers, n_experts, engine.parallelism.n_expert_ranks))
-        ]
-        * len(group)
-    ]
-    return rank_masks(placements, n_experts, prepared.model.n_moe_layers)
+    layers, placements = prepared.trace.manifest.n_layers, []
+    for role, engine, n_engines in pools:
+        if n_engines == 0:
+            continue
+        artifact = fitted if role == "decode" else None
+        rng = stream(config.seed, "placement")
+        context = PolicyContext(n_engines, rng, calibration, artifact=artifact)
+        policy = placement_policy(config.pool(role).expert_placement, context)
+        ranks, size = engine.parallelism.n_expert_ranks, engine.parallelism.data_parallel_size
+        n_nodes = max(1, ranks // config.gpus_per_node)
+        for first in range(0, n_engines, size):
+            members = range(first, first + size)
+            group = ExpertGroup(members, layers, n_experts, ranks, engine.n_redundant, n_nodes)
+            placements += [policy.place(group)] * size
+    return placements
 
 
 def _run_again(config: RunConfig, trace: RoutingTrace) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator import run as run_module
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.results import write_result
@@ -101,14 +102,11 @@ def test_one_rank_through_masks_gives_the_same_bytes(tmp_path, monkeypatch):
     config = make_config({"topology": "2P4D", "duration": 8, "warmup": 2, "output_len": 128})
 
     def everything_on_rank_zero(config, setting, *_):
-        words = -(-setting.model.n_experts // 64)
-        shape = config.n_prefill + config.n_decode, 2, setting.model.n_moe_layers * words
-        masks = np.zeros(shape, np.uint64)
-        masks[:, 0] = ~np.uint64(0)
-        return masks
+        one = Placement.of_ranks(np.zeros((1, setting.model.n_experts), int), 2)
+        return [one] * (config.n_prefill + config.n_decode)
 
     write_result(simulate(config), tmp_path / "plain")
-    monkeypatch.setattr(run_module, "_expert_masks", everything_on_rank_zero)
+    monkeypatch.setattr(run_module, "_placements", everything_on_rank_zero)
     write_result(simulate(config), tmp_path / "masks")
     for name in ("summary.json", "requests.parquet", "steps.parquet", "config.json"):
         plain, masked = ((tmp_path / which / name).read_bytes() for which in ("plain", "masks"))

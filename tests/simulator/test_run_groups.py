@@ -1,0 +1,191 @@
+"""Whole runs of engines that share experts, on the embedded trace."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.prepare import prepare
+from eldr_sim.simulator.results import write_result
+from eldr_sim.simulator.run import simulate
+
+GROUP = {
+    "topology": "1P2D",
+    "data_parallel_size": 4,
+    "enable_expert_parallel": True,
+    "request_rate": 60,
+    "num_requests": 80,
+    "output_len": 40,
+    "policy": "jsq",
+}
+MODEL = load_model("Qwen3-30B-A3B")
+
+
+def run(**values):
+    return simulate(make_config(GROUP | values))
+
+
+def test_routers_choose_engines_and_groups_step_together():
+    result = run(warmup=0)
+    summary, record = result.summary, result.record
+    assert summary["completed"] == 80
+    assert summary["gpus"] == 4 + 2 * 4
+    assert summary["topology"] == "1 prefill + 2 decode workers of 4 engines of 1 GPU: 12 GPUs"
+    assert set(record.requests["decode_worker"]) == set(range(8))
+    assert set(record.requests["prefill_worker"]) == set(range(4))
+    steps = record.decode_steps
+    for group in (0, 1):
+        mine = steps[steps["worker"] // 4 == group]
+        starts, ends = np.unique(mine["start"]), np.unique(mine["end"])
+        assert len(starts) == len(ends)
+        assert (starts[1:] >= ends[:-1]).all()  # one step of the group at a time
+    assert summary["group"]["data_parallel_size"] == 4
+    assert summary["prefill_workers"]["group"]["steps"] > 0
+
+
+@pytest.mark.parametrize("backend", ["allgather_reducescatter", "deepep_ht"])
+def test_pairs_are_tokens_times_experts(backend):
+    record = run(all2all_backend=backend).record
+    for steps, groups in (
+        (record.prefill_steps, record.prefill_group_steps),
+        (record.decode_steps, record.decode_group_steps),
+    ):
+        tokens = steps["batch"].sum() + steps["chunk_tokens"].sum()
+        assert groups["pairs"].sum() == tokens * MODEL.top_k * MODEL.n_moe_layers
+        assert groups["n_busy"].sum() == len(steps)
+
+
+def test_the_parts_of_a_step_are_in_its_table():
+    result = run()
+    steps = result.steps.to_pandas()
+    parts = steps[["moe_ms", "dispatch_ms", "combine_ms"]]
+    assert (parts > 0).all().all()
+    assert (parts.sum(axis=1) < 1e3 * (steps.end_s - steps.start_s)).all()
+    assert (steps.idle_ms >= 0).all()
+    assert (steps.between_bytes == 0).all()
+    together = steps[steps.role == "decode"].groupby(["start_s", steps.worker // 4])
+    assert (together.moe_ms.nunique() == 1).all()
+    assert (
+        "moe_ms"
+        not in simulate(
+            make_config({"topology": "1P1D", "num_requests": 5, "output_len": 5})
+        ).steps.column_names
+    )
+
+
+def test_without_redundant_experts_every_choice_gives_the_same_bytes(tmp_path):
+    for choice in ("even", "hash", "source"):
+        write_result(run(replica_choice=choice), tmp_path / choice)
+    for name in ("requests.parquet", "steps.parquet"):
+        one, *others = (
+            (tmp_path / choice / name).read_bytes() for choice in ("even", "hash", "source")
+        )
+        assert all(other == one for other in others)
+
+
+def test_redundant_experts_cost_memory_and_activate_more():
+    plain, eplb = (
+        run(
+            expert_placement=placement, num_redundant_experts=redundant, all2all_backend="deepep_ll"
+        )
+        for placement, redundant in (("linear", 0), ("eplb", 32))
+    )
+    activated = [result.record.decode_steps["active"].mean() for result in (plain, eplb)]
+    assert activated[1] > activated[0]  # an expert's tokens are split over its instances
+    block = 16 * MODEL.kv_bytes_per_token
+    fewer = plain.summary["kv_blocks_per_worker"] - eplb.summary["kv_blocks_per_worker"]
+    expert_bytes = 8 * MODEL.n_moe_layers * MODEL.bytes_per_expert  # 32 more on 4 ranks
+    assert fewer == pytest.approx(expert_bytes / block, abs=1)
+    for result in (plain, eplb):
+        groups = result.record.decode_group_steps
+        steps = result.record.decode_steps
+        tokens = steps["batch"].sum() + steps["chunk_tokens"].sum()
+        assert groups["pairs"].sum() == tokens * MODEL.top_k * MODEL.n_moe_layers
+
+
+def test_every_expert_everywhere_near_the_source_sends_nothing():
+    values = {"model": "Qwen3-30B-A3B", "gpu": "H200", "data_parallel_size": 2, "max_num_seqs": 16}
+    for backend in ("deepep_ll", "deepep_ht", "nccl_alltoall"):
+        record = run(
+            num_redundant_experts=MODEL.n_experts, replica_choice="source",
+            all2all_backend=backend, **values,
+        ).record  # fmt: skip
+        groups = record.decode_group_steps
+        assert not groups["inside_bytes"].any()
+        assert not groups["between_bytes"].any()
+
+
+def test_nodes_part_the_bytes():
+    near, far = (run(all2all_backend="deepep_ll", gpus_per_node=n).record for n in (4, 2))
+    assert not near.decode_group_steps["between_bytes"].any()
+    assert far.decode_group_steps["between_bytes"].any()
+    mean = [r.decode_group_steps["dispatch_s"].mean() for r in (near, far)]
+    assert mean[1] > mean[0]
+
+
+def test_pools_may_have_groups_of_their_own(tmp_path):
+    config = make_config(
+        GROUP
+        | {"data_parallel_size": 1, "enable_expert_parallel": False}
+        | {"decode": {"data_parallel_size": 4, "enable_expert_parallel": True}}
+        | {"prefill": {"tensor_parallel_size": 2}}
+    )
+    result = simulate(config)
+    assert result.summary["gpus"] == 2 + 8
+    assert "group" in result.summary
+    assert "group" not in result.summary["prefill_workers"]
+    assert result.summary["topology"] == (
+        "1 prefill of 2 GPUs + 2 decode of 4 engines of 1 GPU: 10 GPUs"
+    )
+    write_result(result, tmp_path / "out")
+    json.loads((tmp_path / "out" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("policy", ["eldr", "round_robin", "marginal_cost"])
+def test_policies_route_to_engines(policy):
+    record = run(policy=policy, num_requests=30).record
+    assert record.completed.all()
+    assert record.requests["decode_worker"].max() > 3
+
+
+def test_colocated_engines_share_experts():
+    result = run(topology="2C", num_requests=30)
+    assert result.summary["completed"] == 30
+    assert "prefill_workers" not in result.summary
+    assert result.summary["topology"].startswith("2 co-located workers of 4 engines")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"enable_expert_parallel": False}, "data_parallel_size: .*--enable-expert-parallel"),
+        ({"data_parallel_size": 3}, "data_parallel_size: 3 does not divide the 128 experts"),
+        ({"num_redundant_experts": 6}, "num_redundant_experts: 4 ranks cannot hold 128 experts"),
+        ({"data_parallel_size": 1, "num_redundant_experts": 8}, "num_redundant_experts: redundant"),
+        ({"gpus_per_node": 3}, "expert_parallel_size: 4 ranks on nodes of 3 GPUs"),
+        ({"replica_choice": "metro"}, "replica_choice: unknown policy 'metro'"),
+        (
+            {"num_redundant_experts": 8, "expert_placement": "eldr", "policy": "eldr"},
+            "num_redundant_experts: 'eldr' places one instance",
+        ),
+        ({"prefill": {"expert_placement": "eldr"}, "policy": "eldr"}, "expert_placement: .*eldr"),
+        ({"data_parallel_size": 0}, "data_parallel_size: 0"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_in_one_line(values, message):
+    with pytest.raises(InputError, match=message) as caught:
+        run(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_redundant_experts_that_do_not_fit_are_refused():
+    """1.125x on Qwen3-235B over 4 H200: the weights alone leave no room."""
+    values = {"model": "Qwen3-235B-A22B", "gpu": "H200", "data_parallel_size": 4}
+    prepare(make_config(GROUP | values))
+    with pytest.raises(InputError, match="H200 holds"):
+        prepare(make_config(GROUP | values | {"num_redundant_experts": 16}))
