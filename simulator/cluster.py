@@ -88,6 +88,8 @@ class ClusterSpec:
     signal_interval_s: float = 0.0
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
+    #: Engines of a group compute prompts in every so-manieth step if they can decode meanwhile.
+    prefill_schedule_interval: int = 1
     #: Whether the sequence of the highest queue key is preempted, not the one that joined last.
     preempt_by_key: bool = False
     #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
@@ -534,6 +536,10 @@ def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[
     pools["async_scheduling"] = spec.async_scheduling
     pools["preempt_by_key"] = spec.preempt_by_key
     pools["capture_s"] = spec.capture_s, 0.0
+    pools["prefill_interval"] = [
+        1 if e.group is None else spec.prefill_schedule_interval
+        for e in (spec.prefill, spec.decode)
+    ]
     pools["group_size"] = [e.parallelism.data_parallel_size for e in (spec.prefill, spec.decode)]
     return pools
 

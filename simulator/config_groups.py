@@ -275,6 +275,9 @@ class EngineConfig(_Fields):
     async_scheduling: bool = True
     """Whether decode and co-located workers schedule one step ahead, so that a request which comes
     during a step joins the step after the next (vLLM's default since 0.14)."""
+    prefill_schedule_interval: int = Field(default=1, ge=1)
+    """Engines that share experts compute prompts in every so-manieth step, if they can decode
+    meanwhile (vLLM's option)."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use."""
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)

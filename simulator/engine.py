@@ -213,13 +213,17 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
             _finish(clock, engines, w)
     if _is_idle(worker):
         _append_late(engines.requests, worker)  # no step has been scheduled yet
+    defers = _defers_prompts(engines, w)
     if not _fits(engines, w, _NONE):
         _preempt(clock, engines, w)
-        _fill(engines, w)
+        if not defers:
+            _fill(engines, w)
         # Nobody is admitted in this step if there is one, but perhaps in the next.
         worker.one_step = _has_step(worker)
     if not worker.one_step:
-        _admit(clock, events, engines, w)
+        _admit(clock, events, engines, w, defers)
+    if defers and _has_step(worker):
+        worker.one_step = True  # look again before the next step
     if _has_step(worker):
         schedule_step(clock, events, engines.workers, w)
     if worker.late_head >= 0:
@@ -228,6 +232,15 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
             worker.one_step = True
         else:  # the last sequence was preempted: nothing is scheduled after all
             wake(clock, events, engines.workers, w)
+
+
+@compiled()
+def _defers_prompts(engines: Engines, w: int) -> Any:
+    """Whether a group's engine leaves prompts alone in this step: others decode meanwhile."""
+    pool, worker = engines.pools[engines.pool_of[w]], engines.workers[w]
+    if pool.prefill_interval == 1 or worker.batch == 0:
+        return False
+    return engines.workers[worker.leader].n_group_steps % pool.prefill_interval != 0
 
 
 @compiled()
@@ -367,10 +380,11 @@ def _is_open(engines: Engines, w: int) -> Any:
 
 
 @compiled()
-def _admit(clock: Any, events: Any, engines: Engines, w: int) -> None:
+def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> None:
     """Fill the batch: who holds blocks already, then who lost them, then who is new."""
     worker, requests, now = engines.workers[w], engines.requests, clock[0].now
-    _fill(engines, w)
+    if not defers:
+        _fill(engines, w)
     while worker.arrived_head >= 0 and _is_open(engines, w):
         request = worker.arrived_head
         worker.arrived_head = requests[request].next
@@ -383,7 +397,7 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int) -> None:
         worker.prefilling += 1
         _join(engines, w)
     by_key = engines.pools[engines.pool_of[w]].preempt_by_key
-    while _is_open(engines, w):
+    while not defers and _is_open(engines, w):
         lost, new = worker.preempted_head, worker.new_head
         if lost >= 0 and (not by_key or new < 0 or _comes_first(requests, lost, new)):
             if not _admit_preempted(engines, w, lost):

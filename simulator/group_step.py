@@ -72,7 +72,7 @@ class Replicas(NamedTuple):
 
     multi: NDArray[np.uint64]  #: ``[workers, layers of the model * words]``; empty where none has
     rank: NDArray[np.int16]  #: ``[workers, layers, experts, instances]``
-    count: NDArray[np.int16]  #: ``[workers, layers, experts]``
+    n_instances: NDArray[np.int16]  #: ``[workers, layers, experts]``
 
 
 def no_replicas() -> Replicas:
@@ -198,6 +198,7 @@ def group_step(
         cost.collectives_s[tokens_max], cost.host_s, dispatched, combined,
     )  # fmt: skip
     end = start + (total_s(parts) + pool.capture_s)
+    workers[leader].n_group_steps += 1
 
     row = group_logs[engines.pool_of[leader]][pool.n_group_steps]
     pool.n_group_steps += 1
@@ -364,7 +365,7 @@ def _count_row(
             while many != 0:
                 bit = many & (~many + np.uint64(1))
                 many ^= bit
-                below = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
+                below: Any = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
                 expert = (k - layer * words) * 64 + np.int64(below)
                 r = _instance(counting, layer, expert, home, place)
                 work.active[r, k] |= bit
@@ -387,8 +388,8 @@ def _count_row(
 def _instance(counting: Counting, layer: int, expert: int, home: int, place: int) -> Any:
     """Return the rank whose instance of an expert computes a token; see `policies.replicas`."""
     replicas, leader = counting.replicas, counting.leader
-    at = layer % replicas.count.shape[1]
-    count = np.int64(replicas.count[leader, at, expert])
+    at = layer % replicas.n_instances.shape[1]
+    count = np.int64(replicas.n_instances[leader, at, expert])
     ranks = replicas.rank[leader, at, expert]
     choice = counting.group.replica_choice
     if choice == EVEN:

@@ -70,6 +70,7 @@ def prepare(config: RunConfig) -> PreparedRun:
         max_tokens=output_len if isinstance(output_len, int) else None,
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=config.async_scheduling,
+        prefill_schedule_interval=config.prefill_schedule_interval,
     )
     return PreparedRun(model, trace, spec)
 

@@ -105,6 +105,7 @@ POOL = np.dtype(
         ("capture_s", np.float64),  # what recording signatures adds to a step
         ("n_steps", np.int64),  # records of STEP filled
         ("group_size", np.int64),  # engines that share experts and step together
+        ("prefill_interval", np.int64),  # prompts are computed in every so-manieth of their steps
         ("n_group_steps", np.int64),  # records of GROUP_STEP filled
     ],
     align=True,
@@ -120,6 +121,7 @@ WORKER = np.dtype(
         ("wake", np.float64),  # time of the boundary that is scheduled, s; negative: none
         ("step_due", np.bool_),  # the start of a step is scheduled
         ("ended", np.bool_),  # the last step completed a sequence
+        ("n_group_steps", np.int64),  # steps that the group has made, at its leader
         ("leader", np.int64),  # first engine of its group: holds the start of the group's step
         ("one_step", np.bool_),  # the next step was scheduled ahead, without who came since
         ("joined", np.int64),  # last sequences of the batch, new since the last step

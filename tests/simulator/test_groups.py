@@ -55,7 +55,7 @@ def growing(engine):
 
 
 def grouped_cluster(
-    seed, topology, size, per_engine, gpus_per_node, copy_per, n_redundant=0, **drawn
+    seed, topology, size, per_engine, gpus_per_node, copy_per, n_redundant=0, interval=1, **drawn
 ):
     """Return the arguments of a random cluster of groups of ``size`` engines."""
     engines = topology[0] * size, topology[1] * size
@@ -82,7 +82,7 @@ def grouped_cluster(
     }
     if engines[0] == 0:
         pools["prefill"] = pools["decode"]
-    arguments["spec"] = dataclasses.replace(spec, **pools)
+    arguments["spec"] = dataclasses.replace(spec, **pools, prefill_schedule_interval=interval)
     arguments["prompts"] = random_prompts(
         rng, arguments["workload"], N_TRACE, trace_layers, n_experts
     )
@@ -98,6 +98,7 @@ GROUPED = {
     "size": st.sampled_from([2, 3, 4]),
     "per_engine": st.sampled_from([1, 1, 2]),
     "gpus_per_node": st.sampled_from([1, 2, 4, 8]),
+    "interval": st.sampled_from([1, 1, 2, 5]),
     "n_redundant": st.sampled_from([0, 1, 4, 30]),
     "copy_per": st.sampled_from([ALL, EXPERT, RANK, NODE]),
     "prefix": st.sampled_from([0, 4, 7]),

@@ -53,6 +53,7 @@ class Worker:
         self.decided = False  # there has been a boundary since the last step
         self.due = False  # the start of a step is scheduled
         self.group = [self]  # the engines that step with it
+        self.group_steps = 0  # of its group, where it is the first
 
     # --- who waits ---
 
@@ -105,11 +106,15 @@ class Worker:
         self.end_sequences()
         if not (self.running() or self.arrived or self.preempted or self.new):
             self.queue_late()  # no step has been scheduled yet
+        defers = self.defers_prompts()
         if self.preempt():
-            self.fill()
+            if not defers:
+                self.fill()
             self.closed = self.has_step()  # nobody is admitted in this step if there is one
         if not self.closed:
-            self.admit()
+            self.admit(defers)
+        if defers and self.has_step():
+            self.closed = True  # there is a boundary before the next step
         if self.has_step():
             self.start_when_all_have_come()
         if self.late:
@@ -164,15 +169,23 @@ class Worker:
             victims += 1
         return victims > 0
 
-    def admit(self):
+    def defers_prompts(self):
+        """Whether it leaves prompts alone in this step of its group, which decodes meanwhile."""
+        interval = self.twin.spec.prefill_schedule_interval
+        if len(self.group) == 1 or not self.decoding:
+            return False
+        return self.group[0].group_steps % interval != 0
+
+    def admit(self, defers):
         """First who holds blocks already, then who lost them, then who is new.
 
         By priority, who lost them and who is new wait in one queue.
         """
-        self.fill()
+        if not defers:
+            self.fill()
         while self.arrived and self.is_open():
             self.admit_arrived(self.arrived.pop(0))
-        while (self.preempted or self.new) and self.is_open():
+        while not defers and (self.preempted or self.new) and self.is_open():
             queue, rule = self.preempted, self.admit_preempted
             both = self.preempted and self.new and self.twin.spec.preempt_by_key
             if not self.preempted or (both and place(self.new[0]) < place(self.preempted[0])):

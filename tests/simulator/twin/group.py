@@ -181,6 +181,7 @@ def group_step(twin, group):
     )
     active = sum(map(sum, counts))
     busiest = sum(map(max, counts))
+    group[0].group_steps += 1
     for worker, batch, chunked in busy:
         worker.move(batch, chunked, end, active, busiest)
     for worker in group:
