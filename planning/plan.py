@@ -248,6 +248,7 @@ def plan(
         raise InputError("max_gpus", str(max_gpus), "2 or more: one worker of each kind")
     if config.request_rate == math.inf:
         raise InputError("request_rate", "inf", "a finite rate")
+    _check_workers(config)
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {})
     candidates = [make_candidate(c, objective, max_gpus, tensor_parallel_sizes) for c in configs]
@@ -265,6 +266,17 @@ def plan(
     trials = [trial for result in results for trial in result.trials] + runs.together(larger)
     front = _front(trials, max_gpus)
     return Plan(asked, objective, rate, max_gpus, ranked, margin, front, savings, runs)
+
+
+def _check_workers(config: RunConfig) -> None:
+    """Raise InputError for workers that a plan cannot size: it searches one size for all."""
+    for role in ("prefill", "decode"):
+        if config.pool(role).parallelism.data_parallel_size > 1:
+            problem = "a plan does not search workers of several engines"
+            raise InputError("data_parallel_size", problem, "1, or run and what-if")
+        if getattr(config, role).tensor_parallel_size is not None:
+            problem = "a plan searches one size of all workers"
+            raise InputError(f"{role}.tensor_parallel_size", problem, "tensor_parallel_size")
 
 
 def _check_load(config: RunConfig, rate: float) -> None:

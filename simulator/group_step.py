@@ -295,20 +295,21 @@ def _flush(counting: Counting, home: int, n_planes: int) -> None:
     work, masks, leader = counting.work, counting.masks, counting.leader
     layers = work.pairs.shape[0]
     words = work.active.shape[1] // layers
+    by_home = counting.group.copy_per == EXPERT
     for layer in range(layers):
-        for r in range(counting.ranks):
-            pairs, weight = 0.0, 1.0
+        for k in range(layer * words, (layer + 1) * words):
+            weight = 1.0
             for plane in range(n_planes):
-                count = 0
-                for k in range(layer * words, (layer + 1) * words):
-                    held = work.planes[plane, k] & masks[leader, r, k]
-                    work.active[r, k] |= held
-                    count += popcount(held)  # type: ignore[call-arg]
-                pairs += weight * count
+                word = work.planes[plane, k]
+                if word != 0:
+                    for r in range(counting.ranks):
+                        held = word & masks[leader, r, k]
+                        work.active[r, k] |= held
+                        pairs = weight * popcount(held)  # type: ignore[call-arg]
+                        work.pairs[layer, r] += pairs
+                        if by_home:
+                            work.sent[layer, home, r] += pairs
                 weight *= 2.0
-            work.pairs[layer, r] += pairs
-            if counting.group.copy_per == EXPERT:
-                work.sent[layer, home, r] += pairs
     work.planes[:n_planes] = 0
 
 
@@ -344,6 +345,10 @@ def _count_row(
     by_rank = per in (RANK, NODE)
     layers = work.pairs.shape[0]
     words = work.active.shape[1] // layers
+    if not by_rank and replicas.multi.shape[0] == 0:
+        for k in range(width):
+            _add_word(work.planes, first + k, bits[row, k])
+        return
     for layer in range(first // words, (first + width) // words):
         if by_rank:
             work.reached[: counting.ranks] = False
@@ -356,12 +361,7 @@ def _count_row(
                 for r in range(counting.ranks):
                     if word & counting.masks[leader, r, k]:
                         work.reached[r] = True
-            plane = 0
-            while word != 0:
-                both = work.planes[plane, k] & word
-                work.planes[plane, k] ^= word
-                word = both
-                plane += 1
+            _add_word(work.planes, k, word)
             while many != 0:
                 bit = many & (~many + np.uint64(1))
                 many ^= bit
@@ -382,6 +382,17 @@ def _count_row(
                     if node != node_before:
                         work.sent_nodes[layer, home, node] += 1.0
                         node_before = node
+
+
+@compiled(inline="always")
+def _add_word(planes: Any, k: int, word: Any) -> None:
+    """Count the bits of a word in bit planes: carry-save addition."""
+    plane = 0
+    while word != 0:
+        both = planes[plane, k] & word
+        planes[plane, k] ^= word
+        word = both
+        plane += 1
 
 
 @compiled()

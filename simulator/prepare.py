@@ -49,6 +49,9 @@ def prepare(config: RunConfig) -> PreparedRun:
     trace = _fit_trace(config.trace, model)
     if config.colocated and config.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
+    sizes = [config.pool(role).parallelism.data_parallel_size for role in ("prefill", "decode")]
+    if max(sizes) > 1:
+        trace.require_prompts("the pairs of engines that share experts")
     decode = _engine(config, "decode", model)
     prefill = decode if config.colocated else _engine(config, "prefill", model)
     output_len = config.effective_output_len

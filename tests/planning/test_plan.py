@@ -513,3 +513,16 @@ def test_interrupt_leaves_nothing(analytic_cli, tmp_path, monkeypatch):
     code, _, err = analytic_cli("--request-rate", 20, "--out", tmp_path / "plan")
     assert (code, err.strip()) == (130, "Interrupted: nothing was written.")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "data_parallel_size: a plan"),
+        ({"decode": {"tensor_parallel_size": 2}}, "decode.tensor_parallel_size: a plan searches"),
+    ],
+)
+def test_workers_that_a_plan_cannot_size_are_refused(values, message):
+    objective = Objective(LEVEL)
+    with pytest.raises(InputError, match=message):
+        plan(make_config(values), objective, max_gpus=4)

@@ -13,6 +13,7 @@ from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
+from eldr_sim.traces.writer import write_trace
 
 GROUP = {
     "topology": "1P2D",
@@ -189,3 +190,15 @@ def test_redundant_experts_that_do_not_fit_are_refused():
     prepare(make_config(GROUP | values))
     with pytest.raises(InputError, match="H200 holds"):
         prepare(make_config(GROUP | values | {"num_redundant_experts": 16}))
+
+
+def test_decode_only_traces_are_refused(tmp_path):
+    rng, out = np.random.default_rng(0), tmp_path / "decoded"
+    write_trace(
+        out, experts=np.argsort(rng.random((8, 2, 128)), axis=-1)[..., :8], request_id=["a", "b"],
+        domain=["x", "x"], prompt_len=[3, 3], output_len=[4, 4], is_calibration=[True, False],
+        model="m", n_experts=128, domains=["x"], captured_by="test", source_data="drawn",
+        tool_versions={}, provenance="synthetic", prompt_rows=False,
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"trace: decoded is decode-only: .*share experts"):
+        prepare(make_config(GROUP | {"trace": str(out)}))
