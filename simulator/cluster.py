@@ -162,14 +162,14 @@ class Cluster:
     expert_masks
         The experts on each expert-parallel GPU of each worker, prefill workers first, see
         :func:`~eldr_sim.simulator.replay.rank_masks`; None where every worker has one such rank.
-    replicas
-        Experts with several instances, which ``expert_masks`` leave out; None where there are none.
     queue_keys
         What the queue order makes of each request, see `policies.queue_order`; None is first come,
         first served.
     prompts
         The rows of the prompts' tokens, see :func:`~eldr_sim.simulator.replay.prompt_rows`: what
         the steps that compute them activate. None expects uniform routing there.
+    replicas
+        Experts with several instances, which ``expert_masks`` leave out; None where there are none.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class Cluster:
         window: tuple[float, float],
         time_limit_s: float,
         expert_masks: NDArray[np.uint64] | None = None,
-        replicas: Replicas | None = None,
         prompts: PromptRows | None = None,
         queue_keys: NDArray[np.float64] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.spec = spec
         self.workload = workload

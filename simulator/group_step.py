@@ -166,6 +166,51 @@ def group_step(
         tokens_max, rows_max = max(tokens_max, tokens), max(rows_max, rows)
         _count_engine(engines, w, bits, prompts, scratch, counting)
 
+    shared = _shared_layers(group, work, ranks, computes)
+    own = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
+    own += cost.collectives_s[tokens_max]
+    parts = StepParts(
+        shared.moe_s, attention_max, cost.dense_s[tokens_max], cost.head_s[rows_max],
+        cost.collectives_s[tokens_max], cost.host_s, shared.dispatch_s, shared.combine_s,
+    )  # fmt: skip
+    end = start + (total_s(parts) + pool.capture_s)
+    workers[leader].n_group_steps += 1
+
+    row = group_logs[engines.pool_of[leader]][pool.n_group_steps]
+    pool.n_group_steps += 1
+    row.start, row.end, row.group = start, end, (leader - pool.first_worker) // size
+    row.moe_s, row.dispatch_s, row.combine_s = shared.moe_s, shared.dispatch_s, shared.combine_s
+    row.wait_s, row.n_busy = wait + n_busy * own, n_busy
+    copy_bytes = group.all_to_all.dispatch_bytes + group.all_to_all.combine_bytes
+    row.inside_bytes, row.between_bytes = copy_bytes * shared.inside, copy_bytes * shared.between
+    row.busiest_pairs, row.pairs = np.int64(shared.busiest_pairs), np.int64(shared.pairs)
+    for w in range(leader, leader + size):
+        n_chunks, _ = list_chunks(engines, w, scratch)
+        if workers[w].batch + workers[w].chunk_tokens > 0:
+            finish_step(
+                clock, events, engines, w, end, n_chunks, shared.active, shared.busiest, logs, gaps
+            )
+        else:
+            workers[w].next_start = end
+
+
+class SharedLayers(NamedTuple):
+    """What the MoE layers of a group's step take, summed over the layers."""
+
+    moe_s: float  #: of the slowest rank of each layer
+    dispatch_s: float
+    combine_s: float
+    inside: float  #: copies that the busiest rank sends or receives in its node
+    between: float  #: and between nodes
+    active: int  #: activated experts of all ranks
+    busiest: int  #: of the rank that has most
+    pairs: float  #: token-expert pairs of all ranks
+    busiest_pairs: float  #: of the rank that has most
+
+
+@compiled()
+def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: bool) -> Any:
+    """Return what the MoE layers take whose tokens have been counted; ``computes``: prompts."""
     moe = dispatched = combined = 0.0
     inside_sum, between_sum = 0.0, 0.0
     active, busiest, busiest_pairs, pairs_sum = 0, 0, 0.0, 0.0
@@ -191,29 +236,10 @@ def group_step(
         combined += combine_s(group.all_to_all, inside, between)
         inside_sum += inside
         between_sum += between
-    own = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
-    own += cost.collectives_s[tokens_max]
-    parts = StepParts(
-        moe, attention_max, cost.dense_s[tokens_max], cost.head_s[rows_max],
-        cost.collectives_s[tokens_max], cost.host_s, dispatched, combined,
+    return SharedLayers(
+        moe, dispatched, combined, inside_sum, between_sum, active, busiest, pairs_sum,
+        busiest_pairs,
     )  # fmt: skip
-    end = start + (total_s(parts) + pool.capture_s)
-    workers[leader].n_group_steps += 1
-
-    row = group_logs[engines.pool_of[leader]][pool.n_group_steps]
-    pool.n_group_steps += 1
-    row.start, row.end, row.group = start, end, (leader - pool.first_worker) // size
-    row.moe_s, row.dispatch_s, row.combine_s = moe, dispatched, combined
-    row.wait_s, row.n_busy = wait + n_busy * own, n_busy
-    copy_bytes = group.all_to_all.dispatch_bytes + group.all_to_all.combine_bytes
-    row.inside_bytes, row.between_bytes = copy_bytes * inside_sum, copy_bytes * between_sum
-    row.busiest_pairs, row.pairs = np.int64(busiest_pairs), np.int64(pairs_sum)
-    for w in range(leader, leader + size):
-        n_chunks, _ = list_chunks(engines, w, scratch)
-        if workers[w].batch + workers[w].chunk_tokens > 0:
-            finish_step(clock, events, engines, w, end, n_chunks, active, busiest, logs, gaps)
-        else:
-            workers[w].next_start = end
 
 
 @compiled()

@@ -29,11 +29,12 @@ from eldr_sim.policies.registry import (
 )
 from eldr_sim.policies.signature import LayerMask, Transform, score_of
 from eldr_sim.simulator.catalogue import HEADLINE, label
-from eldr_sim.simulator.cluster import Cluster, RunRecord
+from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.prepare import PreparedRun, prepare
 from eldr_sim.simulator.replay import (
+    Replay,
     make_replicas,
     prompt_rows,
     rank_masks,
@@ -164,43 +165,15 @@ def build_cluster(
     config: RunConfig, prepared: PreparedRun, workload: Workload, window: tuple[float, float]
 ) -> Cluster:
     """Put the cluster of a run together, policies fitted."""
-    trace, spec = prepared.trace, prepared.spec
+    trace, model, spec = prepared.trace, prepared.model, prepared.spec
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def calibration() -> CalibrationSet:
         return _calibration(trace, config.workload, mix, "count")
 
-    def artifact(
-        transform: Transform, layer_mask: LayerMask, clustering: Method
-    ) -> RoutingArtifact:
-        return _fit(
-            trace, config.workload, mix, spec.n_decode, config.seed, transform, layer_mask,
-            clustering,
-        )  # fmt: skip
-
-    model, step_time = prepared.model, prepared.step_time
-    replay = replay_of(
-        trace, model.top_k, step_time.n_moe_layers, workload.decode_request.astype(np.int64)
-    )
-
-    def future(request: int) -> NDArray[np.float64]:
-        window, offset, steps = (
-            int(column[request])
-            for column in (workload.decode_request, workload.replay_offset, workload.output_len)
-        )
-        return replay.activation(window, offset, steps, step_time.n_experts)
-
-    decode = decode_policy(
-        config.policy,
-        PolicyContext(
-            n_workers=spec.n_decode,
-            rng=stream(config.seed, "decode policy"),
-            calibration=calibration,
-            artifact=artifact,
-            step_times=step_time.cost,
-            future=future,
-        ),
-    )
+    windows = workload.decode_request.astype(np.int64)
+    replay = replay_of(trace, model.top_k, model.n_moe_layers, windows)
+    decode = _decode_policy(config, prepared, workload, replay, calibration)
     prefill = None
     if config.colocated:
         _check_colocated(config, decode)
@@ -213,23 +186,14 @@ def build_cluster(
                 prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
             ),
         )
-    prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
-    score: PromptScore = getattr(decode, "signature_score", "count")
-    if getattr(decode, "reads_signature", False):
-        if score == "count":
-            trace.require_prompts(f"the signatures of policy {config.policy!r}")
-        costs = getattr(decode, "parameters", None)
-        if not isinstance(costs, SignatureParameters):  # another package's, without own figures
-            costs = SignatureParameters()
-        spec = replace(
-            spec,
-            capture_s=costs.capture_overhead_ms / 1e3,
-            routing_s=costs.routing_overhead_ms / 1e3,
-        )
     order = queue_order(
         config.queue_order, PolicyContext(spec.n_decode, stream(config.seed, "queue order"))
     )
-    spec = replace(spec, preempt_by_key=getattr(order, "preempts", False))
+    prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
+    score: PromptScore = getattr(decode, "signature_score", "count")
+    if getattr(decode, "reads_signature", False) and score == "count":
+        trace.require_prompts(f"the signatures of policy {config.policy!r}")
+    spec = replace(_with_signatures(spec, decode), preempt_by_key=getattr(order, "preempts", False))
     placements = _placements(config, prepared, getattr(decode, "artifact", None), calibration)
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
@@ -252,6 +216,56 @@ def build_cluster(
         else make_replicas(placements, model.n_experts, model.n_moe_layers),
         prompts=prompt_rows(trace, workload) if trace.has_prompts else None,
         queue_keys=_queue_keys(order, workload),
+    )
+
+
+def _decode_policy(
+    config: RunConfig,
+    prepared: PreparedRun,
+    workload: Workload,
+    replay: Replay,
+    calibration: Callable[[], CalibrationSet],
+) -> DecodePolicy:
+    """Build the decode policy, and fit it if it needs a fit."""
+    trace, step_time, n_engines = prepared.trace, prepared.step_time, prepared.spec.n_decode
+    mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
+
+    def artifact(
+        transform: Transform, layer_mask: LayerMask, clustering: Method
+    ) -> RoutingArtifact:
+        return _fit(
+            trace, config.workload, mix, n_engines, config.seed, transform, layer_mask, clustering
+        )
+
+    def future(request: int) -> NDArray[np.float64]:
+        window, offset, steps = (
+            int(column[request])
+            for column in (workload.decode_request, workload.replay_offset, workload.output_len)
+        )
+        return replay.activation(window, offset, steps, step_time.n_experts)
+
+    return decode_policy(
+        config.policy,
+        PolicyContext(
+            n_workers=n_engines,
+            rng=stream(config.seed, "decode policy"),
+            calibration=calibration,
+            artifact=artifact,
+            step_times=step_time.cost,
+            future=future,
+        ),
+    )
+
+
+def _with_signatures(spec: ClusterSpec, decode: DecodePolicy) -> ClusterSpec:
+    """Return the cluster with what signatures cost, if its decode policy reads them."""
+    if not getattr(decode, "reads_signature", False):
+        return spec
+    costs = getattr(decode, "parameters", None)
+    if not isinstance(costs, SignatureParameters):  # another package's, without own figures
+        costs = SignatureParameters()
+    return replace(
+        spec, capture_s=costs.capture_overhead_ms / 1e3, routing_s=costs.routing_overhead_ms / 1e3
     )
 
 

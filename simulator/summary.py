@@ -109,6 +109,34 @@ def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
     }
 
 
+def _trace(
+    config: RunConfig, prepared: PreparedRun, workload: Workload, copies: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the requests' experts come from."""
+    model, trace = prepared.model, prepared.trace
+    tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
+    return {
+        "name": Path(config.trace).name,
+        "model": trace.manifest.model,
+        "provenance": trace.manifest.provenance,
+        "checksum": trace.manifest.checksum,
+        "layers": f"{trace.manifest.n_layers} recorded layers"
+        + (
+            ""
+            if trace.kept_top_k is None
+            else f", the first {trace.top_k} of {trace.manifest.top_k} experts a token,"
+        )
+        + (
+            ""
+            if tiles == 1
+            else f" tiled over {model.n_moe_layers}, each tile rotated by another part of "
+            "the request"
+        ),
+        **workload.description,
+        **copies,
+    }
+
+
 def summary_of(
     config: RunConfig, prepared: PreparedRun, workload: Workload, record: RunRecord
 ) -> dict[str, Any]:
@@ -129,7 +157,6 @@ def summary_of(
         ),
         "attention_tokens": int((steps["context"] > step_time.attention_tokens_max).sum()),
     }
-    tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
     copies = copies_met(trace, workload, record, steps)
     gpu, provenance = _gpus(prepared), _provenance(prepared)
     warnings = [
@@ -170,25 +197,6 @@ def summary_of(
         "lookups_outside_tables": outside,
         "latency_warnings": list(dict.fromkeys(warnings)),
         "prompt_experts": "recorded" if trace.has_prompts else "uniform",
-        "trace": {
-            "name": Path(config.trace).name,
-            "model": trace.manifest.model,
-            "provenance": trace.manifest.provenance,
-            "checksum": trace.manifest.checksum,
-            "layers": f"{trace.manifest.n_layers} recorded layers"
-            + (
-                ""
-                if trace.kept_top_k is None
-                else f", the first {trace.top_k} of {trace.manifest.top_k} experts a token,"
-            )
-            + (
-                ""
-                if tiles == 1
-                else f" tiled over {model.n_moe_layers}, each tile rotated by another part of "
-                "the request"
-            ),
-            **workload.description,
-            **copies,
-        },
+        "trace": _trace(config, prepared, workload, copies),
         "trace_warnings": trace_warnings(trace, copies, config.trace_replay),
     }
