@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.kernel_profiles.all_to_all import AllToAllCost
+from eldr_sim.kernel_profiles.all_to_all_cost import combine_s, dispatch_s
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import RankMoE
 from eldr_sim.policies.placement import Placement
@@ -22,7 +23,7 @@ from ..random_rows import random_prompts
 from .random_clusters import N_TRACE, policies_of, random_cluster
 from .test_engine import assert_same
 from .twin.cluster import Twin
-from .twin.group import rank_seconds
+from .twin.group import Traffic, rank_seconds
 
 SUMS = (
     "start", "end", "moe_s", "dispatch_s", "combine_s", "wait_s", "inside_bytes", "between_bytes",
@@ -240,3 +241,67 @@ def test_a_ranks_time_grows_with_pairs_and_experts():
         )
         assert (np.diff(seconds, axis=0) >= 0).all()
         assert (np.diff(seconds, axis=1) >= 0).all()
+
+
+class Renamed:
+    """Joins the shortest queue of engines that go by other numbers."""
+
+    name = "renamed"
+
+    def __init__(self, number_of):
+        self.number_of = np.array(number_of)
+
+    def select(self, request, workers):
+        return int(self.number_of[np.argmin(workers.loads[self.number_of])])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_engines_of_a_node_may_change_places(seed):
+    """Where every token goes to every rank, all that matters is who is together."""
+    arguments = grouped_cluster(
+        seed, (0, 1), 4, 1, 8, ALL, prefix=0, async_scheduling=True, slow_transfers=False
+    )
+    known = {name: value for name, value in arguments.items() if name != "placements"}
+    runs = []
+    for number_of in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        cluster = Cluster(
+            **known, prefill_policy=None, decode_policy=Renamed(number_of),
+            signatures=lambda ranges: (0, None),
+        )  # fmt: skip
+        runs.append(cluster.run())
+    one, other = runs
+    assert one.outcomes() == other.outcomes()
+    np.testing.assert_allclose(one.requests["finish_s"], other.requests["finish_s"], rtol=1e-12)
+    for name in ("pairs", "busiest_pairs", "n_busy"):
+        assert one.decode_group_steps[name].tolist() == other.decode_group_steps[name].tolist()
+
+
+@pytest.mark.parametrize("copy_per", [ALL, EXPERT, RANK, NODE])
+def test_more_tokens_never_shorten_a_step(copy_per):
+    """Token after token, by the rules of the twin, which the engine follows."""
+    before, grew = 0.0, 0
+    for n in range(1, 9):
+        arguments = grouped_cluster(
+            3, (0, 1), 4, 1, 2, copy_per, prefix=0, async_scheduling=False, slow_transfers=False
+        )
+        group = arguments["spec"].decode.group
+        rng = np.random.default_rng(0)
+        pairs = np.zeros(4, int)
+        traffic = Traffic(4, 2, ("all", "expert", "rank", "node")[copy_per])
+        activated = [set() for _ in range(4)]
+        for token in range(n):
+            ranks = rng.integers(4, size=5).tolist()
+            for expert, rank in enumerate(ranks):
+                pairs[rank] += 1
+                activated[rank].add((rank, expert))
+            traffic.token(token % 4, ranks)
+        inside, between = traffic.busiest()
+        seconds = max(
+            rank_seconds(group.moe, p, len(a), False) for p, a in zip(pairs, activated, strict=True)
+        )
+        seconds += dispatch_s(group.all_to_all, inside, between)
+        seconds += combine_s(group.all_to_all, inside, between)
+        assert seconds >= before - 1e-15
+        grew += seconds > before
+        before = seconds
+    assert grew > 3
