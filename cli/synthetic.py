@@ -14,8 +14,8 @@ from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, open_trace
-from eldr_sim.traces.synthetic.fit import fit_routing_model
 from eldr_sim.traces.synthetic.model import RoutingModel
+from eldr_sim.traces.synthetic.model_fit import fit_routing_model
 from eldr_sim.traces.synthetic.presets import PRESETS, preset_model
 from eldr_sim.traces.synthetic.synthesize import synthesize as write_synthetic
 from eldr_sim.traces.synthetic.synthesize import synthesize_like

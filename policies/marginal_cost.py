@@ -48,12 +48,12 @@ _REMEMBERED = 1024
 class _Books(NamedTuple):
     """What is on each of K workers, for the compiled decision."""
 
-    unions: tuple[Floats, Floats, Floats]  #: log_idle, idle, distinct of `ExpertUnions`
+    unions: tuple[Floats, Floats, Floats]  #: log_idle, idle, activated of `ExpertUnions`
     prompt_tokens: NDArray[np.int64]  #: ``[K]``
     cost: Floats  #: ``[K]``: what its requests cost now, s^2,
     cost_load: NDArray[np.int64]  #: ``[K]``: at this load; -1: not known
     growth: Floats  #: ``[K]``: what the request at hand would add, s^2
-    distinct: Floats  #: ``[L]``: working memory
+    activated: Floats  #: ``[L]``: working memory
 
 
 class _Greedy:
@@ -71,7 +71,7 @@ class _Greedy:
         self._step_times = step_times
         self._unions = ExpertUnions(n_workers, n_layers, step_times.n_experts)
         self._books = _Books(
-            (self._unions.log_idle, self._unions.idle, self._unions.distinct),
+            (self._unions.log_idle, self._unions.idle, self._unions.activated),
             np.zeros(n_workers, np.int64),
             np.zeros(n_workers),
             np.full(n_workers, -1),
@@ -199,7 +199,7 @@ def _usage(activation: Floats) -> _Usage:
 
 
 @njit()
-def expected_step_s(step_times: StepCost, load: int, context: int, distinct: Any) -> float:
+def expected_step_s(step_times: StepCost, load: int, context: int, activated: Any) -> float:
     """Return the expected time of a worker's decode step, s.
 
     Where a worker spreads its experts over several GPUs, each is taken to hold an equal share of
@@ -213,7 +213,7 @@ def expected_step_s(step_times: StepCost, load: int, context: int, distinct: Any
     load, context
         Requests on the worker, and their tokens of context, summed; without requests no time
         passes.
-    distinct
+    activated
         Shape [L]: expected activated experts; the layers stand for all MoE layers of the model in
         equal parts.
     """
@@ -230,7 +230,7 @@ def expected_step_s(step_times: StepCost, load: int, context: int, distinct: Any
         _NO_CHUNKS,
         0,
         batch,
-        distinct if share == 1.0 else distinct * share,
+        activated if share == 1.0 else activated * share,
         False,
     )
     return float(total_s(parts) * max(1.0, load / places))
@@ -265,7 +265,7 @@ def place(
     first
         The worker that is preferred among equals; then those behind it.
     """
-    n_workers, (log_idle, idle, distinct) = loads.shape[0], books.unions
+    n_workers, (log_idle, idle, activated) = loads.shape[0], books.unions
     best, least = -1, 0.0
     for i in range(n_workers):
         w = (first + i) % n_workers
@@ -273,19 +273,19 @@ def place(
             continue
         load, context = loads[w], books.prompt_tokens[w]
         if books.cost_load[w] != load:
-            now = expected_step_s(step_times, load, context, distinct[w])
+            now = expected_step_s(step_times, load, context, activated[w])
             books.cost[w], books.cost_load[w] = load * now**2, load
-        growth(idle, w, activation, books.distinct)
-        for layer in range(books.distinct.shape[0]):
-            books.distinct[layer] += distinct[w, layer]
-        then = expected_step_s(step_times, load + 1, context + prompt_len, books.distinct)
+        growth(idle, w, activation, books.activated)
+        for layer in range(books.activated.shape[0]):
+            books.activated[layer] += activated[w, layer]
+        then = expected_step_s(step_times, load + 1, context + prompt_len, books.activated)
         books.growth[w] = (load + 1) * then**2 - books.cost[w]
         rounded = np.rint(books.growth[w] * 1e12)
         if best < 0 or rounded < least:
             best, least = w, rounded
     if best < 0:
         return best
-    shift(log_idle, idle, distinct, best, log, 1.0)
+    shift(log_idle, idle, activated, best, log, 1.0)
     books.prompt_tokens[best] += prompt_len
     books.cost_load[best] = -1
     return best

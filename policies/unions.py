@@ -2,7 +2,7 @@
 
 Request ``r`` selects expert ``e`` of layer ``l`` in a step with probability ``p_r(l, e)``. Taking
 the requests of a worker as independent, the expert stays idle with probability ``prod (1 - p_r)``,
-so the layer activates ``D(l) = sum_e (1 - prod_r (1 - p_r(l, e)))`` distinct experts on average,
+so the layer activates ``D(l) = sum_e (1 - prod_r (1 - p_r(l, e)))`` experts on average,
 and one more request ``q`` adds ``sum_e p_q(l, e) prod_r (1 - p_r(l, e))``.
 
 Probabilities are multiples of 2^-12, their logarithms and the products of 2^-20. Sums of such
@@ -44,29 +44,29 @@ class ExpertUnions:
         Shape [K, L, E]: logarithm of ``idle``, the sum over the worker's requests.
     idle
         Shape [K, L, E]: probability that no request of the worker selects the expert in a step.
-    distinct
-        Shape [K, L]: expected distinct experts a step, ``sum_e (1 - idle)``.
+    activated
+        Shape [K, L]: expected activated experts a step, ``sum_e (1 - idle)``.
     """
 
     def __init__(self, n_workers: int, n_layers: int, n_experts: int) -> None:
         self.log_idle = np.zeros((n_workers, n_layers, n_experts))
         self.idle = np.ones_like(self.log_idle)
-        self.distinct = np.zeros((n_workers, n_layers))
+        self.activated = np.zeros((n_workers, n_layers))
 
     def add(self, worker: int, log_idle: NDArray[np.float32]) -> None:
         """Add a request, given by :func:`log_idle`, to a worker."""
-        shift(self.log_idle, self.idle, self.distinct, worker, log_idle, 1.0)
+        shift(self.log_idle, self.idle, self.activated, worker, log_idle, 1.0)
 
     def remove(self, worker: int, log_idle: NDArray[np.float32]) -> None:
         """Take a request that was added from its worker."""
-        shift(self.log_idle, self.idle, self.distinct, worker, log_idle, -1.0)
+        shift(self.log_idle, self.idle, self.activated, worker, log_idle, -1.0)
 
     def growth(self, activation: Floats) -> Floats:
-        """Return the distinct experts, shape [K, L], that a request would add to each worker.
+        """Return the activated experts, shape [K, L], that a request would add to each worker.
 
         ``activation`` has shape [L, E] and comes from :func:`on_grid`.
         """
-        added = np.empty_like(self.distinct)
+        added = np.empty_like(self.activated)
         for worker in range(len(added)):
             growth(self.idle, worker, activation, added[worker])
         return added
@@ -83,7 +83,7 @@ def log_idle(activation: Floats) -> NDArray[np.float32]:
 # Reassociation lets the sums run in vector registers; on this grid the order changes no bit.
 @njit(fastmath={"reassoc"})
 def growth(idle: Any, worker: int, activation: Any, added: Any) -> None:
-    """Write the distinct experts that a request would add to a worker to ``added``, shape [L]."""
+    """Write the activated experts that a request would add to a worker to ``added``, shape [L]."""
     for layer in range(idle.shape[1]):
         total = 0.0
         for e in range(idle.shape[2]):
@@ -92,14 +92,14 @@ def growth(idle: Any, worker: int, activation: Any, added: Any) -> None:
 
 
 @njit()
-def shift(log_idle: Any, idle: Any, distinct: Any, worker: int, log: Any, sign: float) -> None:
+def shift(log_idle: Any, idle: Any, activated: Any, worker: int, log: Any, sign: float) -> None:
     """Add a request to a worker, or take it away with ``sign`` -1; see `ExpertUnions`."""
     for layer in range(idle.shape[1]):
         for e in range(idle.shape[2]):
             total = log_idle[worker, layer, e] + sign * log[layer, e]
             log_idle[worker, layer, e] = total
             idle[worker, layer, e] = np.rint(_exp(total) * _LOG_GRID) * (1.0 / _LOG_GRID)
-        distinct[worker, layer] = _complement(idle[worker, layer])
+        activated[worker, layer] = _complement(idle[worker, layer])
 
 
 @njit()

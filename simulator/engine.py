@@ -286,7 +286,7 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
     worker, sequences = engines.workers[w], engines.sequences
     kept = 0
     for i in range(worker.batch):
-        if sequences[w, i].left == 0:
+        if sequences[w, i].tokens_left == 0:
             request = sequences[w, i].request
             record = engines.requests[request]
             record.finish_s = clock[0].now
@@ -320,7 +320,7 @@ def _preempt(clock: Any, engines: Engines, w: int) -> None:
             release(engines.kv, engines.tables, engines.workers, w, pool, request)
         else:
             worker.batch -= 1
-            record.generated = record.output_len - sequences[w, victim].left
+            record.generated = record.output_len - sequences[w, victim].tokens_left
             record.last_token_s = clock[0].now
             context = record.prompt_len - 1 + record.generated
             worker.context -= context
@@ -461,7 +461,7 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.row = record.window_row + (record.window_offset + record.generated) % record.window_len
     sequence.row_end = record.window_row + record.window_len
     sequence.row_span = record.window_len
-    sequence.left = record.output_len - record.generated
+    sequence.tokens_left = record.output_len - record.generated
     table = engines.tables[request, engines.pool_of[w]]
     sequence.free_slots = (table.listed + table.private) * engines.settings[0].block_size - context
     sequence.computed = computed

@@ -167,8 +167,8 @@ def group_step(
         _count_engine(engines, w, bits, prompts, scratch, counting)
 
     shared = _shared_layers(group, work, ranks, computes)
-    own = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
-    own += cost.collectives_s[tokens_max]
+    slowest = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
+    slowest += cost.collectives_s[tokens_max]
     parts = StepParts(
         shared.moe_s, attention_max, cost.dense_s[tokens_max], cost.head_s[rows_max],
         cost.collectives_s[tokens_max], cost.host_s, shared.dispatch_s, shared.combine_s,
@@ -180,7 +180,7 @@ def group_step(
     pool.n_group_steps += 1
     row.start, row.end, row.group = start, end, (leader - pool.first_worker) // size
     row.moe_s, row.dispatch_s, row.combine_s = shared.moe_s, shared.dispatch_s, shared.combine_s
-    row.wait_s, row.n_busy = wait + n_busy * own, n_busy
+    row.wait_s, row.n_busy = wait + n_busy * slowest, n_busy
     copy_bytes = group.all_to_all.dispatch_bytes + group.all_to_all.combine_bytes
     row.inside_bytes, row.between_bytes = copy_bytes * shared.inside, copy_bytes * shared.between
     row.busiest_pairs, row.pairs = np.int64(shared.busiest_pairs), np.int64(shared.pairs)

@@ -166,7 +166,7 @@ SEQUENCE = np.dtype(
         ("row", np.int64),  # bit-set row of the token that the next step feeds
         ("row_end", np.int64),  # one past the last row of the replay window
         ("row_span", np.int64),  # length of the window: at row_end, go back by it
-        ("left", np.int64),  # output tokens still to generate
+        ("tokens_left", np.int64),  # output tokens still to generate
         ("free_slots", np.int64),  # tokens that fit into the blocks already held
         ("computed", np.int64),  # tokens of its context that are in the KV cache
         ("todo", np.int64),  # tokens of its context still to compute

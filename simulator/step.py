@@ -113,8 +113,8 @@ def finish_step(
         if sequence.free_slots == 0:
             sequence.free_slots = engines.settings[0].block_size
         sequence.free_slots -= 1
-        sequence.left -= 1
-        if sequence.left == 0:
+        sequence.tokens_left -= 1
+        if sequence.tokens_left == 0:
             ended = True
         sequence.row += 1
         if sequence.row == sequence.row_end:

@@ -29,8 +29,8 @@ from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.statistics import BATCH_SIZES, TraceStatistics, trace_statistics
 from eldr_sim.traces.structure import nearest_neighbour_accuracy, next_layer_entropy
-from eldr_sim.traces.synthetic.fit import requests_of
 from eldr_sim.traces.synthetic.model import BLOCK
+from eldr_sim.traces.synthetic.model_fit import requests_of
 from eldr_sim.traces.synthetic.moments import LAGS, information, measure
 
 __all__ = ["TwinStatistic", "compare_with_twin", "twin_report"]

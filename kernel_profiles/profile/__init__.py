@@ -9,9 +9,11 @@ Modules, from plan to answer:
 - ``triton_kernels``, ``triton_moe``: the fused MoE layer in Triton.
 - ``moe``: MoE layers to time: Triton, torch (CPU), vLLM's ``fused_experts``.
 - ``attention``, ``dense``, ``collectives``, ``nixl_transfer``, ``host_gap``: the other kernels.
-- ``plan``, ``session``: what to measure in which order, within a budget; resumed by its journal.
-- ``fit``, ``compare``, ``plots``: forms fitted with held-out errors, differences, pictures.
+- ``measurement_plan``, ``session``: what to measure in which order, within a budget; resumed by its
+  journal.
+- ``table_fit``, ``table_comparison``, ``plots``: forms fitted with held-out errors, differences,
+  pictures.
 
-torch, Triton and NIXL are imported where they are needed: ``grid``, ``fit``, ``compare`` and
-``plots`` work without them.
+torch, Triton and NIXL are imported where they are needed: ``grid``, ``table_fit``,
+``table_comparison`` and ``plots`` work without them.
 """

@@ -33,8 +33,7 @@ from eldr_sim.kernel_profiles.kernel_latency import (
     PrefillAttention,
 )
 from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
-from eldr_sim.kernel_profiles.profile import fit
-from eldr_sim.kernel_profiles.profile.compare import Difference, differences
+from eldr_sim.kernel_profiles.profile import table_fit
 from eldr_sim.kernel_profiles.profile.device import (
     Device,
     copy_bandwidth,
@@ -51,6 +50,7 @@ from eldr_sim.kernel_profiles.profile.measurement_plan import (
     make_plan,
 )
 from eldr_sim.kernel_profiles.profile.records import HOT, MAIN, Record, tables_of
+from eldr_sim.kernel_profiles.profile.table_comparison import Difference, differences
 from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
 from eldr_sim.outputs import whole_file
 
@@ -317,7 +317,7 @@ def write(
             incomplete[str(Path(folder) / name)] = reason
             continue
         if table.metadata.kind == "moe" and folder != HOT:
-            fits[str(Path(folder) / name)] = report = fit.moe_report(table)
+            fits[str(Path(folder) / name)] = report = table_fit.moe_report(table)
             table_errors = {**report["grid"], **_linear_errors(report)}
             table = LatencyTable(
                 table.metadata.model_copy(update={"fit_error": table_errors}), table.columns
@@ -341,10 +341,10 @@ def write(
         "skipped": dict(skipped),
         "incomplete_tables": incomplete,
         "moe_fits": fits,
-        "effects": fit.effects(by_folder),
-        "moe_bandwidth": fit.bandwidth_report(by_folder.get(MAIN, []), bandwidth),
-        "attention_chunks": fit.chunk_report(by_folder.get(MAIN, [])),
-        "kv_transfer": fit.transfer_report(by_folder.get(MAIN, [])),
+        "effects": table_fit.effects(by_folder),
+        "moe_bandwidth": table_fit.bandwidth_report(by_folder.get(MAIN, []), bandwidth),
+        "attention_chunks": table_fit.chunk_report(by_folder.get(MAIN, [])),
+        "kv_transfer": table_fit.transfer_report(by_folder.get(MAIN, [])),
         "notes": {task: o.note for task, o in journal.outcomes.items() if o.note},
         "differences_over_10_percent": [asdict(d) for d in found if abs(d.ratio - 1) > 0.1],
         "points_compared": len(found),

@@ -257,7 +257,7 @@ def test_residents_are_the_loads_and_leave_nothing_behind(run_to_rest, policy, d
     greedy = decode._greedy
     assert not greedy._resident
     assert (greedy._unions.idle == 1.0).all()
-    assert (greedy._unions.distinct == 0.0).all()
+    assert (greedy._unions.activated == 0.0).all()
     assert (greedy._books.prompt_tokens == 0).all()
 
 

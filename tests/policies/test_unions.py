@@ -22,7 +22,7 @@ def test_expectation_over_every_outcome():
     unions = ExpertUnions(2, 1, n_experts)
     for activation in p[:-1]:
         unions.add(1, log_idle(activation))
-    np.testing.assert_allclose(unions.distinct[1], before, atol=1e-5)
+    np.testing.assert_allclose(unions.activated[1], before, atol=1e-5)
     np.testing.assert_allclose(unions.growth(p[-1])[1], after - before, atol=1e-5)
     # An empty worker gains all that the request selects.
     np.testing.assert_allclose(unions.growth(p[-1])[0], p[-1].sum(), atol=1e-12)
@@ -41,7 +41,7 @@ def test_expectation_over_drawn_top_k_sets():
     for activation in chosen.mean(axis=0):
         unions.add(0, log_idle(on_grid(activation[None])))
     error = union.std() / np.sqrt(draws)
-    assert abs(unions.distinct[0, 0] - union.mean()) < 5 * error + n_experts * 2**-12
+    assert abs(unions.activated[0, 0] - union.mean()) < 5 * error + n_experts * 2**-12
 
 
 def test_an_expert_of_every_step_stays_finite():
@@ -49,7 +49,7 @@ def test_an_expert_of_every_step_stays_finite():
     unions = ExpertUnions(1, 1, 4)
     for _ in range(300):
         unions.add(0, log_idle(always))
-    assert unions.distinct[0, 0] == 4.0
+    assert unions.activated[0, 0] == 4.0
     assert unions.growth(always)[0, 0] == 0.0
     for _ in range(300):
         unions.remove(0, log_idle(always))
@@ -74,8 +74,8 @@ def test_state_depends_on_who_is_there_and_not_on_who_was(seed, n):
         worker, index = resident[position]
         fresh.add(worker, known[index])
     assert (unions.idle == fresh.idle).all()
-    assert (unions.distinct == fresh.distinct).all()
+    assert (unions.activated == fresh.activated).all()
     for worker, index in resident:
         unions.remove(worker, known[index])
     assert (unions.idle == 1.0).all()
-    assert (unions.distinct == 0.0).all()
+    assert (unions.activated == 0.0).all()

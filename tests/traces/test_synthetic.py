@@ -9,9 +9,9 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.statistics import expected_distinct
-from eldr_sim.traces.synthetic import fit as fitting
-from eldr_sim.traces.synthetic.fit import fit_routing_model, requests_of
+from eldr_sim.traces.synthetic import model_fit as fitting
 from eldr_sim.traces.synthetic.model import CLASSES, RoutingModel
+from eldr_sim.traces.synthetic.model_fit import fit_routing_model, requests_of
 from eldr_sim.traces.synthetic.moments import Requests, information, measure
 from eldr_sim.traces.synthetic.presets import PRESETS, Parameters, preset_model, random_model
 from eldr_sim.traces.synthetic.sampler import sample_experts

@@ -9,7 +9,7 @@ import numpy as np
 
 from eldr_sim.kernel_profiles.kernel_latency import DecodeAttention, GemmLatency
 from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
-from eldr_sim.kernel_profiles.profile.fit import expert_bytes
+from eldr_sim.kernel_profiles.profile.table_fit import expert_bytes
 from eldr_sim.kernel_profiles.tables import (
     LatencyTable,
     TableMetadata,
