@@ -29,7 +29,7 @@ from eldr_sim.validation.silicon import (
     silicon_errors,
     worst_rows,
 )
-from eldr_sim.validation.silicon_rows import MEASURED_MODELS, read_rows, uncovered_rows
+from eldr_sim.validation.silicon_rows import GPUS, MEASURED_MODELS, read_rows, uncovered_rows
 
 
 @click.group(short_help="Compare the simulator with measured runs.")
@@ -48,34 +48,50 @@ def validate() -> None:
 @click.option(
     "--gpu",
     multiple=True,
-    type=click.Choice(["H100", "H200", "B200"]),
-    default=("H100", "H200"),
-    show_default=True,
-    help="Cards whose rows are predicted; repeat for more.",
+    type=click.Choice(sorted(GPUS.values())),
+    help="Cards whose rows are predicted; repeat for more. H100 and H200, or all where a model has "
+    "no rows of these.",
 )
 @click.option(
     "--moe-kernel",
     type=click.Choice(["marlin", "oldest", "newest"]),
-    help="MoE kernel: the one closest to what the runs used (default; GPT-OSS on H100 and H200: "
-    "marlin, derived; other models: oldest table), or the newest table.",
+    help="MoE kernel: the oldest or the newest table, or marlin, derived. By default GPT-OSS takes "
+    "marlin, Kimi-K2.5 (INT4) and DeepSeek-R1 the newest, the others the oldest.",
 )
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write tables here.")
 @click.option("--force", is_flag=True, help="Replace the report in --out.")
 def silicon(
     model: str, gpu: tuple[str, ...], moe_kernel: str | None, out: Path | None, force: bool
 ) -> None:
-    """Predict TTFT and TPOT of published runs on vLLM.
+    """Predict TTFT and TPOT of published runs, on vLLM (DeepSeek-R1: on SGLang).
 
-    The runs come with `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on them.
+    Co-located workers, with data-parallel attention too, and prefill and decode pools. The runs
+    come with `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on them.
     """
     check_out(out, force)
     target = MEASURED_MODELS[model]
     moe_kernel = moe_kernel or target.moe_kernels[0]
-    rows = [row for row in read_rows(target=target) if row.case.gpu in gpu]
+    every = read_rows(target=target)
+    wanted = gpu or ("H100", "H200")
+    rows = [row for row in every if row.case.gpu in wanted]
+    if gpu and not rows:
+        allowed = ", ".join(sorted({row.case.gpu for row in every}))
+        raise InputError("gpu", f"no row of {model} on {', '.join(gpu)}", allowed)
+    rows = rows or every
     with progress_bar("silicon") as update:
         table = predict_rows(rows, target=target, moe_kernel=moe_kernel, progress=update)
     found = silicon_errors(table)
-    columns = ["rows", "metric", "n", "ours", "bias", "all n", "all rows", "AIConfigurator"]
+    columns = [
+        "rows",
+        "metric",
+        "n",
+        "ours",
+        "bias",
+        "signed median",
+        "all n",
+        "all rows",
+        "AIConfigurator",
+    ]
     others = AICONFIGURATOR.get(model, {})
     cells = [_error(error, others) for error in found]
     print_table("Absolute error, %: median | 90th percentile", columns, cells)
@@ -114,6 +130,7 @@ def _error(error: Errors, others: dict[str, dict[str, tuple[float, float]]]) -> 
         str(error.rows),
         f"{error.median:.1f} | {error.p90:.1f}",
         f"{error.bias:+.1f}",
+        f"{error.middle:+.1f}",
         str(error.all_rows),
         f"{error.all_median:.1f} | {error.all_p90:.1f}",
         "" if other is None else f"{other[0]} | {other[1]}",

@@ -18,10 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eldr_sim.errors import InputError
 
-WeightDtype = Literal["bfloat16", "fp8", "fp8_block", "mxfp4", "int4"]
+WeightDtype = Literal["bfloat16", "fp8", "fp8_block", "mxfp4", "int4", "nvfp4"]
 FP8_BLOCK = 128
 """FP8 block scaling: one fp32 scale per 128 x 128 weights."""
 _MXFP4_GROUP = 32  # MXFP4: one scale byte per 32 weights
+_NVFP4_GROUP = 16  # NVFP4: one FP8 scale per 16 weights
 _INT4_GROUP = 32  # INT4 of compressed-tensors: one bfloat16 scale per 32 weights
 _FAMILIES = (  # model_type of the Hugging Face architectures whose layers are described here
     "deepseek_v2",
@@ -273,6 +274,8 @@ class ModelDims(BaseModel):
             return weights // 2 + weights // _MXFP4_GROUP + bias
         if self.expert_dtype == "int4":
             return weights // 2 + 2 * weights // _INT4_GROUP + bias
+        if self.expert_dtype == "nvfp4":
+            return weights // 2 + weights // _NVFP4_GROUP + bias
         if self.expert_dtype == "fp8":
             return weights + bias
         if self.expert_dtype == "fp8_block":
@@ -508,6 +511,11 @@ def _dtypes(quantization: dict[str, Any]) -> dict[str, str]:
     int4 = [w.get("num_bits") == 4 and w.get("type") == "int" for w in weights]
     if method == "compressed-tensors" and int4 and all(int4):  # as Kimi-K2.5: experts alone
         return {"expert_dtype": "int4"}
+    if method == "modelopt" and quantization.get("quant_algo") == "NVFP4":
+        # NVIDIA's checkpoints keep attention in bfloat16; dense and shared MLPs are taken so, too.
+        return {"expert_dtype": "nvfp4"}
     raise InputError(
-        "model", f"quantization {method!r} is not modelled", "none, fp8, mxfp4, INT4 experts"
+        "model",
+        f"quantization {method!r} is not modelled",
+        "none, fp8, mxfp4, INT4 or NVFP4 experts",
     )

@@ -97,6 +97,7 @@ MOE_DTYPES = {
     "fp8_block": "fp8_block",
     "mxfp4": "w4a16_mxfp4",
     "int4": "int4_wo",
+    "nvfp4": "nvfp4",
 }
 """Storage of a model's experts, and the ``dtype`` of the MoE tables that serve it."""
 

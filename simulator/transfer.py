@@ -83,13 +83,14 @@ class TransferModel:
     ) -> TransferModel:
         """Return the model of one decode GPU's transfer over NICs of these line rates, bytes/s.
 
-        The GPUs that pull share the NICs of those that send.
+        The GPUs that pull share the NICs of those that send; what else limits a transfer limits
+        each of them.
         """
         pull = pull or Pull()
         return replace(
             self,
             descriptor_s=self.descriptor_s * pull.sources,
-            bandwidth=min(self.bandwidth, egress_nic) * pull.senders / pull.receivers,
+            bandwidth=min(self.bandwidth, egress_nic * pull.senders / pull.receivers),
             ingress_bandwidth=min(self.ingress, ingress_nic),
         )
 

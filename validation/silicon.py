@@ -3,14 +3,18 @@
 Each run is predicted from its configuration alone. Nothing is fitted to the measurements:
 :func:`predict` gets a :class:`Case`, which holds no measured value.
 
-The load of a row: closed loop at the row's concurrency, ten times as many prompts, input and output
-lengths uniform on [0.8 L, L], end-of-sequence ignored, no prefix cache, 8,192 tokens a step, GPU
-memory 0.9. The routing of its random prompts is unknown, hence uniform.
+The load of a row: closed loop at the row's concurrency, ten times as many prompts (5,120 at most,
+which only rows beyond concurrency 512 notice), input and output lengths uniform on [0.8 L, L],
+end-of-sequence ignored, no prefix cache, 8,192 tokens a step, GPU memory 0.9. The routing of its
+random prompts is unknown, hence uniform.
 
-Of MiniMax-M2.5 and Qwen3-235B-A22B-FP8 the package has MoE, attention and GEMM tables, which are
-imported for the run. Left out: quantising activations before a dense FP8 GEMM, and what MiniMax's
-norm of queries and keys over all heads adds under tensor parallelism, an all-reduce of 8 bytes a
-token in every layer (vllm-project/vllm#31493). Multi-token prediction is taken to be off.
+Of all models but GPT-OSS the tables are imported for the run. Left out: quantising activations
+before a dense FP8 GEMM, FP8 KV caches, FP4 dense and shared MLPs (NVFP4 checkpoints), and what
+MiniMax's norm of queries and keys over all heads adds under tensor parallelism, an all-reduce of 8
+bytes a token in every layer (vllm-project/vllm#31493). Multi-token prediction is taken to be off.
+
+Engines that share experts take vLLM's defaults for what the file does not say:
+``allgather_reducescatter``, and a node of 8 GPUs; on GB200 the NVLink domain, 72.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     attention_tables,
     gemm_tables,
+    mla_tables,
     moe_tables,
 )
 from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
@@ -54,7 +59,16 @@ AICONFIGURATOR: dict[str, dict[str, dict[str, tuple[float, float]]]] = {
 #: Median and 90th percentile of the differences of 54 runs repeated on other dates, %.
 REPEATABILITY = {"tpot": (0.8, 8.7), "ttft": (3.9, 15.0)}
 
-_PROMPTS_PER_SLOT = 10
+#: Columns whose values make a group of rows.
+GROUPS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("gpu",),
+    ("gpu", "kind"),
+    ("gpu", "tensor_parallel_size"),
+    ("concurrency",),
+)
+
+_PROMPTS_PER_SLOT, _MOST_PROMPTS = 10, 5120
 _TRACE_REQUESTS, _TRACE_PROMPT, _TRACE_OUTPUT = 32, 128, 96
 _GPT_OSS = MEASURED_MODELS["gpt-oss-120b"]
 
@@ -76,20 +90,31 @@ def predict(
         The model.
     """
     concurrency = case.concurrency
+    pool = case.prefill
     config = make_config(
         {
-            "topology": "1C",
+            "topology": f"{pool.count}P{case.decode_workers}D" if pool.count else "1C",
             "policy": "round_robin",
             "model": target.model,
             "gpu": case.gpu,
             "tensor_parallel_size": case.tensor_parallel_size,
             "enable_expert_parallel": case.expert_parallel,
+            "data_parallel_size": case.data_parallel_size,
+            "prefill": {
+                "tensor_parallel_size": pool.tensor_parallel_size,
+                "enable_expert_parallel": pool.expert_parallel,
+                "data_parallel_size": pool.data_parallel_size,
+            }
+            if pool.count
+            else {},
+            "prefill_policy": "round_robin" if pool.count else "prefix_hash",
+            "gpus_per_node": 72 if case.gpu == "GB200" else 8,
             "trace": str(trace),
             "tables": None if tables is None else str(tables),
-            "num_requests": _PROMPTS_PER_SLOT * concurrency,
+            "num_requests": _n_prompts(case),
             "request_rate": "inf",
             "max_concurrency": concurrency,
-            "max_num_seqs": 512 if case.gpu == "B200" else concurrency,
+            "max_num_seqs": _seats(case, target),
             "max_num_batched_tokens": 8192,
             "gpu_memory_utilization": 0.9,
             "enable_prefix_caching": False,
@@ -101,8 +126,19 @@ def predict(
     return 1e3 * float(times["ttft"].mean()), 1e3 * float(np.nanmean(times["tpot"]))
 
 
+def _n_prompts(case: Case) -> int:
+    return min(_PROMPTS_PER_SLOT * case.concurrency, _MOST_PROMPTS)
+
+
+def _seats(case: Case, target: MeasuredModel) -> int | None:
+    """Return max_num_seqs: the scripts' on Hopper and for GPT-OSS, vLLM's default elsewhere."""
+    if case.gpu in ("H100", "H200"):
+        return case.concurrency
+    return 512 if target is _GPT_OSS else None
+
+
 def _closed_loop(case: Case) -> Workload:
-    n = _PROMPTS_PER_SLOT * case.concurrency
+    n = _n_prompts(case)
     rng = np.random.default_rng([case.input_len, case.output_len, case.concurrency])
 
     def lengths(longest: int) -> np.ndarray:
@@ -173,18 +209,26 @@ def case_tables(
             raise InputError("silicon", f"no {kind} table of {model.name} on {size} {gpu}")
         return tables
 
-    for gpu, size, spread in sorted(
-        {(case.gpu, case.tensor_parallel_size, case.expert_parallel) for case in cases}
-    ):
-        parallelism = Parallelism(size, spread)
+    pools = {(case.gpu, case.parallelism) for case in cases}
+    pools |= {(case.gpu, case.prefill.parallelism) for case in cases if case.prefill.count}
+    for gpu, parallelism in sorted(pools, key=str):
+        size = parallelism.tensor_parallel_size
         if moe_kernel == "marlin":
-            if gpu != "B200":
+            if gpu in ("H100", "H200"):
                 found.append(derive_marlin_table(gpu, model, parallelism))
         elif target.shipped is None:
-            moe = need("MoE", gpu, size, list(moe_tables(gpu, model, parallelism)))
+            # A rank that tokens are dispatched to is read as a GPU that holds all experts.
+            shared = parallelism.data_parallel_size > 1
+            moe = need(
+                "MoE",
+                gpu,
+                size,
+                list(moe_tables(gpu, model, Parallelism() if shared else parallelism)),
+            )
             found.append(moe[-1 if moe_kernel == "oldest" else 0])  # they come newest first
             shard = parallelism.shard(model)
-            found += need("attention", gpu, size, list(attention_tables(gpu, shard)))
+            attention = [*attention_tables(gpu, shard), *mla_tables(gpu, shard)]
+            found += need("attention", gpu, size, attention)
             found += need("GEMM", gpu, size, list(gemm_tables(gpu, model.linear_dtype)))
     for table in found:
         table.save(folder / table_name(table.metadata))
@@ -243,7 +287,8 @@ def predict_rows(
         ttft, tpot = predicted[row.case]
         measured = {k: v for k, v in vars(row).items() if k != "case"}
         records.append(
-            vars(row.case)
+            {k: v for k, v in vars(row.case).items() if k != "prefill"}
+            | {"kind": row.case.kind, "prefill_workers": row.case.prefill.count}
             | measured
             | {
                 "predicted_ttft_ms": ttft,
@@ -263,8 +308,9 @@ class Errors:
     ----------
     group, metric
         Name of the group; ``tpot`` or ``ttft``.
-    rows, median, p90, bias
-        Number of unmarked rows, and their errors; ``bias`` is the signed mean.
+    rows, median, p90, bias, middle
+        Number of unmarked rows, and their errors; ``bias`` is the signed mean, ``middle`` the
+        signed median.
     all_rows, all_median, all_p90
         The same including marked rows.
     """
@@ -275,20 +321,13 @@ class Errors:
     median: float
     p90: float
     bias: float
+    middle: float
     all_rows: int
     all_median: float
     all_p90: float
 
 
-def silicon_errors(
-    table: pa.Table,
-    groups: Sequence[Sequence[str]] = (
-        (),
-        ("gpu",),
-        ("gpu", "tensor_parallel_size"),
-        ("concurrency",),
-    ),
-) -> list[Errors]:
+def silicon_errors(table: pa.Table, groups: Sequence[Sequence[str]] = GROUPS) -> list[Errors]:
     """Return the errors of groups of rows.
 
     Parameters
@@ -318,6 +357,7 @@ def silicon_errors(
                         float(sizes[len(kept)].median()),
                         float(sizes[len(kept)].quantile(0.9)),
                         float(kept[f"{metric}_error"].mean()),
+                        float(kept[f"{metric}_error"].median()),
                         len(every),
                         float(sizes[len(every)].median()),
                         float(sizes[len(every)].quantile(0.9)),
@@ -351,7 +391,8 @@ def growth_error(table: pa.Table, metric: str) -> float:
     frame = table.to_pandas()
     frame = frame[frame.excluded == ""]
     sizes: list[float] = []
-    worker = ["gpu", "tensor_parallel_size", "expert_parallel"]
+    worker = ["gpu", "tensor_parallel_size", "expert_parallel", "data_parallel_size"]
+    worker += ["decode_workers", "prefill_workers"]
     for _, rows in frame.groupby([*worker, "input_len", "output_len"]):
         mean = rows.groupby("concurrency")[[f"{metric}_ms", f"predicted_{metric}_ms"]].mean()
         grown = mean / mean.iloc[0]

@@ -223,7 +223,8 @@ def a_record(requests, first, window=(0.0, np.inf), end_s=10.0, steps=(), gaps=(
             row[name] = value
         row["chunks"] = row["chunk_tokens"] > 0
     nothing, gaps = np.zeros(0, state.STEP), np.array(list(gaps), state.GAP)
-    return RunRecord(requests, nothing, log, gaps, window, end_s)
+    groups = np.zeros(0, state.GROUP_STEP)
+    return RunRecord(requests, nothing, log, groups, groups, gaps, window, end_s)
 
 
 def test_goodput_takes_every_bound_and_no_tpot_of_single_tokens():

@@ -24,14 +24,30 @@ from eldr_sim.validation.silicon_rows import (
     MEASURED_MODELS,
     Case,
     MeasuredRun,
+    Workers,
     read_rows,
     uncovered_rows,
 )
 
 COLUMNS = [
-    "silicon_data_source", "backend", "backend_version", "model_path", "system", "mode", "isl",
-    "osl", "tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size", "precision",
-    "silicon_ttft_ms", "silicon_tpot_ms",
+    "silicon_data_source",
+    "backend",
+    "backend_version",
+    "model_path",
+    "system",
+    "mode",
+    "isl",
+    "osl",
+    "tp_size",
+    "attention_dp_size",
+    "moe_tp_size",
+    "moe_ep_size",
+    "precision",
+    "silicon_ttft_ms",
+    "silicon_tpot_ms",
+]
+POOL = [
+    "batch_size", "num_workers", "tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size",
 ]  # fmt: skip
 
 
@@ -42,7 +58,8 @@ def make_csv(tmp_path):
     def make(*rows, **other):
         path = tmp_path / "silicon.csv"
         with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            pools = [f"{pool}_{name}" for pool in ("prefill", "decode") for name in POOL]
+            writer = csv.DictWriter(file, COLUMNS + pools)
             writer.writeheader()
             for system, tp, isl, osl, c, ttft, tpot in rows:
                 source = f"x; silicon_concurrency={c}; measured=2026-03-27T08:01:51Z"
@@ -58,7 +75,7 @@ def make_csv(tmp_path):
                     tp,
                 ]
                 row = dict(zip(COLUMNS, [*values, 1, tp, 1, "fp4", ttft, tpot], strict=True))
-                writer.writerow(row | other)
+                writer.writerow(row | dict.fromkeys(pools, "") | other)
         return path
 
     return make
@@ -76,13 +93,12 @@ def test_rows_are_read_once_and_in_order(make_csv):
     assert not any(r.excluded for r in rows)
 
 
-def test_other_models_engines_and_cards_are_left_out(make_csv):
-    for other in (
-        {"model_path": "meta/llama"}, {"backend": "sglang"}, {"mode": "disagg"},
-        {"system": "gb200"}, {"attention_dp_size": 8},
-    ):  # fmt: skip
-        with pytest.raises(InputError, match="no vLLM row"):
-            read_rows(make_csv(("h100_sxm", 2, 1024, 1024, 4, 50.0, 5.0), **other))
+def test_other_models_engines_and_precisions_are_left_out(make_csv):
+    for other in ({"model_path": "meta/llama"}, {"backend": "sglang"}, {"precision": "fp8"}):
+        path = make_csv(("h100_sxm", 2, 1024, 1024, 4, 50.0, 5.0), **other)
+        with pytest.raises(InputError, match="no vllm row"):
+            read_rows(path)
+        assert not uncovered_rows(MEASURED_MODELS["gpt-oss-120b"], path)
 
 
 def test_doubtful_rows_are_marked_by_what_was_measured(make_csv):
@@ -130,7 +146,7 @@ class TestOtherModels:
     def _package(self):
         pytest.importorskip("aiconfigurator_core", reason="needs eldr-sim[aiconfigurator]")
 
-    @pytest.mark.parametrize("name", ["minimax-m2.5", "qwen3-235b"])
+    @pytest.mark.parametrize("name", ["minimax-m2.5", "qwen3-235b", "kimi-k2.5"])
     def test_predictions_do_not_see_the_measured_figures(self, name, monkeypatch):
         monkeypatch.setattr(silicon, "_TRACE_REQUESTS", 2)
         rows = [r for r in read_rows(target=MEASURED_MODELS[name]) if r.case.gpu == "H200"]
@@ -146,19 +162,15 @@ class TestOtherModels:
 
         frame = pd.read_csv(package_folder() / "systems" / "silicon_sample.csv", dtype=str)
         for name, target in MEASURED_MODELS.items():
-            mine = frame[(frame.model_path == target.model_path) & (frame.backend == "vllm")]
+            mine = frame[
+                (frame.model_path == target.model_path)
+                & (frame.backend == target.backend)
+                & (frame.precision == target.precision)
+            ]
             refused = uncovered_rows(target)
             covered = len(mine) - refused.total()
             assert 0 < len(read_rows(target=target)) <= covered
-            if name == "gpt-oss-120b":
-                assert not refused
-            else:
-                assert refused.total() > 0
-        minimax = frame[frame.model_path == "MiniMaxAI/MiniMax-M2.5"]
-        cut_in_eight = minimax[(minimax.system == "h200_sxm") & (minimax.tp_size == "8")]
-        reasons = uncovered_rows(MEASURED_MODELS["minimax-m2.5"])
-        found = [n for (card, why), n in reasons.items() if card == "H200" and "1536" in why]
-        assert found == [len(cut_in_eight)]
+            assert bool(refused) == (name in ("qwen3-235b", "deepseek-r1"))
 
     def test_tables_are_of_the_cards_and_sizes_asked_for(self, tmp_path):
         from eldr_sim.kernel_profiles.tables import load_table
@@ -210,9 +222,13 @@ class TestOtherModels:
     ("other", "reason"),
     [
         ({"moe_tp_size": 4}, "labels contradict"),
-        ({"attention_dp_size": 2}, "data-parallel"),
+        ({"attention_dp_size": 2}, "labels contradict"),
+        ({"attention_dp_size": 2, "moe_tp_size": 1, "moe_ep_size": 4}, "2 or 4 GPUs"),
+        ({"tp_size": 1, "attention_dp_size": 2}, "experts that are cut"),
         ({"mode": "disagg"}, "disaggregated"),
-        ({"system": "b300_sxm"}, "this GPU"),
+        ({"system": "l40s"}, "this GPU"),
+        ({"silicon_data_source": "measured=2026-03-27"}, "concurrency"),
+        ({"tp_size": 7, "moe_tp_size": 7}, "no such kernel"),
     ],
 )
 def test_what_cannot_be_predicted_has_a_reason(make_csv, other, reason):
@@ -228,10 +244,139 @@ def test_spread_experts_are_a_setting_of_their_own(make_csv):
     assert row.case == Case("H200", 4, 1024, 1024, 4, expert_parallel=True)
 
 
+def test_data_parallel_attention_is_read(make_csv):
+    """Four engines of a GPU each that share whole experts."""
+    labels = {"tp_size": 1, "attention_dp_size": 4, "moe_tp_size": 1, "moe_ep_size": 4}
+    (row,) = read_rows(make_csv(("h200_sxm", 1, 1024, 1024, 8, 50.0, 5.0), **labels))
+    assert row.case == Case("H200", 1, 1024, 1024, 8, expert_parallel=True, data_parallel_size=4)
+    assert row.case.parallelism == Parallelism(1, True, 4)
+    assert row.case.kind == "data-parallel attention, experts spread"
+
+
+def pools(**values):
+    """Fields of a disaggregated row: pool_field=value."""
+    default = {"num_workers": 1, "batch_size": 1, "tp_size": 1, "attention_dp_size": 1}
+    default |= {"moe_tp_size": 1, "moe_ep_size": 1}
+    found = {f"{p}_{name}": v for p in ("prefill", "decode") for name, v in default.items()}
+    return {"mode": "disagg"} | found | values
+
+
+def test_pools_of_a_disaggregated_run_are_read(make_csv):
+    path = make_csv(
+        ("h200_sxm", "", 1024, 1024, 96, 50.0, 5.0),
+        **pools(
+            prefill_num_workers="2.0", prefill_tp_size=2, prefill_moe_tp_size=2,
+            decode_num_workers="3", decode_attention_dp_size=4, decode_moe_ep_size=4,
+        ),
+    )  # fmt: skip
+    (row,) = read_rows(path)
+    assert row.case == Case("H200", 1, 1024, 1024, 96, True, 4, 3, Workers(2, 2))
+    assert row.case.prefill.parallelism == Parallelism(2)
+
+
+def test_without_a_concurrency_the_decode_batches_give_it(make_csv):
+    """7 requests a data-parallel rank, 8 ranks; experts not labelled: spread where shared."""
+    path = make_csv(
+        ("h200_sxm", "", 1024, 1024, 1, 50.0, 5.0),
+        silicon_data_source="measured=2026-01-23",
+        **pools(
+            prefill_tp_size=4, prefill_moe_tp_size=0, prefill_moe_ep_size=0,
+            decode_attention_dp_size=8, decode_batch_size=7, decode_moe_tp_size=0,
+            decode_moe_ep_size=0,
+        ),
+    )  # fmt: skip
+    (row,) = read_rows(path)
+    assert row.case == Case("H200", 1, 1024, 1024, 56, True, 8, 1, Workers(1, 4))
+
+
+class TestLaunchScripts:
+    """What InferenceX's scripts started where the labels say something else."""
+
+    @pytest.fixture(autouse=True)
+    def _package(self):
+        pytest.importorskip("aiconfigurator_core", reason="needs eldr-sim[aiconfigurator]")
+
+    def read(self, path, name):
+        return [
+            (r.case.parallelism, r.case.prefill) for r in read_rows(path, MEASURED_MODELS[name])
+        ]
+
+    @pytest.mark.parametrize(
+        ("name", "system", "version", "day", "expected"),
+        [
+            ("minimax-m2.5", "h100_sxm", "0.18.0", "2026-03-28", Parallelism(2, True)),
+            ("minimax-m2.5-nvfp4", "b200_sxm", "0.19.0", "2026-04-08", Parallelism(2, True)),
+            ("minimax-m2.5-nvfp4", "b200_sxm", "0.19.0", "2026-04-22", Parallelism(1, True, 2)),
+            ("kimi-k2.5-nvfp4", "b200_sxm", "0.17.0", "2026-03-27", Parallelism(2)),
+        ],
+    )
+    def test_squared_labels_are_as_many_gpus_as_tp(
+        self, make_csv, name, system, version, day, expected
+    ):
+        target = MEASURED_MODELS[name]
+        path = make_csv(
+            (system, 2, 1024, 1024, 256, 50.0, 5.0),
+            silicon_data_source=f"silicon_concurrency=256; measured={day}",
+            model_path=target.model_path, precision=target.precision, backend_version=version,
+            attention_dp_size=2, moe_tp_size=1, moe_ep_size=4,
+        )  # fmt: skip
+        assert self.read(path, name) == [(expected, Workers())]
+
+    @pytest.mark.parametrize(
+        ("system", "version", "spread"),
+        [
+            ("h200_sxm", "0.18.0", True),
+            ("b200_sxm", "0.17.0", True),
+            ("b200_sxm", "0.19.0", False),
+        ],
+    )
+    def test_scripts_that_always_spread_experts(self, make_csv, system, version, spread):
+        path = make_csv(
+            (system, 4, 1024, 1024, 8, 50.0, 5.0), model_path="MiniMaxAI/MiniMax-M2.5",
+            precision="fp8", backend_version=version,
+        )  # fmt: skip
+        assert self.read(path, "minimax-m2.5") == [(Parallelism(4, spread), Workers())]
+
+    def test_wide_workers_on_gb200_have_data_parallel_attention(self, make_csv):
+        labels = {
+            "prefill_tp_size": 4, "prefill_moe_ep_size": 4, "decode_tp_size": 16,
+            "decode_moe_ep_size": 16, "model_path": "moonshotai/Kimi-K2.5",
+        }  # fmt: skip
+        row = ("gb200", "", 1024, 1024, 256, 50.0, 5.0)
+        wide = self.read(make_csv(row, **pools(**labels)), "kimi-k2.5-nvfp4")
+        assert wide == [(Parallelism(1, True, 16), Workers(1, 1, True, 4))]
+        labels |= {"decode_tp_size": 4, "decode_moe_ep_size": 4}
+        narrow = self.read(make_csv(row, **pools(**labels)), "kimi-k2.5-nvfp4")
+        assert narrow == [(Parallelism(4, True), Workers(1, 1, True, 4))]
+
+
+def test_nvfp4_experts_take_half_a_byte_and_a_scale_for_16(tmp_path):
+    """NVIDIA's checkpoints: 4-bit weights, one FP8 scale a group; attention stays bfloat16."""
+    pytest.importorskip("aiconfigurator_core", reason="needs eldr-sim[aiconfigurator]")
+    model = MEASURED_MODELS["kimi-k2.5-nvfp4"].dims()
+    assert (model.name, model.expert_dtype, model.linear_dtype) == (
+        "Kimi-K2.5-NVFP4", "nvfp4", "bfloat16",
+    )  # fmt: skip
+    weights = 3 * 7168 * 2048
+    assert model.bytes_per_expert == weights * 9 // 16
+    folder = silicon.case_tables(
+        tmp_path,
+        [Case("GB200", 1, 1024, 1024, 4, True, 16, 1, Workers(1, 1, True, 4))],
+        "newest",
+        MEASURED_MODELS["kimi-k2.5-nvfp4"],
+    )
+    from eldr_sim.kernel_profiles.tables import load_table
+
+    found = [load_table(path).metadata for path in folder.iterdir()]
+    (moe,) = [m for m in found if m.kind == "moe"]  # ranks are read from a GPU with all experts
+    assert (moe.shape, moe.dtype) == (moe_shape(7168, 2048, 384, 8), "nvfp4")
+
+
 def predicted(c, tpot, guess, excluded="", gpu="H200"):
     row = {"gpu": gpu, "tensor_parallel_size": 1, "input_len": 1024, "output_len": 1024}
     row |= {"concurrency": c, "date": "2026-01-01", "excluded": excluded}
-    row |= {"expert_parallel": False}
+    row |= {"expert_parallel": False, "data_parallel_size": 1}
+    row |= {"decode_workers": 1, "prefill_workers": 0, "kind": "experts cut"}
     for metric in ("ttft", "tpot"):
         row |= {f"{metric}_ms": tpot, f"predicted_{metric}_ms": guess}
         row[f"{metric}_error"] = 100 * (guess / tpot - 1)
@@ -247,7 +392,7 @@ def test_errors_by_hand():
     assert (tpot.rows, tpot.all_rows) == (2, 3)
     assert tpot.median == pytest.approx(20.0)
     assert tpot.p90 == pytest.approx(28.0)
-    assert tpot.bias == pytest.approx(-10.0)
+    assert tpot.bias == tpot.middle == pytest.approx(-10.0)
     assert tpot.all_median == pytest.approx(30.0)
     by_gpu = silicon_errors(table, groups=(("gpu",),))
     assert [e.group for e in by_gpu] == ["gpu H200", "gpu H200"]
