@@ -16,7 +16,9 @@ The life of a request, top to bottom::
     BOUNDARY         it has all its tokens: its blocks are free, it has ended   `drain`
     REPORT           the routers hear of it                                     `drain`
 
-A co-located worker is picked at the arrival and keeps the request to its end.
+A co-located worker is picked at the arrival and keeps the request to its end. A router may hold a
+request and is asked again when it hears of an end or the engines publish their signals. Engines
+that share experts start their steps together (`group_step.group_step`).
 
 A router whose rule is a :class:`~eldr_sim.policies.shortlist.Shortlist` is asked once for each
 class of requests that it treats alike and then applied here; any other is asked each time.
@@ -65,8 +67,7 @@ from eldr_sim.simulator.step import step
 #: enough has happened for now, a log is full, a router's arrays are others now, or it has failed.
 UNTIL, ENDED, PAUSED, FULL, OTHERS, FAILED = map(np.int64, range(6))
 #: What a router answers besides a worker's number: look at its shortlists again; the same, but
-#: their arrays are others now, so return; it has failed, so return.
-#: Or: hold the request.
+#: their arrays are others now, so return; it has failed, so return; hold the request.
 LOOK, RETURN, FAIL, HOLD = np.int64(-1), np.int64(-2), np.int64(-3), np.int64(-4)
 _PREFILL_POOL, _DECODE_POOL = np.int64(0), np.int64(1)
 _PENDING_DISPATCH = np.int64(2)  # beside those of the engine: the decode router decides now
@@ -282,9 +283,9 @@ def drain(
         head = clock[0].pending_head
         if head == clock[0].pending_tail:
             clock[0].pending_head = clock[0].pending_tail = 0
-            for router in range(2):
-                if routers[router].held[0].to_ask > 0:
-                    answer = _ask_held(clock, events, engines, routers, decide, np.int64(router))
+            for p in range(2):
+                if routers[p].held[0].to_ask > 0:
+                    answer = _ask_held(clock, events, engines, routers, decide, np.int64(p))
                     if answer < 0:
                         return answer
             return 0

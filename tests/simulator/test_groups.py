@@ -10,13 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.all_to_all import AllToAllCost
 from eldr_sim.kernel_profiles.all_to_all_cost import combine_s, dispatch_s
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import RankMoE
+from eldr_sim.policies import registry
+from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.cluster import Cluster
-from eldr_sim.simulator.group_step import ALL, EXPERT, NODE, RANK, GroupCost
+from eldr_sim.simulator.group_step import (
+    ALL,
+    EXPERT,
+    NODE,
+    RANK,
+    REPLICA_CHOICES,
+    Counting,
+    GroupCost,
+    _instance,
+    make_group_scratch,
+)
 from eldr_sim.simulator.replay import make_replicas, rank_masks
 
 from ..random_rows import random_prompts
@@ -305,3 +318,48 @@ def test_more_tokens_never_shorten_a_step(copy_per):
         grew += seconds > before
         before = seconds
     assert grew > 3
+
+
+# -- replica choices -----------------------------------------------------------------------------
+
+
+@njit()
+def compiled_ranks(counting, layer, experts, homes, places):
+    """Return the rank of each token's instance of each of its experts."""
+    found = np.zeros(experts.shape, np.int64)
+    for token in range(experts.shape[0]):
+        for column in range(experts.shape[1]):
+            expert = experts[token, column]
+            found[token, column] = _instance(counting, layer, expert, homes[token], places[token])
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    choice=st.sampled_from(sorted(REPLICA_CHOICES)),
+    seed=st.integers(0, 2**32),
+    gpus_per_node=st.sampled_from([1, 2, 4]),
+)
+def test_compiled_choices_are_those_of_the_policies(choice, seed, gpus_per_node):
+    rng, n_experts, ranks, layers = np.random.default_rng(seed), 16, 4, 2
+    expert = rng.integers(n_experts, size=(layers, n_experts + 12))
+    expert[:, :n_experts] = np.arange(n_experts)
+    placement = Placement(expert, rng.integers(ranks, size=expert.shape), ranks)
+    experts = np.argsort(rng.random((50, n_experts)), axis=1)[:, :4]
+    homes = np.sort(rng.integers(ranks, size=50))
+    places = np.concatenate([np.arange(n) for n in np.bincount(homes)])
+    group = random_group(rng, 1, 1, gpus_per_node, ALL)
+    group = group._replace(replica_choice=REPLICA_CHOICES[choice])
+    counting = Counting(
+        np.zeros((1, ranks, layers), np.uint64),
+        make_replicas([placement], n_experts, layers),
+        group,
+        make_group_scratch(layers, layers, ranks, n_experts),
+        0,
+        ranks,
+    )
+    policy = registry.replica_choice(choice, PolicyContext(1, rng))
+    for layer in range(layers):
+        slots = policy.choose(homes, experts, placement, layer, np.arange(ranks) // gpus_per_node)
+        found = compiled_ranks(counting, layer, experts, homes, places)
+        np.testing.assert_array_equal(found, placement.rank[layer][slots])
