@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from eldr_sim.errors import InputError
 
+KVDtype = Literal["bfloat16", "fp8"]
 WeightDtype = Literal["bfloat16", "fp8", "fp8_block", "mxfp4", "int4", "nvfp4"]
 FP8_BLOCK = 128
 """FP8 block scaling: one fp32 scale per 128 x 128 weights."""
@@ -90,6 +91,8 @@ class ModelDims(BaseModel):
     """Longest context."""
     attention: Literal["gqa", "mla"] = "gqa"
     """Grouped-query (multi-head included) or multi-head latent attention."""
+    kv_cache_dtype: KVDtype = "bfloat16"
+    """Type of the KV cache."""
     n_heads: int = Field(ge=1)
     """Query heads."""
     n_kv_heads: int = Field(ge=1)
@@ -297,16 +300,17 @@ class ModelDims(BaseModel):
             total += sum((_fp8_bytes(n, k) if block else n * k) - 2 * n * k for n, k in linears)
         return total
 
-    def kv_bytes_per_token_layer(self, sliding: bool = False, kv_dtype_bytes: int = 2) -> int:
+    def kv_bytes_per_token_layer(self, sliding: bool = False) -> int:
         """Bytes that one token adds to one layer's KV cache."""
+        value = 1 if self.kv_cache_dtype == "fp8" else 2
         if self.attention == "mla":
-            return kv_dtype_bytes * (self.kv_lora_rank + self.qk_rope_head_dim)
+            return value * (self.kv_lora_rank + self.qk_rope_head_dim)
         _, kv_heads, width = self._attention_shape(sliding)
-        return 2 * kv_dtype_bytes * kv_heads * width
+        return 2 * value * kv_heads * width
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes (bfloat16) of KV cache of one token inside every window, over all layers."""
+        """Bytes of KV cache of one token inside every window, over all layers."""
         return self.n_sliding_layers * self.kv_bytes_per_token_layer(
             True
         ) + self.n_full_layers * self.kv_bytes_per_token_layer(False)
@@ -316,15 +320,15 @@ class ModelDims(BaseModel):
         """Regions of memory of the KV cache: K and V of every layer; MLA keeps one latent."""
         return self.n_layers * (1 if self.attention == "mla" else 2)
 
-    def kv_bytes(self, context: int, kv_dtype_bytes: int = 2) -> int:
+    def kv_bytes(self, context: int) -> int:
         """Bytes of KV cache that a sequence of ``context`` tokens needs.
 
         Sliding layers keep no more than their window, as vLLM's hybrid KV cache manager does.
         """
         inside = min(context, self.sliding_window) if self.sliding_window else 0
         return self.n_sliding_layers * inside * self.kv_bytes_per_token_layer(
-            True, kv_dtype_bytes
-        ) + self.n_full_layers * context * self.kv_bytes_per_token_layer(False, kv_dtype_bytes)
+            True
+        ) + self.n_full_layers * context * self.kv_bytes_per_token_layer(False)
 
 
 def _fp8_bytes(n: int, k: int) -> int:

@@ -310,10 +310,7 @@ class Parts:
                     model.n_heads, model.hidden_size, model.q_lora_rank, model.kv_lora_rank
                 )
                 dtype = model.linear_dtype
-            decode_table, prefill_table = (
-                find_table(kind, self.gpu.name, shape=shape, dtype=dtype, extra=self.tables)
-                for kind in _ATTENTION
-            )
+            decode_table, prefill_table = self._attention_tables(shape, dtype)
             if decode_table is None or prefill_table is None:
                 self._record_roofline("attention")
                 decode = roofline.decode_attention(self.gpu, model, sliding)
@@ -329,6 +326,26 @@ class Parts:
             if sliding:
                 self.sliding = decode
             found.append((layers, decode, prefill))
+        return found
+
+    def _attention_tables(
+        self, shape: dict[str, int], dtype: str | None
+    ) -> list[LatencyTable | None]:
+        """Decode and prefill attention of a shape; without rows of an FP8 cache, of bfloat16's."""
+
+        def find(of: dict[str, int]) -> list[LatencyTable | None]:
+            return [
+                find_table(kind, self.gpu.name, shape=of, dtype=dtype, extra=self.tables)
+                for kind in _ATTENTION
+            ]
+
+        if self.model.kv_cache_dtype == "bfloat16":
+            return find(shape)
+        found = find(shape | {"kv_bits": 8})
+        if None in found and None not in (found := find(shape)):
+            self.warnings.append(
+                f"attention: no table of an FP8 KV cache on {self.gpu.name}, times are bfloat16's"
+            )
         return found
 
     def _without_linears(self, table: LatencyTable) -> LatencyTable:

@@ -288,12 +288,22 @@ def moe_shape(
     return shape
 
 
-def attention_shape(n_heads: int, n_kv_heads: int, head_dim: int, window: int) -> dict[str, int]:
+def attention_shape(
+    n_heads: int, n_kv_heads: int, head_dim: int, window: int, kv_dtype: str = "bfloat16"
+) -> dict[str, int]:
     """Shape of one layer's attention as it identifies a table; ``window`` 0 means none."""
-    return {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "window": window}
+    shape = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "window": window}
+    return shape | _kv_bits(kv_dtype)
 
 
-def mla_shape(n_heads: int, hidden: int, q_lora_rank: int, kv_lora_rank: int) -> dict[str, int]:
+def _kv_bits(kv_dtype: str) -> dict[str, int]:
+    """Tell tables of an FP8 KV cache from those of bfloat16."""
+    return {"kv_bits": 8} if kv_dtype == "fp8" else {}
+
+
+def mla_shape(
+    n_heads: int, hidden: int, q_lora_rank: int, kv_lora_rank: int, kv_dtype: str = "bfloat16"
+) -> dict[str, int]:
     """Shape of one layer's multi-head latent attention as it identifies a table.
 
     Such tables time the whole module, projections included; their ``dtype`` is that of these.
@@ -303,7 +313,7 @@ def mla_shape(n_heads: int, hidden: int, q_lora_rank: int, kv_lora_rank: int) ->
         "hidden_size": hidden,
         "q_lora_rank": q_lora_rank,
         "kv_lora_rank": kv_lora_rank,
-    }
+    } | _kv_bits(kv_dtype)
 
 
 def elementwise_shape(hidden: int, n_heads: int, n_kv_heads: int, head_dim: int) -> dict[str, int]:
@@ -338,6 +348,7 @@ def table_name(metadata: TableMetadata) -> str:
         "n_nodes": "n",
         "q_lora_rank": "r",
         "kv_lora_rank": "c",
+        "kv_bits": "b",
     }
     parts = [metadata.gpu, metadata.kind]
     parts += [f"{letters[name]}{value}" for name, value in metadata.shape.items()]

@@ -268,6 +268,8 @@ class EngineConfig(_Fields):
     """Running requests of a worker; vLLM's server default for the GPU when not given."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens computed in one step; vLLM's server default for the GPU when not given."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the KV cache: bfloat16 (``auto``), or ``fp8``, half as large."""
     block_size: int = Field(default=16, ge=1)
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True

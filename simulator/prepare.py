@@ -46,6 +46,8 @@ def prepare(config: RunConfig) -> PreparedRun:
     Step times and traces are kept for the next run of this process.
     """
     model = load_model(config.model)
+    if config.kv_cache_dtype == "fp8":
+        model = model.model_copy(update={"kv_cache_dtype": "fp8"})
     trace = _fit_trace(config.trace, model)
     if config.colocated and config.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")

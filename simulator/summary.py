@@ -180,6 +180,7 @@ def summary_of(
         "policy": config.policy,
         "prefill_policy": None if config.colocated else config.prefill_policy,
         "queue_order": config.queue_order,
+        "kv_cache_dtype": model.kv_cache_dtype,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
         **_workers(spec.decode),

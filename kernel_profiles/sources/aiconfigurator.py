@@ -25,7 +25,7 @@ from functools import lru_cache
 from importlib import metadata as package_metadata
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.models import KVDtype, ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.table_errors import left_out_errors
 from eldr_sim.kernel_profiles.tables import (
@@ -290,7 +290,10 @@ def routed_distinct(routing: str, tokens: int, model: ModelDims, n_ranks: int = 
 
 
 def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
-    """Decode and prefill attention of every kind of layer of a model, newest version, bf16 KV."""
+    """Decode and prefill attention of every kind of layer of a model, newest version.
+
+    Of the model's type of KV cache.
+    """
     if model.attention != "gqa":
         return
     folder = data_folder(gpu) / "attention" / "vllm"
@@ -298,10 +301,11 @@ def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
     if model.n_full_layers:
         heads = model.global_n_kv_heads or model.n_kv_heads
         width = model.global_head_dim or model.head_dim
-        shapes.append(attention_shape(model.n_heads, heads, width, 0))
+        shapes.append(attention_shape(model.n_heads, heads, width, 0, model.kv_cache_dtype))
     if model.n_sliding_layers:
         window = model.sliding_window
-        shapes.append(attention_shape(model.n_heads, model.n_kv_heads, model.head_dim, window))
+        heads, width = model.n_kv_heads, model.head_dim
+        shapes.append(attention_shape(model.n_heads, heads, width, window, model.kv_cache_dtype))
     for version in versions(folder)[:1]:
         for kind in ("attention_decode", "attention_prefill"):
             decode = kind == "attention_decode"
@@ -315,7 +319,7 @@ def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
                     & (frame.num_key_value_heads == shape["n_kv_heads"])
                     & (frame.head_dim == shape["head_dim"])
                     & (frame.window_size == shape["window"])
-                    & (frame.kv_cache_dtype == "bfloat16")
+                    & (frame.kv_cache_dtype == model.kv_cache_dtype)
                 ]
                 if rows.empty:
                     continue
@@ -340,7 +344,7 @@ def attention_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
 
 
 def mla_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
-    """Modules of multi-head latent attention, newest version, bfloat16 KV: DeepSeek-V3's widths.
+    """Modules of multi-head latent attention, newest version: DeepSeek-V3's widths.
 
     A module holds the projections (``ModelDims.attention_linears``), stored as linear layers are.
     """
@@ -357,7 +361,7 @@ def mla_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
                 (frame.model == "deepseek-ai/DeepSeek-V3")
                 & (frame.num_heads == model.n_heads)
                 & (frame.gemm_type == model.linear_dtype)
-                & (frame.kv_cache_dtype == "bfloat16")
+                & (frame.kv_cache_dtype == model.kv_cache_dtype)
             ]
             if rows.empty:
                 continue
@@ -373,7 +377,11 @@ def mla_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
                 | column
                 | {"latency_s": points.latency.to_numpy(np.float64) / 1e3},
                 shape=mla_shape(
-                    model.n_heads, model.hidden_size, model.q_lora_rank, model.kv_lora_rank
+                    model.n_heads,
+                    model.hidden_size,
+                    model.q_lora_rank,
+                    model.kv_lora_rank,
+                    model.kv_cache_dtype,
                 ),
                 dtype=model.linear_dtype,
                 framework=f"vllm {version}",
@@ -414,7 +422,11 @@ def gemm_tables(gpu: str, dtype: str = "bfloat16") -> Iterator[LatencyTable]:
 
 
 def import_tables(
-    gpu: str, model: ModelDims | None, out_dir: Path, parallelism: Parallelism = SINGLE_GPU
+    gpu: str,
+    model: ModelDims | None,
+    out_dir: Path,
+    parallelism: Parallelism = SINGLE_GPU,
+    kv_dtypes: tuple[KVDtype, ...] = get_args(KVDtype),
 ) -> list[Path]:
     """Write latency tables of one GPU as format v1.
 
@@ -429,6 +441,8 @@ def import_tables(
         Folder to write to, made if missing. Existing tables of the same name are replaced.
     parallelism
         How the model is spread: the tables are those of one GPU's part.
+    kv_dtypes
+        Types of the KV cache of attention tables.
 
     Returns
     -------
@@ -446,8 +460,10 @@ def import_tables(
         tables = [*gemm_tables(gpu), *comm.collective_tables(gpu), *comm.all_to_all_tables(gpu)]
     else:
         shard = parallelism.shard(model)
-        tables = [*moe_tables(gpu, model, parallelism), *attention_tables(gpu, shard)]
-        tables += mla_tables(gpu, shard)
+        tables = [*moe_tables(gpu, model, parallelism)]
+        for kv_dtype in kv_dtypes:
+            own = shard.model_copy(update={"kv_cache_dtype": kv_dtype})
+            tables += [*attention_tables(gpu, own), *mla_tables(gpu, own)]
         if model.linear_dtype != "bfloat16":
             tables += gemm_tables(gpu, model.linear_dtype)
     paths = []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.models import KVDtype, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import SYSTEMS, import_tables
 from eldr_sim.kernel_profiles.tables import load_table
@@ -58,6 +58,8 @@ MODELS = {
     "RTX PRO 6000": {name: _LARGE[name] for name in _SMALL},
 }
 """By GPU and model: GPUs of a worker, and whether the experts are spread over them."""
+_FP8_KV = ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3", "MiniMax-M2.5", "GPT-OSS-120B")
+_FP8_KV_GPUS = ("H100", "H200", "B200")
 
 
 def write_tables(folder: Path) -> list[Path]:
@@ -77,8 +79,11 @@ def write_tables(folder: Path) -> list[Path]:
         written |= dict.fromkeys(import_tables(gpu, None, folder))
         for name, layouts in MODELS[gpu].items():
             for size, spread in layouts:
+                fp8 = name in _FP8_KV and gpu in _FP8_KV_GPUS
+                caches: tuple[KVDtype, ...] = ("bfloat16", "fp8") if fp8 else ("bfloat16",)
+                layout = Parallelism(size, spread)
                 try:
-                    found = import_tables(gpu, load_model(name), folder, Parallelism(size, spread))
+                    found = import_tables(gpu, load_model(name), folder, layout, caches)
                 except InputError as error:
                     if error.field != "tensor_parallel_size":
                         raise

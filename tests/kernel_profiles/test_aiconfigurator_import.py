@@ -221,8 +221,10 @@ def test_mla_modules_of_the_models_heads_and_projections(package, tmp_path):
     folder.mkdir(parents=True)
     pd.DataFrame(rows).to_parquet(folder / "mla_generation_module_perf.parquet", index=False)
     written = import_tables("H100", load_model("DeepSeek-V3"), tmp_path, Parallelism(4))
-    (table,) = map(load_table, written)
+    table, fp8 = map(load_table, written)
     assert table.metadata.shape == mla_shape(32, 7168, 1536, 512)
+    assert fp8.metadata.shape == mla_shape(32, 7168, 1536, 512, "fp8")
+    np.testing.assert_allclose(fp8.columns["latency_s"], table.columns["latency_s"] + 1e-3)
     assert table.metadata.dtype == "fp8_block"
     assert table.columns["context"].tolist() == [4, 4, 4]
     np.testing.assert_allclose(table.columns["latency_s"], [1e-4, 2e-4, 4e-4])
@@ -280,14 +282,19 @@ def test_dispatch_and_combine_of_both_sources(package, tmp_path):
 
 def test_attention_steps_become_contexts(package, tmp_path):
     paths = import_tables("H100", load_model("Qwen3-30B-A3B"), tmp_path)
-    tables = {t.metadata.kind: t for t in map(load_table, paths)}
+    found = list(map(load_table, paths))
+    tables = {t.metadata.kind: t for t in found if "kv_bits" not in t.metadata.shape}
     decode, prefill = tables["attention_decode"], tables["attention_prefill"]
     # A step of 255 cached tokens attends to 256: itself included. A prompt of 255 is just that.
     assert sorted(set(decode.columns["context"].tolist())) == [2, 256]
     assert sorted(set(prefill.columns["new_tokens"].tolist())) == [1, 255]
     # FP8 caches and windows, marked by large latencies, stay out.
     assert decode.columns["latency_s"].max() < 0.02e-3 + 1e-5
-    assert decode.metadata.shape == {"n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "window": 0}
+    shape = {"n_heads": 32, "n_kv_heads": 4, "head_dim": 128, "window": 0}
+    assert decode.metadata.shape == shape
+    fp8 = [t for t in found if t.metadata.shape == shape | {"kv_bits": 8}]
+    assert fp8
+    assert all(t.columns["latency_s"].min() > 0.9e-3 for t in fp8)
 
 
 def test_gemms_and_collectives(package, tmp_path):
@@ -378,7 +385,7 @@ def test_the_shipped_tables_are_what_the_real_package_gives(gpu, tmp_path):
     shipped = {path.name: load_table(path) for path, _ in shipped_tables()}
     written = import_tables(gpu, load_model("Qwen3-30B-A3B"), tmp_path)
     written += import_tables(gpu, None, tmp_path)
-    assert len(written) == (11 if gpu == "H100" else 6)  # no DeepEP on A100
+    assert len(written) == (13 if gpu == "H100" else 6)  # no DeepEP on A100
     for spread in (Parallelism(4), Parallelism(4, True)):
         written += import_tables(gpu, load_model("Qwen3-235B-A22B"), tmp_path, spread)
     for path in written:

@@ -9,6 +9,7 @@ from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator import run as run_module
 from eldr_sim.simulator.config import make_config
@@ -258,3 +259,39 @@ def test_a_narrow_prefill_worker_sends_at_the_speed_of_its_nics():
     assert slow.bandwidth == 1e9  # the NIC does not limit it
     with pytest.raises(InputError, match="sizes of which one divides the other"):
         pull_between(load_model("Qwen3-30B-A3B"), Parallelism(3), Parallelism(4))
+
+
+# -- FP8 KV caches -------------------------------------------------------------------------------
+
+
+def test_an_fp8_kv_cache_is_half_as_large():
+    base = {"topology": "1P1D", "num_requests": 8, "output_len": 20, "warmup": 0}
+    plain, fp8 = (simulate(make_config(base | {"kv_cache_dtype": d})) for d in ("auto", "fp8"))
+    blocks = [result.summary["kv_blocks_per_worker"] for result in (plain, fp8)]
+    assert blocks[1] == pytest.approx(2 * blocks[0], abs=1)
+    transfer = prepare(make_config(base)).spec.transfer
+    took = [
+        result.record.requests["transfer_end_s"] - result.record.requests["transfer_start_s"]
+        for result in (plain, fp8)
+    ]
+    n_blocks = -(-plain.record.requests["prompt_len"] // 16)
+    model = load_model("Qwen3-30B-A3B")
+    spared = n_blocks * 16 * model.kv_bytes_per_token / 2 / transfer.bandwidth
+    first = plain.record.requests["transfer_start_s"].argmin()
+    assert took[0][first] - took[1][first] == pytest.approx(spared[first], rel=1e-6)
+    assert not fp8.summary["latency_warnings"]
+    assert (plain.summary["kv_cache_dtype"], fp8.summary["kv_cache_dtype"]) == ("bfloat16", "fp8")
+
+
+def test_attention_over_an_fp8_cache_has_its_own_rows():
+    dims = load_model("Qwen3-30B-A3B")
+    fp8 = dims.model_copy(update={"kv_cache_dtype": "fp8"})
+    limits = {"max_num_seqs": 64, "max_model_len": 8192, "max_num_batched_tokens": 2048}
+    times = [
+        build_step_time_model(model, "H100", **limits).parts(64, 64 * 4000, activated=[64] * 48)
+        for model in (dims, fp8)
+    ]
+    assert times[1].attention < 0.8 * times[0].attention
+    assert times[1].moe == times[0].moe
+    no_rows = build_step_time_model(fp8, "A100", **limits)
+    assert any("no table of an FP8 KV cache on A100" in line for line in no_rows.warnings)
