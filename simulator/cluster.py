@@ -32,6 +32,7 @@ from eldr_sim.simulator.engine import Engines
 from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.simulator.group_step import (
     GroupCost,
+    Groups,
     Replicas,
     make_group_scratch,
     no_group,
@@ -213,7 +214,8 @@ class Cluster:
         grouped = [e.group is not None for e in (spec.prefill, spec.decode)]
         self.group_logs = tuple(np.zeros(1 << (12 if g else 0), state.GROUP_STEP) for g in grouped)
         self.gaps = np.zeros(1 << 12, state.GAP)
-        self.arrays = self._arrays(model, replay, expert_masks, replicas, prompts)
+        self.arrays = self._arrays(model, replay, expert_masks, prompts)
+        self.groups = self._groups(replicas) if any(grouped) else None
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
         self._now, self._signals_s = self.arrays.clock["now"], self.arrays.clock["signals_s"]
@@ -224,7 +226,6 @@ class Cluster:
         model: ModelDims,
         replay: Replay,
         expert_masks: NDArray[np.uint64] | None,
-        replicas: Replicas | None,
         prompts: PromptRows | None,
     ) -> loop.Run:
         spec, n_workers = self.spec, self.spec.n_prefill + self.spec.n_decode
@@ -270,10 +271,8 @@ class Cluster:
             reported=np.zeros(n_requests, np.int32),
             bits=replay.bits,
             masks=masks,
-            replicas=replicas or no_replicas(),
             prompts=_no_prompts() if prompts is None else prompts,
             costs=(spec.prefill.step_time.cost, spec.decode.step_time.cost),
-            groups=(spec.prefill.group or no_group(), spec.decode.group or no_group()),
             scratch=Scratch(
                 rows=np.zeros(most_seqs, np.int64),
                 cached=np.zeros(most_seqs, np.int64),
@@ -281,9 +280,16 @@ class Cluster:
                 union=np.zeros(width, np.uint64),
                 activated=np.zeros(n_layers, np.int64),
             ),
-            group_scratch=make_group_scratch(
-                n_layers, width, masks.shape[1], spec.decode.step_time.cost.n_experts
-            ),
+        )
+
+    def _groups(self, replicas: Replicas | None) -> Groups:
+        """Return what engines share."""
+        step_time, masks = self.spec.decode.step_time, self.arrays.masks
+        _, ranks, width = masks.shape
+        return Groups(
+            (self.spec.prefill.group or no_group(), self.spec.decode.group or no_group()),
+            replicas or no_replicas(),
+            make_group_scratch(step_time.n_moe_layers, width, ranks, step_time.cost.n_experts),
         )
 
     def _settings(self, model: ModelDims) -> NDArray[np.void]:
@@ -340,8 +346,8 @@ class Cluster:
         self._failure = None
         while True:
             why: int = loop.advance(
-                self.arrays, self.logs, self.group_logs, self.gaps, until, _EVENTS_A_CALL,
-                self._callback,
+                self.arrays, self.groups, self.logs, self.group_logs, self.gaps, until,
+                _EVENTS_A_CALL, self._callback,
             )  # fmt: skip
             if why == loop.FAILED:
                 assert self._failure is not None

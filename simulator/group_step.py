@@ -109,6 +109,14 @@ def make_group_scratch(n_layers: int, width: int, ranks: int, n_experts: int) ->
     )
 
 
+class Groups(NamedTuple):
+    """What the steps of groups need beside what every step needs."""
+
+    costs: tuple[GroupCost, GroupCost]  #: of the two pools
+    replicas: Replicas
+    work: GroupScratch
+
+
 class Counting(NamedTuple):
     """What counting a token needs, besides the token."""
 

@@ -46,7 +46,7 @@ from eldr_sim.simulator.engine import (
     wake,
 )
 from eldr_sim.simulator.events import drop_first, schedule
-from eldr_sim.simulator.group_step import GroupCost, group_has_step, group_step
+from eldr_sim.simulator.group_step import Groups, group_has_step, group_step
 from eldr_sim.simulator.kv_cache import blocks_of, release
 from eldr_sim.simulator.state import (
     ARRIVAL,
@@ -99,12 +99,9 @@ class Run(NamedTuple):
     reported: NDArray[np.int32]  #: ``[requests]``: completions in the order of their reports
     bits: NDArray[np.uint64]  #: replay windows
     masks: NDArray[np.uint64]  #: ``[workers, ranks, layers * words]``
-    replicas: Any  #: `group_step.Replicas`
     prompts: Any  #: `expert_union.PromptRows`
     costs: tuple[Any, Any]  #: `StepCost` of the two pools
-    groups: tuple[GroupCost, GroupCost]  #: likewise
     scratch: Any  #: `step.Scratch`
-    group_scratch: Any  #: `group_step.GroupScratch`
 
 
 @compiled()
@@ -358,14 +355,17 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
 
 @njit(_nrt=False)
 def advance(
-    run: Run, logs: Any, group_logs: Any, gaps: Any, until: float, n_events: int, decide: Any
-) -> Any:
+    run: Run, groups: Groups | None, logs: Any, group_logs: Any, gaps: Any, until: float,
+    n_events: int, decide: Any,
+) -> Any:  # fmt: skip
     """Let happen what happens before ``until`` seconds.
 
     Parameters
     ----------
     run
         The run.
+    groups
+        What engines share; None where no engines do, and then none of it is compiled.
     logs, group_logs, gaps
         ``STEP [capacity]`` and ``GROUP_STEP [capacity]`` of each pool, and ``GAP [capacity]``.
     until
@@ -409,14 +409,17 @@ def advance(
         if kind == STEP_START:
             workers[subject].step_due = False
             pool = engines.pool_of[subject]
-            if pools[pool].group_size > 1:
-                if group_has_step(engines, subject):
+            if groups is not None:  # by itself: the compiler drops the branch where it is None
+                grouped = pools[pool].group_size > 1
+                if grouped and group_has_step(engines, subject):
                     group_step(
-                        clock, events, engines, subject, run.bits, run.masks, run.replicas,
-                        run.prompts, run.costs[pool], run.groups[pool], run.scratch,
-                        run.group_scratch, logs, group_logs, gaps,
+                        clock, events, engines, subject, run.bits, run.masks, groups.replicas,
+                        run.prompts, run.costs[pool], groups.costs[pool], run.scratch,
+                        groups.work, logs, group_logs, gaps,
                     )  # fmt: skip
-            elif workers[subject].batch > 0 or workers[subject].chunk_tokens > 0:
+                if grouped:
+                    continue
+            if workers[subject].batch > 0 or workers[subject].chunk_tokens > 0:
                 step(
                     clock, events, engines, subject, run.bits, run.masks, run.prompts,
                     run.costs[pool], run.scratch, logs, gaps,

@@ -134,7 +134,7 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
     return cluster.run(), Twin(**arguments, **policies()).run()
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
 def test_groups_equal_their_twin(decode, **drawn):
     record, twin = run_pair(grouped_cluster(**drawn), decode=decode)
@@ -156,7 +156,7 @@ def test_groups_equal_their_twin(decode, **drawn):
             np.testing.assert_allclose(steps[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(**GROUPED)
 def test_pairs_are_the_tokens_times_their_experts(**drawn):
     arguments = grouped_cluster(**drawn)
