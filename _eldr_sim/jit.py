@@ -65,6 +65,7 @@ LINKED = (
     "kernel_profiles.step_cost",
     "kernel_profiles.step_time",
     "policies.marginal_cost",
+    "policies.replicas",
     "policies.unions",
     "simulator.compiled",
     "simulator.engine",

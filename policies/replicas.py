@@ -21,7 +21,7 @@ from eldr_sim.policies.placement import Placement
 from eldr_sim.policies.signature import Ints
 
 #: Multiplier of vLLM's hash: 2^32 divided by the golden ratio (Knuth, vol. 3, Sec. 6.4).
-_MULTIPLIER = 2_654_435_769
+HASH_MULTIPLIER = 2_654_435_769
 
 
 class ReplicaChoice(Protocol):
@@ -136,7 +136,7 @@ def _instances(expert: Ints) -> tuple[Ints, Ints, Ints]:
 
 def _hash(tokens_home: Ints) -> Ints:
     """Return vLLM's hash of each token's position in its rank's batch, 0 to 2^32 - 1."""
-    return (_place_among_equals(tokens_home) * _MULTIPLIER) & 0xFFFF_FFFF
+    return (_place_among_equals(tokens_home) * HASH_MULTIPLIER) & 0xFFFF_FFFF
 
 
 def _place_among_equals(values: Ints) -> Ints:

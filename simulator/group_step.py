@@ -31,6 +31,7 @@ from eldr_sim.kernel_profiles.all_to_all_cost import (
 )
 from eldr_sim.kernel_profiles.step_cost import StepParts, attention_s, rank_moe_s, total_s
 from eldr_sim.kernel_profiles.step_time import RankMoE
+from eldr_sim.policies.replicas import HASH_MULTIPLIER
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.engine import Engines, wake
 from eldr_sim.simulator.events import schedule_step
@@ -42,7 +43,6 @@ ALL, EXPERT, RANK, NODE = range(4)
 #: Which instance of an expert computes a token: see `policies.replicas`.
 EVEN, HASH, SOURCE = range(3)
 REPLICA_CHOICES = {"even": EVEN, "hash": HASH, "source": SOURCE}
-_MULTIPLIER = 2_654_435_769  # of vLLM's hash, as in `policies.replicas`
 _PLANES = 20  # bits of a counter: a million tokens of an engine in a step
 
 
@@ -441,7 +441,7 @@ def _instance(counting: Counting, layer: int, expert: int, home: int, place: int
         turn = counting.work.turn[layer, expert]
         counting.work.turn[layer, expert] += 1
         return np.int64(ranks[turn % count])
-    hashed = (place * _MULTIPLIER) & 0xFFFFFFFF
+    hashed = (place * HASH_MULTIPLIER) & 0xFFFFFFFF
     if choice == HASH:
         return np.int64(ranks[hashed % count])
     nodes = counting.group.gpus_per_node
