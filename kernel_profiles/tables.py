@@ -31,8 +31,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from glob import escape
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -331,29 +330,35 @@ def engine_step_shape(n_layers: int, hidden: int, vocab: int) -> dict[str, int]:
     return {"n_layers": n_layers, "hidden_size": hidden, "vocab_size": vocab}
 
 
+_LETTERS = {
+    "hidden_size": "h",
+    "expert_intermediate_size": "i",
+    "n_experts": "e",
+    "top_k": "k",
+    "expert_parallel_size": "ep",
+    "n_heads": "q",
+    "n_kv_heads": "kv",
+    "head_dim": "d",
+    "window": "w",
+    "n_layers": "l",
+    "vocab_size": "v",
+    "n_nodes": "n",
+    "q_lora_rank": "r",
+    "kv_lora_rank": "c",
+    "kv_bits": "b",
+}
+
+
 def table_name(metadata: TableMetadata) -> str:
     """File name of a table: GPU, kind, shape, dtype and framework."""
-    letters = {
-        "hidden_size": "h",
-        "expert_intermediate_size": "i",
-        "n_experts": "e",
-        "top_k": "k",
-        "expert_parallel_size": "ep",
-        "n_heads": "q",
-        "n_kv_heads": "kv",
-        "head_dim": "d",
-        "window": "w",
-        "n_layers": "l",
-        "vocab_size": "v",
-        "n_nodes": "n",
-        "q_lora_rank": "r",
-        "kv_lora_rank": "c",
-        "kv_bits": "b",
-    }
     parts = [metadata.gpu, metadata.kind]
-    parts += [f"{letters[name]}{value}" for name, value in metadata.shape.items()]
+    parts += _shape_parts(metadata.shape)
     parts += [metadata.dtype, metadata.framework]
     return _name_of(parts) + ".parquet"
+
+
+def _shape_parts(shape: Mapping[str, int]) -> list[str]:
+    return [f"{_LETTERS[name]}{value}" for name, value in shape.items()]
 
 
 def _name_of(parts: Sequence[str]) -> str:
@@ -363,13 +368,18 @@ def _name_of(parts: Sequence[str]) -> str:
 @lru_cache(maxsize=1)
 def shipped_tables() -> tuple[tuple[Path, TableMetadata], ...]:
     """Path and metadata of every table that ships with the package, sorted by file name."""
-    return _shipped_named("*")
+    return tuple((path, _shipped_metadata(path)) for path in _shipped_paths())
 
 
-@lru_cache(maxsize=256)
-def _shipped_named(pattern: str) -> tuple[tuple[Path, TableMetadata], ...]:
+@lru_cache(maxsize=1)
+def _shipped_paths() -> tuple[Path, ...]:
     folder = Path(str(resources.files("eldr_sim.kernel_profiles").joinpath("data/tables")))
-    return tuple((path, _read_metadata(path)) for path in sorted(folder.glob(f"{pattern}.parquet")))
+    return tuple(sorted(folder.glob("*.parquet")))
+
+
+@cache
+def _shipped_metadata(path: Path) -> TableMetadata:
+    return _read_metadata(path)
 
 
 @lru_cache(maxsize=64)
@@ -416,8 +426,13 @@ def find_table(
     for table in extra:
         if fits(table.metadata):
             return table
-    # A thousand files take long to open.
-    named = _shipped_named(escape(_name_of([gpu, kind])) + "_*")
+    # A thousand files take long to open: names tell which can fit.
+    start, parts = _name_of([gpu, kind]) + "_", set(_shape_parts(wanted))
+    named = [
+        (path, _shipped_metadata(path))
+        for path in _shipped_paths()
+        if path.name.startswith(start) and parts.issubset(path.name.split("_"))
+    ]
     candidates = [(path, metadata) for path, metadata in named if fits(metadata)]
     if not candidates:
         return None
