@@ -216,6 +216,7 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
     defers = _defers_prompts(engines, w)
     if not _fits(engines, w, _NONE):
         _preempt(clock, engines, w)
+        defers = defers and worker.batch > 0
         if not defers:
             _fill(engines, w)
         # Nobody is admitted in this step if there is one, but perhaps in the next.

@@ -108,6 +108,7 @@ class Worker:
             self.queue_late()  # no step has been scheduled yet
         defers = self.defers_prompts()
         if self.preempt():
+            defers = defers and bool(self.decoding)  # else nothing at all would be computed
             if not defers:
                 self.fill()
             self.closed = self.has_step()  # nobody is admitted in this step if there is one
