@@ -207,6 +207,8 @@ def print_summary(summary: dict[str, Any]) -> None:
         _line("Engines a group, all-to-all", f"{size}, {group['all2all_backend']}")
         for part in ("step", "moe", "dispatch", "combine", "idle"):
             _line(f"Mean {part} time (ms)", group[f"mean_{part}_ms"])
+        if group.get("mean_replica_choice_ms"):  # older results have none
+            _line("Mean replica choice time (ms)", group["mean_replica_choice_ms"])
         _line("Token-expert pairs, busiest / mean rank", group["busiest_rank_pairs_over_mean"])
     figures("preemptions", "gpu_hours_per_million_output_tokens")
     if summary["cost_per_million_output_tokens"] is not None:

@@ -8,6 +8,9 @@ their outputs are combined back. What a copy of a token is sent for depends on t
 ``allgather_reducescatter``  every token to every rank, whatever its experts; between nodes once a
                              node, spread over the node's NICs (NCCL's rings)
 ``nccl_alltoall``            a copy for each (token, rank) that holds one of its experts or more
+``allgather_alltoall``       in steps without prompts every token to every rank before the gate, and
+                             back a copy for each (token, rank); else as ``nccl_alltoall`` (METRO,
+                             arXiv 2512.09277, Sec. IV-C)
 ``pplx``                     a copy for each (token, expert)
 ``deepep_ll``                a copy for each (token, expert), straight to its GPU
 ``deepep_ht``                between nodes a copy for each (token, node), to the GPU of the same
@@ -55,7 +58,14 @@ from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, find_table
 
 FloatArray = NDArray[np.float64]
 
-Backend = Literal["allgather_reducescatter", "nccl_alltoall", "pplx", "deepep_ll", "deepep_ht"]
+Backend = Literal[
+    "allgather_reducescatter",
+    "nccl_alltoall",
+    "allgather_alltoall",
+    "pplx",
+    "deepep_ll",
+    "deepep_ht",
+]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 Library = Literal["sglang", "vllm"]
@@ -64,11 +74,15 @@ Library = Literal["sglang", "vllm"]
 COPY_PER: dict[Backend, Literal["all", "rank", "expert", "node"]] = {
     "allgather_reducescatter": "all",
     "nccl_alltoall": "rank",
+    "allgather_alltoall": "rank",
     "pplx": "expert",
     "deepep_ll": "expert",
     "deepep_ht": "node",
 }
-"""What a copy of a token is sent for."""
+"""What a copy of a token is sent for; of ``allgather_alltoall``, where it does not gather."""
+
+GATHERING: tuple[Backend, ...] = ("allgather_reducescatter", "allgather_alltoall")
+"""Backends by which every rank knows all tokens of steps without prompts before it chooses."""
 
 NETWORK_EFFICIENCY = 42.6 / 50.0
 """Of a NIC's line rate: nixlbench, 42.6 GB/s over 400 Gb/s (H200, ConnectX-7)."""
@@ -79,6 +93,7 @@ _FP8_BYTES = 1 + 4 / 128  # a value and its share of an fp32 scale per 128
 _OPERATIONS = {
     "allgather_reducescatter": ("all_gather", "reduce_scatter"),
     "nccl_alltoall": ("alltoall", "alltoall"),
+    "allgather_alltoall": ("alltoall", "alltoall"),
 }
 _PHASES = ("dispatch", "combine")
 _FAR_BYTES = 1e9  # second knot of a straight line
@@ -114,6 +129,8 @@ class AllToAll:
         GPUs of the group, and of them in one node.
     cost
         What compiled code takes.
+    gathered
+        The same for steps without prompts, where ``allgather_alltoall`` gathers; else ``cost``.
     provenance
         By component (``all_to_all``; ``network`` between nodes): label, origin, kernel_source.
     warnings
@@ -124,6 +141,7 @@ class AllToAll:
     n_ranks: int
     gpus_per_node: int
     cost: AllToAllCost = field(repr=False)
+    gathered: AllToAllCost = field(repr=False)
     provenance: dict[str, dict[str, Any]]
     warnings: tuple[str, ...]
 
@@ -254,10 +272,17 @@ def build_all_to_all(
             found.deepep_between(model, backend, phase, library, n_nodes) or line
             for phase, line in zip(_PHASES, far, strict=True)
         ]
+    cost = AllToAllCost(dispatch_bytes, combine_bytes, *near[0], *near[1], *far[0], *far[1])
+    gathered = cost
+    if backend == "allgather_alltoall":
+        gather = found.collective("all_gather")
+        line = found.line_rate(gather)
+        gathered = AllToAllCost(combine_bytes, combine_bytes, *gather, *near[1], *line, *far[1])
     if n_nodes == 1:
         del found.provenance["network"]
-    cost = AllToAllCost(dispatch_bytes, combine_bytes, *near[0], *near[1], *far[0], *far[1])
-    return AllToAll(backend, n_ranks, gpus_per_node, cost, found.provenance, tuple(found.warnings))
+    return AllToAll(
+        backend, n_ranks, gpus_per_node, cost, gathered, found.provenance, tuple(found.warnings)
+    )
 
 
 class _Curves:

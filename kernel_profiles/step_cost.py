@@ -28,13 +28,15 @@ class StepParts(NamedTuple):
     host: float  #: engine time that no kernel hides
     dispatch: float = 0.0  #: of tokens to the experts that engines share
     combine: float = 0.0  #: of what these return
+    choice: float = 0.0  #: of the instances of redundant experts
 
 
 @njit()
 def total_s(parts: StepParts) -> float:
     """Return the seconds of a step."""
     fixed = parts.dense + parts.collectives + parts.host + parts.head
-    return float(fixed + parts.moe + parts.attention + parts.dispatch + parts.combine)
+    own = fixed + parts.moe + parts.attention
+    return float(own + parts.dispatch + parts.combine + parts.choice)
 
 
 @njit()
@@ -187,6 +189,7 @@ def step_parts(
         cost.head_s[rows],
         cost.collectives_s[tokens],
         cost.host_s,
+        0.0,
         0.0,
         0.0,
     )

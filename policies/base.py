@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_sim.errors import InputError
 
 if TYPE_CHECKING:
-    from eldr_sim.kernel_profiles.step_time import StepCost
+    from eldr_sim.kernel_profiles.step_time import RankMoE, StepCost
     from eldr_sim.policies.artifact import RoutingArtifact
     from eldr_sim.policies.clustering import Method
     from eldr_sim.policies.signature import LayerMask, Transform
@@ -190,6 +190,8 @@ class PolicyContext:
         Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
     step_times
         Step times of the model on a decode worker.
+    rank_moe
+        Times of a MoE layer on a GPU that shares experts with others.
     future
         The future, which no real router has, for oracles only: a function of ``request_id`` that
         returns the share of the request's decode steps to come in which it will select each
@@ -209,6 +211,7 @@ class PolicyContext:
     )
     prefix_block_tokens: int = 16
     step_times: StepCost | None = None
+    rank_moe: RankMoE | None = None
     future: Callable[[int], NDArray[np.float64]] | None = None
 
     def __post_init__(self) -> None:

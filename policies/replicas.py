@@ -1,7 +1,7 @@
 """Which instance of an expert computes a token, where a placement holds several.
 
 A choice decides for every pair of a token and one of its experts in a MoE layer, before tokens are
-sent. The classes here are numpy references and can be used beside a real engine.
+sent. The classes here and in `metro` are numpy references and can be used beside a real engine.
 
 EPLB places instances for an even split of an expert's tokens (``eplb``). vLLM has never split them
 evenly. It drew an instance at random (PR 18343), then took ``(token * top_k + column) % instances``
@@ -12,6 +12,7 @@ takes a multiplicative hash of the token's position.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -53,10 +54,56 @@ class ReplicaChoice(Protocol):
         ...
 
 
-class EvenSplit:
+class ChoiceByCount(ABC):
+    """A choice that needs to know how many tokens each expert has, and nothing else of them.
+
+    An expert's tokens take turns over the instances that are chosen for it.
+    """
+
+    @abstractmethod
+    def instances(
+        self, tokens: Ints, placement: Placement, layer: int, prompts: bool = False
+    ) -> Ints:
+        """Return the slots that compute each expert's tokens.
+
+        Parameters
+        ----------
+        tokens
+            Shape [experts]: how many tokens of all ranks have chosen each expert.
+        placement, layer
+            The instances, and the layer of the placement that the tokens pass.
+        prompts
+            Whether the step computes prompts.
+
+        Returns
+        -------
+        Shape [experts, most instances]: an expert's slots, in the order of turns, then -1. What it
+        says of experts without tokens does not matter.
+        """
+
+    def choose(
+        self,
+        tokens_home: Ints,
+        experts: Ints,
+        placement: Placement,
+        layer: int,
+        node_of_rank: Ints,
+        prompts: bool = False,
+    ) -> Ints:
+        """Return the slots, in turn over the tokens of all ranks; see `ReplicaChoice`."""
+        n_experts = int(placement.expert[layer].max()) + 1
+        tokens = np.bincount(experts.ravel(), minlength=n_experts)
+        slots = self.instances(tokens, placement, layer, prompts)
+        count = (slots >= 0).sum(axis=1)
+        turn = _place_among_equals(experts.ravel()).reshape(experts.shape)
+        return np.asarray(slots[experts, turn % count[experts]])
+
+
+class EvenSplit(ChoiceByCount):
     """An expert's tokens to its instances in turn: the even split that EPLB expects.
 
-    A bound rather than a method: a rank would have to know the tokens of all others.
+    A bound rather than a method where ranks do not gather each other's tokens: a rank would have to
+    know those of all others.
     """
 
     name = "even"
@@ -65,13 +112,11 @@ class EvenSplit:
     def __init__(self, context: PolicyContext) -> None:
         pass
 
-    def choose(
-        self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
+    def instances(
+        self, tokens: Ints, placement: Placement, layer: int, prompts: bool = False
     ) -> Ints:
-        """Return the slots, in turn over the tokens of all ranks; see `ReplicaChoice`."""
-        slots, first, count = _instances(placement.expert[layer])
-        turn = _place_among_equals(experts.ravel()).reshape(experts.shape)
-        return slots[first[experts] + turn % count[experts]]
+        """Return all slots of each expert; see `ChoiceByCount`."""
+        return slots_of_experts(placement.expert[layer])
 
 
 class HashedPosition:
@@ -124,6 +169,20 @@ class NearSource:
         home = home[:, None]
         turn = _hash(tokens_home)[:, None] % near[home, experts]
         return np.asarray(slots[home, first[experts] + turn])
+
+
+def slots_of_experts(expert: Ints) -> Ints:
+    """Return the slots of each expert in order, then -1; shape [experts, most instances].
+
+    Parameters
+    ----------
+    expert
+        Shape [slots]: a layer of ``Placement.expert``.
+    """
+    slots, first, count = _instances(expert)
+    turn = np.arange(count.max())
+    found = slots[np.minimum(first[:, None] + turn, len(slots) - 1)]
+    return np.where(turn < count[:, None], found, -1)
 
 
 def _instances(expert: Ints) -> tuple[Ints, Ints, Ints]:

@@ -30,7 +30,7 @@ from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.compiled import Callback
 from eldr_sim.simulator.engine import Engines
 from eldr_sim.simulator.expert_union import PromptRows
-from eldr_sim.simulator.group_step import (
+from eldr_sim.simulator.group_state import (
     GroupCost,
     Groups,
     Replicas,
@@ -64,6 +64,8 @@ class EngineSpec:
     group: GroupCost | None = field(default=None, compare=False, repr=False)
     all_to_all: AllToAll | None = field(default=None, compare=False, repr=False)
     n_redundant: int = 0
+    #: Of what choosing instances takes; empty where it is not charged.
+    choice_provenance: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -286,10 +288,13 @@ class Cluster:
         """Return what engines share."""
         step_time, masks = self.spec.decode.step_time, self.arrays.masks
         _, ranks, width = masks.shape
+        shared = replicas or no_replicas()
         return Groups(
             (self.spec.prefill.group or no_group(), self.spec.decode.group or no_group()),
-            replicas or no_replicas(),
-            make_group_scratch(step_time.n_moe_layers, width, ranks, step_time.cost.n_experts),
+            shared,
+            make_group_scratch(
+                step_time.n_moe_layers, width, ranks, step_time.cost.n_experts, shared.rank.shape[3]
+            ),
         )
 
     def _settings(self, model: ModelDims) -> NDArray[np.void]:

@@ -134,7 +134,8 @@ class PolicyConfig(_Fields):
     worker's cluster evenly; or EPLB's, which so spreads the load of the calibration requests."""
     replica_choice: Annotated[str, _policy("replica")] = "hash"
     """Which instance of an expert computes a token where there are redundant experts: vLLM's hash
-    of the token's position, an even split, or one near the token."""
+    of the token's position, an even split, one near the token, or one that keeps the activated
+    experts of the busiest GPU few (METRO)."""
 
 
 class WorkloadConfig(_Fields):
@@ -223,7 +224,12 @@ class ClusterConfig(_Fields):
     gpus_per_node: int = Field(default=8, ge=1)
     """GPUs of a node, for the all-to-all."""
     all2all_backend: Literal[
-        "allgather_reducescatter", "nccl_alltoall", "pplx", "deepep_ll", "deepep_ht"
+        "allgather_reducescatter",
+        "nccl_alltoall",
+        "allgather_alltoall",
+        "pplx",
+        "deepep_ll",
+        "deepep_ht",
     ] = "allgather_reducescatter"
     """How tokens reach the experts that engines share."""
     prefill: Pool = Pool()

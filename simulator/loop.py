@@ -46,7 +46,8 @@ from eldr_sim.simulator.engine import (
     wake,
 )
 from eldr_sim.simulator.events import drop_first, schedule
-from eldr_sim.simulator.group_step import Groups, group_has_step, group_step
+from eldr_sim.simulator.group_state import Groups
+from eldr_sim.simulator.group_step import group_has_step, group_step
 from eldr_sim.simulator.kv_cache import blocks_of, release
 from eldr_sim.simulator.state import (
     ARRIVAL,

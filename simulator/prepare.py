@@ -6,18 +6,21 @@ import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.all_to_all import COPY_PER, build_all_to_all
+from eldr_sim.kernel_profiles.all_to_all import COPY_PER, GATHERING, AllToAll, build_all_to_all
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
+from eldr_sim.policies import registry
+from eldr_sim.policies.choice import parse
 from eldr_sim.policies.placement import ExpertGroup
 from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import Pool, RunConfig
-from eldr_sim.simulator.group_step import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
+from eldr_sim.simulator.group_state import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.replay import (
     fit_trace,
@@ -122,16 +125,28 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         tables=() if config.tables is None else tuple(_tables(Path(config.tables))),
     )
     most_tokens = parallelism.data_parallel_size * max(max_num_seqs, budget)
+    choice = _replica_choice(config.replica_choice, all_to_all, redundant)
     group = GroupCost(
         {"all": ALL, "expert": EXPERT, "rank": RANK, "node": NODE}[COPY_PER[all_to_all.backend]],
-        _replica_choice(config.replica_choice),
+        all_to_all.gathered is not all_to_all.cost,
+        choice.number,
+        choice.seconds,
         parallelism.tensor_parallel_size,
         config.gpus_per_node,
         step_time.rank_moe(slots, most_tokens * model.top_k),
         all_to_all.cost,
+        all_to_all.gathered,
     )
     return EngineSpec(
-        step_time, max_num_seqs, budget, n_blocks, parallelism, group, all_to_all, redundant
+        step_time,
+        max_num_seqs,
+        budget,
+        n_blocks,
+        parallelism,
+        group,
+        all_to_all,
+        redundant,
+        choice.provenance,
     )
 
 
@@ -159,13 +174,39 @@ def _check_experts(pool: Pool, role: str) -> None:
         )
 
 
-def _replica_choice(word: str) -> int:
-    """Return the number of a replica choice that groups know."""
-    if word not in REPLICA_CHOICES:
+class _Choice(NamedTuple):
+    """A replica choice as groups know it."""
+
+    number: int
+    seconds: float  #: in each MoE layer
+    provenance: dict[str, dict[str, Any]]  #: of the seconds
+
+
+def _replica_choice(word: str, all_to_all: AllToAll, redundant: int) -> _Choice:
+    """Return what groups know of a replica choice; without redundant experts it costs nothing."""
+    found = registry.find("replica", parse(word, "replica_choice").name)
+    if found.name not in REPLICA_CHOICES:
         raise InputError(
             "replica_choice", f"{word!r} has no compiled twin", ", ".join(REPLICA_CHOICES)
         )
-    return REPLICA_CHOICES[word]
+    if getattr(found, "gathers", False) and all_to_all.backend not in GATHERING:
+        raise InputError(
+            "replica_choice",
+            f"{found.name!r} needs the tokens of all ranks, which {all_to_all.backend} does not "
+            "gather",
+            f"--all2all-backend {' or '.join(GATHERING)}",
+        )
+    number, parameters = REPLICA_CHOICES[found.name], registry.parameters("replica", word)
+    overhead_us: float = getattr(parameters, "overhead_us", 0.0)
+    if not redundant or not overhead_us:
+        return _Choice(number, 0.0, {})
+    source = getattr(found, "overhead_source", None)
+    if source is None or parameters != type(parameters)():
+        label, origin = "derived", "as given"
+    else:
+        label, origin = source
+    said = {"label": label, "origin": f"{overhead_us:g} us a layer: {origin}", "kernel_source": ""}
+    return _Choice(number, overhead_us * 1e-6, {"replica_choice": said})
 
 
 def _max_model_len(config: RunConfig, model: ModelDims) -> int:

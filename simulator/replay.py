@@ -26,7 +26,7 @@ from eldr_sim.jit import njit, popcount
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.expert_union import PromptRows
-from eldr_sim.simulator.group_step import Replicas
+from eldr_sim.simulator.group_state import Replicas
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
 

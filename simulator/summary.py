@@ -80,6 +80,7 @@ def _group(engine: EngineSpec, steps: NDArray[np.void]) -> dict[str, Any]:
             "mean_moe_ms": mean_ms("moe_s"),
             "mean_dispatch_ms": mean_ms("dispatch_s"),
             "mean_combine_ms": mean_ms("combine_s"),
+            "mean_replica_choice_ms": mean_ms("choice_s"),
             "mean_idle_ms": 1e3 * float(steps["wait_s"].sum()) / busy if busy else None,
             "mean_busy_engines": busy / len(steps) if len(steps) else None,
             "mean_inside_bytes": float(steps["inside_bytes"].mean()) if len(steps) else None,
@@ -98,6 +99,7 @@ def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
     pools = {
         role: engine.step_time.provenance
         | ({} if engine.all_to_all is None else engine.all_to_all.provenance)
+        | engine.choice_provenance
         for role, engine in (("prefill", prepared.spec.prefill), ("decode", prepared.spec.decode))
     }
     if pools["prefill"] == pools["decode"]:

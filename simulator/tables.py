@@ -75,10 +75,10 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
 
     Where engines share experts, a step has the parts that its group takes together, and ``active``
     and ``busiest_rank_experts`` are the group's: ``moe_ms`` of the slowest rank of each layer,
-    ``dispatch_ms``, ``combine_ms``, ``idle_ms`` (the engines' mean wait for the slowest one's
-    attention and dense layers), the bytes that the busiest GPU sends or receives in its node and
-    between nodes, and the token-expert pairs of the busiest rank and of all ranks, summed over the
-    MoE layers.
+    ``dispatch_ms``, ``combine_ms``, ``replica_choice_ms`` (of the instances of redundant experts),
+    ``idle_ms`` (the engines' mean wait for the slowest one's attention and dense layers), the bytes
+    that the busiest GPU sends or receives in its node and between nodes, and the token-expert pairs
+    of the busiest rank and of all ranks, summed over the MoE layers.
     """
     prefill, decode = record.prefill_steps, record.decode_steps
     order = np.lexsort((prefill["worker"], prefill["start"]))
@@ -135,6 +135,7 @@ def _group_columns(groups: NDArray[np.void], n_steps: int) -> dict[str, NDArray[
     """Return what the groups' steps add to each of their engines' ``n_steps`` steps."""
     figures = {
         **{f"{part}_ms": 1e3 * groups[f"{part}_s"] for part in ("moe", "dispatch", "combine")},
+        "replica_choice_ms": 1e3 * groups["choice_s"],
         "idle_ms": 1e3 * groups["wait_s"] / np.maximum(1, groups["n_busy"]),
         **{name: groups[name] for name in ("inside_bytes", "between_bytes")},
         "busiest_rank_pairs": groups["busiest_pairs"].astype(np.float64),

@@ -9,6 +9,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.policies import registry
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.results import write_result
@@ -80,12 +81,11 @@ def test_the_parts_of_a_step_are_in_its_table():
 
 
 def test_without_redundant_experts_every_choice_gives_the_same_bytes(tmp_path):
-    for choice in ("even", "hash", "source"):
+    choices = registry.names("replica")
+    for choice in choices:
         write_result(run(replica_choice=choice), tmp_path / choice)
     for name in ("requests.parquet", "steps.parquet"):
-        one, *others = (
-            (tmp_path / choice / name).read_bytes() for choice in ("even", "hash", "source")
-        )
+        one, *others = ((tmp_path / choice / name).read_bytes() for choice in choices)
         assert all(other == one for other in others)
 
 
@@ -107,6 +107,46 @@ def test_redundant_experts_cost_memory_and_activate_more():
         steps = result.record.decode_steps
         tokens = steps["batch"].sum() + steps["chunk_tokens"].sum()
         assert groups["pairs"].sum() == tokens * MODEL.top_k * MODEL.n_moe_layers
+
+
+EPLB = {"expert_placement": "eplb", "num_redundant_experts": 64}
+METRO = EPLB | {"replica_choice": "metro", "all2all_backend": "allgather_alltoall"}
+
+
+def test_metro_activates_fewer_experts_and_is_charged_for_it():
+    """Metro in decode steps, with the published cost in each layer; prompts keep the even split."""
+    runs = {
+        choice: run(**METRO | {"replica_choice": choice})
+        for choice in ("even", "metro", "metro:overhead_us=0", "optimal:overhead_us=0")
+    }
+    decoded = {
+        choice: result.steps.to_pandas().query("role == 'decode'")
+        for choice, result in runs.items()
+    }
+    busiest = {choice: steps.busiest_rank_experts.mean() for choice, steps in decoded.items()}
+    assert busiest["metro"] < busiest["even"]
+    layers = MODEL.n_moe_layers
+    assert decoded["metro"].replica_choice_ms.unique() == pytest.approx([26e-3 * layers])
+    for choice in ("even", "metro:overhead_us=0"):
+        assert not decoded[choice].replica_choice_ms.any()
+    prompts = runs["metro"].steps.to_pandas().query("role == 'prefill'")
+    assert not prompts.replica_choice_ms.any()
+    assert runs["metro"].summary["provenance"]["replica_choice"]["label"] == "published"
+    assert "replica_choice" not in runs["metro:overhead_us=0"].summary["provenance"]
+    given = run(**METRO | {"replica_choice": "metro:overhead_us=5"}).summary["provenance"]
+    assert given["replica_choice"]["label"] == "derived"
+
+
+def test_metros_dispatch_gathers_in_decode_steps_only():
+    """What it moves is the twin's to check; prompts go all-to-all."""
+    values = EPLB | {"replica_choice": "even", "num_requests": 20}
+    gathered, direct = (
+        run(**values | {"all2all_backend": backend}).steps.to_pandas()
+        for backend in ("allgather_alltoall", "nccl_alltoall")
+    )
+    for role, alike in (("prefill", True), ("decode", False)):
+        one, other = (steps[steps.role == role].dispatch_ms.mean() for steps in (gathered, direct))
+        assert bool(one == other) is alike
 
 
 def test_every_expert_everywhere_near_the_source_sends_nothing():
@@ -169,7 +209,12 @@ def test_colocated_engines_share_experts():
         ({"num_redundant_experts": 6}, "num_redundant_experts: 4 ranks cannot hold 128 experts"),
         ({"data_parallel_size": 1, "num_redundant_experts": 8}, "num_redundant_experts: redundant"),
         ({"gpus_per_node": 3}, "expert_parallel_size: 4 ranks on nodes of 3 GPUs"),
-        ({"replica_choice": "metro"}, "replica_choice: unknown policy 'metro'"),
+        ({"replica_choice": "nearest"}, "replica_choice: unknown policy 'nearest'"),
+        (
+            {"replica_choice": "metro", "all2all_backend": "deepep_ll"},
+            "replica_choice: 'metro' needs the tokens of all ranks.*--all2all-backend allgather_",
+        ),
+        ({"replica_choice": "metro:overhead_us=-1"}, "replica_choice.overhead_us: '-1'"),
         (
             {"num_redundant_experts": 8, "expert_placement": "eldr", "policy": "eldr"},
             "num_redundant_experts: 'eldr' places one instance",

@@ -6,6 +6,10 @@ from collections import Counter
 
 import numpy as np
 
+from eldr_sim.policies import registry
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.simulator.group_state import REPLICA_CHOICES
+
 from .step_seconds import chunk_attention_seconds, decode_attention_seconds
 
 
@@ -81,8 +85,13 @@ class Traffic:
 class Instances:
     """Which instance of an expert computes a token: the rules of `policies.replicas`, in words."""
 
-    def __init__(self, placement, n_trace_layers, choice, gpus_per_node):
-        self.choice, self.gpus_per_node, self.turns = choice, gpus_per_node, Counter()
+    def __init__(self, placement, n_trace_layers, choice, gpus_per_node, moe, prompts):
+        self.choice, self.gpus_per_node, self.prompts = choice, gpus_per_node, prompts
+        self.turns = Counter()
+        self.placement, self.slots = placement, {}
+        if choice not in ("hash", "source"):
+            context = PolicyContext(1, np.random.default_rng(0), rank_moe=moe)
+            self.policy = registry.replica_choice(choice, context)
         self.ranks = [
             {
                 expert: placement.rank[layer][placement.expert[layer] == expert].tolist()
@@ -91,12 +100,25 @@ class Instances:
             for layer in range(n_trace_layers)
         ]
 
+    def decide(self, tokens):
+        """Let choices by count see how many tokens each (layer, expert) has."""
+        if self.choice in ("hash", "source"):
+            return
+        n_experts = int(self.placement.expert.max()) + 1
+        for layer in {layer for layer, _ in tokens}:
+            counts = np.array([tokens[layer, expert] for expert in range(n_experts)])
+            at = layer % len(self.ranks)
+            slots = self.policy.instances(counts, self.placement, at, self.prompts)
+            for expert, own in enumerate(slots):
+                self.slots[layer, expert] = self.placement.rank[at][own[own >= 0]].tolist()
+
     def rank(self, layer, expert, home, place):
         ranks = self.ranks[layer % len(self.ranks)][expert]
         if len(ranks) == 1:
             return ranks[0]
         hashed = place * 2_654_435_769 % 2**32
-        if self.choice == "even":
+        if (layer, expert) in self.slots:
+            ranks = self.slots[layer, expert]
             self.turns[layer, expert] += 1
             return ranks[(self.turns[layer, expert] - 1) % len(ranks)]
         if self.choice == "source":
@@ -114,13 +136,10 @@ def group_step(twin, group):
     n_ranks = len(group) * per_engine
     copy_per = ("all", "expert", "rank", "node")[shared.copy_per]
     layers = range(cost.n_moe_layers)
-    traffic = [Traffic(n_ranks, shared.gpus_per_node, copy_per) for _ in layers]
     placement = twin.placements[group[0].number]
-    choice = ("even", "hash", "source")[shared.replica_choice]
-    instances = Instances(placement, len(placement.expert), choice, shared.gpus_per_node)
     pairs = np.zeros((len(layers), n_ranks), int)
     activated = [[set() for _ in range(n_ranks)] for _ in layers]
-    busy, own = [], []
+    busy, own, routed = [], [], []
     for number, worker in enumerate(group):
         batch, chunked = worker.reserve()
         if not batch and not chunked:
@@ -134,14 +153,27 @@ def group_step(twin, group):
         run = -(-tokens // per_engine)
         for position, experts in enumerate(worker.token_experts(batch, chunked)):
             home, place = number * per_engine + position // run, position % run
-            for layer in layers:
-                chosen = sorted(expert for at, expert in experts if at == layer)
-                targets = [instances.rank(layer, expert, home, place) for expert in chosen]
-                for expert, rank in zip(chosen, targets, strict=True):
-                    pairs[layer, rank] += 1
-                    activated[layer][rank].add(expert)
-                traffic[layer].token(home, targets)
+            routed.append((home, place, experts))
     prompts = any(chunked for _, _, chunked in busy)
+    gathers = shared.gathers and not prompts
+    ways = ("all" if gathers else copy_per, copy_per)
+    traffic = [[Traffic(n_ranks, shared.gpus_per_node, way) for _ in layers] for way in ways]
+    choice = {number: name for name, number in REPLICA_CHOICES.items()}[shared.replica_choice]
+    several = any((placement.instances(cost.n_experts) > 1).ravel())
+    instances = Instances(
+        placement, len(placement.expert), choice, shared.gpus_per_node, shared.moe, prompts
+    )
+    if several:
+        instances.decide(Counter(pair for _, _, experts in routed for pair in experts))
+    for home, place, experts in routed:
+        for layer in layers:
+            chosen = sorted(expert for at, expert in experts if at == layer)
+            targets = [instances.rank(layer, expert, home, place) for expert in chosen]
+            for expert, rank in zip(chosen, targets, strict=True):
+                pairs[layer, rank] += 1
+                activated[layer][rank].add(expert)
+            for way in traffic:
+                way[layer].token(home, targets)
     counts = [[len(found) for found in activated[layer]] for layer in layers]
     moe = sum(
         max(
@@ -152,9 +184,10 @@ def group_step(twin, group):
         )
         for layer in layers
     )
-    table, sent = shared.all_to_all, [each.busiest() for each in traffic]
+    table = shared.gathered if gathers else shared.all_to_all
+    out, back = ([each.busiest() for each in way] for way in traffic)
 
-    def phase(name, n_bytes):
+    def phase(name, n_bytes, sent):
         total = 0.0
         for inside, between in sent:
             knots, seconds = getattr(table, f"{name}_knots"), getattr(table, f"{name}_s")
@@ -165,17 +198,23 @@ def group_step(twin, group):
             total += longest
         return total
 
-    dispatch = phase("dispatch", table.dispatch_bytes)
-    combine = phase("combine", table.combine_bytes)
+    dispatch = phase("dispatch", table.dispatch_bytes, out)
+    combine = phase("combine", table.combine_bytes, back)
+    replaced = prompts and choice in ("metro", "metro_sorted", "optimal")
+    choosing = 0.0 if replaced else shared.choice_s * len(layers)
     slowest = [max(part) for part in zip(*own, strict=True)]
-    seconds = sum(slowest) + cost.host_s + moe + dispatch + combine
+    seconds = sum(slowest) + cost.host_s + moe + dispatch + combine + choosing
     end = now + (seconds + pool.capture_s)
-    both = table.dispatch_bytes + table.combine_bytes
+
+    def moved(tier):
+        """The busiest rank's bytes."""
+        sent = sum(phase[tier] for phase in out) * table.dispatch_bytes
+        return sent + sum(phase[tier] for phase in back) * table.combine_bytes
+
     twin.group_steps.append(
         {"start": now, "end": end, "moe_s": moe, "dispatch_s": dispatch, "combine_s": combine}
         | {"wait_s": sum(sum(slowest) - sum(parts) for parts in own)}
-        | {"inside_bytes": both * sum(inside for inside, _ in sent)}
-        | {"between_bytes": both * sum(between for _, between in sent)}
+        | {"choice_s": choosing, "inside_bytes": moved(0), "between_bytes": moved(1)}
         | {"busiest_pairs": int(pairs.max(axis=1).sum()), "pairs": int(pairs.sum())}
         | {"n_busy": len(busy), "pool": pool.role}
     )

@@ -1,0 +1,375 @@
+"""Where the tokens of a group's step go: pairs, activated experts and copies, rank by rank.
+
+Tokens are counted from the experts of each, in bit planes: one carry-save addition counts 64
+experts at once. There are two passes over the tokens, and most steps need one of them:
+
+- `count_totals` counts the tokens of each expert over the whole group. That is enough where every
+  token goes to every rank, and it is what choices of instances by count decide from.
+- `count_ranks` counts, for each home rank, which ranks its tokens go to, as backends need that send
+  a copy for each expert, rank or node, and choices that depend on the token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.jit import popcount
+from eldr_sim.policies.replicas import HASH_MULTIPLIER
+from eldr_sim.simulator.compiled import compiled
+from eldr_sim.simulator.engine import Engines
+from eldr_sim.simulator.group_state import (
+    ALL,
+    EVEN,
+    EXPERT,
+    HASH,
+    NODE,
+    RANK,
+    Counting,
+    GroupScratch,
+)
+from eldr_sim.simulator.instances import choose_instances
+
+
+@compiled()
+def count_step(engines: Engines, size: int, bits: Any, prompts: Any, c: Counting) -> None:
+    """Count what the engines of a group compute in their step, into ``c.work``.
+
+    Parameters
+    ----------
+    engines, bits, prompts
+        As of `group_step.group_step`.
+    size
+        Engines of the group.
+    c
+        What counting needs; ``totals`` does not matter.
+    """
+    _clear(c.work, c.ranks)
+    by_count = c.replicas.multi.shape[0] > 0 and c.choice >= EVEN
+    several = c.replicas.multi.shape[0] > 0
+    everywhere = c.group.copy_per == ALL and (by_count or not several)
+    if by_count or everywhere:
+        _count_group(engines, size, bits, prompts, _of_totals(c, True))
+        _settle_totals(c, everywhere)
+        if everywhere:
+            return
+        c.work.tokens[:] = 0
+    _count_group(engines, size, bits, prompts, _of_totals(c, False))
+
+
+@compiled()
+def _of_totals(c: Counting, totals: bool) -> Any:
+    """Return what one of the passes needs."""
+    return Counting(
+        c.masks, c.replicas, c.group, c.work, c.leader, c.ranks, c.choice, c.computes, totals
+    )
+
+
+@compiled()
+def _count_group(engines: Engines, size: int, bits: Any, prompts: Any, c: Counting) -> None:
+    """Pass over the tokens of all engines."""
+    tokens = np.int64(0)
+    for w in range(c.leader, c.leader + size):
+        tokens += engines.workers[w].batch + engines.workers[w].chunk_tokens
+    if c.totals:
+        c.work.planes[: _n_planes(tokens)] = 0
+    for w in range(c.leader, c.leader + size):
+        if engines.workers[w].batch + engines.workers[w].chunk_tokens > 0:
+            _count_engine(engines, w, bits, prompts, c)
+
+
+@compiled()
+def _n_planes(tokens: int) -> Any:
+    """Return how many bits count so many tokens."""
+    n = np.int64(1)
+    while 1 << n <= tokens:
+        n += 1
+    return n
+
+
+@compiled()
+def _clear(work: GroupScratch, ranks: int) -> None:
+    work.turn[:] = 0
+    work.tokens[:] = 0
+    work.active[:ranks] = 0
+    for layer in range(work.pairs.shape[0]):
+        for r in range(ranks):
+            work.pairs[layer, r] = 0.0
+            for other in range(ranks):
+                work.sent[layer, r, other] = work.sent_nodes[layer, r, other] = 0.0
+
+
+@compiled()
+def _count_engine(engines: Engines, w: int, bits: Any, prompts: Any, c: Counting) -> None:
+    """Count the tokens that an engine computes in its step.
+
+    Its ranks take equal runs of them, the last one perhaps fewer (sequence parallel MoE).
+    """
+    worker, sequences = engines.workers[w], engines.sequences[w]
+    work, tokens = c.work, worker.batch + worker.chunk_tokens
+    per_engine = c.group.ranks_per_engine
+    first = np.int64((w - c.leader) * per_engine)
+    run = (tokens + per_engine - 1) // per_engine
+    n_planes = _n_planes(run)
+    if not c.totals:
+        work.planes[:n_planes] = 0
+    position = np.int64(0)
+    for i in range(worker.batch):
+        _begin_token(c, first, position, run, n_planes)
+        _count_row(bits, sequences[i].row, np.int64(0), work.active.shape[1], c,
+                   first + position // run, position % run)  # fmt: skip
+        position += 1
+    for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
+        if sequences[i].chunk == 0:
+            continue
+        request = sequences[i].request
+        record = engines.requests[request]
+        begin, stop = sequences[i].computed, sequences[i].computed + sequences[i].chunk
+        for at in range(begin, stop):
+            _begin_token(c, first, position, run, n_planes)
+            home, place = first + position // run, position % run
+            if at < record.prompt_len:
+                _count_prompt_token(prompts, request, record.trace_request, at, c, home, place)
+            else:  # the window begins with the last prompt token
+                row = (record.window_offset + at - record.prompt_len + 1) % record.window_len
+                row += record.window_row
+                _count_row(bits, row, np.int64(0), work.active.shape[1], c, home, place)
+            position += 1
+    if not c.totals:
+        _flush(c, first + (position - 1) // run, n_planes)
+
+
+@compiled()
+def _begin_token(c: Counting, first: int, position: int, run: int, n_planes: int) -> None:
+    """Note a token at home; where another rank's run begins, settle the one before."""
+    if not c.totals and position > 0 and position % run == 0:
+        _flush(c, first + position // run - 1, n_planes)
+    c.work.tokens[first + position // run] += 1
+
+
+@compiled()
+def _flush(c: Counting, home: int, n_planes: int) -> None:
+    """Add the pairs that the bit planes hold, of the tokens of a home rank, and empty them."""
+    work, masks, leader = c.work, c.masks, c.leader
+    layers = work.pairs.shape[0]
+    words = work.active.shape[1] // layers
+    by_home = c.group.copy_per == EXPERT
+    for layer in range(layers):
+        for k in range(layer * words, (layer + 1) * words):
+            weight = 1.0
+            for plane in range(n_planes):
+                word = work.planes[plane, k]
+                if word != 0:
+                    for r in range(c.ranks):
+                        held = word & masks[leader, r, k]
+                        work.active[r, k] |= held
+                        pairs = weight * popcount(held)  # type: ignore[call-arg]
+                        work.pairs[layer, r] += pairs
+                        if by_home:
+                            work.sent[layer, home, r] += pairs
+                weight *= 2.0
+    work.planes[:n_planes] = 0
+
+
+@compiled()
+def _settle_totals(c: Counting, everywhere: bool) -> None:
+    """Choose instances from the tokens of each expert.
+
+    Where every token goes to every rank, pairs and activated experts follow.
+    """
+    work, several = c.work, c.replicas.multi.shape[0] > 0
+    layers = work.pairs.shape[0]
+    words = work.active.shape[1] // layers
+    n_planes = _n_planes(work.tokens[: c.ranks].sum())
+    for layer in range(layers):
+        _count_singles(c, layer, words, n_planes)
+        n_several = _list_several(c, layer, words, n_planes) if several else np.int64(0)
+        if everywhere:
+            for r in range(c.ranks):
+                work.pairs[layer, r] = work.load[r]
+                for k in range(words):
+                    at = layer * words + k
+                    work.active[r, at] = work.union[k] & c.masks[c.leader, r, at]
+        if n_several > 0:
+            choose_instances(c, layer, n_several)
+            if everywhere:
+                _add_several(c, layer, words, n_several)
+
+
+@compiled()
+def _count_singles(c: Counting, layer: int, words: int, n_planes: int) -> None:
+    """Count a layer's union, and each rank's activated experts and pairs of single instances."""
+    work = c.work
+    work.n_active[: c.ranks] = 0
+    work.load[: c.ranks] = 0.0
+    for k in range(words):
+        at, union, weight = layer * words + k, np.uint64(0), 1.0
+        for plane in range(n_planes):
+            word = work.planes[plane, at]
+            if word != 0:
+                union |= word
+                for r in range(c.ranks):
+                    held = word & c.masks[c.leader, r, at]
+                    work.load[r] += weight * popcount(held)  # type: ignore[call-arg]
+            weight *= 2.0
+        work.union[k] = union
+        for r in range(c.ranks):
+            n: Any = popcount(union & c.masks[c.leader, r, at])  # type: ignore[call-arg]
+            work.n_active[r] += np.int64(n)
+
+
+@compiled()
+def _list_several(c: Counting, layer: int, words: int, n_planes: int) -> Any:
+    """List the activated experts of several instances and their tokens; return how many."""
+    work, n = c.work, np.int64(0)
+    for k in range(words):
+        at = layer * words + k
+        many = work.union[k] & c.replicas.multi[c.leader, at]
+        while many != 0:
+            bit = many & (~many + np.uint64(1))
+            many ^= bit
+            below: Any = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
+            expert, tokens = k * 64 + np.int64(below), np.int64(0)
+            for plane in range(n_planes):
+                if work.planes[plane, at] & bit:
+                    tokens += np.int64(1) << plane
+            work.total[expert] = tokens
+            work.several[n] = expert
+            n += 1
+    return n
+
+
+@compiled()
+def _add_several(c: Counting, layer: int, words: int, n_several: int) -> None:
+    """Add the pairs and activated instances of the experts of several instances."""
+    work = c.work
+    for i in range(n_several):
+        expert = work.several[i]
+        n, tokens = work.n_chosen[layer, expert], work.total[expert]
+        at, bit = layer * words + expert // 64, np.uint64(1) << np.uint64(expert % 64)
+        for j in range(min(n, tokens)):
+            rank = work.chosen[layer, expert, j]
+            work.pairs[layer, rank] += (tokens - j + n - 1) // n
+            work.active[rank, at] |= bit
+
+
+@compiled()
+def _count_prompt_token(
+    prompts: Any, request: int, own: int, token: int, c: Counting, home: int, place: int
+) -> None:
+    """Count a prompt token; layers beyond those of the trace are as `expert_union` has them."""
+    size, source = prompts.prefix_block_tokens, np.int64(own)
+    if size > 0:
+        first, end = prompts.prefix_indptr[request], prompts.prefix_indptr[request + 1]
+        if token // size < end - first:
+            source = np.int64(prompts.prefix_trace_request[first + token // size])
+    have, need = prompts.bits.shape[1], c.work.active.shape[1]
+    span, base = prompts.length[source], prompts.first_row[source]
+    tiles = (need + have - 1) // have
+    for tile in range(tiles):
+        row = base + (token + tile * span // tiles) % span
+        width = min(have, need - tile * have)
+        _count_row(prompts.bits, row, np.int64(tile * have), width, c, home, place)
+
+
+@compiled()
+def _count_row(
+    bits: Any, row: int, first: int, width: int, c: Counting, home: int, place: int
+) -> None:
+    """Count the experts of one token on the layers from bit-set word ``first`` on.
+
+    ``home`` is the token's rank, ``place`` its position there.
+    """
+    work, replicas, leader = c.work, c.replicas, c.leader
+    per = c.group.copy_per
+    by_rank = per in (RANK, NODE)
+    layers = work.pairs.shape[0]
+    words = work.active.shape[1] // layers
+    if c.totals or (not by_rank and replicas.multi.shape[0] == 0):
+        for k in range(width):
+            _add_word(work.planes, first + k, bits[row, k])
+        return
+    for layer in range(first // words, (first + width) // words):
+        if by_rank:
+            work.reached[: c.ranks] = False
+        for k in range(layer * words, (layer + 1) * words):
+            word, many = bits[row, k - first], np.uint64(0)
+            if replicas.multi.shape[0] > 0:
+                many = word & replicas.multi[leader, k]
+                word &= ~many
+            if by_rank:
+                for r in range(c.ranks):
+                    if word & c.masks[leader, r, k]:
+                        work.reached[r] = True
+            _add_word(work.planes, k, word)
+            while many != 0:
+                bit = many & (~many + np.uint64(1))
+                many ^= bit
+                below: Any = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
+                expert = (k - layer * words) * 64 + np.int64(below)
+                r = _instance(c, layer, expert, home, place)
+                work.active[r, k] |= bit
+                work.pairs[layer, r] += 1.0
+                if per == EXPERT:
+                    work.sent[layer, home, r] += 1.0
+                work.reached[r] = True
+        if by_rank:
+            node_before = np.int64(-1)
+            for r in range(c.ranks):
+                if work.reached[r]:
+                    work.sent[layer, home, r] += 1.0
+                    node = np.int64(r // c.group.gpus_per_node)
+                    if node != node_before:
+                        work.sent_nodes[layer, home, node] += 1.0
+                        node_before = node
+
+
+@compiled(inline="always")
+def _add_word(planes: Any, k: int, word: Any) -> None:
+    """Count the bits of a word in bit planes: carry-save addition."""
+    plane = 0
+    while word != 0:
+        both = planes[plane, k] & word
+        planes[plane, k] ^= word
+        word = both
+        plane += 1
+
+
+@compiled()
+def _instance(c: Counting, layer: int, expert: int, home: int, place: int) -> Any:
+    """Return the rank whose instance of an expert computes a token; see `policies.replicas`."""
+    replicas, leader = c.replicas, c.leader
+    if c.choice >= EVEN:
+        turn = c.work.turn[layer, expert]
+        c.work.turn[layer, expert] += 1
+        return c.work.chosen[layer, expert, turn % c.work.n_chosen[layer, expert]]
+    at = layer % replicas.n_instances.shape[1]
+    count = np.int64(replicas.n_instances[leader, at, expert])
+    ranks = replicas.rank[leader, at, expert]
+    hashed = (place * HASH_MULTIPLIER) & 0xFFFFFFFF
+    if c.choice == HASH:
+        return np.int64(ranks[hashed % count])
+    nodes = c.group.gpus_per_node
+    nearest, n_nearest = 2, 0
+    for i in range(count):
+        away = _away(np.int64(ranks[i]), home, nodes)
+        if away < nearest:
+            nearest, n_nearest = away, 0
+        if away == nearest:
+            n_nearest += 1
+    skip = hashed % n_nearest
+    for i in range(count):
+        if _away(np.int64(ranks[i]), home, nodes) == nearest:
+            if skip == 0:
+                return np.int64(ranks[i])
+            skip -= 1
+    return np.int64(-1)  # not reached
+
+
+@compiled()
+def _away(rank: int, home: int, gpus_per_node: int) -> Any:
+    """Return 0 for a token's own rank, 1 for its node, 2 elsewhere."""
+    if rank == home:
+        return 0
+    return 1 if rank // gpus_per_node == home // gpus_per_node else 2
