@@ -28,7 +28,7 @@ from eldr_sim.traces.manifest import DEFAULT_TRACE
     "--workload",
     default="task",
     show_default=True,
-    metavar="task|language|FILE",
+    metavar="task|language|trace|FILE",
     shell_complete=complete(workloads, "file"),
     help="Workload whose domain mix the calibration requests have.",
 )

@@ -151,7 +151,7 @@ def _metavar(name: str) -> str:
         return "NAME[:PARAMETER=VALUE,...]"
     return {
         "topology": "xPyD|xC",
-        "workload": "task|language|FILE",
+        "workload": "task|language|trace|FILE",
         "trace": "NAME|DIR",
         "tables": "DIR",
         "tensor_parallel_size": "N",

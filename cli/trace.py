@@ -12,8 +12,9 @@ from eldr_sim.cli.completion import complete, traces
 from eldr_sim.cli.console import print_table
 from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.errors import InputError
+from eldr_sim.traces.encoding import FILE_NAMES
 from eldr_sim.traces.import_formats import READERS
-from eldr_sim.traces.manifest import DEFAULT_TRACE, builtin_traces
+from eldr_sim.traces.manifest import DEFAULT_TRACE, builtin_traces, one_phase
 
 if TYPE_CHECKING:
     from eldr_sim.traces.format import RoutingTrace
@@ -154,6 +155,20 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
 @click.option(
     "--ranked", is_flag=True, help="The ids of a token are in the gate's order, highest first."
 )
+@click.option(
+    "--prompt-share",
+    type=float,
+    metavar="SHARE",
+    help="Of a recording of generated tokens only, or of prompt tokens only: the first share of "
+    "each request that is to stand for its prompt, e.g. 0.25.",
+)
+@click.option(
+    "--encoding",
+    type=click.Choice([*FILE_NAMES]),
+    default="npy",
+    show_default=True,
+    help="Plain, or compressed.",
+)
 @click.option("--captured-by", required=True, help="How the choices were recorded.")
 @click.option("--source-data", required=True, help="Text that the model read, with its licence.")
 @click.option("--notes", default="", help="Notes for readers of results.")
@@ -202,6 +217,8 @@ def _print_manifest(opened: RoutingTrace) -> None:
         scores = opened.gate_scores
         kinds = " and ".join(scores.kinds)
         click.echo(f"Gate:       summed {kinds} of {len(scores.requests)} prompts")
+    if (stands := one_phase(manifest)) is not None:
+        click.echo(f"Phases:     {stands}")
     click.echo(f"Checksum:   {manifest.checksum}")
     if manifest.notes:
         click.echo(f"Notes:      {manifest.notes}")

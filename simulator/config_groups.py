@@ -13,7 +13,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Parallelism
 
 #: The named workloads; any other is a file.
-WORKLOADS = ("task", "language")
+WORKLOADS = ("task", "language", "trace")
 _TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D|([1-9]\d*)C", re.IGNORECASE)
 
 
@@ -142,12 +142,14 @@ class WorkloadConfig(_Fields):
     """The requests: when they come, how long they are, and the experts that their tokens choose."""
 
     workload: PathText = "task"
-    """``task``, ``language``, or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
+    """``task``, ``language``, ``trace`` (domains and lengths of the routing trace's own requests),
+    or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
     domain_mix: dict[str, float] | None = None
-    """Share of each domain among the requests; the workload's own when not given."""
+    """Share of each domain of the routing trace among the requests; the workload's own when not
+    given."""
     request_rate: Rate | None = None
-    """Mean requests per second; ``inf`` sends all at once. 60 for the task and language workloads,
-    the recorded timestamps for a file."""
+    """Mean requests per second; ``inf`` sends all at once. 60 when not given, the recorded
+    timestamps for a file."""
     burstiness: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
     max_concurrency: int | None = Field(default=None, ge=1)
@@ -161,7 +163,7 @@ class WorkloadConfig(_Fields):
     warm-up are measured."""
     output_len: Annotated[int, Field(ge=1)] | Literal["recorded"] | None = None
     """Output tokens of every request, ignoring end-of-sequence, or ``recorded``. 512 for the task
-    and language workloads, ``recorded`` for a file."""
+    and language workloads, ``recorded`` for ``trace`` and a file."""
     trace: PathText = "reference-moe"
     """Name of an embedded routing trace or a trace folder."""
     trace_replay: Literal["own", "same_domain"] = "own"
@@ -193,7 +195,7 @@ class WorkloadConfig(_Fields):
         """Output tokens of every request, or ``recorded``."""
         if self.output_len is not None:
             return self.output_len
-        return "recorded" if self.from_file else 512
+        return 512 if self.workload in ("task", "language") else "recorded"
 
     @property
     def from_file(self) -> bool:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.traces.copies import WARN_ABOVE, copy_share, expected_copy_share
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.manifest import one_phase
 from eldr_sim.traces.workload import Workload
 
 __all__ = ["copies_met", "trace_warnings"]
@@ -50,6 +51,8 @@ def trace_warnings(trace: RoutingTrace, copies: dict[str, float], trace_replay: 
             "replay the experts of the token after them, and nothing here says how policies with "
             "signatures would do"
         )
+    if (stands := one_phase(trace.manifest)) is not None:
+        warnings.append(stands)
     if copies["copies_share"] > WARN_ABOVE:
         warnings.append(
             f"the routing trace is small for this run: {100 * copies['copies_share']:.0f}% of "

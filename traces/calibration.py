@@ -86,7 +86,7 @@ def calibration_set(
     trace
         The routing trace.
     workload, domain_mix
-        As for `make_workload`: ``task``, ``language`` or the path of a request log.
+        As for `make_workload`: ``task``, ``language``, ``trace`` or the path of a request log.
     score
         With ``prob`` or ``logit``, only requests that have this gate score are picked: a trace
         may carry it for a part of its calibration split.

@@ -10,7 +10,7 @@ import numpy as np
 from eldr_sim.errors import InputError
 from eldr_sim.traces.format import RoutingTrace
 
-__all__ = ["DOMAIN_MIXES", "MIX_SOURCES", "resolve_domain_mix"]
+__all__ = ["DOMAIN_MIXES", "MIX_SOURCES", "NAMED_WORKLOADS", "resolve_domain_mix"]
 
 DOMAIN_MIXES: dict[str, dict[str, float]] = {
     "task": {"code": 2779, "math": 2744, "medical": 2545, "legal": 3600},
@@ -26,6 +26,10 @@ MIX_SOURCES: dict[str, str] = {
 }
 """Source of each mix."""
 
+NAMED_WORKLOADS = (*DOMAIN_MIXES, "trace")
+"""Workloads without a file; ``trace`` has the domains of the routing trace, as its serving requests
+have them."""
+
 
 def resolve_domain_mix(
     trace: RoutingTrace, workload: str, domain_mix: Mapping[str, float] | None = None
@@ -37,10 +41,11 @@ def resolve_domain_mix(
     trace
         The routing trace that serves the workload.
     workload
-        ``task``, ``language``, or anything else for a request log, which says nothing about
-        domains: its requests have the domains of the trace's serving split.
+        ``task``, ``language``; or ``trace`` or the name of a request log, which says nothing about
+        domains: requests have the domains of the trace's serving split.
     domain_mix
-        Weights that replace the default, by domain name; a domain left out gets none.
+        Weights that replace the default, by domain name: any of the trace's. A domain left out
+        gets none.
 
     Returns
     -------
@@ -51,17 +56,15 @@ def resolve_domain_mix(
     Raises
     ------
     InputError
-        If a weight is not a finite number of at least 0, all are 0, or a domain is not part
-        of the workload or the trace.
+        If a weight is not a finite number of at least 0, all are 0, or the trace lacks a domain.
     """
-    allowed = list(DOMAIN_MIXES.get(workload, dict.fromkeys(trace.domains, 0.0)))
-    missing = [name for name in allowed if name not in trace.domains]
     if domain_mix is None:
+        missing = [name for name in DOMAIN_MIXES.get(workload, {}) if name not in trace.domains]
         if missing:
             raise InputError(
                 "workload",
                 f"{workload} needs domain {missing[0]!r}, which trace {trace.path.name} lacks",
-                ", ".join(trace.domains),
+                f"trace, or a domain mix of {', '.join(trace.domains)}",
             )
         if workload in DOMAIN_MIXES:
             weights, source = DOMAIN_MIXES[workload], MIX_SOURCES[workload]
@@ -72,11 +75,11 @@ def resolve_domain_mix(
     else:
         weights, source = dict(domain_mix), "given"
     for name, weight in weights.items():
-        if name not in allowed or name in missing:
+        if name not in trace.domains:
             raise InputError(
                 "domain_mix",
-                f"{name!r} is not a domain of {workload} in trace {trace.path.name}",
-                ", ".join(x for x in allowed if x not in missing),
+                f"{name!r} is not a domain of trace {trace.path.name}",
+                ", ".join(trace.domains),
             )
         if not math.isfinite(weight) or weight < 0:
             raise InputError("domain_mix", f"weight of {name} is {weight}", "a finite number >= 0")

@@ -45,7 +45,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -85,8 +85,8 @@ class ImportedRouting:
         int64, one a request.
     domains
         The domains' names in order.
-    prompt_rows
-        Whether prompt tokens have rows.
+    phase
+        The phase of which tokens have rows, or ``both``; lengths of the other are those recorded.
     ranked
         Whether the ids of a token are known to stand in the gate's order.
     n_experts
@@ -103,7 +103,7 @@ class ImportedRouting:
     prompt_len: NDArray[np.int64]
     output_len: NDArray[np.int64]
     domains: list[str]
-    prompt_rows: bool = True
+    phase: Literal["both", "prompt", "generated"] = "both"
     ranked: bool = False
     n_experts: int | None = None
     gate_scores: GateScores | None = None
@@ -284,7 +284,7 @@ def _read_parquet(path: Path) -> ImportedRouting:
         prompt_len=prompt[begin],
         output_len=rows - prompt[begin] if prompt_rows else rows,
         domains=_first_seen(domains),
-        prompt_rows=prompt_rows,
+        phase="both" if prompt_rows else "generated",
     )
 
 
@@ -449,7 +449,7 @@ def _read_fingerprint(path: Path) -> ImportedRouting:
         prompt_len=prompt,
         output_len=output,
         domains=_first_seen(domain),
-        prompt_rows=False,
+        phase="generated",
         ranked=True,
         notes=f"{cut} of {len(rows)} answers were cut off and {loops} repeat themselves: take no "
         "length statistics from it."

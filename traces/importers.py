@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import numpy as np
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.traces.calibration import check_fraction, split_calibration
+from eldr_sim.traces.encoding import Encoding
 from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.import_formats import READERS, detect_format
+from eldr_sim.traces.import_formats import READERS, ImportedRouting, detect_format
 from eldr_sim.traces.manifest import Provenance
 from eldr_sim.traces.writer import write_trace
 
@@ -21,7 +23,7 @@ __all__ = ["DECODE_ONLY", "import_trace"]
 DECODE_ONLY = (
     "Decode-only: the experts of prompt tokens are missing. Policies without signatures replay its "
     "decodes; the policies eldr and marginal_cost, eldr-sim fit, prefix signatures and the "
-    "prefill-decode correlation need a trace with prompt rows."
+    "prefill-decode correlation need a trace with prompt rows; --prompt-share makes one of it."
 )
 """Message about what a decode-only trace cannot do."""
 
@@ -37,6 +39,8 @@ def import_trace(
     format: str | None = None,
     n_experts: int | None = None,
     ranked: bool = False,
+    prompt_share: float | None = None,
+    encoding: Encoding = "npy",
     provenance: Provenance = "imported",
     notes: str = "",
     calibration_fraction: float = 0.5,
@@ -58,6 +62,11 @@ def import_trace(
         Experts per layer, where the file does not say.
     ranked
         The ids of a token stand in the gate's order, the highest score first.
+    prompt_share
+        Where the file has tokens of one phase only: the first share of each request's that is to
+        stand for its prompt, the rest for its generated tokens.
+    encoding
+        See `write_trace`.
     calibration_fraction
         See `split_calibration`.
     force
@@ -66,8 +75,9 @@ def import_trace(
     Raises
     ------
     InputError
-        If the file is not of its format, the fraction is not within (0, 1), the number of
-        experts is unknown, or ``out`` exists and ``force`` is false.
+        If the file is not of its format, a fraction or share is not within (0, 1), the number of
+        experts is unknown, the file has no generated tokens and ``prompt_share`` is None, it has
+        both and ``prompt_share`` is given, or ``out`` exists and ``force`` is false.
     """
     check_fraction(calibration_fraction)
     source = Path(path)
@@ -75,6 +85,13 @@ def import_trace(
     if kind not in READERS:
         raise InputError("format", repr(kind), ", ".join(READERS))
     imported = READERS[kind](source)
+    phase = imported.phase
+    if prompt_share is not None:
+        imported = _parted(imported, prompt_share, source)
+    elif phase == "prompt":
+        raise InputError(
+            "prompt_share", f"{source} has prompt tokens only", "a share that stands for the prompt"
+        )
     experts = imported.n_experts or n_experts
     if experts is None:
         raise InputError(
@@ -99,6 +116,34 @@ def import_trace(
         notes=" ".join(part for part in (notes, imported.notes) if part),
         gate_scores=imported.gate_scores,
         rank_groups=[1] * top_k if ranked or imported.ranked else None,
-        prompt_rows=imported.prompt_rows,
+        prompt_rows=imported.phase == "both",
+        recorded_phase=None if prompt_share is None or phase == "both" else phase,
+        prompt_share=prompt_share,
+        encoding=encoding,
         force=force,
+    )
+
+
+def _parted(imported: ImportedRouting, share: float, source: Path) -> ImportedRouting:
+    """Let the first share of each request's rows stand for its prompt; leave requests of one."""
+    if not 0 < share < 1:
+        raise InputError("prompt_share", f"got {share}", "a number between 0 and 1")
+    if imported.phase == "both":
+        raise InputError("prompt_share", f"{source} has prompts and generated tokens", "none")
+    rows = imported.prompt_len if imported.phase == "prompt" else imported.output_len
+    kept = np.flatnonzero(rows > 1)
+    if not len(kept):
+        raise InputError(str(source), "no request of two or more tokens")
+    prompt = np.clip((rows * share + 0.5).astype(np.int64), 1, rows - 1)
+    left_out = len(rows) - len(kept)
+    notes = f"{left_out} requests of a single token are left out." if left_out else ""
+    return replace(
+        imported,
+        experts=imported.experts[np.repeat(rows > 1, rows)],
+        request_id=[imported.request_id[i] for i in kept],
+        domain=[imported.domain[i] for i in kept],
+        prompt_len=prompt[kept],
+        output_len=(rows - prompt)[kept],
+        phase="both",
+        notes=" ".join(part for part in (imported.notes, notes) if part),
     )

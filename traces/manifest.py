@@ -18,6 +18,7 @@ __all__ = [
     "Provenance",
     "builtin_traces",
     "manifest_error",
+    "one_phase",
     "read_manifest",
 ]
 
@@ -49,6 +50,12 @@ class Manifest(BaseModel):
     """How much of the gate's order the ids of a token keep, see ``encoding``; None: nothing."""
     prompt_rows: bool = True
     """Whether prompt tokens have rows; false for a decode-only trace."""
+    recorded_phase: Literal["prompt", "generated"] | None = None
+    """Of which phase all recorded tokens are, where the recording has one only but the trace has
+    both, see ``prompt_share``; None where each phase was recorded."""
+    prompt_share: float | None = Field(default=None, gt=0, lt=1)
+    """The first share of a request's recorded tokens that stands for its prompt, the rest for its
+    generated tokens; None where each phase was recorded."""
     encoding: Encoding = "npy"
     """How the expert ids are stored, see ``encoding``."""
     domains: list[str] = Field(min_length=1)
@@ -79,6 +86,17 @@ class Manifest(BaseModel):
     def experts_file(self) -> str:
         """Name of the file of expert ids."""
         return FILE_NAMES[self.encoding]
+
+
+def one_phase(manifest: Manifest) -> str | None:
+    """Say what stands for prompts and generated tokens where only one phase was recorded."""
+    if manifest.prompt_share is None:
+        return None
+    return (
+        f"all tokens of the routing trace were recorded as {manifest.recorded_phase} tokens: the "
+        f"first {100 * manifest.prompt_share:g}% of each request stand for its prompt, the rest "
+        "for what it generates"
+    )
 
 
 def builtin_traces() -> list[str]:
@@ -121,6 +139,8 @@ def read_manifest(path: Path) -> Manifest:
             str(path), f"top_k {manifest.top_k} exceeds n_experts {manifest.n_experts}"
         )
     check_groups(manifest.rank_groups, manifest.top_k, str(path))
+    if (manifest.recorded_phase is None) != (manifest.prompt_share is None):
+        raise InputError(str(path), "recorded_phase or prompt_share alone", "both, or neither")
     if len(set(manifest.domains)) != len(manifest.domains):
         raise InputError(str(path), "domains are not unique")
     return manifest

@@ -1,9 +1,10 @@
 """Workloads: requests that arrive at some time, joined with a routing trace.
 
 The named workloads ``task`` (code, math, medical, legal) and ``language`` (en, zh, ru, fr)
-draw requests from a trace's serving split by a domain mix. Any other name is the path of a
-request log (`request_logs`), which gives arrivals and lengths, and whose requests take the routing
-of trace requests. `prompts` says which trace row a prompt's token replays.
+draw requests from a trace's serving split by a domain mix; ``trace`` draws them from all of it. Any
+other name is the path of a request log (`request_logs`), which gives arrivals and lengths, and
+whose requests take the routing of trace requests. `prompts` says which trace row a prompt's token
+replays.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.domains import DOMAIN_MIXES, resolve_domain_mix
+from eldr_sim.traces.domains import NAMED_WORKLOADS, resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.prompts import Ranges, assign_blocks, chain_blocks, join_ranges
 from eldr_sim.traces.request_logs import RequestLog, read_request_log
@@ -135,7 +136,7 @@ def make_workload(
     trace
         Routing trace; only its serving split is used.
     workload
-        ``task``, ``language`` or the path of a request log.
+        ``task``, ``language``, ``trace`` or the path of a request log.
     request_rate
         Mean requests per second, positive; ``inf`` lets all arrive at 0. Named workloads need
         it. A request log without it keeps its recorded arrivals, and with it has them
@@ -188,7 +189,7 @@ def make_workload(
     _check_arguments(
         name, request_rate, burstiness, horizon_s, num_requests, output_len, trace_replay, prompts
     )
-    log = None if name in DOMAIN_MIXES else _read_log(name)
+    log = None if name in NAMED_WORKLOADS else _read_log(name)
     if log is None:
         rate = request_rate or math.nan
         arrival_s = draw_arrivals(rate, burstiness, horizon_s, num_requests, seed)
@@ -259,7 +260,7 @@ def _read_log(name: str) -> RequestLog:
         raise InputError(
             "workload",
             f"{name!r} is neither a named workload nor a file",
-            ", ".join([*DOMAIN_MIXES, "path of a request log"]),
+            ", ".join([*NAMED_WORKLOADS, "path of a request log"]),
         )
     return read_request_log(name)
 
@@ -274,7 +275,7 @@ def _check_arguments(
     trace_replay: str,
     prompts: str,
 ) -> None:
-    named = name in DOMAIN_MIXES
+    named = name in NAMED_WORKLOADS
     if rate is None and named:
         raise InputError("request_rate", f"missing, workload {name} needs it", "a number > 0, inf")
     if rate is not None and not rate > 0:

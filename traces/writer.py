@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -52,6 +52,8 @@ def write_trace(
     gate_scores: GateScores | None = None,
     rank_groups: Sequence[int] | None = None,
     prompt_rows: bool = True,
+    recorded_phase: Literal["prompt", "generated"] | None = None,
+    prompt_share: float | None = None,
     encoding: Encoding = "npy",
     force: bool = False,
 ) -> RoutingTrace:
@@ -77,6 +79,8 @@ def write_trace(
         ranked, None if not.
     prompt_rows
         Whether ``experts`` has rows for prompt tokens.
+    recorded_phase, prompt_share
+        See `Manifest`.
     encoding
         How to store the ids: ``npy`` to be memory-mapped, ``xz`` compressed.
     force
@@ -120,6 +124,8 @@ def write_trace(
                 top_k=ids.shape[2],
                 rank_groups=groups,
                 prompt_rows=prompt_rows,
+                recorded_phase=recorded_phase,
+                prompt_share=prompt_share,
                 encoding=encoding,
                 domains=list(domains),
                 captured_by=captured_by,

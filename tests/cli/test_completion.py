@@ -11,7 +11,7 @@ from eldr_sim.kernel_profiles.models import list_models
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import BUILT_IN
 from eldr_sim.simulator.config import WORKLOADS
-from eldr_sim.traces.domains import DOMAIN_MIXES
+from eldr_sim.traces.domains import NAMED_WORKLOADS
 from eldr_sim.traces.format import builtin_traces
 
 # click asks a program to complete by these variables; COMP_CWORD is the word to complete.
@@ -56,7 +56,7 @@ DECODE = BUILT_IN["decode"]
         (["run", "--model", "mixtral-8x7"], [("file", "mixtral-8x7"), ("plain", "Mixtral-8x7B")]),
         (["run", "--decode-gpu", "h2"], [("file", "h2"), ("plain", "H200")]),
         (["run", "--trace", "r"], [("dir", "r"), ("plain", "reference-moe")]),
-        (["run", "--workload", "t"], [("file", "t"), ("plain", "task")]),
+        (["run", "--workload", "t"], [("file", "t"), ("plain", "task"), ("plain", "trace")]),
         (["run", "--num-p"], plain(["--num-prompts"])),
         (["compare", "--policy", "jsq,el"], plain(["jsq,eldr"])),
         (["plan", "--gpu", "h100,mi"], [("file", "h100,mi"), ("plain", "h100,MI300X")]),
@@ -75,6 +75,6 @@ def test_no_name_is_forgotten():
     assert {name for _, name in complete("run", "--model", "")} == {"", *list_models()}
     assert {name for _, name in complete("run", "--gpu", "")} == {"", *list_gpus()}
     assert {name for _, name in complete("run", "--trace", "")} == {"", *builtin_traces()}
-    assert set(WORKLOADS) == set(DOMAIN_MIXES)
+    assert set(WORKLOADS) == set(NAMED_WORKLOADS)
     for decision in registry.DECISIONS:
         assert BUILT_IN[decision] == tuple(registry._built_in(decision))

@@ -12,6 +12,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.importers import DECODE_ONLY, import_trace
+from eldr_sim.traces.manifest import one_phase
 
 ABOUT = {"model": "m", "captured_by": "test", "source_data": "drawn", "tool_versions": {"t": "1"}}
 
@@ -329,6 +330,38 @@ def test_fingerprint_is_decode_only_and_ranked(tmp_path):
     assert not trace.has_prompts
     assert trace.manifest.rank_groups == [1, 1, 1]
     assert trace.manifest.notes.startswith("2 of 6 answers were cut off and 1 repeat themselves")
+
+
+def test_first_share_of_a_generation_stands_for_the_prompt(tmp_path):
+    prompt, output, ids = draw()
+    output[2] = 1
+    long = output > 1  # the others are too short to be both
+    ids = ids[: output.sum()]
+    write_fingerprint(tmp_path / "a", prompt, output, ids)
+    trace = import_trace(
+        tmp_path / "a", tmp_path / "t", n_experts=12, prompt_share=0.25, encoding="xz", **ABOUT
+    )
+    rows = output[long]
+    assert (trace.prompt_len + trace.output_len).tolist() == rows.tolist()
+    assert trace.prompt_len.tolist() == np.maximum((rows * 0.25 + 0.5).astype(int), 1).tolist()
+    assert np.array_equal(trace.experts, ids[np.repeat(long, output)])
+    manifest = trace.manifest
+    assert (manifest.recorded_phase, manifest.prompt_share) == ("generated", 0.25)
+    assert trace.has_prompts
+    assert manifest.notes.endswith(f"{(~long).sum()} requests of a single token are left out.")
+    assert "recorded as generated tokens: the first 25%" in one_phase(manifest)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, float("nan")])
+def test_bad_share_for_the_prompt_leaves_nothing(tmp_path, share):
+    prompt, output, ids = draw()
+    write_fingerprint(tmp_path / "a", prompt, output, ids[: output.sum()])
+    refused(tmp_path, "a number between 0 and 1", prompt_share=share)
+
+
+def test_a_share_for_the_prompt_needs_a_recording_of_one_phase(tmp_path):
+    write_parquet(tmp_path / "a", *draw())
+    refused(tmp_path, "prompts and generated tokens", prompt_share=0.5, n_experts=12)
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def test_sessions_are_kept(tmp_path):
 
 
 def test_embedded_trace():
-    assert builtin_traces() == ["reference-moe"]
+    assert builtin_traces() == ["gpt-oss-20b", "qwen3-30b-a3b", "reference-moe"]
     trace = open_trace()
     assert (trace.n_requests, trace.n_layers, trace.n_experts, trace.top_k) == (2300, 10, 128, 8)
     for name in trace.domains:

@@ -210,6 +210,26 @@ def test_given_mix(trace):
     assert realised["math"] == (w.domain == 1).mean()
 
 
+def test_named_workload_takes_any_domains_of_the_trace(tiny):
+    mixed = make_workload(tiny, request_rate=9, num_requests=40, domain_mix={"x": 1, "y": 3})
+    assert mixed.description["domain_mix"] == {"x": 0.25, "y": 0.75}
+    with pytest.raises(
+        InputError, match=r"task needs domain 'code'.*trace, or a domain mix of x, y"
+    ):
+        make_workload(tiny, request_rate=9, num_requests=40)
+
+
+def test_workload_trace_has_the_serving_shares(tiny):
+    w = make_workload(tiny, workload="trace", request_rate=9, num_requests=2000)
+    serving = tiny.domain[~tiny.is_calibration]
+    for d, name in enumerate(tiny.domains):
+        share = float((serving == d).mean())
+        assert w.description["domain_mix"].get(name, 0) == pytest.approx(share, abs=1e-6)
+    assert w.output_len.tolist() == tiny.output_len[w.trace_request].tolist()
+    with pytest.raises(InputError, match="request_rate: missing"):
+        make_workload(tiny, workload="trace", num_requests=5)
+
+
 def test_same_domain_replay(trace):
     w = make_workload(trace, request_rate=9, num_requests=600, trace_replay="same_domain")
     assert (w.decode_request != w.trace_request).all()
@@ -340,7 +360,7 @@ def test_log_with_fixed_output_and_mix(tiny, log):
         ({"seed": -1}, "seed: got -1"),
         ({"trace_replay": "other"}, "trace_replay: got 'other'"),
         ({"workload": "no/such/file"}, "neither a named workload nor a file"),
-        ({"domain_mix": {"zh": 1}}, "'zh' is not a domain of task"),
+        ({"domain_mix": {"poetry": 1}}, "'poetry' is not a domain of trace"),
         ({"domain_mix": {"code": -1}}, "weight of code is -1"),
         ({"domain_mix": {"code": math.nan}}, "weight of code is nan"),
         ({"domain_mix": {"code": 0}}, "no domain has a positive weight"),

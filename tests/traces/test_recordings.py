@@ -1,0 +1,79 @@
+"""The embedded recordings of served models, held against the files that they were made of."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.run import simulate_summary
+from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.manifest import builtin_traces
+
+from ..paths import SHARED
+
+ROUTING = SHARED / "data" / "routing"
+NAMES = ("gpt-oss-20b", "qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recording_is_embedded_small_and_says_what_it_is(name):
+    assert name in builtin_traces()
+    trace = open_trace(name)
+    manifest = trace.manifest
+    assert (manifest.provenance, manifest.prompt_share) == ("imported", 0.25)
+    assert manifest.recorded_phase == {"q": "prompt", "g": "generated"}[name[0]]
+    assert "Apache-2.0" in manifest.source_data
+    assert sum(path.stat().st_size for path in trace.path.iterdir()) < 3e6
+    for domain in trace.domains:  # each can be fitted on and served
+        assert len(trace.requests_of([domain], calibration=True))
+        assert len(trace.requests_of([domain], calibration=False))
+
+
+def test_qwen3_holds_the_source_token_by_token():
+    if not (ROUTING / "qwen3_30b_a3b").is_dir():
+        pytest.skip("no shared data")
+    trace, row, request = open_trace("qwen3-30b-a3b"), 0, 0
+    for file in "ab":
+        with np.load(ROUTING / "qwen3_30b_a3b" / f"{file}.npz") as archive:
+            rows, start = archive["prompt_experts"], archive["passage_start"]
+        assert np.array_equal(trace.experts[row : row + len(rows)], np.sort(rows, axis=2))
+        of_file = slice(request, request + len(start))
+        assert trace.first_row[of_file].tolist() == (row + start).tolist()
+        row, request = row + len(rows), request + len(start)
+    assert (row, request) == (trace.manifest.n_tokens, trace.n_requests)
+
+
+def test_gpt_oss_holds_the_source_token_by_token():
+    source = ROUTING / "gptoss20b"
+    if not source.is_dir():
+        pytest.skip("no shared data")
+    trace = open_trace("gpt-oss-20b")
+    with np.load(source / "experts.npz") as archive:
+        assert np.array_equal(trace.experts, np.sort(archive["experts"], axis=2))
+    with (source / "requests.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    total = trace.prompt_len + trace.output_len
+    assert total.tolist() == [int(row["routed_tokens"]) for row in rows]
+    names = [trace.domains[d] for d in trace.domain.tolist()]
+    assert names == [row["domain"].replace("code_cs", "code") for row in rows]
+    assert np.abs(trace.prompt_len - 0.25 * total).max() <= 0.5
+
+
+def test_a_run_on_a_recording_says_that_one_phase_stands_for_both():
+    summary = simulate_summary(
+        RunConfig(
+            trace="gpt-oss-20b",
+            model="GPT-OSS-20B",
+            workload="trace",
+            policy="eldr",
+            topology="1P2D",
+            num_requests=8,
+            request_rate=20,
+        )
+    )
+    assert summary["prompt_experts"] == "recorded"
+    assert any("recorded as generated tokens" in line for line in summary["trace_warnings"])
+    assert summary["trace"]["layers"] == "24 recorded layers"  # all of the model's: none tiled
