@@ -156,6 +156,12 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     "--ranked", is_flag=True, help="The ids of a token are in the gate's order, highest first."
 )
 @click.option(
+    "--domain",
+    default="all",
+    show_default=True,
+    help="Domain of the requests, where the file knows none.",
+)
+@click.option(
     "--prompt-share",
     type=float,
     metavar="SHARE",
@@ -184,7 +190,8 @@ def import_(file: Path, out: Path, **options: Any) -> None:
     """Import chosen experts that another tool recorded.
 
     FILE is a NumPy archive, a Parquet file, JSON lines with the routed_experts of vLLM or SGLang,
-    or the folder of a GPT-OSS expert fingerprint; docs/formats.md describes them.
+    the folder of a GPT-OSS expert fingerprint, a dump of SGLang's expert distribution recorder,
+    or CSV files of llama.cpp's moe-trace or of moe-beyond; docs/formats.md describes them.
     """
     from eldr_sim.traces.importers import DECODE_ONLY, import_trace
 

@@ -25,6 +25,8 @@ calibration
     `calibration_set`: the requests on which a routing policy is fitted.
 import_formats
     Files of other tools: NumPy, Parquet, vLLM and SGLang, expert fingerprints.
+import_dumps
+    Those without names of requests: SGLang's recorder, llama.cpp's moe-trace, moe-beyond.
 importers
     `import_trace`: a routing trace from such a file.
 statistics

@@ -20,7 +20,10 @@
       ``prompt_len`` (SGLang's ``return_routed_experts``, the ``routed_experts`` of vLLM before
       0.21); or of generated tokens, beside ``prompt_routed_experts`` (vLLM 0.21,
       docs.vllm.ai/en/v0.21.0/training/routed_experts_replay).
-    - Either is a nested list, the name of a ``.npy`` file or of a ``.npz`` file of one array
+    - Under prefill-decode disaggregation the rows of the prompt in the decode engine's response
+      are void, so ``prefill_routed_experts``, those of the prefill engine's response, replace
+      them (as vllm-project/router#184 splices them).
+    - Each is a nested list, the name of a ``.npy`` file or of a ``.npz`` file of one array
       (relative to the JSON lines), base64 of a ``.npy`` file, or base64 of plain little-endian
       int32 as SGLang sends them; ``n_layers`` and ``top_k`` must then stand beside it.
 
@@ -31,6 +34,8 @@
     routed_tokens, token_offset``; ``finished`` and ``has_repetition`` if known): a two-file form of
     the routing in AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting, which publishes JSON files by
     category. It makes a decode-only trace.
+
+Those without names of requests or domains are in `import_dumps`.
 """
 
 from __future__ import annotations
@@ -42,10 +47,9 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -54,8 +58,16 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.gate_scores import GateScores
+from eldr_sim.traces.import_dumps import (
+    csv_format,
+    read_moe_beyond,
+    read_moe_trace,
+    read_sglang,
+)
+from eldr_sim.traces.imported import ImportedRouting
+from eldr_sim.traces.torch_file import is_torch_file
 
-__all__ = ["READERS", "ImportedRouting", "detect_format"]
+__all__ = ["READERS", "detect_format"]
 
 _NPZ_KEYS = (
     "topk",
@@ -71,45 +83,6 @@ _NPZ_OPTIONAL = ("gate_requests", "gate_prob", "gate_logit")
 _FINGERPRINT = ("req_id", "domain", "prompt_tokens", "routed_tokens", "token_offset")
 
 
-@dataclass(frozen=True, eq=False)
-class ImportedRouting:
-    """Chosen experts as another tool recorded them.
-
-    Attributes
-    ----------
-    experts
-        Integers ``[tokens, layers, top_k]``, the requests' rows one after the other.
-    request_id, domain
-        Strings, one a request.
-    prompt_len, output_len
-        int64, one a request.
-    domains
-        The domains' names in order.
-    phase
-        The phase of which tokens have rows, or ``both``; lengths of the other are those recorded.
-    ranked
-        Whether the ids of a token are known to stand in the gate's order.
-    n_experts
-        Experts per layer; None where the file does not say.
-    gate_scores
-        The gate's scores summed over prompts, if recorded.
-    notes
-        What a reader of results must know.
-    """
-
-    experts: NDArray[Any]
-    request_id: list[str]
-    domain: list[str]
-    prompt_len: NDArray[np.int64]
-    output_len: NDArray[np.int64]
-    domains: list[str]
-    phase: Literal["both", "prompt", "generated"] = "both"
-    ranked: bool = False
-    n_experts: int | None = None
-    gate_scores: GateScores | None = None
-    notes: str = ""
-
-
 def detect_format(path: Path) -> str:
     """Return the format of a file or folder, by its content.
 
@@ -121,8 +94,14 @@ def detect_format(path: Path) -> str:
     if path.is_dir():
         if (path / "requests.csv").exists():
             return "fingerprint"
+        if any(path.glob("*.pt")):
+            return "sglang"
+        if (kind := csv_format(path)) is not None:
+            return kind
         raise InputError(
-            str(path), "a folder without requests.csv", "a file, or experts.npz with it"
+            str(path),
+            "a folder without requests.csv, .pt files or CSV files of a known format",
+            "a file, or experts.npz with requests.csv",
         )
     try:
         with path.open("rb") as file:
@@ -134,9 +113,13 @@ def detect_format(path: Path) -> str:
     if head.lstrip()[:1] == b"{":
         return "routed_experts"
     if head[:2] == b"PK":
-        return "npz"
+        return "sglang" if is_torch_file(path) else "npz"
+    if (kind := csv_format(path)) is not None:
+        return kind
     raise InputError(
-        str(path), "not a .npz archive, Parquet file or JSON lines", ", ".join(READERS)
+        str(path),
+        "not a .npz archive, Parquet file, JSON lines, or CSV or .pt file of a known format",
+        ", ".join(READERS),
     )
 
 
@@ -336,7 +319,13 @@ def _read_routed_experts(path: Path) -> ImportedRouting:
         if not isinstance(entry, dict) or not isinstance(entry.get("domain"), str):
             raise InputError(where, "no domain", "an object with domain and routed_experts")
         rows = _routed_rows(entry, "routed_experts", where, path.parent)
-        if "prompt_routed_experts" in entry:
+        if "prefill_routed_experts" in entry:
+            before = _routed_rows(entry, "prefill_routed_experts", where, path.parent)
+            if before.shape[1:] != rows.shape[1:]:
+                raise InputError(where, f"prefill {list(before.shape)}, decode {list(rows.shape)}")
+            prompt = len(before)
+            rows = np.concatenate([before, rows[prompt:]])
+        elif "prompt_routed_experts" in entry:
             before = _routed_rows(entry, "prompt_routed_experts", where, path.parent)
             if before.shape[1:] != rows.shape[1:]:
                 raise InputError(
@@ -463,5 +452,8 @@ READERS: dict[str, Callable[[Path], ImportedRouting]] = {
     "parquet": _read_parquet,
     "routed_experts": _read_routed_experts,
     "fingerprint": _read_fingerprint,
+    "sglang": read_sglang,
+    "moe_trace": read_moe_trace,
+    "moe_beyond": read_moe_beyond,
 }
 """Reader of each format; each raises InputError if what it reads is not of it."""

@@ -14,7 +14,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.calibration import check_fraction, split_calibration
 from eldr_sim.traces.encoding import Encoding
 from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.import_formats import READERS, ImportedRouting, detect_format
+from eldr_sim.traces.import_formats import READERS, detect_format
+from eldr_sim.traces.imported import ImportedRouting
 from eldr_sim.traces.manifest import Provenance
 from eldr_sim.traces.writer import write_trace
 
@@ -38,6 +39,7 @@ def import_trace(
     tool_versions: Mapping[str, str],
     format: str | None = None,
     n_experts: int | None = None,
+    domain: str = "all",
     ranked: bool = False,
     prompt_share: float | None = None,
     encoding: Encoding = "npy",
@@ -60,6 +62,8 @@ def import_trace(
         One of `import_formats.READERS`; by default detected from the content.
     n_experts
         Experts per layer, where the file does not say.
+    domain
+        Domain of the requests, where the file knows none.
     ranked
         The ids of a token stand in the gate's order, the highest score first.
     prompt_share
@@ -97,18 +101,22 @@ def import_trace(
         raise InputError(
             "experts", f"{source} does not say how many experts a layer has", "a number"
         )
+    if imported.domain is None:
+        names, domains = [domain] * len(imported.request_id), [domain]
+    else:
+        names, domains = imported.domain, imported.domains
     top_k = imported.experts.shape[-1]
     return write_trace(
         out,
         experts=imported.experts,
         request_id=imported.request_id,
-        domain=imported.domain,
+        domain=names,
         prompt_len=imported.prompt_len,
         output_len=imported.output_len,
-        is_calibration=split_calibration(imported.domain, calibration_fraction),
+        is_calibration=split_calibration(names, calibration_fraction),
         model=model,
         n_experts=experts,
-        domains=imported.domains,
+        domains=domains,
         captured_by=captured_by,
         source_data=source_data,
         tool_versions={**tool_versions, "eldr-sim": __version__, "numpy": np.__version__},
@@ -141,7 +149,7 @@ def _parted(imported: ImportedRouting, share: float, source: Path) -> ImportedRo
         imported,
         experts=imported.experts[np.repeat(rows > 1, rows)],
         request_id=[imported.request_id[i] for i in kept],
-        domain=[imported.domain[i] for i in kept],
+        domain=None if imported.domain is None else [imported.domain[i] for i in kept],
         prompt_len=prompt[kept],
         output_len=(rows - prompt)[kept],
         phase="both",

@@ -381,7 +381,7 @@ def test_bad_fingerprint_leaves_nothing(tmp_path, changes, message):
 
 def test_format_is_told_by_content(tmp_path):
     (tmp_path / "a").write_bytes(b"what is this")
-    refused(tmp_path, "not a .npz archive, Parquet file or JSON lines")
+    refused(tmp_path, "not a .npz archive, Parquet file, JSON lines")
     refused(tmp_path, "'zip'", format="zip")
     refused(tmp_path, "a Parquet file", format="parquet")
     (tmp_path / "a").unlink()
