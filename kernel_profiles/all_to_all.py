@@ -54,7 +54,8 @@ from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernel_latency import CollectiveLatency
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.moe_latency import interpolate, monotone_fit
-from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, find_table, weakest
+from eldr_sim.kernel_profiles.sibling_tables import gpu_table
+from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, weakest
 
 FloatArray = NDArray[np.float64]
 
@@ -321,7 +322,7 @@ class _Curves:
 
     def collective(self, operation: str) -> tuple[FloatArray, FloatArray]:
         """A NCCL collective; its message is what all GPUs of the node have together."""
-        table = find_table("collective", self.gpu.name, dtype="float16", extra=self.tables)
+        table = gpu_table("collective", self.gpu, dtype="float16", extra=self.tables)
         if table is None:
             return self.links(operation)
         curves = CollectiveLatency.from_table(table).curves
@@ -337,9 +338,7 @@ class _Curves:
         self, model: ModelDims, backend: Backend, phase: str, library: Library
     ) -> tuple[FloatArray, FloatArray]:
         """A kernel of DeepEP, from the rows of the shape next to the model's."""
-        table = find_table(
-            "all_to_all", self.gpu.name, shape={}, library=library, extra=self.tables
-        )
+        table = gpu_table("all_to_all", self.gpu, shape={}, library=library, extra=self.tables)
         if table is None:
             return self.links(f"DeepEP ({library})")
         rows = _rows(table, model, backend, phase)
@@ -363,9 +362,9 @@ class _Curves:
     ) -> tuple[FloatArray, FloatArray] | None:
         """A kernel of DeepEP between nodes: of as many nodes, or the next fewer measured."""
         for nodes in range(n_nodes, 1, -1):
-            table = find_table(
+            table = gpu_table(
                 "all_to_all",
-                self.gpu.name,
+                self.gpu,
                 shape={"n_nodes": nodes},
                 library=library,
                 extra=self.tables,

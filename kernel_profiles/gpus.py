@@ -46,6 +46,9 @@ class GPU(BaseModel):
     """Default of ``vllm serve --max-num-seqs`` on this GPU."""
     max_num_batched_tokens: int = Field(ge=1)
     """Default of ``vllm serve --max-num-batched-tokens`` on this GPU."""
+    sibling: str = ""
+    """A GPU with the same chip and links but other memory, whose latency tables stand in for this
+    one's (:mod:`~eldr_sim.kernel_profiles.sibling_tables`); empty where there is none."""
     source: str
     """Where the hardware figures come from."""
     engine_reserved_source: str

@@ -26,6 +26,7 @@ from eldr_sim.kernel_profiles.moe_latency import (
     monotone_fit,
 )
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.tables import (
     MOE_DTYPES,
     Kind,
@@ -33,7 +34,6 @@ from eldr_sim.kernel_profiles.tables import (
     attention_shape,
     elementwise_shape,
     engine_step_shape,
-    find_table,
     mla_shape,
     moe_shape,
     weakest,
@@ -134,9 +134,10 @@ class Parts:
         model, ranks = self.model, self.parallelism.n_expert_ranks
 
         def find(size: int) -> LatencyTable | None:
-            return find_table(
+            return gpu_table(
                 "moe",
-                self.gpu.name,
+                self.gpu,
+                model,
                 shape=moe_shape(
                     model.hidden_size,
                     model.expert_intermediate_size,
@@ -176,7 +177,7 @@ class Parts:
         """All but MoE layers and attention, where an engine was measured as a whole."""
         model = self.whole
         shape = engine_step_shape(model.n_layers, model.hidden_size, model.vocab_size)
-        table = find_table("engine_step", self.gpu.name, shape=shape, extra=self.tables)
+        table = gpu_table("engine_step", self.gpu, shape=shape, extra=self.tables)
         if table is None:
             return None
         fitted = EngineStepLatency.from_table(table)
@@ -184,7 +185,7 @@ class Parts:
         return fitted
 
     def _gemm(self, dtype: str) -> GemmLatency | None:
-        table = find_table("gemm", self.gpu.name, dtype=dtype, extra=self.tables)
+        table = gpu_table("gemm", self.gpu, dtype=dtype, extra=self.tables)
         if table is None:
             self._record_roofline("gemm")
             return None
@@ -192,9 +193,9 @@ class Parts:
         return GemmLatency.from_table(table)
 
     def _elementwise(self) -> LatencyTable | None:
-        table = find_table(
+        table = gpu_table(
             "elementwise",
-            self.gpu.name,
+            self.gpu,
             shape=elementwise_shape(
                 self.model.hidden_size,
                 self.model.n_heads,
@@ -228,7 +229,7 @@ class Parts:
                 )
             return 0.0
         shape = {"n_layers": self.whole.n_layers, "hidden_size": self.whole.hidden_size}
-        table = find_table("host_gap", self.gpu.name, shape=shape, extra=self.tables)
+        table = gpu_table("host_gap", self.gpu, shape=shape, extra=self.tables)
         if given is None and table is not None:
             self._record("host_gap", table)
             return float(np.median(table.columns["latency_s"]))
@@ -246,7 +247,7 @@ class Parts:
         if n_gpus == 1:
             return found
         for name, dtype in (("custom", "bfloat16"), ("nccl", "float16")):  # 2-byte elements both
-            table = find_table("collective", self.gpu.name, dtype=dtype, extra=self.tables)
+            table = gpu_table("collective", self.gpu, dtype=dtype, extra=self.tables)
             if table is None:
                 continue
             latency = CollectiveLatency.from_table(table)
@@ -335,7 +336,7 @@ class Parts:
 
         def find(of: dict[str, int]) -> list[LatencyTable | None]:
             return [
-                find_table(kind, self.gpu.name, shape=of, dtype=dtype, extra=self.tables)
+                gpu_table(kind, self.gpu, self.model, shape=of, dtype=dtype, extra=self.tables)
                 for kind in _ATTENTION
             ]
 

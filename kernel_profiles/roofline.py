@@ -116,10 +116,12 @@ def _flops(gpu: GPU, fp8: bool) -> float:
     return gpu.fp8_flops if fp8 and gpu.fp8_flops else gpu.bf16_flops
 
 
-def gemm_s(gpu: GPU, n: int, k: int, rows: ArrayLike, weight_bytes: float = 2.0) -> FloatArray:
+def gemm_s(
+    gpu: GPU, n: ArrayLike, k: ArrayLike, rows: ArrayLike, weight_bytes: float = 2.0
+) -> FloatArray:
     """Seconds of ``rows`` rows through an n x k matrix stored in ``weight_bytes`` per weight."""
     efficiency = efficiency_of(gpu)
-    m = np.asarray(rows, dtype=np.float64)
+    m, n, k = (np.asarray(size, dtype=np.float64) for size in (rows, n, k))
     memory = (weight_bytes * n * k + 2 * m * (n + k)) / (
         efficiency.bandwidth * gpu.memory_bandwidth
     )
