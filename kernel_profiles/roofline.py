@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.intensity import pair_flops
 from eldr_sim.kernel_profiles.kernel_latency import (
     DecodeAttention,
     PrefillAttention,
@@ -166,20 +167,9 @@ def _token_s(gpu: GPU, model: ModelDims, sliding: bool) -> float:
 
 
 def _pair_s(gpu: GPU, model: ModelDims, sliding: bool, *, decode: bool) -> float:
-    """Compute time of one query token against one cached token, all heads.
-
-    MLA decodes against the compressed cache (kv_lora_rank + rope per score, kv_lora_rank per
-    value) and prefills against the expanded one.
-    """
-    if model.attention == "mla" and decode:
-        width = 2 * model.kv_lora_rank + model.qk_rope_head_dim
-    elif model.attention == "mla":
-        width = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
-    else:
-        full = not sliding and model.global_head_dim
-        width = 2 * (model.global_head_dim if full else model.head_dim)
+    """Compute time of one query token against one cached token, all heads."""
     peak = efficiency_of(gpu).attention_flops * gpu.bf16_flops
-    return 2.0 * model.n_heads * width / peak
+    return pair_flops(model, sliding, decode=decode) / peak
 
 
 def prefill_attention(
