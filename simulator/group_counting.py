@@ -3,10 +3,10 @@
 Tokens are counted from the experts of each, in bit planes: one carry-save addition counts 64
 experts at once. There are two passes over the tokens, and most steps need one of them:
 
-- `count_totals` counts the tokens of each expert over the whole group. That is enough where every
-  token goes to every rank, and it is what choices of instances by count decide from.
-- `count_ranks` counts, for each home rank, which ranks its tokens go to, as backends need that send
-  a copy for each expert, rank or node, and choices that depend on the token.
+- The first counts the tokens of each expert over the whole group. That is enough where every token
+  goes to every rank, and it is what choices of instances by count decide from.
+- The second counts, for each home rank, which ranks its tokens go to, as backends need that send a
+  copy for each expert, rank or node, and choices that depend on the token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.jit import popcount
+from eldr_sim.jit import njit, popcount
 from eldr_sim.policies.replicas import HASH_MULTIPLIER
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.engine import Engines
@@ -51,11 +51,33 @@ def count_step(engines: Engines, size: int, bits: Any, prompts: Any, c: Counting
     everywhere = c.group.copy_per == ALL and (by_count or not several)
     if by_count or everywhere:
         _count_group(engines, size, bits, prompts, _of_totals(c, True))
-        _settle_totals(c, everywhere)
+        settle_totals(c, everywhere)
         if everywhere:
             return
         c.work.tokens[:] = 0
     _count_group(engines, size, bits, prompts, _of_totals(c, False))
+
+
+@njit(_nrt=False)
+def count_rows(bits: Any, rows: Any, c: Counting) -> None:
+    """Count a step of tokens that all go to every rank, into ``c.work``.
+
+    Parameters
+    ----------
+    bits
+        uint64 ``[rows, layers * words]``: the experts of tokens.
+    rows
+        int64: those of the step.
+    c
+        What counting needs.
+    """
+    _clear(c.work, c.ranks)
+    c.work.tokens[0] = rows.shape[0]
+    c.work.planes[: _n_planes(rows.shape[0])] = 0
+    for i in range(rows.shape[0]):
+        for k in range(bits.shape[1]):
+            _add_word(c.work.planes, k, bits[rows[i], k])
+    settle_totals(c, True)
 
 
 @compiled()
@@ -173,7 +195,7 @@ def _flush(c: Counting, home: int, n_planes: int) -> None:
 
 
 @compiled()
-def _settle_totals(c: Counting, everywhere: bool) -> None:
+def settle_totals(c: Counting, everywhere: bool) -> None:
     """Choose instances from the tokens of each expert.
 
     Where every token goes to every rank, pairs and activated experts follow.

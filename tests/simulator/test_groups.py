@@ -19,7 +19,7 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.cluster import Cluster
-from eldr_sim.simulator.group_counting import _instance, _settle_totals
+from eldr_sim.simulator.group_counting import _instance, settle_totals
 from eldr_sim.simulator.group_state import (
     ALL,
     EXPERT,
@@ -359,7 +359,7 @@ def compiled_ranks(counting, layer, experts, homes, places):
 @njit()
 def compiled_totals(counting):
     """Let choices by count decide from the tokens of each expert in the bit planes."""
-    _settle_totals(counting, False)
+    settle_totals(counting, False)
 
 
 @settings(max_examples=100, deadline=None)
