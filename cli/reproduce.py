@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 from pyarrow import csv
@@ -11,14 +14,13 @@ from pyarrow import csv
 from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.cli.options import check_out
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.validation.eldr_evaluation import (
+from eldr_sim.validation.reproduction import (
+    Claim,
+    Reproduction,
     choose,
     claims_table,
-    figures,
-    make_runner,
     write_reproduction,
 )
-from eldr_sim.validation.reproduction import Claim
 
 
 @click.group(short_help="Rerun a paper's evaluation.")
@@ -26,34 +28,56 @@ def reproduce() -> None:
     """Rerun a paper's evaluation and hold its claims against ours."""
 
 
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command what every reproduction can be told."""
+    for option in (
+        click.option("--quick", is_flag=True, help="Fewer and shorter runs."),
+        click.option("--force", is_flag=True, help="Replace the reproduction in --out."),
+        click.option(
+            "--out", type=click.Path(path_type=Path), metavar="DIR", help="Write figures here."
+        ),
+        click.argument("figure", nargs=-1),
+    ):
+        command = option(command)
+    return command
+
+
 @reproduce.command()
-@click.argument("figure", nargs=-1)
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write figures here.")
-@click.option("--force", is_flag=True, help="Replace the reproduction in --out.")
-@click.option("--quick", is_flag=True, help="Two rates and 20 s a run instead of five and 120 s.")
-def eldr(figure: tuple[str, ...], out: Path | None, force: bool, quick: bool) -> None:
+@_options
+def eldr(**options: Any) -> None:
     """ELDR: FIGURE is a number or a name such as table_2; all of them where none is given.
 
     Prints a line for each claim. With --out, each figure is a picture and a CSV.
     """
+    _reproduce("ELDR", "eldr_evaluation", **options)
+
+
+@reproduce.command()
+@_options
+def metro(**options: Any) -> None:
+    """METRO: FIGURE is a number or a name such as replication; all of them where none is given.
+
+    Prints a line for each claim. With --out, each figure is a picture and a CSV.
+    """
+    _reproduce("METRO", "metro_evaluation", **options)
+
+
+def _reproduce(
+    paper: str, module: str, figure: tuple[str, ...], out: Path | None, force: bool, quick: bool
+) -> None:
+    """Reproduce figures of a paper, whose module in `validation` says how."""
     check_out(out, force)
-    with progress_bar("ELDR") as update:
-        runner = make_runner(quick, update)
-        known = figures(runner, quick)
-        made = []
+    evaluation = import_module(f"eldr_sim.validation.{module}")
+    made: list[Reproduction] = []
+    with progress_bar(paper) as update:
+        runner = evaluation.make_runner(quick, update)
+        known = evaluation.figures(runner, quick)
         for name in choose(figure, known):
             start = time.perf_counter()
             made.append(known[name]())
             click.echo(f"{name}: {time.perf_counter() - start:.1f} s", err=True)
     for reproduction in made:
-        title = f"{reproduction.name}: {reproduction.title}"
-        if reproduction.claims:
-            columns = ["claim", "paper", "ours", "direction", "size", "why"]
-            print_table(title, columns, [_row(claim) for claim in reproduction.claims])
-        else:
-            rows = reproduction.table.to_pylist()
-            print_table(title, list(rows[0]), [[_cell(v) for v in row.values()] for row in rows])
-        click.echo()
+        _show(reproduction)
     if out is not None:
         with result_folder(out, force) as folder:
             for reproduction in made:
@@ -61,9 +85,21 @@ def eldr(figure: tuple[str, ...], out: Path | None, force: bool, quick: bool) ->
             csv.write_csv(claims_table(made), folder / "claims.csv")
             write_json(
                 folder / "summary.json",
-                {"paper": "ELDR", "quick": quick, "figures": [r.name for r in made]},
+                {"paper": paper, "quick": quick, "figures": [r.name for r in made]},
             )
         click.echo(f"Wrote {out}")
+
+
+def _show(reproduction: Reproduction) -> None:
+    """Print a figure's claims, or its table where the paper claims nothing."""
+    title = f"{reproduction.name}: {reproduction.title}"
+    if reproduction.claims:
+        columns = ["claim", "paper", "ours", "direction", "size", "why"]
+        print_table(title, columns, [_row(claim) for claim in reproduction.claims])
+    else:
+        rows = reproduction.table.to_pylist()
+        print_table(title, list(rows[0]), [[_cell(v) for v in row.values()] for row in rows])
+    click.echo()
 
 
 def _cell(value: object) -> str:

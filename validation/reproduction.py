@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pyarrow import csv
 
+from eldr_sim.errors import InputError
 from eldr_sim.planning.runs import Runs, Summary
 from eldr_sim.simulator.config import make_config
 
@@ -104,3 +107,54 @@ class Runner:
 def percent(value: float, reference: float) -> float:
     """Return the difference of ``value`` from ``reference``, %."""
     return 100.0 * (value / reference - 1.0)
+
+
+def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]]) -> list[str]:
+    """Return the names of the chosen figures, or all; ``11`` means ``figure_11``.
+
+    Raises
+    ------
+    InputError
+        The paper has no such figure here.
+    """
+    chosen = []
+    for name in names:
+        full = f"figure_{name}" if name.isdigit() else name.lower().replace("-", "_")
+        if full not in known:
+            raise InputError("figure", repr(name), ", ".join(known))
+        chosen.append(full)
+    return chosen or list(known)
+
+
+def claims_table(reproductions: list[Reproduction]) -> pa.Table:
+    """Return a row per claim: the paper's value, ours, and whether they agree."""
+    return pa.Table.from_pylist(
+        [
+            {
+                "figure": reproduction.name,
+                "claim": claim.statement,
+                "paper_low": claim.low if claim.stated else None,
+                "paper_high": claim.high if claim.stated else None,
+                "ours": claim.ours,
+                "unit": claim.unit,
+                "direction_agrees": claim.direction_agrees,
+                "size_agrees": claim.size_agrees,
+                "reason": claim.reason if not claim.size_agrees else "",
+            }
+            for reproduction in reproductions
+            for claim in reproduction.claims
+        ]
+    )
+
+
+def write_reproduction(folder: Path, reproduction: Reproduction) -> None:
+    """Write a figure's picture (PNG) and table (CSV) into a folder."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    reproduction.draw(figure)
+    figure.suptitle(f"{reproduction.name.replace('_', ' ')}: {reproduction.title}", fontsize=10)
+    figure.savefig(folder / f"{reproduction.name}.png", dpi=120, metadata={"Software": None})
+    csv.write_csv(reproduction.table, folder / f"{reproduction.name}.csv")
