@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.jit import njit, popcount
+from eldr_sim.jit import popcount
 from eldr_sim.policies.replicas import HASH_MULTIPLIER
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.engine import Engines
@@ -58,7 +58,7 @@ def count_step(engines: Engines, size: int, bits: Any, prompts: Any, c: Counting
     _count_group(engines, size, bits, prompts, _of_totals(c, False))
 
 
-@njit(_nrt=False)
+@compiled()
 def count_rows(bits: Any, rows: Any, c: Counting) -> None:
     """Count a step of tokens that all go to every rank, into ``c.work``.
 
@@ -67,14 +67,14 @@ def count_rows(bits: Any, rows: Any, c: Counting) -> None:
     bits
         uint64 ``[rows, layers * words]``: the experts of tokens.
     rows
-        int64: those of the step.
+        int64: those of the step, which lie on the ranks in turn.
     c
         What counting needs.
     """
     _clear(c.work, c.ranks)
-    c.work.tokens[0] = rows.shape[0]
     c.work.planes[: _n_planes(rows.shape[0])] = 0
     for i in range(rows.shape[0]):
+        c.work.tokens[i % c.ranks] += 1
         for k in range(bits.shape[1]):
             _add_word(c.work.planes, k, bits[rows[i], k])
     settle_totals(c, True)

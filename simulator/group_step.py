@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.jit import popcount
+from eldr_sim.jit import njit, popcount
 from eldr_sim.kernel_profiles.all_to_all_cost import (
     busiest_all,
     busiest_direct,
@@ -31,7 +31,7 @@ from eldr_sim.kernel_profiles.step_cost import StepParts, attention_s, rank_moe_
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.engine import Engines, wake
 from eldr_sim.simulator.events import schedule_step
-from eldr_sim.simulator.group_counting import count_step
+from eldr_sim.simulator.group_counting import count_rows, count_step
 from eldr_sim.simulator.group_state import (
     ALL,
     EVEN,
@@ -174,6 +174,16 @@ def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: b
         moe, dispatched, combined, inside_bytes, between_bytes, active, busiest, pairs_sum,
         busiest_pairs,
     )  # fmt: skip
+
+
+@njit(_nrt=False)
+def route_tokens(bits: Any, rows: Any, c: Counting) -> Any:
+    """Return what the MoE layers of a step take, `SharedLayers`, for tokens without engines.
+
+    Every token goes to every rank; parameters as of `group_counting.count_rows`.
+    """
+    count_rows(bits, rows, c)
+    return _shared_layers(c.group, c.work, c.ranks, c.computes)
 
 
 @compiled()

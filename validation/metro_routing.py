@@ -1,0 +1,276 @@
+"""METRO's choices on batches of recorded or synthetic tokens, without queues: Figures 5d and 8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from eldr_sim.kernel_profiles.all_to_all import AllToAllCost
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.step_time import RankMoE, build_step_time_model
+from eldr_sim.policies.eplb import balance
+from eldr_sim.policies.placement import ExpertGroup, Placement
+from eldr_sim.simulator.group_state import (
+    ALL,
+    REPLICA_CHOICES,
+    Counting,
+    GroupCost,
+    make_group_scratch,
+    no_replicas,
+)
+from eldr_sim.simulator.group_step import route_tokens
+from eldr_sim.simulator.replay import make_replicas, rank_masks
+from eldr_sim.traces.calibration import calibration_set
+from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.streams import stream
+from eldr_sim.validation.reproduction import Claim, Reproduction, percent
+
+RATIOS = (1.125, 1.25, 1.5)
+#: The choices, by the paper's names for its own.
+CHOICES = {
+    "even": "EPLB",
+    "metro": "METRO",
+    "metro_sorted": "METRO, sorted",
+    "optimal": "optimal",
+    "time_aware": "by time",
+}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Tokens of one domain of a trace, for a model served on so many GPUs."""
+
+    name: str
+    model: str
+    n_ranks: int
+    trace: RoutingTrace
+    domain: str
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """Rows of the trace that decode steps of serving requests feed."""
+        trace = self.trace
+        mine = trace.domain == trace.domains.index(self.domain)
+        requests = np.flatnonzero(mine & ~trace.is_calibration)
+        first, n = trace.decode_window(requests)
+        return np.concatenate([np.arange(f, f + k) for f, k in zip(first, n, strict=True)])
+
+    @cached_property
+    def load(self) -> NDArray[np.float64]:
+        """Load of every expert, ``[layers, experts]``, from calibration requests."""
+        mix = {self.domain: 1.0}
+        calibration = calibration_set(self.trace, workload="trace", domain_mix=mix)
+        return np.asarray(calibration.decode_activation.mean(axis=0, dtype=np.float64))
+
+    def placement(self, ratio: float) -> Placement:
+        """EPLB's placement with so many instances an expert."""
+        n_layers, n_experts = self.load.shape
+        redundant = round((ratio - 1) * n_experts)
+        group = ExpertGroup((), n_layers, n_experts, self.n_ranks, redundant)
+        return balance(self.load, group)
+
+    def batches(self, batch: int, n: int, seed: int = 0) -> NDArray[np.int64]:
+        """Draw ``n`` batches of tokens of any requests, shape [n, batch]."""
+        rng = stream(seed, f"metro batches {self.name} {batch}")
+        return self.rows[rng.integers(len(self.rows), size=(n, batch))]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the MoE layers of steps take, means over the steps and layers."""
+
+    busiest: float  #: activated experts of the GPU that has most
+    active: float  #: of all GPUs
+    pairs: float  #: token-expert pairs of the GPU that has most, over the mean
+    moe_us: float  #: of a layer
+
+
+def route(
+    routing: Routing,
+    placement: Placement,
+    choice: str,
+    batches: NDArray[np.int64],
+    moe: RankMoE | None = None,
+    prompts: bool = False,
+) -> Steps:
+    """Return what a choice makes of batches of tokens, ``[steps, tokens]`` rows of the trace."""
+    n_layers, n_experts = routing.load.shape
+    replicas = make_replicas([placement], n_experts, n_layers) or no_replicas()
+    knots = np.arange(2.0), np.zeros(2)
+    free = AllToAllCost(0.0, 0.0, *knots * 4)
+    if moe is None:
+        table = np.zeros((2, n_experts + 1))
+        moe = RankMoE(1, np.arange(2.0), table, table)
+    number, n_ranks = REPLICA_CHOICES[choice], placement.n_ranks
+    group = GroupCost(ALL, False, number, 0.0, 1, n_ranks, moe, free, free)
+    bits = routing.trace.bits.reshape(len(routing.trace.bits), -1)
+    work = make_group_scratch(
+        n_layers, bits.shape[1], n_ranks, n_experts, replicas.rank.shape[3]
+    )
+    masks = rank_masks([placement], n_experts, n_layers)
+    counting = Counting(masks, replicas, group, work, 0, n_ranks, number, prompts, totals=False)
+    made = [route_tokens(bits, rows, counting) for rows in batches]
+
+    def mean(values: Iterable[float]) -> float:
+        return float(np.mean(list(values))) / n_layers
+
+    return Steps(
+        mean(step.busiest for step in made),
+        mean(step.active for step in made),
+        sum(step.busiest_pairs for step in made) * n_ranks / sum(step.pairs for step in made),
+        1e6 * mean(step.moe_s for step in made),
+    )
+
+
+@lru_cache(maxsize=8)
+def rank_times(model: str, gpu: str, n_ranks: int, slots: int, tokens: int) -> RankMoE:
+    """Return the times of a MoE layer on one of ``n_ranks`` GPUs."""
+    dims = load_model(model)
+    step_time = build_step_time_model(
+        dims, load_gpu(gpu), max_num_seqs=8, max_model_len=1024,
+        parallelism=Parallelism(1, True, n_ranks),
+    )  # fmt: skip
+    return step_time.rank_moe(slots, tokens * dims.top_k)
+
+
+def figure_8(routings: Sequence[Routing], n_batches: int) -> Reproduction:
+    """Activated experts of the busiest GPU, 32 tokens: EPLB's split, the optimum and METRO."""
+    rows = []
+    for routing in routings:
+        for batch in (32, 32 * routing.n_ranks):
+            batches = routing.batches(batch, n_batches)
+            for ratio in RATIOS:
+                placement = routing.placement(ratio)
+                rows += [
+                    {
+                        "routing": routing.name,
+                        "gpus": routing.n_ranks,
+                        "tokens": batch,
+                        "ratio": ratio,
+                        "choice": choice,
+                        "busiest_experts": route(routing, placement, choice, batches).busiest,
+                    }
+                    for choice in ("even", "metro", "metro_sorted", "optimal")
+                ]
+    cells = _cells(rows, "busiest_experts")
+    small = {key: cell for key, cell in cells.items() if key[1] == 32}
+    over = {key: percent(cell["metro"], cell["optimal"]) for key, cell in small.items()}
+    under = {key: percent(cell["metro"], cell["even"]) for key, cell in small.items()}
+    each = [
+        percent(cell["metro"], cell["optimal"]) for key, cell in cells.items() if key[1] != 32
+    ]
+    claims = [
+        Claim(
+            "METRO activates at most so many more experts on the busiest GPU than the optimum",
+            10.9, 10.9, max(over.values()), "%", 2.0,
+            f"{min(over.values()):.1f} to {max(over.values()):.1f}% over the cells, most for "
+            f"{_named(max(over, key=lambda key: over[key]))}; with 32 tokens a GPU "
+            f"{min(each):.1f} to {max(each):.1f}%",
+        ),
+        Claim(
+            "METRO activates fewer than EPLB's split by up to", -42.3, -42.3,
+            min(under.values()), "%", 3.0,
+            f"{min(under.values()):.1f} to {max(under.values()):.1f}% over the cells, most for "
+            f"{_named(min(under, key=lambda key: under[key]))}",
+        ),
+    ]  # fmt: skip
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots(1, 2, sharey=True)
+        for ax, ratio in zip(axes, (RATIOS[0], RATIOS[-1]), strict=True):
+            mine = {key: cell for key, cell in small.items() if key[2] == ratio}
+            for i, choice in enumerate(("even", "optimal", "metro")):
+                at = np.arange(len(mine)) + 0.27 * (i - 1)
+                ax.bar(at, [cell[choice] for cell in mine.values()], 0.25, label=CHOICES[choice])
+            ax.set_xticks(range(len(mine)), [key[0] for key in mine], rotation=60, fontsize=6)
+            ax.set_title(f"{ratio}x instances")
+        axes[0].set_ylabel("activated experts, busiest GPU")
+        axes[0].legend(fontsize=8)
+
+    return Reproduction(
+        "figure_8", "activated experts of the busiest GPU, 32 tokens", pa.Table.from_pylist(rows),
+        claims, draw,
+    )  # fmt: skip
+
+
+def _cells(rows: Sequence[dict[str, Any]], figure: str) -> dict[tuple[Any, ...], dict[str, float]]:
+    """Return the figure of each choice by (routing, tokens, ratio)."""
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        key = row["routing"], row["tokens"], row["ratio"]
+        cells.setdefault(key, {})[row["choice"]] = row[figure]
+    return cells
+
+
+def _named(key: tuple[Any, ...]) -> str:
+    routing, tokens, ratio = key
+    return f"{routing}, {tokens} tokens, {ratio}x"
+
+
+def against_none(
+    routings: Sequence[Routing], gpu: str, batch_sizes: Sequence[int], n_batches: int
+) -> Reproduction:
+    """Every choice against one instance an expert, over batch, ratio and routing: not the paper's.
+
+    The paper's comparison is with EPLB's split. What a user who runs decode GPUs of their own has
+    to know is whether replicas help them at all.
+    """
+    rows = []
+    for routing in routings:
+        model = load_model(routing.model)
+        for batch in batch_sizes:
+            batches = routing.batches(batch, n_batches)
+            for ratio in (1.0, *RATIOS):
+                placement = routing.placement(ratio)
+                slots = placement.expert.shape[1] // routing.n_ranks
+                moe = rank_times(routing.model, gpu, routing.n_ranks, slots, max(batch_sizes))
+                for choice in CHOICES if ratio > 1 else ("even",):
+                    steps = route(routing, placement, choice, batches, moe)
+                    rows.append(
+                        {
+                            "routing": routing.name,
+                            "model": model.name,
+                            "gpus": routing.n_ranks,
+                            "tokens": batch,
+                            "ratio": ratio,
+                            "choice": choice if ratio > 1 else "none",
+                            "busiest_experts": steps.busiest,
+                            "active_experts": steps.active,
+                            "busiest_pairs_over_mean": steps.pairs,
+                            "moe_us": steps.moe_us,
+                        }
+                    )
+    none = {(r["routing"], r["tokens"]): r for r in rows if r["choice"] == "none"}
+    for row in rows:
+        base = none[row["routing"], row["tokens"]]
+        row["busiest_vs_none_%"] = percent(row["busiest_experts"], base["busiest_experts"])
+        row["moe_vs_none_%"] = percent(row["moe_us"], base["moe_us"])
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots(1, 2, sharey=True)
+        for ax, ratio in zip(axes, (RATIOS[0], RATIOS[-1]), strict=True):
+            for choice, label in CHOICES.items():
+                mine = [r for r in rows if r["ratio"] == ratio and r["choice"] == choice]
+                at = sorted({r["tokens"] for r in mine})
+                values = [[r["moe_vs_none_%"] for r in mine if r["tokens"] == t] for t in at]
+                ax.plot(at, [np.median(v) for v in values], ".-", label=label)
+                low, high = [min(v) for v in values], [max(v) for v in values]
+                ax.fill_between(at, low, high, alpha=0.12)
+            ax.set(xscale="log", xlabel="tokens of the step", title=f"{ratio}x instances")
+            ax.axhline(0, color="k", lw=0.5)
+            ax.grid(alpha=0.3)
+        axes[0].set_ylabel("MoE time against one instance an expert, %")
+        axes[0].legend(fontsize=8)
+
+    return Reproduction(
+        "replication", "every choice against no replication (not in the paper)",
+        pa.Table.from_pylist(rows), [], draw,
+    )  # fmt: skip
