@@ -1,12 +1,12 @@
 """Where the tokens of a group's step go: pairs, activated experts and copies, rank by rank.
 
 Tokens are counted from the experts of each, in bit planes: one carry-save addition counts 64
-experts at once. There are two passes over the tokens, and most steps need one of them:
+experts at once. Most steps count the tokens of each expert over the whole group first. From them
+choices by count decide, and pairs and activated experts follow. Where copies are sent by rank or
+node, or by expert from chosen instances, a second pass finds out which ranks each token reaches.
 
-- The first counts the tokens of each expert over the whole group. That is enough where every token
-  goes to every rank, and it is what choices of instances by count decide from.
-- The second counts, for each home rank, which ranks its tokens go to, as backends need that send a
-  copy for each expert, rank or node, and choices that depend on the token.
+Choices that depend on the token, and copies for each expert where there are no instances to choose,
+are counted home rank by home rank in one pass.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.engine import Engines
 from eldr_sim.simulator.group_state import (
     ALL,
+    BY_HOME,
+    COPIES,
     EVEN,
     EXPERT,
     HASH,
     NODE,
     RANK,
+    TOTALS,
     Counting,
     GroupScratch,
 )
@@ -46,16 +49,15 @@ def count_step(engines: Engines, size: int, bits: Any, prompts: Any, c: Counting
         What counting needs; ``totals`` does not matter.
     """
     _clear(c.work, c.ranks)
-    by_count = c.replicas.multi.shape[0] > 0 and c.choice >= EVEN
     several = c.replicas.multi.shape[0] > 0
-    everywhere = c.group.copy_per == ALL and (by_count or not several)
-    if by_count or everywhere:
-        _count_group(engines, size, bits, prompts, _of_totals(c, True))
-        settle_totals(c, everywhere)
-        if everywhere:
-            return
+    if (several and c.choice < EVEN) or (not several and c.group.copy_per == EXPERT):
+        _count_group(engines, size, bits, prompts, _of_pass(c, BY_HOME))
+        return
+    _count_group(engines, size, bits, prompts, _of_pass(c, TOTALS))
+    settle_totals(c)
+    if c.group.copy_per != ALL:
         c.work.tokens[:] = 0
-    _count_group(engines, size, bits, prompts, _of_totals(c, False))
+        _count_group(engines, size, bits, prompts, _of_pass(c, COPIES))
 
 
 @compiled()
@@ -77,14 +79,14 @@ def count_rows(bits: Any, rows: Any, c: Counting) -> None:
         c.work.tokens[i % c.ranks] += 1
         for k in range(bits.shape[1]):
             _add_word(c.work.planes, k, bits[rows[i], k])
-    settle_totals(c, True)
+    settle_totals(c)
 
 
 @compiled()
-def _of_totals(c: Counting, totals: bool) -> Any:
+def _of_pass(c: Counting, counts: int) -> Any:
     """Return what one of the passes needs."""
     return Counting(
-        c.masks, c.replicas, c.group, c.work, c.leader, c.ranks, c.choice, c.computes, totals
+        c.masks, c.replicas, c.group, c.work, c.leader, c.ranks, c.choice, c.computes, counts
     )
 
 
@@ -94,7 +96,7 @@ def _count_group(engines: Engines, size: int, bits: Any, prompts: Any, c: Counti
     tokens = np.int64(0)
     for w in range(c.leader, c.leader + size):
         tokens += engines.workers[w].batch + engines.workers[w].chunk_tokens
-    if c.totals:
+    if c.counts == TOTALS:
         c.work.planes[: _n_planes(tokens)] = 0
     for w in range(c.leader, c.leader + size):
         if engines.workers[w].batch + engines.workers[w].chunk_tokens > 0:
@@ -115,6 +117,7 @@ def _clear(work: GroupScratch, ranks: int) -> None:
     work.turn[:] = 0
     work.tokens[:] = 0
     work.active[:ranks] = 0
+    work.split[:] = 0
     for layer in range(work.pairs.shape[0]):
         for r in range(ranks):
             work.pairs[layer, r] = 0.0
@@ -134,7 +137,7 @@ def _count_engine(engines: Engines, w: int, bits: Any, prompts: Any, c: Counting
     first = np.int64((w - c.leader) * per_engine)
     run = (tokens + per_engine - 1) // per_engine
     n_planes = _n_planes(run)
-    if not c.totals:
+    if c.counts == BY_HOME:
         work.planes[:n_planes] = 0
     position = np.int64(0)
     for i in range(worker.batch):
@@ -158,14 +161,14 @@ def _count_engine(engines: Engines, w: int, bits: Any, prompts: Any, c: Counting
                 row += record.window_row
                 _count_row(bits, row, np.int64(0), work.active.shape[1], c, home, place)
             position += 1
-    if not c.totals:
+    if c.counts == BY_HOME:
         _flush(c, first + (position - 1) // run, n_planes)
 
 
 @compiled()
 def _begin_token(c: Counting, first: int, position: int, run: int, n_planes: int) -> None:
     """Note a token at home; where another rank's run begins, settle the one before."""
-    if not c.totals and position > 0 and position % run == 0:
+    if c.counts == BY_HOME and position > 0 and position % run == 0:
         _flush(c, first + position // run - 1, n_planes)
     c.work.tokens[first + position // run] += 1
 
@@ -195,11 +198,8 @@ def _flush(c: Counting, home: int, n_planes: int) -> None:
 
 
 @compiled()
-def settle_totals(c: Counting, everywhere: bool) -> None:
-    """Choose instances from the tokens of each expert.
-
-    Where every token goes to every rank, pairs and activated experts follow.
-    """
+def settle_totals(c: Counting) -> None:
+    """Choose instances from the tokens of each expert; pairs and activated experts follow."""
     work, several = c.work, c.replicas.multi.shape[0] > 0
     layers = work.pairs.shape[0]
     words = work.active.shape[1] // layers
@@ -207,16 +207,14 @@ def settle_totals(c: Counting, everywhere: bool) -> None:
     for layer in range(layers):
         _count_singles(c, layer, words, n_planes)
         n_several = _list_several(c, layer, words, n_planes) if several else np.int64(0)
-        if everywhere:
-            for r in range(c.ranks):
-                work.pairs[layer, r] = work.load[r]
-                for k in range(words):
-                    at = layer * words + k
-                    work.active[r, at] = work.union[k] & c.masks[c.leader, r, at]
+        for r in range(c.ranks):
+            work.pairs[layer, r] = work.load[r]
+            for k in range(words):
+                at = layer * words + k
+                work.active[r, at] = work.union[k] & c.masks[c.leader, r, at]
         if n_several > 0:
             choose_instances(c, layer, n_several)
-            if everywhere:
-                _add_several(c, layer, words, n_several)
+            _add_several(c, layer, words, n_several)
 
 
 @compiled()
@@ -270,6 +268,8 @@ def _add_several(c: Counting, layer: int, words: int, n_several: int) -> None:
         expert = work.several[i]
         n, tokens = work.n_chosen[layer, expert], work.total[expert]
         at, bit = layer * words + expert // 64, np.uint64(1) << np.uint64(expert % 64)
+        if n > 1:
+            work.split[at] |= bit
         for j in range(min(n, tokens)):
             rank = work.chosen[layer, expert, j]
             work.pairs[layer, rank] += (tokens - j + n - 1) // n
@@ -308,7 +308,10 @@ def _count_row(
     by_rank = per in (RANK, NODE)
     layers = work.pairs.shape[0]
     words = work.active.shape[1] // layers
-    if c.totals or (not by_rank and replicas.multi.shape[0] == 0):
+    if c.counts == COPIES:
+        _send_row(bits, row, first, width, c, home)
+        return
+    if c.counts == TOTALS or (not by_rank and replicas.multi.shape[0] == 0):
         for k in range(width):
             _add_word(work.planes, first + k, bits[row, k])
         return
@@ -337,14 +340,54 @@ def _count_row(
                     work.sent[layer, home, r] += 1.0
                 work.reached[r] = True
         if by_rank:
-            node_before = np.int64(-1)
+            _send_once(c, layer, home)
+
+
+@compiled()
+def _send_once(c: Counting, layer: int, home: int) -> None:
+    """Count a copy for each rank, and each node, that a token reaches."""
+    node_before = np.int64(-1)
+    for r in range(c.ranks):
+        if c.work.reached[r]:
+            c.work.sent[layer, home, r] += 1.0
+            node = np.int64(r // c.group.gpus_per_node)
+            if node != node_before:
+                c.work.sent_nodes[layer, home, node] += 1.0
+                node_before = node
+
+
+@compiled()
+def _send_row(bits: Any, row: int, first: int, width: int, c: Counting, home: int) -> None:
+    """Count the copies of one token to the ranks that compute it, which are settled."""
+    work, by_expert, several = c.work, c.group.copy_per == EXPERT, c.replicas.multi.shape[0] > 0
+    words = work.active.shape[1] // work.pairs.shape[0]
+    for layer in range(first // words, (first + width) // words):
+        work.reached[: c.ranks] = False
+        for k in range(layer * words, (layer + 1) * words):
+            word, many = bits[row, k - first], np.uint64(0)
+            if several:
+                many = word & work.split[k]
+                word &= ~many
             for r in range(c.ranks):
-                if work.reached[r]:
-                    work.sent[layer, home, r] += 1.0
-                    node = np.int64(r // c.group.gpus_per_node)
-                    if node != node_before:
-                        work.sent_nodes[layer, home, node] += 1.0
-                        node_before = node
+                held = word & work.active[r, k]
+                if held != 0:
+                    work.reached[r] = True
+                    if by_expert:
+                        copies: Any = popcount(held)  # type: ignore[call-arg]
+                        work.sent[layer, home, r] += copies
+            while many != 0:
+                bit = many & (~many + np.uint64(1))
+                many ^= bit
+                below: Any = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
+                expert = (k - layer * words) * 64 + np.int64(below)
+                turn = work.turn[layer, expert]
+                work.turn[layer, expert] = turn + 1
+                chosen = work.chosen[layer, expert, turn % work.n_chosen[layer, expert]]
+                work.reached[chosen] = True
+                if by_expert:
+                    work.sent[layer, home, chosen] += 1.0
+        if not by_expert:
+            _send_once(c, layer, home)
 
 
 @compiled(inline="always")
@@ -362,10 +405,6 @@ def _add_word(planes: Any, k: int, word: Any) -> None:
 def _instance(c: Counting, layer: int, expert: int, home: int, place: int) -> Any:
     """Return the rank whose instance of an expert computes a token; see `policies.replicas`."""
     replicas, leader = c.replicas, c.leader
-    if c.choice >= EVEN:
-        turn = c.work.turn[layer, expert]
-        c.work.turn[layer, expert] += 1
-        return c.work.chosen[layer, expert, turn % c.work.n_chosen[layer, expert]]
     at = layer % replicas.n_instances.shape[1]
     count = np.int64(replicas.n_instances[leader, at, expert])
     ranks = replicas.rank[leader, at, expert]

@@ -25,6 +25,8 @@ REPLICA_CHOICES = {
     "optimal": OPTIMAL,
     "time_aware": TIME_AWARE,
 }
+#: What a pass over the tokens of a step counts; see `group_counting`.
+TOTALS, COPIES, BY_HOME = range(3)
 _PLANES = 20  # bits of a counter: a million tokens of a group in a step
 
 
@@ -81,6 +83,7 @@ class GroupScratch(NamedTuple):
     reached: NDArray[np.bool_]  #: ``[ranks]``: by one token
     # Of choices by count:
     union: NDArray[np.uint64]  #: ``[words]``: activated in a layer
+    split: NDArray[np.uint64]  #: ``[layers * words]``: experts computed by several instances
     total: NDArray[np.int64]  #: ``[experts]``: tokens of a layer, of experts of several instances
     several: NDArray[np.int64]  #: ``[experts]``: those of them that have tokens
     n_active: NDArray[np.int64]  #: ``[ranks]``: activated experts so far
@@ -108,6 +111,7 @@ def make_group_scratch(
         tokens=np.zeros(ranks, np.int64),
         reached=np.zeros(ranks, np.bool_),
         union=np.zeros(width // n_layers, np.uint64),
+        split=np.zeros(width, np.uint64),
         total=np.zeros(n_experts, np.int64),
         several=np.zeros(n_experts, np.int64),
         n_active=np.zeros(ranks, np.int64),
@@ -141,4 +145,4 @@ class Counting(NamedTuple):
     ranks: int
     choice: int  #: of this step
     computes: bool  #: whether the step holds prompts
-    totals: bool  #: count the tokens of each expert only
+    counts: int  #: TOTALS, COPIES or BY_HOME

@@ -38,6 +38,7 @@ from eldr_sim.simulator.group_state import (
     METRO,
     NODE,
     OPTIMAL,
+    TOTALS,
     Counting,
     GroupCost,
     GroupScratch,
@@ -91,7 +92,7 @@ def group_step(
         tokens_max, rows_max = max(tokens_max, tokens), max(rows_max, rows)
     replaced = computes and METRO <= group.replica_choice <= OPTIMAL
     choice = EVEN if replaced else group.replica_choice
-    counting = Counting(masks, replicas, group, work, leader, ranks, choice, computes, totals=False)
+    counting = Counting(masks, replicas, group, work, leader, ranks, choice, computes, TOTALS)
     count_step(engines, size, bits, prompts, counting)
     shared = _shared_layers(group, work, ranks, computes)
     choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[0]

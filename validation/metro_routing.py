@@ -21,6 +21,7 @@ from eldr_sim.policies.placement import ExpertGroup, Placement
 from eldr_sim.simulator.group_state import (
     ALL,
     REPLICA_CHOICES,
+    TOTALS,
     Counting,
     GroupCost,
     make_group_scratch,
@@ -112,11 +113,9 @@ def route(
     number, n_ranks = REPLICA_CHOICES[choice], placement.n_ranks
     group = GroupCost(ALL, False, number, 0.0, 1, n_ranks, moe, free, free)
     bits = routing.trace.bits.reshape(len(routing.trace.bits), -1)
-    work = make_group_scratch(
-        n_layers, bits.shape[1], n_ranks, n_experts, replicas.rank.shape[3]
-    )
+    work = make_group_scratch(n_layers, bits.shape[1], n_ranks, n_experts, replicas.rank.shape[3])
     masks = rank_masks([placement], n_experts, n_layers)
-    counting = Counting(masks, replicas, group, work, 0, n_ranks, number, prompts, totals=False)
+    counting = Counting(masks, replicas, group, work, 0, n_ranks, number, prompts, TOTALS)
     made = [route_tokens(bits, rows, counting) for rows in batches]
 
     def mean(values: Iterable[float]) -> float:
@@ -164,9 +163,7 @@ def figure_8(routings: Sequence[Routing], n_batches: int) -> Reproduction:
     small = {key: cell for key, cell in cells.items() if key[1] == 32}
     over = {key: percent(cell["metro"], cell["optimal"]) for key, cell in small.items()}
     under = {key: percent(cell["metro"], cell["even"]) for key, cell in small.items()}
-    each = [
-        percent(cell["metro"], cell["optimal"]) for key, cell in cells.items() if key[1] != 32
-    ]
+    each = [percent(cell["metro"], cell["optimal"]) for key, cell in cells.items() if key[1] != 32]
     claims = [
         Claim(
             "METRO activates at most so many more experts on the busiest GPU than the optimum",

@@ -26,6 +26,7 @@ from eldr_sim.simulator.group_state import (
     NODE,
     RANK,
     REPLICA_CHOICES,
+    TOTALS,
     Counting,
     GroupCost,
     make_group_scratch,
@@ -342,7 +343,7 @@ METROS = ("metro", "metro_sorted", "optimal")
 
 
 @njit()
-def compiled_ranks(counting, layer, experts, homes, places):
+def compiled_ranks(counting, layer, experts, homes, places, by_count):
     """Return the rank of each token's instance of each of its experts."""
     found = np.zeros(experts.shape, np.int64)
     for token in range(experts.shape[0]):
@@ -350,6 +351,12 @@ def compiled_ranks(counting, layer, experts, homes, places):
             expert = experts[token, column]
             if counting.replicas.n_instances[0, layer, expert] == 1:  # masks hold these
                 found[token, column] = counting.replicas.rank[0, layer, expert, 0]
+            elif by_count:
+                work = counting.work
+                turn = work.turn[layer, expert]
+                work.turn[layer, expert] += 1
+                chosen = work.chosen[layer, expert, turn % work.n_chosen[layer, expert]]
+                found[token, column] = chosen
             else:
                 home, place = homes[token], places[token]
                 found[token, column] = _instance(counting, layer, expert, home, place)
@@ -359,7 +366,7 @@ def compiled_ranks(counting, layer, experts, homes, places):
 @njit()
 def compiled_totals(counting):
     """Let choices by count decide from the tokens of each expert in the bit planes."""
-    settle_totals(counting, False)
+    settle_totals(counting)
 
 
 @settings(max_examples=100, deadline=None)
@@ -394,7 +401,7 @@ def test_compiled_choices_are_those_of_the_policies(
         work.planes[plane] = np.tile(bits, layers)
     counting = Counting(
         rank_masks([placement], n_experts, layers), replicas, group, work, 0, ranks, number,
-        prompts, False,
+        prompts, TOTALS,
     )  # fmt: skip
     by_count = choice not in ("hash", "source")
     policy = registry.replica_choice(choice, PolicyContext(1, rng, rank_moe=group.moe))
@@ -404,5 +411,5 @@ def test_compiled_choices_are_those_of_the_policies(
         node = np.arange(ranks) // gpus_per_node
         more = (prompts,) if by_count else ()
         slots = policy.choose(homes, experts, placement, layer, node, *more)
-        found = compiled_ranks(counting, layer, experts, homes, places)
+        found = compiled_ranks(counting, layer, experts, homes, places, by_count)
         np.testing.assert_array_equal(found, placement.rank[layer][slots])
