@@ -119,7 +119,7 @@ def route(
     made = [route_tokens(bits, rows, counting) for rows in batches]
 
     def mean(values: Iterable[float]) -> float:
-        return float(np.mean(list(values))) / n_layers
+        return float(np.mean(list(values)) / n_layers)
 
     return Steps(
         mean(step.busiest for step in made),
@@ -142,7 +142,7 @@ def rank_times(model: str, gpu: str, n_ranks: int, slots: int, tokens: int) -> R
 
 def figure_8(routings: Sequence[Routing], n_batches: int) -> Reproduction:
     """Activated experts of the busiest GPU, 32 tokens: EPLB's split, the optimum and METRO."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for routing in routings:
         for batch in (32, 32 * routing.n_ranks):
             batches = routing.batches(batch, n_batches)
@@ -220,7 +220,7 @@ def against_none(
     The paper's comparison is with EPLB's split. What a user who runs decode GPUs of their own has
     to know is whether replicas help them at all.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for routing in routings:
         model = load_model(routing.model)
         for batch in batch_sizes:
