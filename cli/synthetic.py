@@ -16,7 +16,8 @@ from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, open_trace
 from eldr_sim.traces.synthetic.model import RoutingModel
 from eldr_sim.traces.synthetic.model_fit import fit_routing_model
-from eldr_sim.traces.synthetic.presets import PRESETS, preset_model
+from eldr_sim.traces.synthetic.presets import FITTED, PRESETS, fitted_model, preset_model
+from eldr_sim.traces.synthetic.reshape import with_layers
 from eldr_sim.traces.synthetic.synthesize import synthesize as write_synthetic
 from eldr_sim.traces.synthetic.synthesize import synthesize_like
 from eldr_sim.validation.synthetic_twin import TwinStatistic, compare_with_twin, twin_report
@@ -70,9 +71,9 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
 @click.option(
     "--from",
     "fitted",
-    type=click.Path(path_type=Path),
-    metavar="FILE.npz",
-    help="A model of trace fit-synthetic. Of its shape only --layers may be changed.",
+    metavar="NAME|FILE.npz",
+    help=f"A fitted model that comes with the package ({', '.join(FITTED)}), or one of trace "
+    "fit-synthetic. Of its shape only --layers may be changed.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
 @click.option("--layers", type=int, help="MoE layers.")
@@ -97,7 +98,7 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
 @click.option("--force", is_flag=True, help="Replace DIR.")
 def synthesize(
     preset: str | None,
-    fitted: Path | None,
+    fitted: str | None,
     out: Path,
     layers: int | None,
     experts: int | None,
@@ -124,8 +125,8 @@ def synthesize(
         ):
             if value is not None:
                 raise InputError(option, f"--{option} beside --from", "--layers only")
-        model = RoutingModel.load(fitted)
-        model = model if layers is None else model.with_layers(layers, seed)
+        model = fitted_model(fitted) if fitted in FITTED else RoutingModel.load(fitted)
+        model = model if layers is None else with_layers(model, layers, seed)
     else:
         assert preset is not None
         names = None if domains is None else [name.strip() for name in domains.split(",")]

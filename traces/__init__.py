@@ -31,6 +31,8 @@ importers
     `import_trace`: a routing trace from such a file.
 statistics
     `trace_statistics`: load, reuse and overlap of the experts in a trace.
+overlap
+    How alike the choices of tokens and requests are.
 structure
     Structure in the routing: between layers, between domains, between requests.
 copies

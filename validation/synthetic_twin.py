@@ -27,11 +27,11 @@ from eldr_sim.policies.signature import (
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.overlap import request_overlap
 from eldr_sim.traces.statistics import BATCH_SIZES, TraceStatistics, trace_statistics
 from eldr_sim.traces.structure import nearest_neighbour_accuracy, next_layer_entropy
-from eldr_sim.traces.synthetic.model import BLOCK
 from eldr_sim.traces.synthetic.model_fit import requests_of
-from eldr_sim.traces.synthetic.moments import LAGS, information, measure
+from eldr_sim.traces.synthetic.moments import BLOCK, LAGS, information, measure
 
 __all__ = ["TwinStatistic", "compare_with_twin", "twin_report"]
 
@@ -80,17 +80,29 @@ def _facts(trace: RoutingTrace, other: RoutingTrace) -> dict[tuple[bool, str], f
     moments = measure(trace.experts, requests_of(trace), len(trace.domains), trace.n_experts)
     statistics = trace_statistics(trace)
     facts[True, "unigrams: distance to half of the real trace"] = _distance(trace, other)
-    facts[True, "load of the busiest expert / mean"] = float(moments.load_max_over_mean.mean())
+    overlap = request_overlap(trace)
+    load, cv = np.array(overlap.load_max_over_mean), np.array(overlap.load_cv)
+    facts[True, "load of the busiest expert / mean"] = float(load.mean())
+    facts[True, "the same, standard deviation over layers"] = float(load.std())
+    facts[True, "coefficient of variation of the load"] = float(cv.mean())
+    facts[True, "cosine of requests, nearest"] = overlap.cosine_nearest
+    facts |= {(False, f"cosine of requests, {q}%"): x for q, x in overlap.cosine_between.items()}
+    facts[False, "cosine of a request's halves"] = overlap.cosine_within
+    for tokens, distinct in overlap.mixed.items():
+        facts[False, f"distinct experts of {tokens} requests, a token each"] = distinct
+    for tokens, distinct in overlap.one_request.items():
+        facts[False, f"distinct experts of one request in {tokens} tokens"] = distinct
     reuse = _reuse_by_lag(trace)
     facts[True, "reuse at lag 1"] = reuse[1]
     for i, bits in enumerate(moments.coupling_bits):
         if np.isfinite(bits).any():
-            facts[True, f"coupling to layer + {i + 1}, bits"] = float(np.nanmean(bits))
-    for lag, overlap in zip(LAGS, moments.self_overlap, strict=True):
-        if np.isfinite(overlap).any():
+            facts[False, f"coupling to layer + {i + 1}, bits"] = float(np.nanmean(bits))
+    for lag, block in zip(LAGS, moments.self_overlap, strict=True):
+        if np.isfinite(block).any():
             name = f"overlap of a request with itself {BLOCK * lag} tokens on"
-            facts[True, name] = float(np.nanmean(overlap))
-    facts |= {(False, f"reuse at lag {lag}"): reuse[lag] for lag in REUSE_LAGS[1:]}
+            facts[False, name] = float(np.nanmean(block))
+    for lag in REUSE_LAGS[1:]:
+        facts[lag in (2, 16, 64), f"reuse at lag {lag}"] = reuse[lag]
     if trace.n_layers > 4:
         facts[False, "coupling to layer + 4, bits"] = _coupling_at(trace, 4)
     for layer in next_layer_entropy(trace):
@@ -99,8 +111,6 @@ def _facts(trace: RoutingTrace, other: RoutingTrace) -> dict[tuple[bool, str], f
             facts[False, "the same, given this layer's first"] = fmean(layer.conditional)
     for group, batch, name, value in _distinct(statistics):
         facts[False, f"distinct experts, {group}, batch {batch}, {name}"] = value
-    facts[False, "distinct experts of one request in 16 tokens"] = _own_distinct(trace, 16)
-    facts[False, "distinct experts of one request in 64 tokens"] = _own_distinct(trace, 64)
     mean, spread = _step_spread(trace)
     facts[False, f"distinct experts in steps of batch {_STEP_BATCH}"] = mean
     facts[False, "standard deviation of the same over steps"] = spread
@@ -200,16 +210,6 @@ def _distinct(statistics: TraceStatistics) -> Iterator[tuple[str, int, str, floa
         same = float(np.mean(list(entry.same_domain.values())))
         yield entry.group, entry.batch, "one domain", same
         yield entry.group, entry.batch, "saved, percent", 100 * entry.reduction
-
-
-def _own_distinct(trace: RoutingTrace, tokens: int) -> float:
-    """Return the mean distinct experts of a request's first generated tokens, per layer."""
-    counts = []
-    for q in np.flatnonzero(trace.output_len >= tokens)[:400].tolist():
-        row = int(trace.first_row[q] + trace.prompt_len[q])
-        chosen = trace.experts[row : row + tokens]
-        counts += [len(np.unique(chosen[:, layer])) for layer in range(trace.n_layers)]
-    return float(np.mean(counts)) if counts else float("nan")
 
 
 def _step_spread(trace: RoutingTrace) -> tuple[float, float]:

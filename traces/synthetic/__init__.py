@@ -6,12 +6,16 @@ model
     `RoutingModel`: the terms and their parameters.
 sampler
     `sample_experts`: draw the experts of requests.
+token_kinds
+    Kinds of tokens: clusters of tokens that choose alike.
+model_fit
+    `fit_routing_model`: a model with the statistics of a real trace.
+reshape
+    Models of another shape, strength or set of domains.
 presets
-    `random_model`: a model from a handful of strengths; `PRESETS`: shapes of known models.
+    `FITTED`: models that come with the package; `PRESETS`: known models made of them.
 moments
-    `measure`: the statistics that a model is fitted to.
-fit
-    `fit_routing_model`: a model with the moments of a real trace.
+    `measure`: statistics by which a trace and its twin are compared.
 synthesize
     `synthesize`: write a trace folder.
 """

@@ -5,21 +5,23 @@ probability proportional to its weight among those left (Plackett-Luce; the same
 largest of log weight plus Gumbel noise). So experts ranked first are the likeliest, as in a real
 gate. The logarithm of an expert's weight is a sum of terms::
 
-    log w(l, e) = popularity[phase, domain, l, e]              domain unigram, prompt or decode
-                + sum over f of score_f(t) factors[f, l, e]    topic of the request
-                + own(l, e)                                    the request's own taste
-                + reuse[l]                                 if the token before chose e in layer l
-                + coupling[l] M[l, class(t, l), e]         what kind of token this is
+    log w(l, e) = kinds[l, kind(t), e]          what kind of token this is, in all layers at once
+                + phase[p, l, e]                whether it is of the prompt or generated
+                + topic(l, e)                   what the request is about
+                + drift(t, l, e)                what the text is about at the moment
+                + reuse[l]                      if the token before chose e in layer l
 
-A score has standard deviation ``factor_sd[domain, f]``. The share ``steady`` of its variance lasts
-for the whole request, prompt and generation; the rest drifts from block to block of `BLOCK` tokens
-and decays exponentially over ``drift_tokens``. Prompt and generation therefore have in common the
-steady part, the own taste, and whatever the popularities of both phases share.
+A request's topic is one of ``topics``, drawn from its domain's, not a point of a normal
+distribution: real requests come in clusters. Of its variance the share ``own^2`` is the request's
+own, normal with the variance that the topics have (the variance-correcting smoothed bootstrap of
+Silverman and Young 1987, Biometrika 74:469): without it two requests of a topic would be copies.
 
-The class of a token is one of `CLASSES`, drawn uniformly for every token; from each layer to the
-next it stays with probability ``persistence`` and is drawn again otherwise. ``M`` is a fixed
-matrix of independent standard normal numbers. Classes couple the layers: real choices in distant
-layers depend on each other too, which a chain from layer to layer would not produce.
+The kind of a token is drawn from its topic's ``topic_kinds``, times ``succession[before, kind]``:
+how much likelier a kind is after another than it would be by chance. A kind holds in all layers:
+real tokens that choose alike in one layer do so in all, since layers read the same residual stream.
+
+The drift is a sum of two autoregressive processes, one that decays over some tokens and one over
+some sentences, independent by expert and constant over blocks of `DRIFT_BLOCK` tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import json
 import math
 import os
 import zipfile
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,51 +39,46 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
-from eldr_sim.traces.streams import stream
 
-__all__ = ["BLOCK", "CLASSES", "RoutingModel"]
+__all__ = ["DRIFT_BLOCK", "RoutingModel"]
 
-BLOCK = 16
-"""Tokens over which the topic of a request is constant."""
+DRIFT_BLOCK = 4
+"""Tokens over which the drift is constant."""
 
-CLASSES = 8
-"""Kinds of tokens."""
-
-_FORMAT = "eldr-sim routing model 1"
+_FORMAT = "eldr-sim routing model 2"
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingModel:
-    """Parameters of the generative model, see the module.
+    """Parameters of the generative model, see the module; L layers, E experts, K kinds, C topics.
 
     Attributes
     ----------
     top_k
         Experts that a token chooses in a layer.
     domains
-        Domain names, D of them.
-    popularity
-        ``[2, D, layers, experts]``: log weight in prompts and in generated tokens.
-    factors
-        ``[factors, layers, experts]``: what a score of 1 adds to the log weight.
-    factor_sd
-        ``[D, factors]``: standard deviation of the scores of a domain's requests.
-    own_sd
-        ``[D, layers]``: standard deviation of a request's own taste, independent by expert.
-    steady
-        Share of a score's variance that lasts for the whole request, 0 to 1.
-    drift_tokens
-        Tokens after which the autocorrelation of the rest has fallen to 1/e.
+        Domain names.
+    kinds
+        ``[L, K, E]``: log weight for a token of a kind.
+    succession
+        ``[K, K]``: likelihood of a kind after another, over that by chance.
+    phase
+        ``[2, L, E]``: what being of the prompt, or generated, adds.
+    topics
+        ``[C, L, E]``: what a topic adds.
+    topic_kinds
+        ``[C, K]``: share of a topic's tokens that are of each kind; rows sum to 1.
+    topic_domain
+        ``[C]``: domain of a topic; each domain has one or more.
+    own
+        Standard deviation of what is a request's own, over that of the topics; 0 to 1.
+    drift_sd, drift_tokens
+        ``[2]`` each: standard deviation of a process of the drift, and the tokens after which its
+        autocorrelation has fallen to 1/e.
     reuse
-        ``[layers]``: added for an expert that the token before chose.
-    coupling
-        ``[layers]``: standard deviation of what a token's class adds, over experts.
-    persistence
-        Chance that a token keeps its class in the next layer, 0 to 1.
-    class_seed
-        Seed of ``M``.
+        ``[L]``: added for an expert that the token before chose.
     facts
         Description and origin of the model: ``model``, ``source``, and mean lengths
         ``prompt_len`` and ``output_len`` for traces that name none.
@@ -89,88 +86,68 @@ class RoutingModel:
 
     top_k: int
     domains: list[str]
-    popularity: Floats
-    factors: Floats
-    factor_sd: Floats
-    own_sd: Floats
-    steady: float
-    drift_tokens: float
+    kinds: Floats
+    succession: Floats
+    phase: Floats
+    topics: Floats
+    topic_kinds: Floats
+    topic_domain: NDArray[np.int64]
+    own: float
+    drift_sd: Floats
+    drift_tokens: Floats
     reuse: Floats
-    coupling: Floats
-    persistence: float
-    class_seed: int
     facts: dict[str, Any]
 
     def __post_init__(self) -> None:
         """Check shapes and ranges."""
-        n_domains, n_layers, n_experts = self.popularity.shape[1:]
+        n_layers, n_kinds, n_experts = self.kinds.shape
+        n_topics = len(self.topics)
         for name, shape in (
-            ("popularity", (2, len(self.domains), n_layers, n_experts)),
-            ("factors", (len(self.factors), n_layers, n_experts)),
-            ("factor_sd", (n_domains, len(self.factors))),
-            ("own_sd", (n_domains, n_layers)),
+            ("succession", (n_kinds, n_kinds)),
+            ("phase", (2, n_layers, n_experts)),
+            ("topics", (n_topics, n_layers, n_experts)),
+            ("topic_kinds", (n_topics, n_kinds)),
+            ("topic_domain", (n_topics,)),
+            ("drift_sd", (2,)),
+            ("drift_tokens", (2,)),
             ("reuse", (n_layers,)),
-            ("coupling", (n_layers,)),
         ):
             value = getattr(self, name)
             if value.shape != shape:
                 raise InputError(name, f"has shape {list(value.shape)}", str(list(shape)))
-            if not np.isfinite(value).all():
+        for name in ("kinds", "succession", "phase", "topics", "topic_kinds", "drift_sd", "reuse"):
+            if not np.isfinite(getattr(self, name)).all():
                 raise InputError(name, "holds a number that is not finite")
         if not 1 <= self.top_k <= n_experts:
             raise InputError("top_k", f"got {self.top_k}", f"1 to {n_experts}, the experts")
-        for name in ("steady", "persistence"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(name, f"got {getattr(self, name)}", "0 to 1")
-        if not (self.drift_tokens > 0 and math.isfinite(self.drift_tokens)):
-            raise InputError("drift_tokens", f"got {self.drift_tokens}", "a number above 0")
+        if sorted(set(self.topic_domain.tolist())) != list(range(len(self.domains))):
+            raise InputError("topic_domain", "not every domain has a topic")
+        for name in ("succession", "topic_kinds", "drift_sd"):
+            if getattr(self, name).min() < 0:
+                raise InputError(name, "holds a number below 0")
+        if not 0 <= self.own <= 1:
+            raise InputError("own", f"got {self.own}", "0 to 1")
+        for tokens in self.drift_tokens.tolist():
+            if not (tokens > 0 and math.isfinite(tokens)):
+                raise InputError("drift_tokens", f"got {tokens}", "a number above 0")
 
     @property
     def n_layers(self) -> int:
         """MoE layers."""
-        return int(self.popularity.shape[2])
+        return int(self.kinds.shape[0])
 
     @property
     def n_experts(self) -> int:
         """Routed experts per layer."""
-        return int(self.popularity.shape[3])
+        return int(self.kinds.shape[2])
 
-    def with_layers(self, n_layers: int, seed: int = 0) -> RoutingModel:
-        """Return a model of another depth.
-
-        Layer ``i`` takes the parameters of layer ``floor(i L / n_layers)`` of the present L layers.
-        Its experts are permuted at random, so that layers of one origin have the same statistics
-        but not the same experts.
-
-        Parameters
-        ----------
-        n_layers
-            Layers of the new model.
-        seed
-            Seed of the permutation.
-        """
-        if n_layers < 1:
-            raise InputError("layers", f"got {n_layers}", "at least 1")
-        if n_layers == self.n_layers:
-            return self
-        rng = stream(seed, f"synthetic-layers-{n_layers}")
-        origin = np.arange(n_layers) * self.n_layers // n_layers
-        renamed = np.stack([rng.permutation(self.n_experts) for _ in origin])
-        return replace(
-            self,
-            popularity=self.popularity[:, :, origin[:, None], renamed],
-            factors=self.factors[:, origin[:, None], renamed],
-            own_sd=self.own_sd[:, origin],
-            reuse=self.reuse[origin],
-            coupling=self.coupling[origin],
-            facts={
-                **self.facts,
-                "source": f"{self.facts['source']}; {self.n_layers} layers stretched to {n_layers}",
-            },
-        )
+    @property
+    def kind_share(self) -> Floats:
+        """``[K]``: share of the tokens of each kind, topics alike."""
+        return np.asarray(self.topic_kinds.mean(axis=0))
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write the model as a NumPy archive, whole or not at all.
+        """Write the model as a NumPy archive, whole or not at all; log weights as float16.
 
         Raises
         ------
@@ -183,6 +160,10 @@ class RoutingModel:
         arrays: dict[str, Any] = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name != "facts"
         }
+        for name in ("kinds", "phase", "topics"):
+            arrays[name] = arrays[name].astype(np.float16)
+        for name in ("succession", "topic_kinds"):
+            arrays[name] = arrays[name].astype(np.float32)
         arrays["facts"] = json.dumps({"format": _FORMAT, **self.facts}, ensure_ascii=False)
         with whole_file(target) as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, **arrays)
@@ -210,16 +191,17 @@ class RoutingModel:
                 raise
             problem = f"is no routing model: {error}".splitlines()[0]
             raise InputError(str(path), problem, "what trace fit-synthetic writes") from None
-        scalars = {
-            "top_k": int,
-            "steady": float,
-            "drift_tokens": float,
-            "persistence": float,
-            "class_seed": int,
-        }
         values: dict[str, Any] = {
-            name: scalars[name](arrays[name]) if name in scalars else arrays[name] for name in names
+            name: value.astype(np.float64) if value.dtype.kind == "f" else value
+            for name, value in arrays.items()
         }
-        values["domains"] = [str(name) for name in arrays["domains"]]
-        values["facts"] = facts
-        return cls(**values)
+        return cls(
+            **values
+            | {
+                "top_k": int(arrays["top_k"]),
+                "own": float(arrays["own"]),
+                "domains": [str(name) for name in arrays["domains"]],
+                "topic_domain": arrays["topic_domain"].astype(np.int64),
+                "facts": facts,
+            }
+        )

@@ -1,35 +1,59 @@
-"""Fitting a `RoutingModel` to a trace, by matching `moments`.
+"""Fitting a `RoutingModel` to a trace.
 
-The moments have no closed form, so they are matched by simulation: draw a twin of the trace (the
-same domains and lengths), measure both with the same code, correct every parameter by the
-difference in its own moment, and repeat. The directions in which requests vary come from a
-principal component analysis of what prompt and generation of a request have in common.
+Kinds are clusters of its tokens (`token_kinds`), topics its requests: what the share of a request's
+tokens that chose an expert has beyond what the kinds of its tokens would give. The log weights that
+yield these shares have no closed form, so they are matched by simulation: draw a twin of the trace
+(the same topics and lengths), count both in the same way, correct every parameter by the difference
+in its own statistic, and repeat.
+
+============== ==================================================================
+parameter      statistic
+============== ==================================================================
+kinds          share of a kind's tokens that chose an expert
+topics         the same of a request's tokens
+phase          the same of prompts and of generated tokens
+reuse          share of a token's experts that the token before chose, by layer
+drift_sd       how that share falls from 2 to 16 tokens apart, and from 16 to 64
+own            cosine of a request's counts and those of the nearest other one
+============== ==================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.jit import njit
 from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.synthetic.model import BLOCK, RoutingModel
-from eldr_sim.traces.synthetic.moments import LAGS, Moments, Requests, measure
-from eldr_sim.traces.synthetic.sampler import sample_experts
+from eldr_sim.traces.synthetic.model import RoutingModel
+from eldr_sim.traces.synthetic.moments import Requests
+from eldr_sim.traces.synthetic.sampler import sample_experts, sample_kinds_and_experts
+from eldr_sim.traces.synthetic.token_kinds import count_groups, token_kinds
 
 __all__ = ["fit_routing_model", "requests_of"]
 
 Floats = NDArray[np.float64]
 
-REQUESTS = 1024
-"""Most requests to measure, the same share of every domain."""
-FACTORS = 32
-"""Directions in which requests may vary, besides each expert on its own."""
-ROUNDS = 12
+TOPICS = 256
+"""Most requests to fit, the same share of every domain; each makes a topic."""
+KINDS = 64
+"""Most kinds of tokens."""
+TOKENS = 1 << 17
+"""Tokens to fit; of longer requests those next to the prompt's end are taken."""
+ROUNDS = 10
 """Twins to draw. Later corrections are smaller, so that the noise of the twins averages out."""
+
+_PRIOR_TOKENS = 4.0
+"""Tokens of the whole trace that are added to a group's when its shares are taken."""
+_TOPIC_PRIOR_TOKENS = 8.0
+"""The same for a request's, whose tokens are fewer and depend on each other."""
+_LAGS = (1, 2, 16, 64)
+_OWN = (0.0, 0.2, 0.4, 0.6)
 
 
 def requests_of(trace: RoutingTrace) -> Requests:
@@ -42,30 +66,52 @@ def requests_of(trace: RoutingTrace) -> Requests:
     )
 
 
-def twin_requests(requests: Requests) -> Requests:
-    """Return the same requests, their rows one after the other as `sample_experts` draws them."""
-    length = requests.prompt_len + requests.output_len
-    return replace(requests, first_row=np.cumsum(length) - length)
-
-
-def _thinned(requests: Requests) -> Requests:
-    """Return at most `REQUESTS` of the requests, the same share of every domain."""
+def _thinned(requests: Requests, most: int) -> Requests:
+    """Return at most so many of the requests, the same share of every domain."""
     n = len(requests.domain)
-    if n <= REQUESTS:
+    if n <= most:
         return requests
     rank = np.empty(n)
     for d in np.unique(requests.domain):
         mine = np.flatnonzero(requests.domain == d)
         rank[mine] = (np.random.default_rng(0).permutation(len(mine)) + 0.5) / len(mine)
-    kept = np.sort(np.argsort(rank, kind="stable")[:REQUESTS])
+    # A domain of few requests keeps one.
+    kept = np.sort(np.argsort(rank, kind="stable")[:most])
+    lacking = np.setdiff1d(requests.domain, requests.domain[kept])
+    extra = [int(np.flatnonzero(requests.domain == d)[0]) for d in lacking]
+    kept = np.sort(np.concatenate([kept, np.array(extra, np.int64)]))
     return Requests(*(getattr(requests, f.name)[kept] for f in fields(Requests)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Real:
+    """The tokens that a model is fitted to, and their statistics."""
+
+    ids: NDArray[np.uint16]
+    prompt_len: NDArray[np.int64]
+    output_len: NDArray[np.int64]
+    domain: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    n_experts: int
+
+    @property
+    def request(self) -> NDArray[np.int64]:
+        return np.repeat(np.arange(len(self.domain)), self.prompt_len + self.output_len)
+
+    @property
+    def phase(self) -> NDArray[np.int64]:
+        lengths = np.stack([self.prompt_len, self.output_len], axis=1).ravel()
+        return np.tile(np.arange(2), len(self.domain)).repeat(lengths)
+
+    def counts(self, ids: NDArray[Any], group: NDArray[np.int64], groups: int) -> Floats:
+        return count_groups(ids, group, groups, self.n_experts)
 
 
 def fit_routing_model(
     trace: RoutingTrace,
     *,
     seed: int = 0,
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> RoutingModel:
     """Fit a generative model to requests of a trace, of both splits.
@@ -75,35 +121,58 @@ def fit_routing_model(
     trace
         The trace.
     seed
-        Seed of the twins and of the model's coupling matrix.
+        Seed of the clusters and of the twins.
     rounds
-        Twins to draw.
+        Twins to draw, `ROUNDS` by default.
     progress
         Called with the share done.
 
     Raises
     ------
     InputError
-        If a domain has fewer than two requests, or the trace no prompt rows.
+        If a domain has no request, or the trace no prompt rows.
     """
     trace.require_prompts("synthetic models")
-    requests = _thinned(requests_of(trace))
-    members = np.bincount(requests.domain, minlength=len(trace.domains))
-    if members.min() < 2:
-        name = trace.domains[int(members.argmin())]
-        raise InputError("trace", f"domain {name!r} has {members.min()} requests", "two or more")
-    real = measure(trace.experts, requests, len(trace.domains), trace.n_experts)
-    model = _first_guess(trace, requests, real, seed)
-    twin = twin_requests(requests)
+    absent = np.setdiff1d(np.arange(len(trace.domains)), trace.domain)
+    if len(absent):
+        name = trace.domains[int(absent[0])]
+        raise InputError("trace", f"domain {name!r} has no request", "one or more")
+    rounds = ROUNDS if rounds is None else rounds
+    real = _real(trace, seed)
+    two_phases = trace.manifest.prompt_share is None
+    model = _first_guess(trace, real)
+    aims = _Statistics.of(real, real.ids, real.kind)
     for turn in range(rounds):
-        progress(turn / rounds)
-        experts = sample_experts(
-            model, twin.domain, twin.prompt_len, twin.output_len, seed + 1 + turn
-        )
-        drawn = measure(experts, twin, len(trace.domains), trace.n_experts)
-        model = _corrected(model, real, drawn, step=min(1.0, 4 / (turn + 1)))
+        progress(turn / (rounds + 1))
+        kind, ids = _twin(model, real, seed + 1 + turn)
+        drawn = _Statistics.of(real, ids, kind)
+        model = _corrected(model, aims, drawn, min(1.0, 3 / (turn + 1)), two_phases)
+    progress(rounds / (rounds + 1))
+    model = replace(model, own=_own(model, real, seed + 1 + rounds))
     progress(1.0)
     return model
+
+
+def _real(trace: RoutingTrace, seed: int) -> _Real:
+    requests = _thinned(requests_of(trace), TOPICS)
+    most = TOKENS // (2 * len(requests.domain))
+    prompt = np.minimum(requests.prompt_len, most)
+    output = np.minimum(requests.output_len, most)
+    first = requests.first_row + requests.prompt_len - prompt
+    rows = np.concatenate(
+        [
+            np.arange(a, a + n)
+            for a, n in zip(first.tolist(), (prompt + output).tolist(), strict=True)
+        ]
+    )
+    ids = np.ascontiguousarray(trace.experts[rows], dtype=np.uint16)
+    kind = token_kinds(ids, trace.n_experts, KINDS, seed)
+    return _Real(ids, prompt, output, requests.domain, kind, trace.n_experts)
+
+
+def _twin(model: RoutingModel, real: _Real, seed: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    every = np.arange(len(real.domain))
+    return sample_kinds_and_experts(model, every, real.prompt_len, real.output_len, seed)
 
 
 def _log_weight(share: Floats) -> Floats:
@@ -111,120 +180,7 @@ def _log_weight(share: Floats) -> Floats:
 
     An exponential race over a unit of time picks expert e with chance ``1 - exp(-w_e)``.
     """
-    return np.asarray(np.log(-np.log1p(-share)))
-
-
-def _share(chosen: Floats, tokens: Floats) -> Floats:
-    """Return the share of tokens that chose each expert, kept half a token away from 0 and 1."""
-    tokens = tokens[:, :, None, None]
-    return np.asarray((chosen + 0.5) / (tokens + 1.0))
-
-
-def _first_guess(trace: RoutingTrace, requests: Requests, real: Moments, seed: int) -> RoutingModel:
-    layers = trace.n_layers
-    factors, factor_sd, rest = _principal(requests, real)
-    overlap = np.nan_to_num(real.self_overlap)
-    own_sd = np.sqrt(rest * np.maximum(overlap.mean(axis=0), 1e-4))
-    return RoutingModel(
-        top_k=trace.top_k,
-        domains=list(trace.domains),
-        popularity=_log_weight(_share(real.chosen, real.tokens)),
-        factors=factors,
-        factor_sd=factor_sd,
-        own_sd=own_sd,
-        steady=0.6,
-        drift_tokens=64.0,
-        reuse=np.full(layers, 0.5),
-        coupling=np.full(layers, 1.0),
-        persistence=0.9,
-        class_seed=seed,
-        facts={
-            "model": trace.manifest.model,
-            "source": f"fitted to {trace.path.name} ({trace.manifest.provenance}, "
-            f"{trace.n_requests} requests, checksum {trace.manifest.checksum[:12]})",
-            "prompt_len": round(float(trace.prompt_len.mean())),
-            "output_len": round(float(trace.output_len.mean())),
-        },
-    )
-
-
-def _principal(requests: Requests, real: Moments) -> tuple[Floats, Floats, float]:
-    """Find the directions of log weight in which requests of a domain differ.
-
-    The covariance of the prompt's shares with those of the generation shows what lasts, without
-    the counting noise, which is independent in the two. Shares are scaled by the noise of an
-    expert, and the directions converted to log weights by the slope of the race's probability.
-
-    Returns
-    -------
-    factors, factor_sd, rest
-        ``[F, L, E]``, for a score of 1; ``[D, F]``; the share of the common variance that lies
-        in other directions.
-    """
-    n, layers, n_experts = real.prompt_share.shape
-    n_domains = real.chosen.shape[1]
-    share = real.chosen.sum(axis=(0, 1)) / real.tokens.sum()
-    share = np.clip(share, 1.0 / real.tokens.sum(), 0.98)
-    noise = np.sqrt(share * (1 - share))
-    slope = _slope(share)
-    scaled = []
-    for part in (real.prompt_share, real.decode_share):
-        x = part.astype(np.float64)
-        for d in range(n_domains):
-            mine = requests.domain == d
-            x[mine] -= x[mine].mean(axis=0)
-        scaled.append((x / noise).reshape(n, -1))
-    prompt, decode = scaled
-    # Directions within the span of the requests: n x n instead of LE x LE.
-    both = prompt + decode
-    values, vectors = np.linalg.eigh(both @ both.T / n)
-    keep = values > 1e-9 * values[-1]
-    basis = (both.T @ (vectors[:, keep] / np.sqrt(values[keep] * n)))[:, ::-1][:, : 8 * FACTORS]
-    in_prompt, in_decode = prompt @ basis, decode @ basis
-    common = (in_prompt.T @ in_decode + in_decode.T @ in_prompt) / (2 * n)
-    strength, rotation = np.linalg.eigh(common)
-    best = np.argsort(strength)[::-1][:FACTORS]
-    best = best[strength[best] > 0]
-    direction = (basis @ rotation[:, best]).T.reshape(len(best), layers, n_experts)
-    # A rare expert's slope is small, and its direction mostly noise.
-    factors = np.clip(direction * noise / slope, -2.0, 2.0)
-    product = (in_prompt @ rotation[:, best]) * (in_decode @ rotation[:, best])
-    variance = np.stack([product[requests.domain == d].mean(axis=0) for d in range(n_domains)])
-    floor = 0.02 * np.maximum(variance, 0).mean(axis=0)
-    total = max(float((prompt * decode).sum()) / n, 1e-12)
-    rest = float(np.clip(1 - strength[best].sum() / total, 0.02, 1.0))
-    return factors, np.sqrt(np.maximum(variance, floor)), rest
-
-
-def _corrected(model: RoutingModel, real: Moments, drawn: Moments, step: float) -> RoutingModel:
-    """Move every parameter by the difference in its own moment."""
-    # Newton's step, linear in what was drawn: the logarithm of a rare expert's share, which depends
-    # on a few requests of one twin, is too low on average.
-    share = _share(real.chosen, real.tokens)
-    gap = (share - _share(drawn.chosen, drawn.tokens)) / _slope(share)
-    popularity = model.popularity + step * np.clip(gap, -3.0, 1.0)
-    popularity -= popularity.mean(axis=-1, keepdims=True)
-
-    reuse = model.reuse + step * (_odds(real.reuse) - _odds(drawn.reuse))
-
-    coupling, persistence = _coupling(model, real.coupling_bits, drawn.coupling_bits, step)
-
-    want, have = np.nan_to_num(real.self_overlap), np.nan_to_num(drawn.self_overlap)
-    by_layer = _ratio(want.sum(axis=(0, 1)), have.sum(axis=(0, 1)), 0.25 * step)
-    by_domain = _ratio(want.sum(axis=(0, 2)), have.sum(axis=(0, 2)), 0.25 * step)
-    steady, drift_tokens = _decay(model, want.sum(axis=(1, 2)), have.sum(axis=(1, 2)), step)
-    return replace(
-        model,
-        popularity=popularity,
-        reuse=np.clip(reuse, -3, 8),
-        coupling=coupling,
-        persistence=persistence,
-        factors=model.factors * by_layer[:, None],
-        factor_sd=model.factor_sd * by_domain[:, None],
-        own_sd=model.own_sd * by_layer * by_domain[:, None],
-        steady=steady,
-        drift_tokens=drift_tokens,
-    )
+    return np.asarray(np.log(-np.log1p(-np.clip(share, 1e-5, 0.97))))
 
 
 def _slope(share: Floats) -> Floats:
@@ -232,50 +188,160 @@ def _slope(share: Floats) -> Floats:
     return np.asarray(-np.log1p(-share) * (1 - share))
 
 
+@dataclass(frozen=True, eq=False)
+class _Statistics:
+    """What corrections compare: shares ``[groups, layers, experts]`` and reuse by distance."""
+
+    kinds: Floats
+    topics: Floats
+    phase: Floats
+    reuse: Floats
+
+    @classmethod
+    def of(cls, real: _Real, ids: NDArray[Any], kind: NDArray[np.int64]) -> _Statistics:
+        """Measure the real tokens or a twin's; groups of equal size, that of the real tokens."""
+        ids = np.ascontiguousarray(ids, dtype=np.uint16)
+        total = real.counts(real.ids, np.zeros(len(real.ids), np.int64), 1) / len(real.ids)
+        n_kinds = int(real.kind.max()) + 1
+
+        def shares(
+            group: NDArray[np.int64], like: NDArray[np.int64], n: int, prior: float
+        ) -> Floats:
+            size = np.bincount(like, minlength=n)[:, None, None]
+            scale = size / np.maximum(np.bincount(group, minlength=n), 1)[:, None, None]
+            counts = real.counts(ids, group, n) * scale + prior * total
+            return np.asarray(counts / (size + prior))
+
+        reuse = np.zeros((len(_LAGS), ids.shape[1]))
+        for i, lag in enumerate(_LAGS):
+            pairs = _shared(ids, real.request, lag, reuse[i])
+            reuse[i] = reuse[i] / (pairs * ids.shape[2]) if pairs else np.nan
+        request, n_requests = real.request, len(real.domain)
+        return cls(
+            kinds=shares(kind, real.kind, n_kinds, _PRIOR_TOKENS),
+            topics=shares(request, request, n_requests, _TOPIC_PRIOR_TOKENS),
+            phase=shares(real.phase, real.phase, 2, _PRIOR_TOKENS),
+            reuse=reuse,
+        )
+
+
+def _first_guess(trace: RoutingTrace, real: _Real) -> RoutingModel:
+    statistics = _Statistics.of(real, real.ids, real.kind)
+    n_kinds, request, kind = len(statistics.kinds), real.request, real.kind
+    in_request = np.zeros((len(real.domain), n_kinds))
+    np.add.at(in_request, (request, kind), 1)
+    size = in_request.sum(axis=1, keepdims=True)
+    base = in_request.sum(axis=0) / size.sum()
+    topic_kinds = (in_request + 2 * _PRIOR_TOKENS * base) / (size + 2 * _PRIOR_TOKENS)
+    follows = request[1:] == request[:-1]
+    succeeded = np.zeros((n_kinds, n_kinds))
+    np.add.at(succeeded, (kind[:-1][follows], kind[1:][follows]), 1)
+    by_chance = np.einsum("ra,rb->ab", topic_kinds * (size - 1), topic_kinds)
+    expected = np.tensordot(in_request / size, statistics.kinds, 1)
+    kinds = _log_weight(statistics.kinds).transpose(1, 0, 2)
+    about = trace.manifest
+    return RoutingModel(
+        top_k=trace.top_k,
+        domains=list(trace.domains),
+        kinds=kinds,
+        succession=(succeeded + 2) / (by_chance + 2),
+        phase=np.zeros((2, trace.n_layers, trace.n_experts)),
+        topics=_log_weight(statistics.topics) - _log_weight(expected),
+        topic_kinds=topic_kinds,
+        topic_domain=real.domain,
+        own=0.0,
+        drift_sd=np.array([0.9, 0.6]),
+        drift_tokens=np.array([6.0, 64.0]),
+        reuse=np.full(trace.n_layers, 0.5),
+        facts={
+            "model": about.model,
+            "source": f"fitted to {len(real.ids):,} recorded tokens of {about.model} "
+            f"({trace.path.name.replace('_', '-')}, {about.provenance}, checksum "
+            f"{about.checksum[:12]})",
+            "prompt_len": round(float(trace.prompt_len.mean())),
+            "output_len": round(float(trace.output_len.mean())),
+        },
+    )
+
+
+def _corrected(
+    model: RoutingModel, aims: _Statistics, drawn: _Statistics, step: float, two_phases: bool
+) -> RoutingModel:
+    """Move every parameter by the difference in its own statistic."""
+
+    def gap(want: Floats, have: Floats) -> Floats:
+        # Newton's step, linear in what was drawn: the logarithm of a rare expert's share, which
+        # depends on a few tokens of one twin, is too low on average.
+        share = np.clip(want, 1e-5, 0.97)
+        return np.clip((share - np.clip(have, 1e-5, 0.97)) / _slope(share), -2.0, 1.0)
+
+    kinds = model.kinds + step * gap(aims.kinds, drawn.kinds).transpose(1, 0, 2)
+    topics = model.topics + 0.7 * step * gap(aims.topics, drawn.topics)
+    phase = model.phase
+    if two_phases:
+        phase = phase + 0.7 * step * gap(aims.phase, drawn.phase)
+        phase = phase - phase.mean(axis=0)
+    return replace(
+        model,
+        kinds=kinds,
+        topics=topics - topics.mean(axis=0),
+        phase=phase,
+        reuse=np.clip(
+            model.reuse + step * (_odds(aims.reuse[0]) - _odds(drawn.reuse[0])), -3.0, 8.0
+        ),
+        drift_sd=model.drift_sd * _drift_ratio(aims.reuse, drawn.reuse) ** (0.5 * step),
+    )
+
+
+def _drift_ratio(want: Floats, have: Floats) -> Floats:
+    """Return by what to change the drift's variances: the fall of reuse with distance."""
+    ratios = [
+        np.nanmean(want[i] - want[i + 1]) / max(np.nanmean(have[i] - have[i + 1]), 1e-3)
+        if np.isfinite(want[i + 1]).any()
+        else 1.0
+        for i in (1, 2)
+    ]
+    return np.asarray(np.clip(np.array(ratios), 0.25, 2.0))
+
+
 def _odds(share: Floats) -> Floats:
     share = np.clip(share, 1e-4, 1 - 1e-4)
     return np.asarray(np.log(share / (1 - share)))
 
 
-def _coupling(model: RoutingModel, want: Floats, have: Floats, step: float) -> tuple[Floats, float]:
-    """Correct the strength of classes in each layer and their persistence over layers."""
-    if model.n_layers < 2:
-        return model.coupling, model.persistence
-    # A layer's strength shows in the bits that it shares with both of its neighbours.
-    ratio = _ratio(want[0, :-1], have[0, :-1], 0.75 * step)
-    both = np.stack([np.append(ratio, ratio[-1]), np.insert(ratio, 0, ratio[0])])
-    coupling = np.clip(model.coupling * np.sqrt(both.prod(axis=0)), 0.01, 6.0)
-    if model.n_layers < 3:
-        return coupling, model.persistence
-    # Each layer of distance reduces what two experts share by the square of the persistence.
-    bits = [max(float(np.nanmean(row)), 1e-3) for row in (*want, *have)]
-    fall = (bits[1] / bits[0]) / (bits[3] / bits[2])
-    return coupling, float(np.clip(model.persistence * fall ** (0.5 * step), 0.05, 1.0))
+def _own(model: RoutingModel, real: _Real, seed: int) -> float:
+    """Return the share of a request's own at which requests are as near each other as real ones."""
+    want = _nearness(real, real.ids)
+    gaps = []
+    for own in _OWN:
+        trial = replace(model, own=own)
+        ids = sample_experts(trial, real.domain, real.prompt_len, real.output_len, seed)
+        gaps.append(abs(_nearness(real, ids) - want))
+    return float(_OWN[int(np.argmin(gaps))])
 
 
-def _ratio(want: Floats, have: Floats, power: float) -> Floats:
-    ratio = np.maximum(want, 1e-4) / np.maximum(have, 1e-4)
-    return np.asarray(np.clip(ratio, 0.25, 4) ** power)
+def _nearness(real: _Real, ids: NDArray[Any]) -> float:
+    """Return the mean over requests of the cosine to the nearest other, counts of all layers."""
+    n = len(real.domain)
+    counts = real.counts(np.ascontiguousarray(ids, dtype=np.uint16), real.request, n)
+    flat = counts.reshape(n, -1)
+    flat = flat / np.linalg.norm(flat, axis=1, keepdims=True)
+    cosine = np.einsum("ra,sa->rs", flat, flat)
+    np.fill_diagonal(cosine, -1.0)
+    return float(cosine.max(axis=1).mean())
 
 
-def _decay(model: RoutingModel, want: Floats, have: Floats, step: float) -> tuple[float, float]:
-    """Correct how much of a topic drifts, and how fast, from the overlap by distance."""
-    seen = (want > 0) & (have > 0)
-    if seen.sum() < 2:
-        return model.steady, model.drift_tokens
-    at = np.array(LAGS)[seen] * BLOCK
-    goal = want[seen] / want[seen][0] / (have[seen] / have[seen][0])
-    now = model.steady + (1 - model.steady) * np.exp(-at / model.drift_tokens)
-    goal = goal**step * now / now[0]
-    best = None
-    for steady in np.linspace(0.0, 1.0, 51):
-        for tokens in BLOCK * 2.0 ** np.arange(-1, 5.25, 0.25):
-            curve = steady + (1 - steady) * np.exp(-at / tokens)
-            error = float(
-                (np.log(curve / curve[0]) - np.log(goal))
-                @ (np.log(curve / curve[0]) - np.log(goal))
-            )
-            if best is None or error < best[0] - 1e-12:
-                best = (error, float(steady), float(tokens))
-    assert best is not None
-    return best[1], best[2]
+@njit()
+def _shared(ids, request, lag, out):  # type: ignore[no-untyped-def]
+    """Add up, by layer, experts that a token shares with that so far before; return the pairs."""
+    pairs = 0
+    for t in range(lag, len(ids)):
+        if request[t] != request[t - lag]:
+            continue
+        pairs += 1
+        for layer in range(ids.shape[1]):
+            for slot in range(ids.shape[2]):
+                for other in range(ids.shape[2]):
+                    if ids[t, layer, slot] == ids[t - lag, layer, other]:
+                        out[layer] += 1
+    return pairs

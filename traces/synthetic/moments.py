@@ -1,4 +1,4 @@
-"""The statistics of a trace that a `RoutingModel` is fitted to.
+"""Statistics of requests by which a trace and its synthetic twin are compared.
 
 All are taken over the prompts and the generated tokens of all requests, so that a trace and its
 synthetic twin of the same requests have the same counting errors.
@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
-from eldr_sim.traces.synthetic.model import BLOCK
 
-__all__ = ["LAGS", "Moments", "Requests", "information", "measure"]
+__all__ = ["BLOCK", "LAGS", "Moments", "Requests", "information", "measure"]
 
+BLOCK = 16
+"""Tokens of a block."""
 LAGS = (1, 2, 4, 8)
 """Distances, in blocks of `BLOCK` tokens, at which a request is compared with itself."""
 

@@ -1,65 +1,64 @@
-"""Routing models of any shape from a few parameters, and presets with known models' shapes.
+"""Fitted routing models that come with the package, and presets of known models made of them.
 
-The presets are tuned to the paper's Fig. 4 (ELDR, section 3.4): batches of one domain
-activate 17-21% (task) and 3-10% (language) fewer distinct experts than mixed ones, over batch 32
-to 128 and three models.
+A preset inherits from the real model that is nearest among the fitted ones: its layers and experts
+are reshaped (`reshape`), and its requests get the eight domains of the workloads, as much alike as
+makes batches of one domain activate as many experts fewer than mixed ones as in the paper's Fig. 4
+(ELDR, section 3.4: 17-21% task, 3-10% language, over batch 32 to 128 and three models).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 from eldr_sim.errors import InputError
 from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.synthetic.model import RoutingModel
+from eldr_sim.traces.synthetic.reshape import scaled, with_domains, with_experts, with_layers
 
-__all__ = ["PRESETS", "Parameters", "Preset", "preset_model", "random_model"]
+__all__ = ["FITTED", "PRESETS", "Parameters", "Preset", "fitted_model", "preset_model"]
 
-_FACTORS = 16
-_OWN_SHARE = 0.2
-"""Share of a request's individuality that is its own taste; the rest is in common directions."""
+_DATA = Path(__file__).parent / "data"
+
+FITTED = ("gpt-oss-20b", "qwen3-30b-a3b")
+"""Names of the fitted models that come with the package, those of the embedded traces."""
+
+
+def fitted_model(name: str) -> RoutingModel:
+    """Return a fitted model that comes with the package; raises InputError if there is none."""
+    if name not in FITTED:
+        raise InputError("from", f"{name!r} is no fitted model", ", ".join(FITTED))
+    return RoutingModel.load(_DATA / f"{name.replace('-', '_')}.npz")
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a random model; strengths are standard deviations of log weights."""
+    """Changes to a fitted model; see `reshape`."""
 
-    skew: float
-    """Popularity of an expert with all domains: how uneven the load is."""
     task: float
-    """What a domain adds to it; all domains but those of the language mix."""
+    """How much alike requests of a domain are, 0 to 1; all domains but those of the language
+    mix."""
     language: float
     """The same for domains of the language mix."""
-    layer_spread: float = 0.3
-    """Standard deviation, over layers, of the logarithm of `task` and `language`."""
-    phase_shift: float = 0.3
-    """Difference between popularity in prompts and in generated tokens."""
-    individuality: float = 0.7
-    """What a request adds."""
-    steady: float = 0.5
-    """Share of the individuality's variance that lasts from the prompt to the last token."""
-    drift_tokens: float = 64.0
-    """Tokens over which the rest decays."""
+    popularity: float = 1.0
+    """Power to which the experts' shares of the load are raised."""
+    kinds: float = 1.0
+    """Factor on what the kind of a token adds, and on the drift."""
+    topics: float = 1.0
+    """Factor on what a request's topic adds."""
     reuse: float = 1.0
-    """Added for an expert that the token before chose."""
-    coupling: float = 2.0
-    """What the class of a token adds."""
-    persistence: float = 0.95
-    """Chance that a token keeps its class from layer to layer."""
+    """Factor on what is added for an expert that the token before chose."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
         for field in fields(self):
             value = getattr(self, field.name)
-            lowest = -math.inf if field.name == "reuse" else 0.0
-            if not (math.isfinite(value) and value >= lowest):
-                raise InputError(field.name, f"got {value}", "a finite number, at least 0")
+            most = 1.0 if field.name in ("task", "language") else math.inf
+            if not (math.isfinite(value) and 0 <= value <= most):
+                allowed = "0 to 1" if most == 1 else "a finite number, at least 0"
+                raise InputError(field.name, f"got {value}", allowed)
 
     def replaced(self, values: Mapping[str, float]) -> Parameters:
         """Return the parameters with some of them replaced.
@@ -78,30 +77,46 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Preset:
-    """Shape of a model, and the parameters that give it the paper's separability.
+    """Shape of a model, and what it inherits.
 
     Attributes
     ----------
     n_layers, n_experts, top_k
         MoE layers, routed experts a layer, experts a token chooses; see kernel_profiles.
+    fitted
+        The fitted model that it inherits from.
     parameters
-        Of its random model.
+        Changes to it.
+    tuned_to
+        What else than the paper's Fig. 4 the parameters were tuned to.
     """
 
     n_layers: int
     n_experts: int
     top_k: int
+    fitted: str
     parameters: Parameters
+    tuned_to: str = ""
 
+
+_LITE = {"popularity": 0.0, "kinds": 0.9, "topics": 0.1, "reuse": 0.0}
+"""Factors on gpt-oss-20b that give the load and the distinct experts measured of
+DeepSeek-V2-Lite-Chat on 94,165 prompt tokens, see docs/synthetic.md."""
+_LITE_FIGURES = "load and distinct experts measured of DeepSeek-V2-Lite-Chat"
 
 PRESETS: dict[str, Preset] = {
-    "Qwen3-30B-A3B": Preset(48, 128, 8, Parameters(skew=0.4, task=2.17, language=0.9)),
-    "Qwen3-235B-A22B": Preset(94, 128, 8, Parameters(skew=0.4, task=2.0, language=0.84)),
-    "GPT-OSS-120B": Preset(36, 128, 4, Parameters(skew=0.4, task=1.95, language=0.8)),
-    "DeepSeek-V3": Preset(58, 256, 8, Parameters(skew=0.4, task=1.94, language=0.86)),
+    "Qwen3-30B-A3B": Preset(48, 128, 8, "qwen3-30b-a3b", Parameters(task=0.96, language=0.6)),
+    "Qwen3-235B-A22B": Preset(94, 128, 8, "qwen3-30b-a3b", Parameters(task=0.96, language=0.6)),
+    "Gemma-4-26B-A4B": Preset(30, 128, 8, "qwen3-30b-a3b", Parameters(task=0.96, language=0.6)),
+    "GPT-OSS-20B": Preset(24, 32, 4, "gpt-oss-20b", Parameters(task=0.9, language=0.5)),
+    "GPT-OSS-120B": Preset(36, 128, 4, "gpt-oss-20b", Parameters(task=0.9, language=0.5)),
+    "DeepSeek-V2-Lite": Preset(
+        26, 64, 6, "gpt-oss-20b", Parameters(0.9, 0.6, **_LITE), _LITE_FIGURES
+    ),
+    "DeepSeek-V3": Preset(58, 256, 8, "gpt-oss-20b", Parameters(0.9, 0.6, **_LITE), _LITE_FIGURES),
 }
-"""Found by a search over ``task`` and ``language``, at full depth and seed 0, for reductions within
-the paper's ranges at batch 32, 64 and 128."""
+"""``task`` and ``language`` were found by a search, at full depth and seed 0, for reductions within
+the paper's ranges."""
 
 
 def preset_model(
@@ -114,7 +129,7 @@ def preset_model(
     settings: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> RoutingModel:
-    """Draw a model of a preset, with changes.
+    """Make a model of a preset, with changes.
 
     Parameters
     ----------
@@ -127,7 +142,7 @@ def preset_model(
     settings
         Other values of `Parameters`, by name.
     seed
-        See `random_model`.
+        Seed of what is drawn: which topics domains have, and permutations of experts.
 
     Raises
     ------
@@ -137,105 +152,33 @@ def preset_model(
     if name not in PRESETS:
         raise InputError("preset", f"{name!r} is none", ", ".join(PRESETS))
     preset = PRESETS[name]
-    shape = {
-        "n_layers": preset.n_layers if n_layers is None else n_layers,
-        "n_experts": preset.n_experts if n_experts is None else n_experts,
-        "top_k": preset.top_k if top_k is None else top_k,
-    }
-    as_is = not settings and shape == {key: getattr(preset, key) for key in shape}
-    return random_model(
-        preset.parameters.replaced(settings or {}),
-        **shape,
-        domains=[d for mix in DOMAIN_MIXES.values() for d in mix] if domains is None else domains,
-        seed=seed,
+    parameters = preset.parameters.replaced(settings or {})
+    language = DOMAIN_MIXES["language"]
+    names = [d for mix in DOMAIN_MIXES.values() for d in mix] if domains is None else list(domains)
+    if not names or len(set(names)) < len(names) or not all(names):
+        raise InputError("domains", f"got {', '.join(names)!r}", "names, each once")
+    wanted = (n_layers or preset.n_layers, n_experts or preset.n_experts, top_k or preset.top_k)
+    for field, value in (("layers", n_layers), ("experts", n_experts), ("top_k", top_k)):
+        if value is not None and value < 1:
+            raise InputError(field, f"got {value}", "at least 1")
+    as_is = not settings and wanted == (preset.n_layers, preset.n_experts, preset.top_k)
+    factors = {k: v for k, v in asdict(parameters).items() if k not in ("task", "language")}
+    model = scaled(fitted_model(preset.fitted), **factors)
+    model = with_layers(with_experts(model, *wanted[1:], seed), wanted[0], seed)
+    alike = {d: parameters.language if d in language else parameters.task for d in names}
+    model = with_domains(model, alike, seed)
+    tuned = f"; tuned to {preset.tuned_to}" if preset.tuned_to else ""
+    changed = "" if as_is else "; changed by hand, tuned to nothing"
+    source = (
+        f"preset {name}: {model.facts['source']}; domains alike as in ELDR Fig. 4 (17-21% task, "
+        f"3-10% language, batch 32 to 128){tuned}{changed}"
+    )
+    return replace(
+        model,
         facts={
             "model": name if as_is else f"{name}, changed",
-            "source": f"preset {name}: tuned to the same-domain reduction of distinct experts of "
-            "ELDR Fig. 4 (17-21% task, 3-10% language, batch 32 to 128), not to this model's gates"
-            if as_is
-            else f"made from preset {name} with other settings, tuned to nothing",
+            "source": source,
             "prompt_len": 64,
             "output_len": 128,
         },
     )
-
-
-def random_model(
-    parameters: Parameters,
-    *,
-    n_layers: int,
-    n_experts: int,
-    top_k: int,
-    domains: Sequence[str],
-    seed: int,
-    facts: Mapping[str, Any],
-) -> RoutingModel:
-    """Draw a model: the same parameters and seed give the same experts to the same domains.
-
-    Parameters
-    ----------
-    parameters
-        Strengths of the terms.
-    n_layers, n_experts, top_k
-        Shape.
-    domains
-        Names; those of the language mix differ by ``parameters.language``, others by ``task``.
-    seed
-        Non-negative integer.
-    facts
-        See `RoutingModel`.
-
-    Raises
-    ------
-    InputError
-        If the shape is not possible or a domain is named twice.
-    """
-    if seed < 0:
-        raise InputError("seed", f"got {seed}", "an integer >= 0")
-    for name, value in (("layers", n_layers), ("experts", n_experts), ("top_k", top_k)):
-        if value < 1:
-            raise InputError(name, f"got {value}", "at least 1")
-    if top_k > n_experts or n_experts > 65536:
-        allowed = "top_k <= experts <= 65536"
-        raise InputError("experts", f"got {n_experts} with top_k {top_k}", allowed)
-    if not domains or len(set(domains)) < len(domains) or not all(domains):
-        raise InputError("domains", f"got {', '.join(domains)!r}", "names, each once")
-    p, n = parameters, len(domains)
-    rng = np.random.default_rng([seed, n_layers, n_experts])
-    cell = (n_layers, n_experts)
-    layer = np.exp(p.layer_spread * rng.standard_normal(n_layers) - p.layer_spread**2)
-    common = p.skew * _left_skewed(rng, cell)
-    shift = p.phase_shift * rng.standard_normal((2, 1, *cell)) / math.sqrt(2)
-    strength = np.array(
-        [p.language if name in DOMAIN_MIXES["language"] else p.task for name in domains]
-    )
-    special = np.stack([_left_skewed(rng, cell) for _ in domains])
-    special *= strength[:, None, None] * layer[:, None]
-    factors = rng.standard_normal((_FACTORS, *cell))
-    factors *= p.individuality * math.sqrt((1 - _OWN_SHARE) / _FACTORS)
-    return RoutingModel(
-        top_k=top_k,
-        domains=list(domains),
-        popularity=common + special + shift,
-        factors=factors,
-        factor_sd=np.ones((n, _FACTORS)),
-        own_sd=np.full((n, n_layers), p.individuality * math.sqrt(_OWN_SHARE)),
-        steady=p.steady,
-        drift_tokens=p.drift_tokens,
-        reuse=np.full(n_layers, p.reuse),
-        coupling=np.full(n_layers, p.coupling),
-        persistence=p.persistence,
-        class_seed=seed,
-        facts=dict(facts),
-    )
-
-
-def _left_skewed(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Draw log popularities of mean 0 and standard deviation 1: logarithms of exponential numbers.
-
-    Balancing losses cut off the top of a real model's load, not the bottom: GPT-OSS-20B's most
-    loaded expert has 2 to 4 times the mean, its least loaded a hundredth. Normal numbers of the
-    same spread would give the former far more.
-    """
-    logs = np.log(rng.standard_exponential(shape))
-    return np.asarray((logs + np.euler_gamma) / (math.pi / math.sqrt(6)))

@@ -13,9 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.jit import njit
 from eldr_sim.traces.streams import stream
-from eldr_sim.traces.synthetic.model import BLOCK, CLASSES, RoutingModel
+from eldr_sim.traces.synthetic.model import DRIFT_BLOCK, RoutingModel
 
-__all__ = ["sample_experts"]
+__all__ = ["sample_experts", "sample_kinds_and_experts"]
 
 _LIMIT = 20.0
 """Bound on the terms of a log weight, at both sides."""
@@ -52,70 +52,84 @@ def sample_experts(
         uint8 or uint16 ``[tokens, layers, top_k]``, in the order in which they were chosen;
         requests one after the other, prompt before generation.
     """
-    domain = np.asarray(domain, dtype=np.int64)
+    topics = [np.flatnonzero(model.topic_domain == d) for d in range(len(model.domains))]
+    choice = [
+        int(stream(seed, f"synthetic-topic-{i}").choice(topics[int(d)]))
+        for i, d in enumerate(np.asarray(domain).tolist())
+    ]
+    return sample_kinds_and_experts(model, choice, prompt_len, output_len, seed, progress)[1]
+
+
+def sample_kinds_and_experts(
+    model: RoutingModel,
+    topic: ArrayLike,
+    prompt_len: ArrayLike,
+    output_len: ArrayLike,
+    seed: int,
+    progress: Callable[[float], None] = lambda share: None,
+) -> tuple[NDArray[np.int64], NDArray[np.uint8] | NDArray[np.uint16]]:
+    """Draw requests of given topics: the kind of every token, and its experts."""
     prompt = np.asarray(prompt_len, dtype=np.int64)
     length = prompt + np.asarray(output_len, dtype=np.int64)
     total = int(length.sum())
     dtype = np.uint8 if model.n_experts <= 256 else np.uint16
     experts = np.empty((total, model.n_layers, model.top_k), dtype=dtype)
-    popularity = np.exp(_limited(model.popularity)).astype(np.float32)
-    reuse = np.exp(_limited(model.reuse)).astype(np.float32)
-    kinds = _class_weights(model)
-    decay = np.exp(-BLOCK / model.drift_tokens)
+    kinds = np.empty(total, np.int64)
+    weights = [_weights(part) for part in (model.phase, model.kinds, model.reuse)]
+    spread = model.topics.std(axis=0)
     row = 0
-    for request, (d, p, n) in enumerate(zip(domain, prompt, length, strict=True)):
+    for request, (c, p, n) in enumerate(
+        zip(np.asarray(topic).tolist(), prompt.tolist(), length.tolist(), strict=True)
+    ):
         rng = stream(seed, f"synthetic-request-{request}")
-        topic = np.exp(_limited(_topic(model, int(d), int(n), decay, rng))).astype(np.float32)
         # One type for the compiler; ids become narrow afterwards.
-        chosen = np.empty((int(n), model.n_layers, model.top_k), np.uint16)
+        chosen = np.empty((n, model.n_layers, model.top_k), np.uint16)
         _sample_request(
             rng,
-            topic,
-            popularity[:, d],
-            reuse,
-            kinds,
-            model.persistence,
-            int(p),
+            _weights(_topic(model, spread, c, n, rng)),
+            *weights,
+            model.topic_kinds[c],
+            model.succession,
+            p,
+            kinds[row : row + n],
             chosen,
         )
-        experts[row : row + int(n)] = chosen
-        row += int(n)
+        experts[row : row + n] = chosen
+        row += n
         progress(row / total)
-    return experts
+    return kinds, experts
 
 
-def _limited(log_weight: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.clip(log_weight, -_LIMIT, _LIMIT)
-
-
-def _class_weights(model: RoutingModel) -> NDArray[np.float32]:
-    """Return the factor by which each class changes the weights, ``[layers, CLASSES, experts]``."""
-    shape = (model.n_layers, CLASSES, model.n_experts)
-    normal = np.random.default_rng(model.class_seed).standard_normal(shape)
-    return np.exp(_limited(model.coupling[:, None, None] * normal)).astype(np.float32)
+def _weights(log_weight: NDArray[np.float64]) -> NDArray[np.float32]:
+    return np.exp(np.clip(log_weight, -_LIMIT, _LIMIT)).astype(np.float32)
 
 
 def _topic(
-    model: RoutingModel, domain: int, length: int, decay: float, rng: np.random.Generator
+    model: RoutingModel,
+    spread: NDArray[np.float64],
+    topic: int,
+    length: int,
+    rng: np.random.Generator,
 ) -> NDArray[np.float64]:
-    """Draw what a request adds to the log weights, ``[blocks, layers, experts]``."""
-    blocks, factors = -(-length // BLOCK), len(model.factors)
-    steady = rng.standard_normal(factors)
-    drift = rng.standard_normal((blocks, factors))
-    for b in range(1, blocks):
-        drift[b] = decay * drift[b - 1] + np.sqrt(1 - decay**2) * drift[b]
-    scores = np.sqrt(model.steady) * steady + np.sqrt(1 - model.steady) * drift
-    scores *= model.factor_sd[domain]
-    own = rng.standard_normal((model.n_layers, model.n_experts)) * model.own_sd[domain, :, None]
-    # Not a matrix product: its sums depend on the machine's BLAS.
-    out = np.tile(own, (blocks, 1, 1))
-    for f in range(factors):
-        out += scores[:, f, None, None] * model.factors[f]
+    """Draw what topic and drift add to the log weights, ``[blocks, layers, experts]``."""
+    cell = spread.shape
+    base = model.topics[topic]
+    if model.own:
+        base = base * np.sqrt(1 - model.own**2) + model.own * spread * rng.standard_normal(cell)
+    out = np.tile(base, (-(-length // DRIFT_BLOCK), 1, 1))
+    for sd, tokens in zip(model.drift_sd.tolist(), model.drift_tokens.tolist(), strict=True):
+        if not sd:
+            continue
+        drift = rng.standard_normal(out.shape, dtype=np.float32)
+        decay = np.exp(-DRIFT_BLOCK / tokens)
+        for b in range(1, len(drift)):
+            drift[b] = decay * drift[b - 1] + np.sqrt(1 - decay**2) * drift[b]
+        out += sd * drift
     return out
 
 
 @njit()
-def _sample_request(rng, topic, popularity, reuse, kinds, persistence, prompt, out):  # type: ignore[no-untyped-def]
+def _sample_request(rng, topic, phases, kinds, reuse, shares, succession, prompt, kind_of, out):  # type: ignore[no-untyped-def]
     """Fill ``out [tokens, layers, top_k]`` with the experts of one request."""
     tokens, layers, top_k = out.shape
     experts = topic.shape[2]
@@ -124,13 +138,22 @@ def _sample_request(rng, topic, popularity, reuse, kinds, persistence, prompt, o
     chosen = np.zeros(experts, np.bool_)
     for t in range(tokens):
         phase = 0 if t < prompt else 1
+        total = 0.0
+        for kind in range(len(shares)):
+            total += shares[kind] * (succession[kind_of[t - 1], kind] if t > 0 else 1.0)
+        target = rng.random() * total
         kind = 0
+        total = 0.0
+        for k in range(len(shares)):
+            total += shares[k] * (succession[kind_of[t - 1], k] if t > 0 else 1.0)
+            if total > target:
+                kind = k
+                break
+        kind_of[t] = kind
         for layer in range(layers):
-            if layer == 0 or rng.random() >= persistence:
-                kind = rng.integers(0, kinds.shape[1])
             for e in range(experts):
-                popular = popularity[phase, layer, e] * kinds[layer, kind, e]
-                weight[e] = topic[t // BLOCK, layer, e] * popular
+                popular = phases[phase, layer, e] * kinds[layer, kind, e]
+                weight[e] = topic[t // DRIFT_BLOCK, layer, e] * popular
             if t > 0:
                 for slot in range(top_k):
                     weight[out[t - 1, layer, slot]] *= reuse[layer]
