@@ -217,6 +217,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     _line("Weakest latency provenance", summary["weakest_provenance"])
     trace = summary["trace"]
     _line("Routing trace", f"{trace['name']} ({trace['provenance']})")
+    click.echo(f"  {trace['rests_on']}")
     click.echo(f"  {trace['layers']}")
     click.echo("=" * _WIDTH)
     for warning in warnings_of(summary):

@@ -81,10 +81,10 @@ def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     by_trace: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for trace in traces:
-        key = tuple(trace.get(name) for name in ("name", "provenance", "model", "layers"))
+        key = tuple(trace.get(name) for name in ("name", "provenance", "rests_on", "layers"))
         by_trace.setdefault(key, []).append(trace)
-    for (name, provenance, model, layers), own in by_trace.items():
-        lines.append(f"Routing trace {name} ({provenance}), of {model}.")
+    for (name, provenance, rests_on, layers), own in by_trace.items():
+        lines.append(f"Routing trace {name} ({provenance}): {rests_on}.")
         if layers:
             lines.append(f"Layers: {layers}.")
         replayed = [trace for trace in own if trace.get("trace_requests_replayed")]

@@ -15,6 +15,7 @@ from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.prepare import PreparedRun
 from eldr_sim.simulator.trace_use import copies_met, trace_warnings
+from eldr_sim.traces.manifest import rests_on
 from eldr_sim.traces.workload import Workload
 
 
@@ -121,8 +122,10 @@ def _trace(
         "name": Path(config.trace).name,
         "model": trace.manifest.model,
         "provenance": trace.manifest.provenance,
+        "rests_on": rests_on(trace.manifest, model.name),
         "checksum": trace.manifest.checksum,
-        "layers": f"{trace.manifest.n_layers} recorded layers"
+        "layers": f"{trace.manifest.n_layers} "
+        + ("layers" if trace.manifest.provenance == "synthetic" else "recorded layers")
         + (
             ""
             if trace.kept_top_k is None

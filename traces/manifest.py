@@ -14,18 +14,23 @@ from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups
 __all__ = [
     "BUILTIN",
     "DEFAULT_TRACE",
+    "SYNTHETIC",
     "Manifest",
     "Provenance",
     "builtin_traces",
     "manifest_error",
     "one_phase",
     "read_manifest",
+    "rests_on",
 ]
 
 BUILTIN = Path(__file__).parent / "data"
 """Folder of the traces that come with the package."""
 DEFAULT_TRACE = "reference-moe"
 """Name of the embedded trace that runs replay unless told otherwise."""
+
+SYNTHETIC = "Synthetic routing, "
+"""Begins the notes of a synthetic trace; what it was made of follows."""
 
 Provenance = Literal["recorded", "synthetic", "imported"]
 
@@ -97,6 +102,25 @@ def one_phase(manifest: Manifest) -> str | None:
         f"first {100 * manifest.prompt_share:g}% of each request stand for its prompt, the rest "
         "for what it generates"
     )
+
+
+def rests_on(manifest: Manifest, model: str) -> str:
+    """Say what the routing of a run rests on: recorded, fitted to recorded tokens, or a preset.
+
+    Parameters
+    ----------
+    manifest
+        Of the trace.
+    model
+        Name of the model that is served; said where the routing is another model's.
+    """
+    if manifest.provenance == "synthetic":
+        source = manifest.notes.removeprefix(SYNTHETIC).rstrip(".") or "synthetic"
+    else:
+        phase = f"{manifest.recorded_phase} " if manifest.recorded_phase else ""
+        name = manifest.model.split(" (")[0]
+        source = f"{manifest.n_tokens:,} recorded {phase}tokens of {name}"
+    return source if model.lower() in manifest.model.lower() else f"{source}, not of {model}"
 
 
 def builtin_traces() -> list[str]:

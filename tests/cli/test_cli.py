@@ -94,7 +94,12 @@ def test_summary_is_golden(capsys):
         "weakest_provenance": "imported",
         "lookups_outside_tables": {"moe_batch": 7, "attention_batch": 0},
         "latency_warnings": ["attention is a roofline"],
-        "trace": {"name": "reference-moe", "provenance": "recorded", "layers": "6 tiled over 48"},
+        "trace": {
+            "name": "reference-moe",
+            "provenance": "recorded",
+            "rests_on": "625,472 recorded tokens of reference-moe-38m, not of Qwen3-30B-A3B",
+            "layers": "6 tiled over 48",
+        },
         **figures,
     }
     print_summary(summary)

@@ -10,7 +10,7 @@ import pytest
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.manifest import builtin_traces
+from eldr_sim.traces.manifest import builtin_traces, rests_on
 
 from ..paths import SHARED
 
@@ -76,4 +76,24 @@ def test_a_run_on_a_recording_says_that_one_phase_stands_for_both():
     )
     assert summary["prompt_experts"] == "recorded"
     assert any("recorded as generated tokens" in line for line in summary["trace_warnings"])
+    basis = summary["trace"]["rests_on"]
+    assert basis == "150,714 recorded generated tokens of gpt-oss-20b"
     assert summary["trace"]["layers"] == "24 recorded layers"  # all of the model's: none tiled
+
+
+@pytest.mark.parametrize(
+    ("changes", "model", "want"),
+    [
+        ({}, "GPT-OSS-20B", "150,714 recorded generated tokens of gpt-oss-20b"),
+        ({}, "X", "150,714 recorded generated tokens of gpt-oss-20b, not of X"),
+        (
+            {"provenance": "synthetic", "notes": "Synthetic routing, preset Y: fitted to Z."},
+            "gpt-oss-20b",
+            "preset Y: fitted to Z",
+        ),
+        ({"provenance": "synthetic"}, "gpt-oss-20b", "Domain code is the recording's code_cs"),
+    ],
+)
+def test_what_routing_rests_on_is_said(changes, model, want):
+    manifest = open_trace("gpt-oss-20b").manifest.model_copy(update=changes)
+    assert rests_on(manifest, model).startswith(want)

@@ -272,7 +272,7 @@ def test_fitted_models_have_the_statistics_of_their_recordings(tmp_path, name):
     for batch, distinct in drawn_.mixed.items():
         assert distinct == pytest.approx(real.mixed[batch], rel=0.03)
     for tokens, distinct in drawn_.one_request.items():
-        assert distinct == pytest.approx(real.one_request[tokens], rel=0.06)
+        assert distinct == pytest.approx(real.one_request[tokens], rel=0.07)
     assert drawn_.cosine_between[50] == pytest.approx(real.cosine_between[50], abs=0.08)
 
 

@@ -50,7 +50,7 @@ ROUNDS = 10
 
 _PRIOR_TOKENS = 4.0
 """Tokens of the whole trace that are added to a group's when its shares are taken."""
-_TOPIC_PRIOR_TOKENS = 8.0
+_TOPIC_PRIOR_TOKENS = 12.0
 """The same for a request's, whose tokens are fewer and depend on each other."""
 _LAGS = (1, 2, 16, 64)
 _OWN = (0.0, 0.2, 0.4, 0.6)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.manifest import SYNTHETIC
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.synthetic.model import RoutingModel
 from eldr_sim.traces.synthetic.sampler import sample_experts
@@ -155,7 +156,7 @@ def _write(
         source_data="none: no text, no model",
         tool_versions={"eldr-sim": __version__, "numpy": np.__version__},
         provenance="synthetic",
-        notes=f"Synthetic routing, {model.facts['source']}.",
+        notes=f"{SYNTHETIC}{model.facts['source']}.",
         rank_groups=[1] * experts.shape[-1],  # in the order in which they were drawn
         force=force,
     )
