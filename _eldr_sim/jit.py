@@ -70,6 +70,7 @@ LINKED = (
     "simulator.compiled",
     "simulator.engine",
     "simulator.events",
+    "simulator.expert_loads",
     "simulator.expert_union",
     "simulator.group_counting",
     "simulator.group_state",

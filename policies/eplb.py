@@ -25,7 +25,12 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.choice import Parameters
-from eldr_sim.policies.placement import ExpertGroup, Placement, greedy_placement
+from eldr_sim.policies.placement import (
+    ExpertGroup,
+    LinearPlacement,
+    Placement,
+    greedy_placement,
+)
 from eldr_sim.policies.signature import Floats, Ints
 from eldr_sim.traces.calibration import CalibrationSet
 
@@ -33,9 +38,10 @@ from eldr_sim.traces.calibration import CalibrationSet
 class EplbParameters(Parameters):
     """Parameters of `EplbPlacement`."""
 
-    load: Literal["decode", "prompt"] = "decode"
+    load: Literal["decode", "prompt", "none"] = "decode"
     """Which tokens of the calibration requests make an expert's load: output tokens (each request
-    counts the same) or prompt tokens."""
+    counts the same) or prompt tokens; with ``none`` experts lie linearly until ``eplb_interval``,
+    as vLLM starts."""
 
 
 class EplbPlacement:
@@ -47,10 +53,14 @@ class EplbPlacement:
 
     def __init__(self, context: PolicyContext, parameters: EplbParameters | None = None) -> None:
         own = parameters or EplbParameters()
-        self._load = _load(context.require_calibration(self.name), own.load)
+        self._linear = LinearPlacement(context) if own.load == "none" else None
+        if own.load != "none":
+            self._load = _load(context.require_calibration(self.name), own.load)
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group; raises InputError as `balance`."""
+        if self._linear is not None:
+            return self._linear.place(group)
         if self._load.shape != (group.n_layers, group.n_experts):
             layers, experts = self._load.shape
             raise InputError(
@@ -59,6 +69,12 @@ class EplbPlacement:
                 f"{group.n_layers} layers of {group.n_experts}",
             )
         return balance(self._load, group)
+
+    def update(
+        self, group: ExpertGroup, load: NDArray[np.int64], current: Placement
+    ) -> Placement | None:
+        """Return the placement for what the group's tokens chose; see `RelocatingPolicy`."""
+        return balance(load, group)
 
 
 def balance(load: NDArray[Any], group: ExpertGroup) -> Placement:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +105,33 @@ class PlacementPolicy(Protocol):
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group."""
+        ...
+
+
+@runtime_checkable
+class RelocatingPolicy(Protocol):
+    """A placement policy that may move experts while engines run; ``--eplb-interval`` asks it."""
+
+    name: str
+
+    def place(self, group: ExpertGroup) -> Placement:
+        """Return the placement of a group; see `PlacementPolicy`."""
+        ...
+
+    def update(
+        self, group: ExpertGroup, load: NDArray[np.int64], current: Placement
+    ) -> Placement | None:
+        """Return another placement of a group, or None to leave it as it is.
+
+        Parameters
+        ----------
+        group
+            What to place.
+        load
+            Shape [n_layers, n_experts]: the group's tokens that chose each expert of late.
+        current
+            Where the experts are now. Slots, ranks and instances of all experts stay as many.
+        """
         ...
 
 

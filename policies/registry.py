@@ -10,7 +10,8 @@ class with
   its attribute ``Parameters``;
 - ``select(request, workers) -> int | None`` (see ``base``), for a queue order
   ``keys(requests)`` (see ``queue_order``), for a placement ``place(group)`` (see ``placement``),
-  for a choice of replicas ``choose(...)`` (see ``replicas``);
+  and ``update(group, load, current)`` if it may move experts, for a choice of replicas
+  ``choose(...)`` (see ``replicas``);
 - for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions.
 
 The entry point's own key is free. Built-in names cannot be taken over. Other packages are loaded

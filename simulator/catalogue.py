@@ -125,6 +125,12 @@ _STEPS = (
         "`decode_prefix_cache_hits` / `decode_prefix_cache_queries`"),
     Metric("preemptions", "Preemptions", "", "lower",
         "requests that lost their KV blocks to others, counted each time, over the whole run"),
+    Metric("relocations", "Relocations of experts", "", None,
+        "new placements that `--eplb-interval` began in the window, of all workers"),
+    Metric("relocated_bytes", "Expert weights moved", "B", "lower",
+        "bytes that these move from GPU to GPU"),
+    Metric("relocation_stall_s", "Wait for relocations", "s", "lower",
+        "seconds that workers stand still for them, summed over workers; 0 with `--eplb-async`"),
 )
 
 _COST = (

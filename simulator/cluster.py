@@ -29,6 +29,7 @@ from eldr_sim.simulator import loop, state
 from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.compiled import Callback
 from eldr_sim.simulator.engine import Engines
+from eldr_sim.simulator.expert_loads import make_expert_loads
 from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.simulator.group_state import (
     GroupCost,
@@ -40,6 +41,7 @@ from eldr_sim.simulator.group_state import (
 )
 from eldr_sim.simulator.kv_cache import make_kv_cache
 from eldr_sim.simulator.network import make_network
+from eldr_sim.simulator.relocation import RELOCATION, Relocations
 from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.router import PolicyRouter, grown
 from eldr_sim.simulator.step import Scratch
@@ -118,6 +120,8 @@ class RunRecord:
         ``prefill_steps`` or ``decode_steps`` belong to each, in order.
     gaps
         ``state.GAP``, where preemption came between two tokens.
+    relocations
+        ``relocation.RELOCATION``: whenever experts moved.
     window
         The measured window, s.
     end_s
@@ -130,6 +134,7 @@ class RunRecord:
     prefill_group_steps: NDArray[np.void]
     decode_group_steps: NDArray[np.void]
     gaps: NDArray[np.void]
+    relocations: NDArray[np.void]
     window: tuple[float, float]
     end_s: float
 
@@ -173,6 +178,8 @@ class Cluster:
         the steps that compute them activate. None expects uniform routing there.
     replicas
         Experts with several instances, which ``expert_masks`` leave out; None where there are none.
+    relocations
+        What moves the experts of groups while they run; None leaves them where they are.
     """
 
     def __init__(
@@ -190,6 +197,7 @@ class Cluster:
         prompts: PromptRows | None = None,
         queue_keys: NDArray[np.float64] | None = None,
         replicas: Replicas | None = None,
+        relocations: Relocations | None = None,
     ) -> None:
         self.spec = spec
         self.workload = workload
@@ -217,6 +225,9 @@ class Cluster:
         self.group_logs = tuple(np.zeros(1 << (12 if g else 0), state.GROUP_STEP) for g in grouped)
         self.gaps = np.zeros(1 << 12, state.GAP)
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
+        self.relocations = relocations
+        if relocations is not None:
+            relocations.bind(self.arrays.masks, replicas)
         self.groups = self._groups(replicas) if any(grouped) else None
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
@@ -295,6 +306,9 @@ class Cluster:
             make_group_scratch(
                 step_time.n_moe_layers, width, ranks, step_time.cost.n_experts, shared.rank.shape[3]
             ),
+            make_expert_loads(len(masks), 0)
+            if self.relocations is None
+            else self.relocations.loads,
         )
 
     def _settings(self, model: ModelDims) -> NDArray[np.void]:
@@ -394,6 +408,9 @@ class Cluster:
             prefill_group_steps=groups[0][groups[0]["end"] <= end_s],
             decode_group_steps=groups[1],
             gaps=self.gaps[: int(clock["n_gaps"])],
+            relocations=np.zeros(0, RELOCATION)
+            if self.relocations is None
+            else self.relocations.log(),
             window=self.window,
             end_s=end_s,
         )
@@ -403,6 +420,10 @@ class Cluster:
     def decide(self, pool: int, request: int) -> int:
         """Return what a router decides, for the compiled loop; see `loop.advance`."""
         try:
+            if pool > 1:
+                assert self.relocations is not None
+                self.relocations.answer(pool, request, float(self._now[0]))
+                return 0
             return self._ask(pool, request)
         except BaseException as error:  # it cannot pass through compiled code
             self._failure = error

@@ -6,7 +6,7 @@ choices by count decide, and pairs and activated experts follow. Where copies ar
 node, or by expert from chosen instances, a second pass finds out which ranks each token reaches.
 
 Choices that depend on the token, and copies for each expert where there are no instances to choose,
-are counted home rank by home rank in one pass.
+are counted home rank by home rank in one pass, beside the first in steps that relocations count.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from eldr_sim.jit import popcount
 from eldr_sim.policies.replicas import HASH_MULTIPLIER
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.engine import Engines
+from eldr_sim.simulator.expert_loads import ExpertLoads, add_counts
 from eldr_sim.simulator.group_state import (
     ALL,
     BY_HOME,
@@ -36,7 +37,9 @@ from eldr_sim.simulator.instances import choose_instances
 
 
 @compiled()
-def count_step(engines: Engines, size: int, bits: Any, prompts: Any, c: Counting) -> None:
+def count_step(
+    engines: Engines, size: int, bits: Any, prompts: Any, c: Counting, loads: ExpertLoads
+) -> None:
     """Count what the engines of a group compute in their step, into ``c.work``.
 
     Parameters
@@ -47,13 +50,22 @@ def count_step(engines: Engines, size: int, bits: Any, prompts: Any, c: Counting
         Engines of the group.
     c
         What counting needs; ``totals`` does not matter.
+    loads
+        Where the tokens of each expert are added up if the step counts for a relocation.
     """
     _clear(c.work, c.ranks)
     several = c.replicas.multi.shape[0] > 0
-    if (several and c.choice < EVEN) or (not several and c.group.copy_per == EXPERT):
+    by_home = (several and c.choice < EVEN) or (not several and c.group.copy_per == EXPERT)
+    relocates = loads.part[c.leader] >= 0
+    if relocates or not by_home:
+        _count_group(engines, size, bits, prompts, _of_pass(c, TOTALS))
+    if relocates:
+        n_planes = _n_planes(c.work.tokens[: c.ranks].sum())
+        add_counts(loads, c.leader, c.work.planes, n_planes)
+    if by_home:
+        c.work.tokens[:] = 0
         _count_group(engines, size, bits, prompts, _of_pass(c, BY_HOME))
         return
-    _count_group(engines, size, bits, prompts, _of_pass(c, TOTALS))
     settle_totals(c)
     if c.group.copy_per != ALL:
         c.work.tokens[:] = 0

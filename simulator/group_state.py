@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.all_to_all import AllToAllCost
 from eldr_sim.kernel_profiles.step_time import RankMoE
+from eldr_sim.simulator.expert_loads import ExpertLoads
 
 #: What a copy of a token is sent for: see `kernel_profiles.all_to_all.COPY_PER`.
 ALL, EXPERT, RANK, NODE = range(4)
@@ -132,6 +133,7 @@ class Groups(NamedTuple):
     costs: tuple[GroupCost, GroupCost]  #: of the two pools
     replicas: Replicas
     work: GroupScratch
+    loads: ExpertLoads
 
 
 class Counting(NamedTuple):

@@ -31,6 +31,7 @@ from eldr_sim.kernel_profiles.step_cost import StepParts, attention_s, rank_moe_
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.engine import Engines, wake
 from eldr_sim.simulator.events import schedule_step
+from eldr_sim.simulator.expert_loads import ExpertLoads, begin_step, end_step
 from eldr_sim.simulator.group_counting import count_rows, count_step
 from eldr_sim.simulator.group_state import (
     ALL,
@@ -52,12 +53,15 @@ from eldr_sim.simulator.step import Scratch, blocks_needed, finish_step, list_ch
 def group_step(
     clock: Any, events: Any, engines: Engines, leader: int, bits: Any, masks: Any,
     replicas: Replicas, prompts: Any, cost: Any, group: GroupCost, scratch: Scratch,
-    work: GroupScratch, logs: Any, group_logs: Any, gaps: Any,
-) -> None:  # fmt: skip
+    work: GroupScratch, loads: ExpertLoads, logs: Any, group_logs: Any, gaps: Any, decide: Any,
+) -> Any:  # fmt: skip
     """Run the step that the engines of a group have planned, which starts now.
 
     Parameters as of `step.step`; ``leader`` is the group's first engine, ``masks`` are the experts
-    of one instance, ``group_logs`` are ``GROUP_STEP [capacity]`` of each pool.
+    of one instance, ``loads`` count for relocations, ``group_logs`` are ``GROUP_STEP [capacity]``
+    of each pool.
+
+    Returns False if ``decide`` has failed.
     """
     workers, pool = engines.workers, engines.pools[engines.pool_of[leader]]
     size, start = pool.group_size, clock[0].now
@@ -69,7 +73,9 @@ def group_step(
             short = True
     if short:
         schedule_step(clock, events, workers, leader)
-        return
+        return True
+    if not begin_step(loads, leader, workers[leader].n_group_steps, start, decide):
+        return False
     ranks = size * group.ranks_per_engine
     tokens_max, rows_max, attention_max, n_busy = np.int64(0), np.int64(0), 0.0, 0
     wait, computes = 0.0, False
@@ -93,7 +99,7 @@ def group_step(
     replaced = computes and METRO <= group.replica_choice <= OPTIMAL
     choice = EVEN if replaced else group.replica_choice
     counting = Counting(masks, replicas, group, work, leader, ranks, choice, computes, TOTALS)
-    count_step(engines, size, bits, prompts, counting)
+    count_step(engines, size, bits, prompts, counting, loads)
     shared = _shared_layers(group, work, ranks, computes)
     choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[0]
     slowest = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
@@ -104,6 +110,10 @@ def group_step(
     )  # fmt: skip
     end = start + (total_s(parts) + pool.capture_s)
     workers[leader].n_group_steps += 1
+    stall = end_step(loads, leader, workers[leader].n_group_steps, end, decide)
+    if stall < 0.0:
+        return False
+    end += stall
 
     row = group_logs[engines.pool_of[leader]][pool.n_group_steps]
     pool.n_group_steps += 1
@@ -121,6 +131,7 @@ def group_step(
             )
         else:
             workers[w].next_start = end
+    return True
 
 
 class SharedLayers(NamedTuple):

@@ -375,7 +375,7 @@ def advance(
         Return PAUSED after so many events, that the caller may look around.
     decide
         Function of a pool and a request: the worker that the pool's router chooses, or LOOK, RETURN
-        or FAIL.
+        or FAIL; or of a question of `expert_loads` and a group's first engine: 0 or FAIL.
 
     Returns
     -------
@@ -413,11 +413,13 @@ def advance(
             if groups is not None:  # by itself: the compiler drops the branch where it is None
                 grouped = pools[pool].group_size > 1
                 if grouped and group_has_step(engines, subject):
-                    group_step(
+                    done = group_step(
                         clock, events, engines, subject, run.bits, run.masks, groups.replicas,
                         run.prompts, run.costs[pool], groups.costs[pool], run.scratch,
-                        groups.work, logs, group_logs, gaps,
+                        groups.work, groups.loads, logs, group_logs, gaps, decide,
                     )  # fmt: skip
+                    if not done:
+                        return FAILED
                 if grouped:
                     continue
             if workers[subject].batch > 0 or workers[subject].chunk_tokens > 0:

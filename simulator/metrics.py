@@ -162,6 +162,7 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         **_prefix_cache(record, "", config),
         **_prefix_cache(record, "decode_", config),
         "preemptions": int(requests["preemptions"].sum()),
+        **_relocations(record, start, end),
         "gpus": config.n_gpus,
         "gpu_hours_per_million_output_tokens": per_million,
         "cost_per_million_output_tokens": (
@@ -192,6 +193,18 @@ def _prefix_cache(record: RunRecord, pool: str, config: RunConfig) -> dict[str, 
         f"{pool}prefix_cache_queries": queries,
         f"{pool}prefix_cache_hits": hits,
         f"{pool}prefix_cache_hit_rate": hits / queries if queries else None,
+    }
+
+
+def _relocations(record: RunRecord, start: float, end: float) -> dict[str, float]:
+    """Return what moved of the experts in the window, s."""
+    log = record.relocations
+    begun = log[(log["asked_s"] >= start) & (log["asked_s"] < end)]
+    moved = begun["inside_bytes"].sum() + begun["between_bytes"].sum()
+    return {
+        "relocations": len(begun),
+        "relocated_bytes": float(moved),
+        "relocation_stall_s": math.fsum(begun["stall_s"].tolist()),
     }
 
 

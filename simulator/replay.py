@@ -107,18 +107,18 @@ def rank_masks(
 
 
 def make_replicas(
-    placements: Sequence[Placement], n_experts: int, n_layers: int
+    placements: Sequence[Placement], n_experts: int, n_layers: int, *, most: int = 1
 ) -> Replicas | None:
     """Return the instances of experts that have several; None where no expert has.
 
-    Parameters as of `rank_masks`.
+    Parameters as of `rank_masks`; there is room for ``most`` instances of an expert at least.
     """
     counts = np.stack([placement.instances(n_experts) for placement in placements])
-    if (counts == 1).all():
+    if most == 1 and (counts == 1).all():
         return None
     workers, layers, _ = counts.shape
     words = -(-n_experts // 64)
-    rank = np.zeros((*counts.shape, counts.max()), np.int16)
+    rank = np.zeros((*counts.shape, max(most, counts.max())), np.int16)
     for worker, placement in zip(rank, placements, strict=True):
         seen = np.zeros(counts.shape[1:], np.int64)
         every = np.arange(layers)

@@ -19,7 +19,7 @@ from eldr_sim.policies.base import DecodePolicy, PolicyContext
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.fit_cache import cached_fit
-from eldr_sim.policies.placement import ExpertGroup, Placement
+from eldr_sim.policies.placement import ExpertGroup, Placement, RelocatingPolicy
 from eldr_sim.policies.queue_order import QueueOrder, Waiting
 from eldr_sim.policies.registry import (
     decode_policy,
@@ -33,6 +33,12 @@ from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.prepare import PreparedRun, prepare
+from eldr_sim.simulator.relocation import (
+    MovableGroup,
+    RelocationRule,
+    Relocations,
+    expert_links,
+)
 from eldr_sim.simulator.replay import (
     Replay,
     make_replicas,
@@ -194,7 +200,10 @@ def build_cluster(
     if getattr(decode, "reads_signature", False) and score == "count":
         trace.require_prompts(f"the signatures of policy {config.policy!r}")
     spec = replace(_with_signatures(spec, decode), preempt_by_key=getattr(order, "preempts", False))
-    placements = _placements(config, prepared, getattr(decode, "artifact", None), calibration)
+    placements, movable = _placements(
+        config, prepared, getattr(decode, "artifact", None), calibration
+    )
+    relocations = _relocations(config, prepared, movable)
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(
         spec,
@@ -213,9 +222,15 @@ def build_cluster(
         else rank_masks(placements, model.n_experts, model.n_moe_layers),
         replicas=None
         if placements is None
-        else make_replicas(placements, model.n_experts, model.n_moe_layers),
+        else make_replicas(
+            placements,
+            model.n_experts,
+            model.n_moe_layers,
+            most=1 if relocations is None else relocations.most_instances,
+        ),
         prompts=prompt_rows(trace, workload) if trace.has_prompts else None,
         queue_keys=_queue_keys(order, workload),
+        relocations=relocations,
     )
 
 
@@ -334,17 +349,20 @@ def _placements(
     prepared: PreparedRun,
     fitted: RoutingArtifact | None,
     calibration: Callable[[], CalibrationSet],
-) -> list[Placement] | None:
-    """Return where the experts of each worker lie; None where every GPU holds all.
+) -> tuple[list[Placement] | None, list[MovableGroup]]:
+    """Return where the experts of each worker lie, and the groups whose experts can move.
 
-    Prefill workers come first; ELDR's clusters are those of decode workers.
+    None where every GPU holds all experts. Prefill workers come first; ELDR's clusters are those of
+    decode workers.
     """
     spec, n_experts = prepared.spec, prepared.model.n_experts
     pools = (("prefill", spec.prefill, spec.n_prefill), ("decode", spec.decode, spec.n_decode))
     if all(engine.parallelism.n_expert_ranks == 1 for _, engine, _ in pools):
-        return None
-    layers, placements = prepared.trace.manifest.n_layers, []
-    for role, engine, n_engines in pools:
+        return None, []
+    layers = prepared.trace.manifest.n_layers
+    placements: list[Placement] = []
+    movable = []
+    for pool, (role, engine, n_engines) in enumerate(pools):
         if n_engines == 0:
             continue
         artifact = fitted if role == "decode" else None
@@ -356,8 +374,50 @@ def _placements(
         for first in range(0, n_engines, size):
             members = range(first, first + size)
             group = ExpertGroup(members, layers, n_experts, ranks, engine.n_redundant, n_nodes)
-            placements += [policy.place(group)] * size
-    return placements
+            placement = policy.place(group)
+            if engine.group is not None and isinstance(policy, RelocatingPolicy):
+                gpu, n_bytes = engine.step_time.gpu, prepared.model.bytes_per_expert
+                movable.append(
+                    MovableGroup(
+                        len(placements),
+                        size,
+                        pool,
+                        first // size,
+                        group,
+                        policy,
+                        placement,
+                        expert_links(gpu, n_bytes, ranks, config.gpus_per_node),
+                        group.slots_per_rank,
+                    )
+                )
+            placements += [placement] * size
+    return placements, movable
+
+
+def _relocations(
+    config: RunConfig, prepared: PreparedRun, movable: list[MovableGroup]
+) -> Relocations | None:
+    """Return what moves the experts of groups while they run; None where nothing does."""
+    if config.eplb_interval is None:
+        for name in ("eplb_async", "eplb_overhead_ms"):
+            if getattr(config, name):
+                raise InputError(name, "without eplb_interval no expert moves", "--eplb-interval")
+        return None
+    if not movable:
+        raise InputError(
+            "eplb_interval",
+            "no worker's engines share experts that a placement policy moves",
+            "--data-parallel-size 2 or more with --expert-placement eplb",
+        )
+    rule = RelocationRule(
+        config.eplb_interval,
+        config.eplb_window,
+        config.eplb_async,
+        config.eplb_overhead_ms / 1e3,
+    )
+    spec, model = prepared.spec, prepared.model
+    n_engines = spec.n_prefill + spec.n_decode
+    return Relocations(rule, movable, n_engines, model.n_moe_layers, model.n_experts)
 
 
 def _run_again(config: RunConfig, trace: RoutingTrace) -> dict[str, Any]:

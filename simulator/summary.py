@@ -14,6 +14,7 @@ from eldr_sim.simulator.cluster import EngineSpec, RunRecord
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.prepare import PreparedRun
+from eldr_sim.simulator.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.trace_use import copies_met, trace_warnings
 from eldr_sim.traces.manifest import rests_on
 from eldr_sim.traces.workload import Workload
@@ -95,6 +96,17 @@ def _group(engine: EngineSpec, steps: NDArray[np.void]) -> dict[str, Any]:
     }
 
 
+def _events(record: RunRecord) -> list[dict[str, float | int | str]]:
+    """Return what each relocation of the run moved."""
+    log = record.relocations
+    return [
+        {"pool": ("prefill", "decode")[row["pool"]], "worker": int(row["group"])}
+        | {"experts": int(row["experts"])}
+        | {name: float(row[name]) for name in log.dtype.names or () if row[name].dtype == float}
+        for row in log
+    ]
+
+
 def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
     """Return what each part of a step time rests on, pool by pool where that differs."""
     pools = {
@@ -164,6 +176,8 @@ def summary_of(
     }
     copies = copies_met(trace, workload, record, steps)
     gpu, provenance = _gpus(prepared), _provenance(prepared)
+    if config.eplb_interval is not None:
+        provenance = provenance | {"relocation": PROVENANCE}
     warnings = [
         warning
         for engine in (spec.decode, spec.prefill)
@@ -171,6 +185,8 @@ def summary_of(
         if source is not None
         for warning in source.warnings
     ]
+    if config.eplb_interval is not None and config.eplb_overhead_ms == 0.0:
+        warnings.append(BYTES_ALONE)
     groups = [
         log[(log["start"] >= window[0]) & (log["start"] < window[1])]
         for log in (record.prefill_group_steps, record.decode_group_steps)
@@ -195,6 +211,7 @@ def summary_of(
             if config.colocated or (spec.prefill == spec.decode and spec.prefill.group is None)
             else {"prefill_workers": _workers(spec.prefill) | _group(spec.prefill, groups[0])}
         ),
+        **({} if config.eplb_interval is None else {"relocation_events": _events(record)}),
         "kv_transfer": "none: co-located workers"
         if config.colocated
         else f"{config.kv_transfer}: {spec.transfer.source}",

@@ -17,6 +17,7 @@ from eldr_sim.simulator.metrics import (
     summarise,
     weighted_percentile,
 )
+from eldr_sim.simulator.relocation import RELOCATION
 
 from ..watching import new_steps
 
@@ -224,7 +225,8 @@ def a_record(requests, first, window=(0.0, np.inf), end_s=10.0, steps=(), gaps=(
         row["chunks"] = row["chunk_tokens"] > 0
     nothing, gaps = np.zeros(0, state.STEP), np.array(list(gaps), state.GAP)
     groups = np.zeros(0, state.GROUP_STEP)
-    return RunRecord(requests, nothing, log, groups, groups, gaps, window, end_s)
+    moved = np.zeros(0, RELOCATION)
+    return RunRecord(requests, nothing, log, groups, groups, gaps, moved, window, end_s)
 
 
 def test_goodput_takes_every_bound_and_no_tpot_of_single_tokens():

@@ -104,7 +104,7 @@ def test_one_rank_through_masks_gives_the_same_bytes(tmp_path, monkeypatch):
 
     def everything_on_rank_zero(config, setting, *_):
         one = Placement.of_ranks(np.zeros((1, setting.model.n_experts), int), 2)
-        return [one] * (config.n_prefill + config.n_decode)
+        return [one] * (config.n_prefill + config.n_decode), []
 
     write_result(simulate(config), tmp_path / "plain")
     monkeypatch.setattr(run_module, "_placements", everything_on_rank_zero)

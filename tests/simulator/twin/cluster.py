@@ -20,9 +20,11 @@ class Twin:
     def __init__(
         self, spec, model, workload, replay, prefill_policy, decode_policy, window, time_limit_s,
         expert_masks=None, replicas=None, prompts=None, queue_keys=None, placements=None,
+        relocations=None,
     ):  # fmt: skip
         self.spec, self.model, self.time_limit_s = spec, model, time_limit_s
         self.placements = placements  # of each worker, where engines share experts
+        self.relocations = relocations
         self.n_layers = spec.decode.step_time.n_moe_layers
         self.now, self.order, self.events, self.todo = 0.0, 0, [], []
         self.steps, self.group_steps, self.gaps, self.reservations = [], [], [], 0

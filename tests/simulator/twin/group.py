@@ -136,7 +136,10 @@ def group_step(twin, group):
     n_ranks = len(group) * per_engine
     copy_per = ("all", "expert", "rank", "node")[shared.copy_per]
     layers = range(cost.n_moe_layers)
-    placement = twin.placements[group[0].number]
+    leader = group[0].number
+    placement = twin.placements[leader]
+    if twin.relocations:
+        placement = twin.relocations.placement(leader, now) or placement
     pairs = np.zeros((len(layers), n_ranks), int)
     activated = [[set() for _ in range(n_ranks)] for _ in layers]
     busy, own, routed = [], [], []
@@ -205,6 +208,9 @@ def group_step(twin, group):
     slowest = [max(part) for part in zip(*own, strict=True)]
     seconds = sum(slowest) + cost.host_s + moe + dispatch + combine + choosing
     end = now + (seconds + pool.capture_s)
+    if twin.relocations:
+        chosen = [pair for _, _, experts in routed for pair in experts]
+        end += twin.relocations.stepped(leader, chosen, end)
 
     def moved(tier):
         """The busiest rank's bytes."""
