@@ -20,6 +20,7 @@ from eldr_sim.simulator.config_groups import (
     OutputConfig,
     PolicyConfig,
     Pool,
+    RelocationConfig,
     ServiceLevel,
     WorkloadConfig,
     parse_topology,
@@ -40,7 +41,9 @@ __all__ = [
 ]
 
 
-class RunConfig(OutputConfig, EngineConfig, ClusterConfig, WorkloadConfig, PolicyConfig):
+class RunConfig(
+    OutputConfig, RelocationConfig, EngineConfig, ClusterConfig, WorkloadConfig, PolicyConfig
+):
     """One run of the simulator. Durations are seconds of simulated time unless named otherwise.
 
     A field is given by its own name, or in the mapping of its group: ``engine={"block_size": 32}``.

@@ -223,15 +223,6 @@ class ClusterConfig(_Fields):
     which lie on all their GPUs, and so step together. Routers choose the engine."""
     num_redundant_experts: int = Field(default=0, ge=0)
     """Instances of experts beyond one of each that a worker holds."""
-    eplb_interval: int | None = Field(default=None, ge=1)
-    """Steps of a worker after which its experts are placed again, by those that its tokens chose
-    (vLLM's step_interval, 3000 there); never when not given."""
-    eplb_window: int = Field(default=1000, ge=1)
-    """Steps before that whose tokens count (vLLM's window_size)."""
-    eplb_async: bool = False
-    """Whether steps go on while the experts move (vLLM's use_async); else the worker waits."""
-    eplb_overhead_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """What it takes beside moving the weights, ms."""
     gpus_per_node: int = Field(default=8, ge=1)
     """GPUs of a node, for the all-to-all."""
     all2all_backend: Literal[
@@ -305,6 +296,20 @@ class EngineConfig(_Fields):
     """Folder of latency tables that take precedence over the embedded ones."""
 
 
+class RelocationConfig(_Fields):
+    """Experts that move while a run lasts: EPLB at run time."""
+
+    eplb_interval: int | None = Field(default=None, ge=1)
+    """Steps of a worker after which its experts are placed again, by those that its tokens chose
+    (vLLM's step_interval, 3000 there); never when not given."""
+    eplb_window: int = Field(default=1000, ge=1)
+    """Steps before that whose tokens count (vLLM's window_size)."""
+    eplb_async: bool = False
+    """Whether steps go on while the experts move (vLLM's use_async); else the worker waits."""
+    eplb_overhead_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """What it takes beside moving the weights, ms."""
+
+
 class OutputConfig(_Fields):
     """What a result says beside the figures that every one has."""
 
@@ -318,5 +323,6 @@ GROUPS: dict[str, type[BaseModel]] = {
     "workload": WorkloadConfig,
     "cluster": ClusterConfig,
     "engine": EngineConfig,
+    "relocation": RelocationConfig,
     "output": OutputConfig,
 }
