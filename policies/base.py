@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -178,6 +178,9 @@ class PolicyContext:
     ----------
     n_workers
         Workers to choose from, at least 1.
+    group_size
+        Neighbouring workers that share experts, and so one union of them: a divisor of
+        ``n_workers``. Locality is between such groups.
     rng
         Random stream of the policy; a deterministic policy leaves it alone.
     calibration
@@ -200,7 +203,7 @@ class PolicyContext:
     Raises
     ------
     InputError
-        If ``n_workers`` or ``prefix_block_tokens`` is out of range.
+        If ``n_workers``, ``group_size`` or ``prefix_block_tokens`` is out of range.
     """
 
     n_workers: int
@@ -213,12 +216,26 @@ class PolicyContext:
     step_times: StepCost | None = None
     rank_moe: RankMoE | None = None
     future: Callable[[int], NDArray[np.float64]] | None = None
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         if self.n_workers < 1:
             raise InputError("n_workers", f"{self.n_workers} workers", "1 or more")
+        if self.group_size < 1 or self.n_workers % self.group_size:
+            problem = f"{self.n_workers} workers in groups of {self.group_size}"
+            raise InputError("group_size", problem, "a divisor of the workers")
         if self.prefix_block_tokens < 1:
             raise InputError("prefix_block_tokens", f"{self.prefix_block_tokens}", "1 or more")
+
+    @property
+    def n_groups(self) -> int:
+        """Groups of workers that share experts; as many as workers where none do."""
+        return self.n_workers // self.group_size
+
+    def members(self, groups: Iterable[int]) -> list[int]:
+        """Return the workers of some groups, group by group."""
+        size = self.group_size
+        return [worker for group in groups for worker in range(group * size, (group + 1) * size)]
 
     def require_calibration(self, policy: str) -> CalibrationSet:
         """Return the calibration set; ``InputError`` naming ``policy`` if there is none."""

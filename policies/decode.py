@@ -95,7 +95,7 @@ class DomainPolicy:
 
     The naive locality-aware baseline of ELDR (Sec. 6): it routes on an oracle domain label that no
     real router has. A request of a domain without calibration requests joins the shortest queue
-    of all workers.
+    of all workers. Workers that share experts are one to the split.
     """
 
     name = "domain"
@@ -106,8 +106,8 @@ class DomainPolicy:
         calibration = context.require_calibration(self.name)
         counts = np.bincount(calibration.domain, minlength=len(calibration.domains))
         self._pools = [
-            Shortlist(workers if workers else range(context.n_workers))
-            for workers in split_workers(counts, context.n_workers)
+            Shortlist(context.members(groups) if groups else range(context.n_workers))
+            for groups in split_workers(counts, context.n_groups)
         ]
 
     def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:

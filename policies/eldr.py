@@ -56,10 +56,14 @@ class EldrParameters(SignatureParameters):
 class EldrPolicy:
     """The least loaded worker among those whose centroid is nearly the most similar.
 
+    Workers that share experts (`PolicyContext.group_size`) share a centroid too: their steps read
+    one union. The band then holds groups, and the least loaded worker of them all is chosen.
+
     With ``s_k`` the cosine similarity between the request's signature and the centroid of worker
     ``k``, and ``s*`` the highest of them, the band holds the workers with ``s_k >= s* - tau``. The
     one with the fewest in-flight requests is chosen. The paper leaves ties of load open: the most
-    similar of the tied workers is taken, so that an idle cluster routes by locality alone.
+    similar of the tied workers is taken, so that an idle cluster routes by locality alone; those of
+    a group that has the band to itself take turns.
 
     Under ``gate-logit`` similarities may be negative, and a tau of 1 need not reach every worker.
 
@@ -76,12 +80,15 @@ class EldrPolicy:
     def __init__(self, context: PolicyContext, parameters: EldrParameters | None = None) -> None:
         self.parameters = parameters or EldrParameters()
         artifact = _artifact(self.parameters, context)
-        if artifact.n_decoders != context.n_workers:
-            problem = f"made for {artifact.n_decoders} decode workers, not {context.n_workers}"
+        if artifact.n_decoders != context.n_groups:
+            problem = f"made for {artifact.n_decoders} decode workers, not {context.n_groups}"
             raise InputError("artifact", problem, "a fit at this number of workers")
         self.artifact = artifact
         self._tau = self.parameters.tau
-        self._everyone = Shortlist(range(context.n_workers))
+        self._members = context.members
+        self._groups = [Shortlist(context.members([group])) for group in range(context.n_groups)]
+        everyone = Shortlist(range(context.n_workers))
+        self._everyone = everyone if context.n_groups > 1 else self._groups[0]
         self._shortlists: dict[int | None, Shortlist] = {}
 
     @property
@@ -108,7 +115,7 @@ class EldrPolicy:
         """Return the workers in the locality band of each signature, the most similar one first.
 
         Empty where a signature says nothing of locality. Equal similarities keep the order of the
-        workers. ``signatures`` as for `similarities`.
+        workers. ``signatures`` as for `similarities`. Of workers in groups, the groups.
         """
         similar = self.similarities(signatures)
         order = np.argsort(-similar, axis=1, kind="stable")
@@ -127,11 +134,18 @@ class EldrPolicy:
         new: dict[int, Shortlist] = {}
         for request in asked:
             band = [] if request.signature is None else next(bands)
-            found = Shortlist(band, in_turn=False) if band else self._everyone
+            found = self._shortlist(band)
             new[request.request_id] = found
             if request.signature_id is not None:
                 self._shortlists[request.signature_id] = found
         return [new.get(r.request_id) or self._shortlists[r.signature_id] for r in requests]
+
+    def _shortlist(self, band: list[int]) -> Shortlist:
+        if not band:
+            return self._everyone
+        if len(band) == 1:
+            return self._groups[band[0]]
+        return Shortlist(self._members(band), in_turn=False)
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the least loaded worker of the locality band."""

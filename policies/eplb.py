@@ -29,6 +29,7 @@ from eldr_sim.policies.placement import (
     ExpertGroup,
     LinearPlacement,
     Placement,
+    cluster_activation,
     greedy_placement,
 )
 from eldr_sim.policies.signature import Floats, Ints
@@ -38,10 +39,10 @@ from eldr_sim.traces.calibration import CalibrationSet
 class EplbParameters(Parameters):
     """Parameters of `EplbPlacement`."""
 
-    load: Literal["decode", "prompt", "none"] = "decode"
+    load: Literal["decode", "prompt", "cluster", "none"] = "decode"
     """Which tokens of the calibration requests make an expert's load: output tokens (each request
-    counts the same) or prompt tokens; with ``none`` experts lie linearly until ``eplb_interval``,
-    as vLLM starts."""
+    counts the same), prompt tokens, or the output tokens of the requests of the workers' own ELDR
+    cluster; with ``none`` experts lie linearly until ``eplb_interval``, as vLLM starts."""
 
 
 class EplbPlacement:
@@ -54,21 +55,25 @@ class EplbPlacement:
     def __init__(self, context: PolicyContext, parameters: EplbParameters | None = None) -> None:
         own = parameters or EplbParameters()
         self._linear = LinearPlacement(context) if own.load == "none" else None
-        if own.load != "none":
+        self._by_cluster = own.load == "cluster"
+        if own.load == "cluster":
+            self._load = cluster_activation(context, "'eplb:load=cluster'")
+        elif own.load != "none":
             self._load = _load(context.require_calibration(self.name), own.load)
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group; raises InputError as `balance`."""
         if self._linear is not None:
             return self._linear.place(group)
-        if self._load.shape != (group.n_layers, group.n_experts):
-            layers, experts = self._load.shape
+        load = self._load[group.number] if self._by_cluster else self._load
+        if load.shape != (group.n_layers, group.n_experts):
+            layers, experts = load.shape
             raise InputError(
                 "expert_placement",
                 f"'eplb' knows the load of {layers} layers of {experts} experts, and is to place "
                 f"{group.n_layers} layers of {group.n_experts}",
             )
-        return balance(self._load, group)
+        return balance(load, group)
 
     def update(
         self, group: ExpertGroup, load: NDArray[np.int64], current: Placement

@@ -77,6 +77,11 @@ class ExpertGroup(NamedTuple):
     chooses experts in them: ``n_group`` of DeepSeek-V3's configuration, where it is 8."""
 
     @property
+    def number(self) -> int:
+        """The group's place among groups of its size, and so the number of its cluster."""
+        return self.engines[0] // len(self.engines)
+
+    @property
     def slots_per_rank(self) -> int:
         """Instances that each rank holds.
 
@@ -164,21 +169,14 @@ class LinearPlacement:
 class EldrPlacement:
     """ELDR's placement (Sec. 5): the expected activation of a worker's cluster spread evenly.
 
-    Of engines that share experts it is the mean over their clusters.
+    Engines that share experts have one cluster.
     """
 
     name = "eldr"
     decision: ClassVar[str] = "placement"
 
     def __init__(self, context: PolicyContext) -> None:
-        if context.artifact is None or callable(context.artifact):
-            raise InputError(
-                "expert_placement",
-                "'eldr' places the experts of each decode worker's cluster, and the decode policy "
-                "has no clusters",
-                "--policy eldr, or the linear placement",
-            )
-        self._activation = context.artifact.cluster_activation
+        self._activation = cluster_activation(context, "'eldr'")
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group.
@@ -194,9 +192,26 @@ class EldrPlacement:
                 "'eldr' places one instance of every expert",
                 "0, or an expert placement with redundant experts, such as eplb",
             )
-        activation = self._activation[list(group.engines)].mean(axis=0)
-        ranks = greedy_placement(activation, group.n_ranks)
+        ranks = greedy_placement(self._activation[group.number], group.n_ranks)
         return Placement.of_ranks(ranks, group.n_ranks)
+
+
+def cluster_activation(context: PolicyContext, placement: str) -> NDArray[np.float32]:
+    """Return the expected decode activation of ELDR's clusters, [clusters, layers, E].
+
+    Raises
+    ------
+    InputError
+        The context holds no fit of them; ``placement`` is what asks for it.
+    """
+    if context.artifact is None or callable(context.artifact):
+        raise InputError(
+            "expert_placement",
+            f"{placement} places the experts of each decode worker's cluster, and the decode "
+            "policy has no clusters",
+            "--policy eldr, or the linear placement",
+        )
+    return context.artifact.cluster_activation
 
 
 def greedy_placement(activation: NDArray[Any], n_ranks: int) -> Ints:

@@ -243,13 +243,21 @@ def _decode_policy(
 ) -> DecodePolicy:
     """Build the decode policy, and fit it if it needs a fit."""
     trace, step_time, n_engines = prepared.trace, prepared.step_time, prepared.spec.n_decode
+    group_size = prepared.spec.decode.parallelism.data_parallel_size
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def artifact(
         transform: Transform, layer_mask: LayerMask, clustering: Method
     ) -> RoutingArtifact:
         return _fit(
-            trace, config.workload, mix, n_engines, config.seed, transform, layer_mask, clustering
+            trace,
+            config.workload,
+            mix,
+            n_engines // group_size,
+            config.seed,
+            transform,
+            layer_mask,
+            clustering,
         )
 
     def future(request: int) -> NDArray[np.float64]:
@@ -268,6 +276,7 @@ def _decode_policy(
             artifact=artifact,
             step_times=step_time.cost,
             future=future,
+            group_size=group_size,
         ),
     )
 

@@ -19,9 +19,11 @@ def make_artifact(n_decoders, seed=0):
     return random_artifact(n_decoders, N_LAYERS, N_EXPERTS, seed, kept=[3, 1])
 
 
-def make_policy(artifact, tau=0.1):
+def make_policy(artifact, tau=0.1, group_size=1):
+    n_workers = artifact.n_decoders * group_size
+    rng = np.random.default_rng(0)
     return EldrPolicy(
-        PolicyContext(artifact.n_decoders, np.random.default_rng(0), artifact=artifact),
+        PolicyContext(n_workers, rng, artifact=artifact, group_size=group_size),
         EldrParameters(tau=tau),
     )
 
@@ -36,6 +38,12 @@ def random_counts(seed):
 
 def twin(artifact, counts, loads, tau):
     """Sec. 4.3.2 word by word, in plain floats; None where rounding could tip the answer."""
+    band, similar = band_of(artifact, counts, tau) or (None, None)
+    return None if band is None else min(band, key=lambda k: (loads[k], -similar[k]))
+
+
+def band_of(artifact, counts, tau):
+    """The band and the similarities; None where rounding could tip the answer."""
     x = np.concatenate([counts[layer] * artifact.idf[layer] for layer in (1, 3)])
     if not x.any():
         return None
@@ -43,8 +51,7 @@ def twin(artifact, counts, loads, tau):
     edge = max(similar) - tau
     if any(abs(s - edge) < 1e-5 for s in similar if tau > 0):
         return None
-    band = [k for k, s in enumerate(similar) if s >= edge]
-    return min(band, key=lambda k: (loads[k], -similar[k]))
+    return [k for k, s in enumerate(similar) if s >= edge], similar
 
 
 @settings(max_examples=200, deadline=None)
@@ -60,6 +67,51 @@ def test_select_matches_the_rule(n, seed, tau):
         expected = twin(artifact, counts, loads, tau)
         if expected is not None:
             assert policy.select(request(counts), Workers.idle(loads)) == expected
+
+
+@given(
+    n_groups=st.integers(2, 5),
+    group_size=st.integers(2, 4),
+    seed=st.integers(0, 2**32),
+    tau=st.sampled_from([0.0, 0.1, 0.4, 1]),
+)
+def test_groups_share_a_centroid_and_load_chooses_among_their_engines(
+    n_groups, group_size, seed, tau
+):
+    artifact = make_artifact(n_groups, seed)
+    policy = make_policy(artifact, tau, group_size)
+    r = np.random.default_rng(seed)
+    for index in range(6):
+        counts, loads = random_counts(seed + index), r.integers(0, 4, n_groups * group_size)
+        found = band_of(artifact, counts, tau)
+        if found is None:
+            continue
+        band, similar = found
+        allowed = [w for w in range(n_groups * group_size) if w // group_size in band]
+        least = min(loads[allowed])
+        tied = [w for w in allowed if loads[w] == least]
+        chosen = policy.select(request(counts), Workers.idle(loads))
+        assert chosen in tied
+        assert chosen // group_size == max((w // group_size for w in tied), key=similar.__getitem__)
+
+
+def test_engines_of_a_group_take_turns():
+    policy = make_policy(make_artifact(3), tau=0.0, group_size=4)
+    idle = Workers.idle(np.zeros(12))
+    picks = [policy.select(request(random_counts(1), seed), idle) for seed in (1, 2, 1, None, 1)]
+    first = picks[0]
+    assert first % 4 == 0
+    assert picks == [first, first + 1, first + 2, first + 3, first]
+
+
+def test_one_group_is_the_shortest_queue():
+    policy, r = make_policy(make_artifact(1), group_size=5), np.random.default_rng(0)
+    shortest = registry.decode_policy("jsq", PolicyContext(5, r))
+    zero = np.zeros((N_LAYERS, N_EXPERTS), np.uint16)
+    for step in range(60):
+        workers = Workers.idle(r.integers(0, 3, 5))
+        counts = (random_counts(step), zero, None)[step % 3]
+        assert policy.select(request(counts), workers) == shortest.select(request(None), workers)
 
 
 def test_tau_zero_is_the_nearest_centroid_whatever_the_load():
@@ -131,5 +183,7 @@ def test_registry_builds_eldr_and_it_refuses_a_misfit():
     assert built.name == "eldr"
     with pytest.raises(InputError, match="made for 4 decode workers, not 5"):
         registry.decode_policy("eldr", PolicyContext(5, rng, artifact=artifact))
+    with pytest.raises(InputError, match="made for 4 decode workers, not 2"):
+        registry.decode_policy("eldr", PolicyContext(4, rng, artifact=artifact, group_size=2))
     with pytest.raises(InputError, match="counts of 4x9"):
         built.select(request(np.ones((4, 9))), Workers.idle(np.zeros(4)))

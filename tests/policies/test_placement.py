@@ -216,6 +216,17 @@ def test_eldr_has_no_redundant_experts():
     assert "\n" not in str(caught.value)
 
 
+def test_eldr_places_the_cluster_of_a_group():
+    artifact = random_artifact(2, n_layers=1, n_experts=8)
+    activation = np.array([[[9, 8, 1, 1, 1, 1, 1, 1]], [[1, 1, 1, 1, 1, 1, 8, 9]]]) / 10
+    object.__setattr__(artifact, "cluster_activation", activation)
+    context = PolicyContext(6, np.random.default_rng(0), artifact=artifact, group_size=3)
+    eldr = registry.placement_policy("eldr", context)
+    for number, engines in enumerate((range(3), range(3, 6))):
+        placed = eldr.place(ExpertGroup(engines, 1, 8, 2)).rank
+        assert placed.tolist() == greedy_placement(activation[number], 2).tolist()
+
+
 def test_placements_by_name():
     context = PolicyContext(2, np.random.default_rng(0))
     placement = linear().place(ExpertGroup(engines=(1,), n_layers=3, n_experts=8, n_ranks=4))

@@ -167,6 +167,14 @@ def test_split_shares_scarce_workers_by_size():
     assert split_workers(np.array([25, 50, 30, 4]), 2) == [[1], [0], [1], [0]]
 
 
+def test_domains_split_groups_of_workers():
+    made = calibration([0] * 30 + [1] * 10, n_domains=2)
+    policy = registry.decode_policy("domain", context(8, calibration=made, group_size=2))
+    loads = Workers.idle([5, 5, 5, 4, 5, 5, 3, 2])
+    picks = [policy.select(RequestInfo(0, 10, domain), loads) for domain in (0, 1)]
+    assert picks == [3, 7]  # three groups and one
+
+
 def test_domain_policy_joins_the_shortest_queue_of_its_domain():
     made = calibration([0] * 30 + [2] * 10, n_domains=3)
     policy = registry.decode_policy("domain", context(4, calibration=lambda: made))
@@ -295,6 +303,8 @@ def test_calibration_is_made_only_for_a_policy_that_needs_it():
     [
         {"n_workers": 0},
         {"prefix_block_tokens": 0},
+        {"group_size": 0},
+        {"group_size": 3},
     ],
 )
 def test_context_refuses(bad):

@@ -55,8 +55,8 @@ class Asked:
         return self.policy.select(request, workers)
 
 
-def make_policy(build, name, n_workers):
-    artifact = random_artifact(n_workers, LAYERS, EXPERTS, seed=7)
+def make_policy(build, name, n_workers, group_size=1):
+    artifact = random_artifact(n_workers // group_size, LAYERS, EXPERTS, seed=7)
     calibration = CalibrationSet(
         counts=np.ones((5, LAYERS, EXPERTS), np.uint16),
         decode_activation=np.ones((5, LAYERS, EXPERTS), np.float32),
@@ -71,6 +71,7 @@ def make_policy(build, name, n_workers):
         calibration=calibration,
         artifact=artifact,
         prefix_block_tokens=8,
+        group_size=group_size,
     )
     return build("eldr:tau=0.4" if name == "eldr" else name, context)
 
@@ -108,6 +109,7 @@ def share_prefixes(workload, rng):
     seed=st.integers(0, 2**32),
     n=st.integers(1, 60),
     topology=st.tuples(st.integers(0, 3), st.integers(1, 5)),
+    group_size=st.integers(1, 3),
     gap_s=st.sampled_from([0.0, 1e-4, 2e-3]),
     policies=st.tuples(
         st.sampled_from(["round_robin", "least_loaded", "prefix_hash"]),
@@ -119,11 +121,12 @@ def share_prefixes(workload, rng):
     n_blocks=st.sampled_from([40, 1000]),
 )
 def test_compiled_routers_decide_as_the_policies(
-    make_cluster, make_workload, run_to_rest, seed, n, topology, gap_s, policies, prefixes,
-    load_report_delay_s, max_concurrency, n_blocks,
+    make_cluster, make_workload, run_to_rest, seed, n, topology, group_size, gap_s, policies,
+    prefixes, load_report_delay_s, max_concurrency, n_blocks,
 ):  # fmt: skip
+    """Engines of a group are routed to as such; that they step together is no matter here."""
     rng = np.random.default_rng(seed)
-    n_prefill, n_decode = topology
+    n_prefill, n_decode = topology[0], topology[1] * group_size
     workload = make_workload(
         np.cumsum(gap_s * rng.exponential(size=n)),
         rng.choice([4, 9, 30], n),
@@ -136,12 +139,10 @@ def test_compiled_routers_decide_as_the_policies(
         workload = share_prefixes(workload, rng)
 
     def run(wrap):
-        prefill, decode = (
-            wrap(make_policy(build, name, count)) if count else None
-            for build, name, count in zip(
-                (registry.prefill_policy, registry.decode_policy), policies, topology, strict=True
-            )
-        )
+        prefill = decode = None
+        if n_prefill:
+            prefill = wrap(make_policy(registry.prefill_policy, policies[0], n_prefill))
+        decode = wrap(make_policy(registry.decode_policy, policies[1], n_decode, group_size))
         cluster = make_cluster(
             workload, n_prefill=n_prefill, n_decode=n_decode, prefill_policy=prefill,
             decode_policy=decode, signatures=make_signatures(seed), n_blocks=n_blocks, seed=seed,

@@ -13,7 +13,7 @@ from eldr_sim.policies import registry
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.results import write_result
-from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.run import build_cluster, offered_load, simulate
 from eldr_sim.traces.writer import write_trace
 
 GROUP = {
@@ -192,6 +192,35 @@ def test_policies_route_to_engines(policy):
     record = run(policy=policy, num_requests=30).record
     assert record.completed.all()
     assert record.requests["decode_worker"].max() > 3
+
+
+FREE_ELDR = "eldr:capture_overhead_ms=0,routing_overhead_ms=0"
+
+
+def test_eldr_on_one_group_is_the_shortest_queue():
+    one, other = (run(topology="1P1D", policy=policy).record for policy in (FREE_ELDR, "jsq"))
+    assert one.requests.tobytes() == other.requests.tobytes()
+    assert one.decode_steps.tobytes() == other.decode_steps.tobytes()
+
+
+@pytest.mark.parametrize("placement", ["eldr", "eplb:load=cluster"])
+def test_eldr_sends_requests_to_the_group_of_their_cluster(placement):
+    """At tau = 0 there is one admissible group: the nearest centroid's."""
+    config = make_config(
+        GROUP | {"policy": f"{FREE_ELDR},tau=0", "decode": {"expert_placement": placement}}
+    )
+    prepared = prepare(config)
+    workload, window = offered_load(config, prepared.trace)
+    cluster = build_cluster(config, prepared, workload, window)
+    policy = cluster.routers[1].policy
+    assert policy.artifact.n_decoders == 2
+    requests = cluster.run().requests
+    assert len(set(requests["decode_worker"].tolist())) == 8
+    for i in np.flatnonzero(requests["decode_worker"] >= 0):
+        rows = ((int(workload.trace_request[i]), 0, int(workload.prompt_len[i])),)
+        _, signature = cluster.signatures(rows)
+        (band,) = policy.bands(signature[None])
+        assert band == [requests["decode_worker"][i] // 4]
 
 
 def test_colocated_engines_share_experts():
