@@ -119,21 +119,22 @@ class Parallelism:
             fields["expert_intermediate_size"] //= self.n_gpus
         return ModelDims(**fields)
 
-    def weight_bytes(self, model: ModelDims, slots: int | None = None) -> int:
+    def weight_bytes(self, model: ModelDims, instances: int | None = None) -> int:
         """Bytes of the weights on one GPU.
 
         Parameters
         ----------
         model
             What is served.
-        slots
-            Expert instances of each MoE layer on this GPU; an equal share of the experts when not
-            given. Redundant experts make it more.
+        instances
+            Expert instances of all MoE layers on this GPU; an equal share of the experts of each
+            when not given. Redundant experts and unequal placements make it more.
         """
         shard = self.shard(model)
-        own = model.n_experts // self.n_expert_ranks if slots is None else slots
-        elsewhere = model.n_experts - own
-        return shard.weight_bytes - model.n_moe_layers * elsewhere * shard.bytes_per_expert
+        share = model.n_moe_layers * (model.n_experts // self.n_expert_ranks)
+        own = share if instances is None else instances
+        elsewhere = model.n_moe_layers * model.n_experts - own
+        return shard.weight_bytes - elsewhere * shard.bytes_per_expert
 
     def kv_bytes_per_token(self, model: ModelDims) -> int:
         """Bytes of KV cache (bfloat16) of one token on one GPU, over all layers."""

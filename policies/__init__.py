@@ -32,6 +32,8 @@ Modules:
 - ``clustering``: K-means on the unit sphere, Hungarian-balanced or vanilla;
 - ``placement``: on which GPUs of an expert-parallel worker each expert lives;
 - ``eplb``: DeepSeek's load balancer, a placement with copies of loaded experts;
+- ``grouping``: groups of experts that tokens choose together;
+- ``grace``: GRACE-MoE's placement of such groups with copies of hot experts, and ``affinity``;
 - ``replicas``: which instance of an expert computes a token;
 - ``artifact``: the offline fit of ELDR, saved to and loaded from one ``.npz`` file;
 - ``signature_quality``: rho by transform and by layers kept, principal components of a fit;

@@ -31,7 +31,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     ),
     "prefill": ("round_robin", "least_loaded", "prefix_hash"),
     "queue": ("fcfs", "sjf", "priority"),
-    "placement": ("linear", "eldr", "eplb"),
+    "placement": ("linear", "eldr", "eplb", "grace", "affinity"),
     "replica": ("even", "hash", "source", "metro", "metro_sorted", "optimal", "time_aware"),
 }  # fmt: skip
 

@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.signature import Ints
+from eldr_sim.policies.signature import Floats, Ints
+
+#: Stands in `Placement.expert` for no expert.
+EMPTY = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,21 +25,26 @@ class Placement:
     """Instances of experts on ranks, layer by layer.
 
     An expert has one instance or more. Several of them may lie on one rank: EPLB's published
-    algorithm does that, to no use.
+    algorithm does that, to no use. Ranks may hold unequally many.
 
     Attributes
     ----------
     expert
-        Shape [layers, slots]: the expert of each instance, vLLM's ``physical_to_logical_map``.
+        Shape [layers, slots]: the expert of each instance, vLLM's ``physical_to_logical_map``; a
+        layer of fewer instances than others ends with ``EMPTY`` slots.
     rank
         Shape [layers, slots]: the rank that holds it.
     n_ranks
         Ranks of the group.
+    load
+        Shape [layers, ranks]: the load of each rank that the placement was made for, in any unit;
+        None where it was made for none.
     """
 
     expert: Ints
     rank: Ints
     n_ranks: int
+    load: Floats | None = None
 
     @classmethod
     def of_ranks(cls, ranks: Ints, n_ranks: int) -> Placement:
@@ -45,15 +53,23 @@ class Placement:
 
     def held(self, n_experts: int) -> NDArray[np.bool_]:
         """Return which rank holds an instance of which expert, [layers, ranks, experts]."""
-        layers = len(self.expert)
-        held = np.zeros((layers, self.n_ranks, n_experts), np.bool_)
-        held[np.arange(layers)[:, None], self.rank, self.expert] = True
+        held = np.zeros((len(self.expert), self.n_ranks, n_experts), np.bool_)
+        layer, slot = np.nonzero(self.expert != EMPTY)
+        held[layer, self.rank[layer, slot], self.expert[layer, slot]] = True
         return held
 
     def instances(self, n_experts: int) -> Ints:
         """Return how many instances each expert has, [layers, experts]."""
         counts = np.zeros((len(self.expert), n_experts), np.int64)
-        np.add.at(counts, (np.arange(len(self.expert))[:, None], self.expert), 1)
+        layer, slot = np.nonzero(self.expert != EMPTY)
+        np.add.at(counts, (layer, self.expert[layer, slot]), 1)
+        return counts
+
+    def slots(self) -> Ints:
+        """Return how many instances each rank holds, [layers, ranks]."""
+        counts = np.zeros((len(self.expert), self.n_ranks), np.int64)
+        layer, slot = np.nonzero(self.expert != EMPTY)
+        np.add.at(counts, (layer, self.rank[layer, slot]), 1)
         return counts
 
 

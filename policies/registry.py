@@ -35,6 +35,7 @@ from eldr_sim.policies.decode import (
 )
 from eldr_sim.policies.eldr import EldrPolicy
 from eldr_sim.policies.eplb import EplbPlacement
+from eldr_sim.policies.grace import AffinityPlacement, GracePlacement
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
 from eldr_sim.policies.metro import Metro, MetroSorted, Optimal, TimeAware
 from eldr_sim.policies.placement import EldrPlacement, LinearPlacement, PlacementPolicy
@@ -100,6 +101,8 @@ _BUILT_IN = cast(
         LinearPlacement,
         EldrPlacement,
         EplbPlacement,
+        GracePlacement,
+        AffinityPlacement,
         EvenSplit,
         HashedPosition,
         NearSource,

@@ -14,12 +14,12 @@ def kv_blocks(
     utilization: float,
     block_size: int,
     parallelism: Parallelism = SINGLE_GPU,
-    slots: int | None = None,
+    instances: int | None = None,
 ) -> int:
     """Return the KV blocks of ``block_size`` tokens that fit beside the weights of a worker.
 
-    Every GPU of the worker holds its heads' part of every block, so one GPU decides. ``slots`` are
-    the expert instances of each MoE layer on it, an equal share of the experts when not given.
+    Every GPU of the worker holds its heads' part of every block, so one GPU decides. ``instances``
+    are the expert instances of all MoE layers on it, an equal share of the experts when not given.
 
     As vLLM sizes its cache at start-up (``vllm/v1/worker/gpu_worker.py``,
     ``determine_available_memory``). Layers with a sliding window are charged for their whole
@@ -30,7 +30,7 @@ def kv_blocks(
     InputError
         If the weights leave no room for a single block.
     """
-    free = gpu.kv_cache_bytes(parallelism.weight_bytes(model, slots), utilization)
+    free = gpu.kv_cache_bytes(parallelism.weight_bytes(model, instances), utilization)
     token_bytes = parallelism.kv_bytes_per_token(model)
     blocks = free // (block_size * token_bytes)
     if blocks < 1:

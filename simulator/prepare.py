@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.all_to_all import COPY_PER, GATHERING, AllToAll, build_all_to_all
@@ -17,7 +20,7 @@ from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_mo
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
-from eldr_sim.policies.placement import ExpertGroup
+from eldr_sim.policies.placement import ExpertGroup, Placement
 from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.group_state import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
@@ -101,9 +104,7 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
     _check_experts(pool, role)
     redundant = pool.num_redundant_experts or 0
     slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
-    n_blocks = kv_blocks(
-        model, gpu, config.gpu_memory_utilization, config.block_size, parallelism, slots
-    )
+    n_blocks = _kv_blocks(config, model, gpu, parallelism, slots * model.n_moe_layers)
     step_time = _step_time(
         model,
         gpu,
@@ -124,7 +125,6 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         gpus_per_node=config.gpus_per_node,
         tables=() if config.tables is None else tuple(_tables(Path(config.tables))),
     )
-    most_tokens = parallelism.data_parallel_size * max(max_num_seqs, budget)
     choice = _replica_choice(config.replica_choice, all_to_all, redundant)
     group = GroupCost(
         {"all": ALL, "expert": EXPERT, "rank": RANK, "node": NODE}[COPY_PER[all_to_all.backend]],
@@ -133,7 +133,7 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         choice.seconds,
         parallelism.tensor_parallel_size,
         config.gpus_per_node,
-        step_time.rank_moe(slots, most_tokens * model.top_k),
+        step_time.rank_moe(slots, _most_pairs(model, parallelism, max_num_seqs, budget)),
         all_to_all.cost,
         all_to_all.gathered,
     )
@@ -148,6 +148,56 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         redundant,
         choice.provenance,
     )
+
+
+def hold_instances(
+    config: RunConfig, model: ModelDims, engine: EngineSpec, placements: Sequence[Placement]
+) -> EngineSpec:
+    """Return engines whose GPUs hold the instances that their workers' placements say.
+
+    Each engine has the KV blocks that the GPU with the most instances over all layers leaves.
+
+    Raises
+    ------
+    InputError
+        If an expert has copies where engines share none, or the weights leave no room.
+    """
+    layout = engine.parallelism
+    share = ExpertGroup(
+        (), 1, model.n_experts, layout.n_expert_ranks, engine.n_redundant
+    ).slots_per_rank
+    most = total = 0
+    for placement in placements:
+        slots = placement.slots()
+        replayed = slots[np.arange(model.n_moe_layers) % len(slots)]
+        most, total = max(most, int(slots.max())), max(total, int(replayed.sum(axis=0).max()))
+        if engine.group is None and slots.sum() > slots.shape[0] * model.n_experts:
+            raise InputError(
+                "expert_placement",
+                "copies of experts are simulated where engines share them",
+                "--data-parallel-size 2 or more, or a placement without copies",
+            )
+    if not placements or (most, total) == (share, share * model.n_moe_layers):
+        return engine
+    n_blocks = _kv_blocks(config, model, engine.step_time.gpu, layout, total)
+    group = engine.group
+    if group is not None:
+        pairs = _most_pairs(model, layout, engine.max_num_seqs, engine.max_num_batched_tokens)
+        group = group._replace(moe=engine.step_time.rank_moe(min(most, model.n_experts), pairs))
+    return replace(engine, n_blocks=n_blocks, group=group)
+
+
+def _kv_blocks(
+    config: RunConfig, model: ModelDims, gpu: GPU, parallelism: Parallelism, instances: int
+) -> int:
+    return kv_blocks(
+        model, gpu, config.gpu_memory_utilization, config.block_size, parallelism, instances
+    )
+
+
+def _most_pairs(model: ModelDims, parallelism: Parallelism, max_num_seqs: int, budget: int) -> int:
+    """Return the most token-expert pairs of a step of a group."""
+    return parallelism.data_parallel_size * max(max_num_seqs, budget) * model.top_k
 
 
 def _check_experts(pool: Pool, role: str) -> None:

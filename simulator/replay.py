@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit, popcount
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.policies.placement import Placement
+from eldr_sim.policies.placement import EMPTY, Placement
 from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.simulator.group_state import Replicas
 from eldr_sim.traces.format import RoutingTrace
@@ -123,8 +123,9 @@ def make_replicas(
         seen = np.zeros(counts.shape[1:], np.int64)
         every = np.arange(layers)
         for expert, on in zip(placement.expert.T, placement.rank.T, strict=True):
-            worker[every, expert, seen[every, expert]] = on
-            seen[every, expert] += 1
+            at = every[expert != EMPTY]
+            worker[at, expert[at], seen[at, expert[at]]] = on[at]
+            seen[at, expert[at]] += 1
     several = np.zeros((workers, layers, words * 64), np.uint8)
     several[..., :n_experts] = counts > 1
     packed = np.packbits(several, axis=-1, bitorder="little").view("<u8").astype(np.uint64)

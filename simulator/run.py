@@ -32,7 +32,7 @@ from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
-from eldr_sim.simulator.prepare import PreparedRun, prepare
+from eldr_sim.simulator.prepare import PreparedRun, hold_instances, prepare
 from eldr_sim.simulator.relocation import (
     MovableGroup,
     RelocationRule,
@@ -135,7 +135,8 @@ def _run(
 ) -> tuple[PreparedRun, Workload, RunRecord]:
     prepared = prepare(config)
     workload, window = offered_load(config, prepared.trace)
-    return prepared, workload, build_cluster(config, prepared, workload, window).run(progress)
+    cluster = build_cluster(config, prepared, workload, window)
+    return replace(prepared, spec=cluster.spec), workload, cluster.run(progress)
 
 
 def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tuple[float, float]]:
@@ -203,6 +204,15 @@ def build_cluster(
     placements, movable = _placements(
         config, prepared, getattr(decode, "artifact", None), calibration
     )
+    if placements is not None:
+        held = [
+            hold_instances(config, model, engine, placements[first : first + n])
+            for engine, first, n in (
+                (spec.prefill, 0, spec.n_prefill),
+                (spec.decode, spec.n_prefill, spec.n_decode),
+            )
+        ]
+        spec = replace(spec, prefill=held[1] if config.colocated else held[0], decode=held[1])
     relocations = _relocations(config, prepared, movable)
     last_arrival = float(workload.arrival_s[-1])
     return Cluster(

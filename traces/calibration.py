@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.coactivation import Tokens, coactivation
 from eldr_sim.traces.domains import resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import GateScores, PromptScore, of_kind, select
@@ -39,6 +41,8 @@ class CalibrationSet:
         Checksum of the trace's experts, to tell what a fit was made on.
     gate_scores
         The trace's gate scores, or None where it carries none.
+    trace
+        The trace that the requests are of, for what is counted when first asked for; or None.
     """
 
     counts: NDArray[np.uint16] | NDArray[np.uint32] | None
@@ -48,6 +52,21 @@ class CalibrationSet:
     requests: NDArray[np.int64]
     trace_checksum: str
     gate_scores: GateScores | None = None
+    trace: RoutingTrace | None = field(default=None, repr=False)
+
+    def coactivation(self, tokens: Tokens = "all") -> NDArray[np.int64]:
+        """Return how many tokens chose each pair of experts, ``[layers, experts, experts]``.
+
+        Counted once; see :func:`~eldr_sim.traces.coactivation.coactivation`.
+
+        Raises
+        ------
+        InputError
+            If no trace is known, or it does not record these tokens.
+        """
+        if self.trace is None:
+            raise InputError("calibration", "no trace to count pairs of experts in", "a trace")
+        return _coactivation(self, tokens)
 
     def scores(self, kind: PromptScore) -> NDArray[Any]:
         """Return `counts`, or the summed gate scores ``prob`` or ``logit`` of the requests.
@@ -125,7 +144,16 @@ def calibration_set(
         requests=requests,
         trace_checksum=trace.manifest.checksum,
         gate_scores=trace.gate_scores,
+        trace=trace,
     )
+
+
+@lru_cache(maxsize=8)
+def _coactivation(calibration: CalibrationSet, tokens: Tokens) -> NDArray[np.int64]:
+    assert calibration.trace is not None
+    found = coactivation(calibration.trace, calibration.requests, tokens)
+    found.flags.writeable = False
+    return found
 
 
 def check_fraction(fraction: float) -> None:

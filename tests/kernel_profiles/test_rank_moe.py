@@ -102,7 +102,10 @@ def test_whoever_shares_experts_has_whole_attention_and_no_sum_of_experts():
     assert (shard.n_heads, shard.expert_intermediate_size) == (32, 1536)
     assert Parallelism(2, False, 4).shard(model).expert_intermediate_size == 1536 // 8
     experts = model.n_moe_layers * model.bytes_per_expert
-    assert spread.weight_bytes(model, 18) - spread.weight_bytes(model) == 2 * experts
+    assert (
+        spread.weight_bytes(model, 18 * model.n_moe_layers) - spread.weight_bytes(model)
+        == 2 * experts
+    )
     assert GROUP.weight_bytes(model) == model.weight_bytes - 112 * experts
     limits = {"max_num_seqs": 16, "max_model_len": 2048, "max_num_batched_tokens": 512}
     alone, shared = (

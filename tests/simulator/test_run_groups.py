@@ -149,6 +149,41 @@ def test_metros_dispatch_gathers_in_decode_steps_only():
         assert bool(one == other) is alike
 
 
+def test_unequal_ranks_leave_the_kv_blocks_of_the_fullest():
+    equal, grace = (run(expert_placement=name, gpus_per_node=2) for name in ("affinity", "grace"))
+    config = make_config(GROUP | {"expert_placement": "grace", "gpus_per_node": 2})
+    prepared = prepare(config)
+    cluster = build_cluster(config, prepared, *offered_load(config, prepared.trace))
+    slots = np.zeros(4, np.int64)
+    experts = range(MODEL.n_experts)
+    masks = cluster.arrays.masks[4]  # of a decode engine, by rank: experts of one instance
+    for rank, of_rank in enumerate(masks):
+        slots[rank] = sum(int(word).bit_count() for word in of_rank)
+    replicas = cluster.groups.replicas
+    for layer in range(MODEL.n_moe_layers):
+        at = layer % replicas.n_instances.shape[1]
+        for expert in experts:
+            n = replicas.n_instances[4, at, expert]
+            if n > 1:
+                slots[replicas.rank[4, at, expert, :n]] += 1
+    block = 16 * MODEL.kv_bytes_per_token
+    fewer = equal.summary["kv_blocks_per_worker"] - grace.summary["kv_blocks_per_worker"]
+    more = slots.max() - 32 * MODEL.n_moe_layers
+    assert more > 0
+    assert fewer == pytest.approx(more * MODEL.bytes_per_expert / block, abs=1)
+    groups, steps = grace.record.decode_group_steps, grace.record.decode_steps
+    tokens = steps["batch"].sum() + steps["chunk_tokens"].sum()
+    assert groups["pairs"].sum() == tokens * MODEL.top_k * MODEL.n_moe_layers
+
+
+def test_copies_need_engines_that_share_experts():
+    fields = {"data_parallel_size": 1, "tensor_parallel_size": 4, "expert_placement": "grace"}
+    with pytest.raises(InputError, match="expert_placement: copies of experts are simulated"):
+        run(**fields)
+    summary = run(**fields | {"expert_placement": "grace:replication=none"}).summary
+    assert summary["completed"] == 80
+
+
 def test_every_expert_everywhere_near_the_source_sends_nothing():
     values = {"model": "Qwen3-30B-A3B", "gpu": "H200", "data_parallel_size": 2, "max_num_seqs": 16}
     for backend in ("deepep_ll", "deepep_ht", "nccl_alltoall"):
