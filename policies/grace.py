@@ -278,7 +278,7 @@ def hot_copies(load: Floats, ranks: Ints, n_ranks: int, replication: Replication
     replication
         ``dynamic``, ``fixed`` or ``none``.
     """
-    of_rank = np.bincount(ranks, weights=load, minlength=n_ranks)
+    of_rank = np.bincount(ranks, weights=load, minlength=n_ranks).astype(np.float64)
     none = np.zeros(0, np.int64)
     if replication == "none" or n_ranks == 1 or not load.any():
         return Copies(none, none, of_rank)
@@ -354,13 +354,13 @@ def balance_ranks(placement: Placement, n_nodes: int) -> Placement:
             new[layer, n] = to * gpus + local
             held[to, local] += sizes[n]
             carried[to, local] += loads[n]
-    new = new.reshape(len(slots), -1)
+    to_rank = new.reshape(len(slots), -1)
     every = np.arange(len(slots))[:, None]
     moved = None
     if placement.load is not None:
         moved = np.empty_like(placement.load)
-        moved[every, new] = placement.load
-    return Placement(placement.expert, new[every, placement.rank], placement.n_ranks, moved)
+        moved[every, to_rank] = placement.load
+    return Placement(placement.expert, to_rank[every, placement.rank], placement.n_ranks, moved)
 
 
 def _matched(sizes: Ints, loads: Floats, held: Ints, carried: Floats) -> Ints:

@@ -137,7 +137,7 @@ def swap_experts(affinity: Floats, groups: Ints, n_groups: int) -> Ints:
 def _within(affinity: Floats, groups: Ints, n_groups: int) -> Floats:
     """Return the affinity of each expert to each group, [E, D]."""
     # Not `matmul`, whose threads cost more than so small a product.
-    return np.einsum("ij,jd->id", affinity, np.eye(n_groups)[groups])
+    return np.asarray(np.einsum("ij,jd->id", affinity, np.eye(n_groups)[groups]))
 
 
 def utilization(affinity: Floats, groups: Ints) -> float:
