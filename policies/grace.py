@@ -64,6 +64,14 @@ class GraceParameters(AffinityParameters):
     is times the mean (``dynamic``), one (``fixed``), or ``none``."""
 
 
+class EqualGroupsParameters(AffinityParameters):
+    """Parameters of `AffinityPlacement`."""
+
+    resolution: float = Field(default=1.0, ge=0, le=100)
+    """How much of what chance would give counts against co-activation: 0 keeps all copies that can
+    be kept from being sent, and puts loaded experts together; the more, the evener the load."""
+
+
 class _GroupedPlacement:
     """Groups of experts by the affinity of calibration requests, placed once for equal groups."""
 
@@ -142,17 +150,19 @@ class AffinityPlacement(_GroupedPlacement):
     """Experts that tokens choose together on one GPU, equally many on each.
 
     Clusters over nodes, then over a node's GPUs, as `GracePlacement`; both are brought to equal
-    sizes, and pairs of experts swap while that raises the affinity inside groups.
+    sizes, and pairs of experts swap while that raises what is inside groups (`equal_groups`).
     """
 
     name = "affinity"
     decision: ClassVar[str] = "placement"
-    Parameters: ClassVar[type[AffinityParameters]] = AffinityParameters
+    Parameters: ClassVar[type[EqualGroupsParameters]] = EqualGroupsParameters
 
     def __init__(
-        self, context: PolicyContext, parameters: AffinityParameters | None = None
+        self, context: PolicyContext, parameters: EqualGroupsParameters | None = None
     ) -> None:
-        super().__init__(context, (parameters or AffinityParameters()).tokens)
+        own = parameters or EqualGroupsParameters()
+        super().__init__(context, own.tokens)
+        self._resolution = own.resolution
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group; raises InputError also as `slots_per_rank`."""
@@ -160,10 +170,9 @@ class AffinityPlacement(_GroupedPlacement):
         return super().place(group)
 
     def _place(self, affinity: Floats, load: Floats, group: ExpertGroup) -> Placement:
-        groups = np.stack(
-            [equal_groups(layer, group.n_ranks, group.n_nodes, self._rng) for layer in affinity]
-        )
-        return replicated(groups, load, group.n_ranks, group.n_nodes, "none")
+        ranks, nodes = group.n_ranks, group.n_nodes
+        groups = [equal_groups(a, ranks, nodes, self._rng, self._resolution) for a in affinity]
+        return replicated(np.stack(groups), load, ranks, nodes, "none")
 
 
 class Hierarchy(NamedTuple):
@@ -219,19 +228,39 @@ def group_layer(affinity: Floats, clusters: Hierarchy, ratio: float) -> Ints:
     return ranks
 
 
-def equal_groups(affinity: Floats, n_ranks: int, n_nodes: int, rng: np.random.Generator) -> Ints:
-    """Return the rank of each expert in groups of equal size, [E]; parameters as above."""
+def equal_groups(
+    affinity: Floats,
+    n_ranks: int,
+    n_nodes: int,
+    rng: np.random.Generator,
+    resolution: float = 1.0,
+) -> Ints:
+    """Return the rank of each expert in groups of equal size, [E].
+
+    Pairs of experts swap while that raises the co-activation inside groups beyond chance,
+    ``A[i, j] - resolution * d_i d_j / sum(d)`` with ``d_i = sum_j A[i, j]``: modularity (Newman,
+    2006, with the resolution of Reichardt and Bornholdt). What chance gives is large between loaded
+    experts, and would put them all on one rank.
+
+    Parameters as of `cluster_hierarchy`.
+    """
     gpus, n_experts = n_ranks // n_nodes, len(affinity)
+    degree = affinity.sum(axis=1)
+    chance = np.outer(degree, degree) / max(degree.sum(), 1.0)
+    beyond = np.rint(1000 * (affinity - resolution * chance))  # whole numbers: swaps end
+    np.fill_diagonal(beyond, 0.0)
 
-    def split(inner: Floats, parts: int) -> Ints:
-        size = len(inner) // parts
-        start = spectral_groups(inner, parts, rng)
-        return swap_experts(inner, bounded_groups(inner, start, parts, size, size), parts)
+    def split(mine: Ints, parts: int) -> Ints:
+        within, size = np.ix_(mine, mine), len(mine) // parts
+        start = spectral_groups(affinity[within], parts, rng)
+        return swap_experts(
+            beyond[within], bounded_groups(affinity[within], start, parts, size, size), parts
+        )
 
-    node, ranks = split(affinity, n_nodes), np.empty(n_experts, np.int64)
+    node, ranks = split(np.arange(n_experts), n_nodes), np.empty(n_experts, np.int64)
     for n in range(n_nodes):
         mine = np.flatnonzero(node == n)
-        ranks[mine] = n * gpus + split(affinity[np.ix_(mine, mine)], gpus)
+        ranks[mine] = n * gpus + split(mine, gpus)
     return ranks
 
 

@@ -205,3 +205,16 @@ def test_empty_slots_are_no_instances():
     assert placement.instances(2).tolist() == [[2, 1], [1, 1]]
     assert placement.slots().tolist() == [[1, 2], [1, 1]]
     assert placement.held(2)[1].tolist() == [[False, True], [True, False]]
+
+
+def test_resolution_trades_affinity_for_an_even_load():
+    rng = np.random.default_rng(0)
+    affinity = random_affinity(rng, 32, tokens=3000, top_k=4)
+    load = affinity.sum(axis=1)
+    inside, busiest = [], []
+    for resolution in (0.0, 1.0, 4.0):
+        found = equal_groups(affinity, 4, 2, np.random.default_rng(0), resolution)
+        inside.append(utilization(affinity, found))
+        busiest.append(np.bincount(found, weights=load).max() / load.sum())
+    assert inside[0] > inside[1] > inside[2]
+    assert busiest[0] > busiest[1] > busiest[2]
