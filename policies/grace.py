@@ -248,7 +248,6 @@ def equal_groups(
     degree = affinity.sum(axis=1)
     chance = np.outer(degree, degree) / max(degree.sum(), 1.0)
     beyond = np.rint(1000 * (affinity - resolution * chance))  # whole numbers: swaps end
-    np.fill_diagonal(beyond, 0.0)
 
     def split(mine: Ints, parts: int) -> Ints:
         within, size = np.ix_(mine, mine), len(mine) // parts

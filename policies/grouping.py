@@ -112,10 +112,11 @@ def bounded_groups(affinity: Floats, groups: Ints, n_groups: int, low: int, high
 def swap_experts(affinity: Floats, groups: Ints, n_groups: int) -> Ints:
     """Let pairs of experts change places, the best first, while that raises what groups hold.
 
-    Sizes stay. ``affinity`` may be negative, but for its diagonal of 0; its sum inside groups
-    rises by a whole number each time, so this ends. Other parameters as of `bounded_groups`.
+    Sizes stay. ``affinity`` may be negative; its sum inside groups rises by a whole number each
+    time, so this ends. Other parameters as of `bounded_groups`.
     """
     found = groups.copy()
+    affinity = affinity - np.diag(affinity.diagonal())
     within = _within(affinity, found, n_groups)
     every = np.arange(len(found))
     while True:
