@@ -32,7 +32,10 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "prefill": ("round_robin", "least_loaded", "prefix_hash"),
     "queue": ("fcfs", "sjf", "priority"),
     "placement": ("linear", "eldr", "eplb", "grace", "affinity"),
-    "replica": ("even", "hash", "source", "metro", "metro_sorted", "optimal", "time_aware"),
+    "replica": (
+        "even", "hash", "source", "weighted", "local_first", "metro", "metro_sorted", "optimal",
+        "time_aware",
+    ),
 }  # fmt: skip
 
 

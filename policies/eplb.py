@@ -119,7 +119,8 @@ def balance(load: NDArray[Any], group: ExpertGroup) -> Placement:
     expert = np.take_along_axis(of_node.reshape(n_layers, n_nodes, -1), local, axis=2)
     expert = expert.reshape(n_layers, -1)
     ranks = np.arange(group.n_ranks).repeat(per_rank)
-    return Placement(expert, np.broadcast_to(ranks, expert.shape), group.n_ranks)
+    of_rank = np.take_along_axis(each, slot, axis=1).reshape(n_layers, -1, per_rank).sum(axis=2)
+    return Placement(expert, np.broadcast_to(ranks, expert.shape), group.n_ranks, of_rank)
 
 
 def replicate(load: Floats, n_redundant: int) -> tuple[Ints, Ints]:

@@ -51,6 +51,7 @@ from eldr_sim.policies.queue_order import (
     ShortestJobFirst,
 )
 from eldr_sim.policies.replicas import EvenSplit, HashedPosition, NearSource, ReplicaChoice
+from eldr_sim.policies.weighted_replicas import LocalFirst, WeightedInstances
 
 GROUP = "eldr_sim.policies"
 """The entry-point group that other packages add policies to."""
@@ -106,6 +107,8 @@ _BUILT_IN = cast(
         EvenSplit,
         HashedPosition,
         NearSource,
+        WeightedInstances,
+        LocalFirst,
         Metro,
         MetroSorted,
         Optimal,

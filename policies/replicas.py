@@ -1,7 +1,7 @@
 """Which instance of an expert computes a token, where a placement holds several.
 
 A choice decides for every pair of a token and one of its experts in a MoE layer, before tokens are
-sent. The classes here and in `metro` are numpy references and can be used beside a real engine.
+sent. The classes here, in `weighted_replicas` and in `metro` are numpy references and can be used beside a real engine.
 
 EPLB places instances for an even split of an expert's tokens (``eplb``). vLLM has never split them
 evenly. It drew an instance at random (PR 18343), then took ``(token * top_k + column) % instances``
@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.placement import Placement
+from eldr_sim.policies.placement import EMPTY, Placement
 from eldr_sim.policies.signature import Ints
 
 #: Multiplier of vLLM's hash: 2^32 divided by the golden ratio (Knuth, vol. 3, Sec. 6.4).
@@ -95,7 +95,7 @@ class ChoiceByCount(ABC):
         tokens = np.bincount(experts.ravel(), minlength=n_experts)
         slots = self.instances(tokens, placement, layer, prompts)
         count = (slots >= 0).sum(axis=1)
-        turn = _place_among_equals(experts.ravel()).reshape(experts.shape)
+        turn = place_among_equals(experts.ravel()).reshape(experts.shape)
         return np.asarray(slots[experts, turn % count[experts]])
 
 
@@ -156,7 +156,8 @@ class NearSource:
         self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
     ) -> Ints:
         """Return the slots; see `ReplicaChoice`."""
-        expert, rank = placement.expert[layer], placement.rank[layer]
+        used = placement.expert[layer] != EMPTY
+        expert, rank = placement.expert[layer][used], placement.rank[layer][used]
         _, first, count = _instances(expert)
         homes, home = np.unique(tokens_home, return_inverse=True)
         node = np.asarray(node_of_rank)
@@ -187,6 +188,7 @@ def slots_of_experts(expert: Ints) -> Ints:
 
 def _instances(expert: Ints) -> tuple[Ints, Ints, Ints]:
     """Return the slots by expert, and of each expert the first of them and their number."""
+    expert = expert[expert != EMPTY]
     count = np.bincount(expert)
     if not count.all():
         raise ValueError(f"the placement has no instance of expert {np.argmin(count)}")
@@ -195,10 +197,10 @@ def _instances(expert: Ints) -> tuple[Ints, Ints, Ints]:
 
 def _hash(tokens_home: Ints) -> Ints:
     """Return vLLM's hash of each token's position in its rank's batch, 0 to 2^32 - 1."""
-    return (_place_among_equals(tokens_home) * HASH_MULTIPLIER) & 0xFFFF_FFFF
+    return (place_among_equals(tokens_home) * HASH_MULTIPLIER) & 0xFFFF_FFFF
 
 
-def _place_among_equals(values: Ints) -> Ints:
+def place_among_equals(values: Ints) -> Ints:
     """Return how many equal values stand before each one."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
