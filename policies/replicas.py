@@ -1,7 +1,8 @@
 """Which instance of an expert computes a token, where a placement holds several.
 
 A choice decides for every pair of a token and one of its experts in a MoE layer, before tokens are
-sent. The classes here, in `weighted_replicas` and in `metro` are numpy references and can be used beside a real engine.
+sent. The classes here, in `weighted_replicas` and in `metro` are numpy references and can be used
+beside a real engine.
 
 EPLB places instances for an even split of an expert's tokens (``eplb``). vLLM has never split them
 evenly. It drew an instance at random (PR 18343), then took ``(token * top_k + column) % instances``

@@ -31,19 +31,14 @@ class WeightedInstances:
 
     name = "weighted"
     decision: ClassVar[str] = "replica"
+    reads_load: ClassVar[bool] = True
     _local = False
 
     def __init__(self, context: PolicyContext) -> None:
         pass
 
     def choose(
-        self,
-        tokens_home: Ints,
-        experts: Ints,
-        placement: Placement,
-        layer: int,
-        node_of_rank: Ints,
-        prompts: bool = False,
+        self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
     ) -> Ints:
         """Return the slots; see `ReplicaChoice`. Raises InputError as `rank_weights`."""
         expert, rank = placement.expert[layer], placement.rank[layer]

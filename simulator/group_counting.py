@@ -17,6 +17,7 @@ import numpy as np
 
 from eldr_sim.jit import popcount
 from eldr_sim.policies.replicas import HASH_MULTIPLIER
+from eldr_sim.policies.weighted_replicas import SPLITMIX
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.engine import Engines
 from eldr_sim.simulator.expert_loads import ExpertLoads, add_counts
@@ -27,13 +28,17 @@ from eldr_sim.simulator.group_state import (
     EVEN,
     EXPERT,
     HASH,
+    LOCAL_FIRST,
     NODE,
     RANK,
     TOTALS,
+    WEIGHTED,
     Counting,
     GroupScratch,
 )
 from eldr_sim.simulator.instances import choose_instances
+
+_ADD, _FIRST, _SECOND = (np.uint64(constant) for constant in SPLITMIX)
 
 
 @compiled()
@@ -424,13 +429,17 @@ def _instance(c: Counting, layer: int, expert: int, home: int, place: int) -> An
     if c.choice == HASH:
         return np.int64(ranks[hashed % count])
     nodes = c.group.gpus_per_node
-    nearest, n_nearest = 2, 0
+    if c.choice == WEIGHTED:
+        return _drawn(c, at, expert, home, place, np.int64(2), False)
+    nearest, n_nearest = np.int64(2), 0
     for i in range(count):
         away = _away(np.int64(ranks[i]), home, nodes)
         if away < nearest:
             nearest, n_nearest = away, 0
         if away == nearest:
             n_nearest += 1
+    if c.choice == LOCAL_FIRST:
+        return _drawn(c, at, expert, home, place, nearest, True)
     skip = hashed % n_nearest
     for i in range(count):
         if _away(np.int64(ranks[i]), home, nodes) == nearest:
@@ -438,6 +447,37 @@ def _instance(c: Counting, layer: int, expert: int, home: int, place: int) -> An
                 return np.int64(ranks[i])
             skip -= 1
     return np.int64(-1)  # not reached
+
+
+@compiled()
+def _drawn(
+    c: Counting, at: int, expert: int, home: int, place: int, nearest: int, local: bool
+) -> Any:
+    """Return the rank drawn by weight among instances; ``local``: those as near as ``nearest``."""
+    ranks, weight = c.replicas.rank[c.leader, at, expert], c.replicas.weight[c.leader, at, expert]
+    count = np.int64(c.replicas.n_instances[c.leader, at, expert])
+    nodes, total = c.group.gpus_per_node, 0.0
+    for i in range(count):
+        if not local or _away(np.int64(ranks[i]), home, nodes) == nearest:
+            total += weight[i]
+    counter = (place << 40) | (home << 28) | (at << 16) | expert
+    wanted, total, last = _draw(np.uint64(counter)) * total, 0.0, np.int64(-1)
+    for i in range(count):
+        if not local or _away(np.int64(ranks[i]), home, nodes) == nearest:
+            total += weight[i]
+            last = np.int64(ranks[i])
+            if total > wanted:
+                return last
+    return last  # not reached
+
+
+@compiled()
+def _draw(counter: Any) -> Any:
+    """Return a number from 0 to 1 by a counter, see `policies.weighted_replicas.draws`."""
+    z = counter + _ADD
+    z = (z ^ (z >> np.uint64(30))) * _FIRST
+    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    return float((z ^ (z >> np.uint64(31))) >> np.uint64(32)) / 2.0**32
 
 
 @compiled()

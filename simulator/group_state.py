@@ -13,14 +13,16 @@ from eldr_sim.simulator.expert_loads import ExpertLoads
 
 #: What a copy of a token is sent for: see `kernel_profiles.all_to_all.COPY_PER`.
 ALL, EXPERT, RANK, NODE = range(4)
-#: Which instance of an expert computes a token: see `policies.replicas` and `policies.metro`. From
-#: EVEN on, a choice needs the tokens of each expert and no more; up to OPTIMAL, of those from METRO
-#: on, it is for steps without prompts, and EVEN takes its place in the others.
-HASH, SOURCE, EVEN, METRO, METRO_SORTED, OPTIMAL, TIME_AWARE = range(7)
+#: Which instance of an expert computes a token: see `policies.replicas`, `.weighted_replicas` and
+#: `.metro`. From EVEN on, a choice needs the tokens of each expert and no more; up to OPTIMAL, of
+#: those from METRO on, it is for steps without prompts, and EVEN takes its place in the others.
+HASH, SOURCE, WEIGHTED, LOCAL_FIRST, EVEN, METRO, METRO_SORTED, OPTIMAL, TIME_AWARE = range(9)
 REPLICA_CHOICES = {
     "even": EVEN,
     "hash": HASH,
     "source": SOURCE,
+    "weighted": WEIGHTED,
+    "local_first": LOCAL_FIRST,
     "metro": METRO,
     "metro_sorted": METRO_SORTED,
     "optimal": OPTIMAL,
@@ -62,12 +64,14 @@ class Replicas(NamedTuple):
     multi: NDArray[np.uint64]  #: ``[workers, layers of the model * words]``; empty where none has
     rank: NDArray[np.int16]  #: ``[workers, layers, experts, instances]``
     n_instances: NDArray[np.int16]  #: ``[workers, layers, experts]``
+    weight: NDArray[np.float64]  #: ``[workers, layers, experts, instances]``: of their ranks
 
 
 def no_replicas() -> Replicas:
     """Return what stands for placements with one instance of every expert."""
+    rank = np.zeros((0, 0, 0, 0), np.int16)
     return Replicas(
-        np.zeros((0, 0), np.uint64), np.zeros((0, 0, 0, 0), np.int16), np.zeros((0, 0, 0), np.int16)
+        np.zeros((0, 0), np.uint64), rank, rank.sum(axis=3, dtype=np.int16), np.zeros(rank.shape)
     )
 
 

@@ -21,6 +21,7 @@ from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
 from eldr_sim.policies.placement import ExpertGroup, Placement
+from eldr_sim.policies.weighted_replicas import rank_weights
 from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.group_state import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
@@ -125,7 +126,7 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         gpus_per_node=config.gpus_per_node,
         tables=() if config.tables is None else tuple(_tables(Path(config.tables))),
     )
-    choice = _replica_choice(config.replica_choice, all_to_all, redundant)
+    choice = _replica_choice(config.replica_choice, all_to_all, redundant > 0)
     group = GroupCost(
         {"all": ALL, "expert": EXPERT, "rank": RANK, "node": NODE}[COPY_PER[all_to_all.backend]],
         all_to_all.gathered is not all_to_all.cost,
@@ -160,24 +161,32 @@ def hold_instances(
     Raises
     ------
     InputError
-        If an expert has copies where engines share none, or the weights leave no room.
+        If an expert has copies where engines share none, the weights leave no room, or the choice
+        of replicas reads a load that the placement does not tell.
     """
-    layout = engine.parallelism
-    share = ExpertGroup(
-        (), 1, model.n_experts, layout.n_expert_ranks, engine.n_redundant
-    ).slots_per_rank
-    most = total = 0
+    if not placements:
+        return engine
+    layout, most, total, copies = engine.parallelism, 0, 0, False
     for placement in placements:
         slots = placement.slots()
         replayed = slots[np.arange(model.n_moe_layers) % len(slots)]
         most, total = max(most, int(slots.max())), max(total, int(replayed.sum(axis=0).max()))
-        if engine.group is None and slots.sum() > slots.shape[0] * model.n_experts:
-            raise InputError(
-                "expert_placement",
-                "copies of experts are simulated where engines share them",
-                "--data-parallel-size 2 or more, or a placement without copies",
-            )
-    if not placements or (most, total) == (share, share * model.n_moe_layers):
+        if slots.sum() > slots.shape[0] * model.n_experts:
+            copies = True
+            _check_copies(config, engine, placement)
+    share = ExpertGroup(
+        (), 1, model.n_experts, layout.n_expert_ranks, engine.n_redundant
+    ).slots_per_rank
+    if copies and not engine.n_redundant:  # the placement's own
+        assert engine.group is not None
+        assert engine.all_to_all is not None
+        choice = _replica_choice(config.replica_choice, engine.all_to_all, copies)
+        engine = replace(
+            engine,
+            group=engine.group._replace(choice_s=choice.seconds),
+            choice_provenance=choice.provenance,
+        )
+    if (most, total) == (share, share * model.n_moe_layers):
         return engine
     n_blocks = _kv_blocks(config, model, engine.step_time.gpu, layout, total)
     group = engine.group
@@ -185,6 +194,20 @@ def hold_instances(
         pairs = _most_pairs(model, layout, engine.max_num_seqs, engine.max_num_batched_tokens)
         group = group._replace(moe=engine.step_time.rank_moe(min(most, model.n_experts), pairs))
     return replace(engine, n_blocks=n_blocks, group=group)
+
+
+def _check_copies(config: RunConfig, engine: EngineSpec, placement: Placement) -> None:
+    """Raise InputError where a placement's copies of experts cannot be served."""
+    if engine.group is None:
+        raise InputError(
+            "expert_placement",
+            "copies of experts are simulated where engines share them",
+            "--data-parallel-size 2 or more, or a placement without copies",
+        )
+    if getattr(
+        registry.find("replica", parse(config.replica_choice, "").name), "reads_load", False
+    ):
+        rank_weights(placement)
 
 
 def _kv_blocks(
@@ -232,8 +255,8 @@ class _Choice(NamedTuple):
     provenance: dict[str, dict[str, Any]]  #: of the seconds
 
 
-def _replica_choice(word: str, all_to_all: AllToAll, redundant: int) -> _Choice:
-    """Return what groups know of a replica choice; without redundant experts it costs nothing."""
+def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
+    """Return what groups know of a replica choice; without copies of experts it costs nothing."""
     found = registry.find("replica", parse(word, "replica_choice").name)
     if found.name not in REPLICA_CHOICES:
         raise InputError(
@@ -248,7 +271,7 @@ def _replica_choice(word: str, all_to_all: AllToAll, redundant: int) -> _Choice:
         )
     number, parameters = REPLICA_CHOICES[found.name], registry.parameters("replica", word)
     overhead_us: float = getattr(parameters, "overhead_us", 0.0)
-    if not redundant or not overhead_us:
+    if not copies or not overhead_us:
         return _Choice(number, 0.0, {})
     source = getattr(found, "overhead_source", None)
     if source is None or parameters != type(parameters)():

@@ -25,6 +25,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.jit import njit, popcount
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.placement import EMPTY, Placement
+from eldr_sim.policies.weighted_replicas import rank_weights
 from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.simulator.group_state import Replicas
 from eldr_sim.traces.format import RoutingTrace
@@ -119,18 +120,23 @@ def make_replicas(
     workers, layers, _ = counts.shape
     words = -(-n_experts // 64)
     rank = np.zeros((*counts.shape, max(most, counts.max())), np.int16)
-    for worker, placement in zip(rank, placements, strict=True):
+    weight = np.zeros(rank.shape)
+    for w, placement in enumerate(placements):
+        known = np.ones((layers, placement.n_ranks))
+        if placement.load is not None:
+            known = rank_weights(placement)
         seen = np.zeros(counts.shape[1:], np.int64)
         every = np.arange(layers)
         for expert, on in zip(placement.expert.T, placement.rank.T, strict=True):
             at = every[expert != EMPTY]
-            worker[at, expert[at], seen[at, expert[at]]] = on[at]
+            place = w, at, expert[at], seen[at, expert[at]]
+            rank[place], weight[place] = on[at], known[at, on[at]]
             seen[at, expert[at]] += 1
     several = np.zeros((workers, layers, words * 64), np.uint8)
     several[..., :n_experts] = counts > 1
     packed = np.packbits(several, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
     multi = packed[:, np.arange(n_layers) % layers].reshape(workers, -1)
-    return Replicas(multi, rank, counts.astype(np.int16))
+    return Replicas(multi, rank, counts.astype(np.int16), weight)
 
 
 def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:

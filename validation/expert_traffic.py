@@ -148,8 +148,9 @@ def measure(
                 far, near, remote.sum(), (away & ~remote).sum(), busiest[1], busiest[0],
             )  # fmt: skip
     whole = counts[:4].astype(np.int64)
+    tokens = np.array([len(batch.home) for batch in batches])
     return Traffic(
-        np.array([len(batch.home) for batch in batches]), *whole, *counts[4:], pairs, activated
+        tokens, whole[0], whole[1], whole[2], whole[3], counts[4], counts[5], pairs, activated
     )
 
 

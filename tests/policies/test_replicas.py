@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.eplb import balance
 from eldr_sim.policies.placement import ExpertGroup, Placement
+from eldr_sim.policies.weighted_replicas import draws
 
-NAMES = ("even", "hash", "source")
+NAMES = ("even", "hash", "source", "weighted", "local_first")
 
 
 def chosen(name, home, experts, placement, layer, node):
@@ -36,9 +38,9 @@ def cases(draw, copies=9):
         rng.permutation([*range(n_experts), *rng.integers(n_experts, size=extra)])
         for _ in range(layers)
     ]
-    placement = Placement(
-        np.array(slots), rng.integers(n_ranks, size=(layers, n_experts + extra)), n_ranks
-    )
+    rank = rng.integers(n_ranks, size=(layers, n_experts + extra))
+    load = np.round(rng.gamma(1.0, size=(layers, n_ranks)), int(rng.integers(4)))
+    placement = Placement(np.array(slots), rank, n_ranks, load)
     tokens, top_k = draw(st.integers(0, 20)), draw(st.integers(1, n_experts))
     experts = np.array(
         [rng.choice(n_experts, top_k, replace=False) for _ in range(tokens)], np.int64
@@ -114,10 +116,11 @@ def test_even_splits_each_experts_tokens_evenly(case):
         assert max(pairs[slots]) - min(pairs[slots]) <= 1
 
 
-@given(cases())
-def test_source_sends_no_pair_further_than_it_must(case):
+@pytest.mark.parametrize("name", ["source", "local_first"])
+@given(case=cases())
+def test_near_choices_send_no_pair_further_than_they_must(name, case):
     home, experts, placement, layer, node = case
-    rank = placement.rank[layer][chosen("source", *case)]
+    rank = placement.rank[layer][chosen(name, *case)]
     held = placement.held(placement.expert.max() + 1)[layer]
     for token, column in np.ndindex(experts.shape):
         own, holders = home[token], np.flatnonzero(held[:, experts[token, column]])
@@ -130,7 +133,7 @@ def test_source_sends_no_pair_further_than_it_must(case):
 @given(cases(copies=0))
 def test_one_instance_each_leaves_no_choice(case):
     slots = [chosen(name, *case).tolist() for name in NAMES]
-    assert slots[0] == slots[1] == slots[2]
+    assert all(other == slots[0] for other in slots)
 
 
 @given(cases())
@@ -139,6 +142,53 @@ def test_source_on_one_rank_is_hash(case):
     alone = Placement(placement.expert, np.zeros_like(placement.rank), placement.n_ranks)
     case = np.zeros_like(home), experts, alone, layer, node
     assert chosen("source", *case).tolist() == chosen("hash", *case).tolist()
+
+
+@given(cases())
+def test_local_first_leaves_no_token_worse_than_weighted(case):
+    """Both draw the same number, so each pair that differs comes nearer: for every token."""
+    home, _, placement, layer, node = case
+    far = {}
+    for name in ("weighted", "local_first"):
+        rank = placement.rank[layer][chosen(name, *case)]
+        at = node[rank]
+        far[name] = [len(set(a) - {node[h]}) for a, h in zip(at.tolist(), home, strict=True)]
+    assert all(a <= b for a, b in zip(far["local_first"], far["weighted"], strict=True))
+
+
+@given(cases())
+def test_weighted_on_one_node_of_lone_ranks_is_local_first_with_nothing_local(case):
+    _, experts, placement, layer, node = case
+    elsewhere = np.full(len(experts), placement.n_ranks)  # a rank of its own node, without experts
+    node = np.append(node, node.max() + 1)
+    case = elsewhere, experts, placement, layer, node
+    assert chosen("weighted", *case).tolist() == chosen("local_first", *case).tolist()
+
+
+def test_draws_follow_the_weights():
+    """Chi-square of the draws against the inverse loads, 4 instances, 20,000 tokens."""
+    load = np.array([[1.0, 2.0, 4.0, 8.0]])
+    placement = Placement(np.zeros((1, 4), np.int64), np.arange(4)[None], 4, load)
+    expected = 1 / load[0] / (1 / load[0]).sum()
+    for home in (0, 3):
+        homes = np.full(20_000, home)
+        one = np.zeros((20_000, 1), np.int64)
+        counts = np.bincount(chosen("weighted", homes, one, placement, 0, np.arange(4))[:, 0])
+        assert chisquare(counts, 20_000 * expected).pvalue > 1e-3
+
+
+def test_draws_differ_by_rank_position_layer_and_expert():
+    home, place = np.repeat(np.arange(4), 8), np.tile(np.arange(8), 4)
+    found = np.stack([draws(home, place, layer, np.tile([0, 5, 9], (32, 1))) for layer in range(3)])
+    assert len(np.unique(found)) == found.size
+    assert found.min() >= 0
+    assert found.max() < 1
+
+
+def test_a_placement_without_loads_cannot_weigh():
+    placement = Placement(np.array([[0, 0]]), np.array([[0, 1]]), 2)
+    with pytest.raises(InputError, match="replica_choice: instances are weighed by the load"):
+        chosen("weighted", [0], np.array([[0]]), placement, 0, [0, 0])
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4, 8])
@@ -178,7 +228,7 @@ SKEWED = np.arange(1, 17) ** 1.5 / (np.arange(1, 17) ** 1.5).sum()
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_expert_without_instance_is_named(name):
-    placement = Placement(np.array([[0, 2]]), np.array([[0, 1]]), 2)
+    placement = Placement(np.array([[0, 2]]), np.array([[0, 1]]), 2, np.ones((1, 2)))
     with pytest.raises(ValueError, match="no instance of expert 1"):
         chosen(name, [0], np.array([[1]]), placement, 0, [0, 0])
 

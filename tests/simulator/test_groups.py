@@ -17,7 +17,7 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import RankMoE
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.placement import Placement
+from eldr_sim.policies.placement import EMPTY, Placement
 from eldr_sim.simulator.cluster import Cluster
 from eldr_sim.simulator.group_counting import _instance, settle_totals
 from eldr_sim.simulator.group_state import (
@@ -95,7 +95,10 @@ def grouped_cluster(
         owner = rng.integers(ranks, size=(trace_layers, n_experts + n_redundant))
         expert = rng.integers(n_experts, size=owner.shape)
         expert[:, :n_experts] = np.arange(n_experts)
-        placements += [Placement(expert, owner, ranks)] * size
+        used = n_experts + rng.integers(n_redundant + 1, size=(trace_layers, 1))
+        expert[np.arange(expert.shape[1]) >= used] = EMPTY
+        load = rng.gamma(1.0, size=(trace_layers, ranks))
+        placements += [Placement(expert, owner, ranks, load)] * size
     pools = {
         name: dataclasses.replace(
             growing(getattr(spec, name)),
@@ -383,7 +386,8 @@ def test_compiled_choices_are_those_of_the_policies(
     rng, ranks, layers, words = np.random.default_rng(seed), 4, 2, -(-n_experts // 64)
     expert = rng.integers(n_experts, size=(layers, n_experts + int(rng.integers(1, 20))))
     expert[:, :n_experts] = np.arange(n_experts)
-    placement = Placement(expert, rng.integers(ranks, size=expert.shape), ranks)
+    load = np.round(rng.gamma(1.0, size=(layers, ranks)), int(rng.integers(3)))
+    placement = Placement(expert, rng.integers(ranks, size=expert.shape), ranks, load)
     n_tokens = int(rng.integers(1, 80))
     experts = np.argsort(rng.random((n_tokens, n_experts)), axis=1)[:, :4]
     homes = np.sort(rng.integers(ranks, size=n_tokens))
@@ -403,7 +407,7 @@ def test_compiled_choices_are_those_of_the_policies(
         rank_masks([placement], n_experts, layers), replicas, group, work, 0, ranks, number,
         prompts, TOTALS,
     )  # fmt: skip
-    by_count = choice not in ("hash", "source")
+    by_count = choice not in ("hash", "source", "weighted", "local_first")
     policy = registry.replica_choice(choice, PolicyContext(1, rng, rank_moe=group.moe))
     if by_count:
         compiled_totals(counting)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 
 import numpy as np
 
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.placement import EMPTY
 from eldr_sim.simulator.group_state import REPLICA_CHOICES
 
 from .step_seconds import chunk_attention_seconds, decode_attention_seconds
@@ -89,20 +91,21 @@ class Instances:
         self.choice, self.gpus_per_node, self.prompts = choice, gpus_per_node, prompts
         self.turns = Counter()
         self.placement, self.slots = placement, {}
-        if choice not in ("hash", "source"):
+        self.by_token = choice in ("hash", "source", "weighted", "local_first")
+        if not self.by_token:
             context = PolicyContext(1, np.random.default_rng(0), rank_moe=moe)
             self.policy = registry.replica_choice(choice, context)
         self.ranks = [
             {
                 expert: placement.rank[layer][placement.expert[layer] == expert].tolist()
-                for expert in set(placement.expert[layer].tolist())
+                for expert in set(placement.expert[layer].tolist()) - {EMPTY}
             }
             for layer in range(n_trace_layers)
         ]
 
     def decide(self, tokens):
         """Let choices by count see how many tokens each (layer, expert) has."""
-        if self.choice in ("hash", "source"):
+        if self.by_token:
             return
         n_experts = int(self.placement.expert.max()) + 1
         for layer in {layer for layer, _ in tokens}:
@@ -121,11 +124,24 @@ class Instances:
             ranks = self.slots[layer, expert]
             self.turns[layer, expert] += 1
             return ranks[(self.turns[layer, expert] - 1) % len(ranks)]
-        if self.choice == "source":
+        if self.choice in ("source", "local_first"):
             node = home // self.gpus_per_node
             on_node = [rank for rank in ranks if rank // self.gpus_per_node == node]
             ranks = [rank for rank in ranks if rank == home] or on_node or ranks
+        if self.choice in ("weighted", "local_first"):
+            return self.drawn(layer % len(self.ranks), expert, home, place, ranks)
         return ranks[hashed % len(ranks)]
+
+    def drawn(self, at, expert, home, place, ranks):
+        """Draw by the inverse of the ranks' loads, with SplitMix64 of a counter."""
+        load = self.placement.load[at]
+        weights = [1 / max(load[rank], 1e-6 * load.mean() or 1.0) for rank in ranks]
+        z = (place << 40) + (home << 28) + (at << 16) + expert + 0x9E3779B97F4A7C15
+        z = (z ^ z % 2**64 >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        wanted = ((z ^ z >> 31) >> 32) / 2**32 * sum(weights)
+        return next(r for r, so_far in zip(ranks, accumulate(weights), strict=True)
+                    if so_far > wanted)  # fmt: skip
 
 
 def group_step(twin, group):
