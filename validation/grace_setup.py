@@ -1,0 +1,277 @@
+"""GRACE-MoE's evaluation: what it ran on, and what stands for it here.
+
+Recorded routing of three models takes the place of the paper's: the embedded trace (a trained small
+model of Qwen3-30B-A3B's width, 10 layers), Qwen3-30B-A3B itself (4,010 prompt tokens) and
+gpt-oss-20b. Neither OLMoE's nor DeepSeek-V2-Lite's routing has been published token by token.
+
+RTX 4090 and 3090 are rooflines from NVIDIA's data sheets; a node's 25 Gb/s Ethernet is shared by
+its GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from eldr_sim.kernel_profiles.all_to_all import AllToAll, build_all_to_all
+from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.step_time import RankMoE, build_step_time_model
+from eldr_sim.policies import registry
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.placement import ExpertGroup, Placement
+from eldr_sim.policies.replicas import ReplicaChoice
+from eldr_sim.policies.signature import Ints
+from eldr_sim.traces.calibration import CalibrationSet
+from eldr_sim.traces.format import RoutingTrace, open_trace
+from eldr_sim.validation.expert_traffic import (
+    Batch,
+    LayerTimes,
+    Traffic,
+    decode_batches,
+    layer_times,
+    measure,
+    prompt_batches,
+)
+
+Phase = Literal["prefill", "decode"]
+
+#: The routing traces, and the model whose shape prices each.
+TRACES = {
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "gpt-oss-20b": "GPT-OSS-20B",
+    "reference-moe": "Qwen3-30B-A3B",
+}
+_ETHERNET = 25e9 / 8  # bytes per second, a node
+_COMMON: dict[str, Any] = {
+    "engine_reserved_bytes": 3758096384,
+    "engine_reserved_source": "aiconfigurator-core 0.12.0 systems/*.yaml misc.other_mem",
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+    "defaults_source": "GRACE-MoE Sec. 5.1: a batch of 128 prompts of 64 tokens",
+}
+
+
+class Cluster(NamedTuple):
+    """Nodes of equal GPUs."""
+
+    n_nodes: int
+    gpus_per_node: int
+
+    @property
+    def n_ranks(self) -> int:
+        """GPUs of all nodes."""
+        return self.n_nodes * self.gpus_per_node
+
+    @property
+    def node_of_rank(self) -> Ints:
+        """The node of each GPU."""
+        return np.arange(self.n_ranks) // self.gpus_per_node
+
+    def __str__(self) -> str:
+        return f"{self.n_nodes}x{self.gpus_per_node}"
+
+
+def gpu_of(cluster: Cluster) -> GPU:
+    """Return the paper's GPU: RTX 4090 in several nodes, RTX 3090 in one."""
+    nic = _ETHERNET / cluster.gpus_per_node
+    if cluster.n_nodes > 1:
+        return GPU(
+            name="RTX 4090 48GB",
+            memory_bytes=48 * 2**30,
+            memory_bandwidth=1.008e12,
+            bf16_flops=165.2e12,
+            fp8_flops=330.3e12,
+            nic_bandwidth=nic,
+            intra_node_bandwidth=31.5e9,
+            source="NVIDIA Ada GPU Architecture whitepaper v2.0 (RTX 4090, FP32 accumulation); 48 "
+            "GB, PCIe 4.0 x16 and 25 GbE a node as in GRACE-MoE Sec. 5.1, whose 63 GB/s per "
+            "direction is the sum of both",
+            **_COMMON,
+        )
+    return GPU(
+        name="RTX 3090",
+        memory_bytes=24 * 2**30,
+        memory_bandwidth=936e9,
+        bf16_flops=71e12,
+        fp8_flops=0.0,
+        nic_bandwidth=nic,
+        intra_node_bandwidth=4e9,
+        source="NVIDIA Ampere GA102 GPU Architecture whitepaper v2.0 (RTX 3090, FP32 "
+        "accumulation); PCIe 1.0 x16 as in GRACE-MoE Sec. 5.1",
+        **_COMMON,
+    )
+
+
+class Scheme(NamedTuple):
+    """A step of the paper's ablation."""
+
+    label: str
+    placement: str
+    choice: str = "source"  #: says nothing without copies
+
+
+VANILLA = Scheme("Vanilla", "linear")
+HG = Scheme("HG", "grace:replication=none")
+FR_WRR = Scheme("HG + FR + WRR", "grace:replication=fixed", "weighted")
+DR_WRR = Scheme("HG + DR + WRR", "grace", "weighted")
+DR_TAR = Scheme("HG + DR + TAR", "grace", "local_first")
+AFFINITY = Scheme("affinity", "affinity")
+LADDER = (VANILLA, HG, FR_WRR, DR_WRR, DR_TAR)
+SCHEMES = (*LADDER, AFFINITY)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tokens of steps: batch 128 over 4 GPUs, prompts of 64 tokens (GRACE-MoE Sec. 5.1)."""
+
+    tokens_per_rank: int
+    steps: int
+
+
+WORKLOADS: dict[Phase, Workload] = {"prefill": Workload(2048, 1), "decode": Workload(32, 8)}
+
+
+class Source(NamedTuple):
+    """What a placement is fitted on and judged on."""
+
+    label: str
+    trace: str
+    fitted_on: tuple[str, ...] = ()  #: domains; all where none is named
+    judged_on: str | None = None  #: a domain; all where none is named
+
+    split: bool = True
+    """Whether calibration requests are fitted on and serving ones judged on; else all of both."""
+
+
+QWEN = (
+    Source("Qwen3-30B-A3B, ShareGPT -> random", "qwen3-30b-a3b", ("sharegpt",), "random", False),
+    Source("Qwen3-30B-A3B, random -> ShareGPT", "qwen3-30b-a3b", ("random",), "sharegpt", False),
+)
+SOURCES = (
+    *QWEN,
+    Source("Qwen3-30B-A3B, within both", "qwen3-30b-a3b"),
+    Source("gpt-oss-20b", "gpt-oss-20b"),
+    Source("reference-moe", "reference-moe"),
+)
+
+
+class Evaluation:
+    """Placements fitted on some requests of a trace and counted on others, each once.
+
+    Parameters
+    ----------
+    seeds
+        Seeds of the clustering; figures are means over them.
+    """
+
+    def __init__(self, seeds: range) -> None:
+        self.seeds = seeds
+        self.trace = cache(open_trace)
+        self.measured = cache(self._measured)
+        self.timed = cache(self._timed)
+
+    def calibration(self, source: Source) -> CalibrationSet:
+        """Return the requests that a source's placements are fitted on."""
+        trace = self.trace(source.trace)
+        requests = [
+            _requests(trace, True if source.split else None, domain)
+            for domain in source.fitted_on or (None,)
+        ]
+        return calibration_of(trace, np.concatenate(requests))
+
+    def batches(self, source: Source, cluster: Cluster, phase: Phase) -> list[Batch]:
+        """Return the steps that a source's placements are judged on."""
+        trace, work = self.trace(source.trace), WORKLOADS[phase]
+        requests = _requests(trace, False if source.split else None, source.judged_on)
+        make = prompt_batches if phase == "prefill" else decode_batches
+        return make(trace, requests, cluster.n_ranks, work.tokens_per_rank, work.steps)
+
+    def placements(self, source: Source, placement: str, cluster: Cluster) -> list[Placement]:
+        """Return a placement for each seed; one where it draws nothing."""
+        trace, calibration = self.trace(source.trace), self.calibration(source)
+        seeds = self.seeds if placement != "linear" else self.seeds[:1]
+        return [place(trace, calibration, placement, cluster, seed) for seed in seeds]
+
+    def _measured(
+        self, source: Source, scheme: Scheme, cluster: Cluster, phase: Phase
+    ) -> tuple[Traffic, ...]:
+        """Count a scheme, one `Traffic` a seed."""
+        batches = self.batches(source, cluster, phase)
+        choice = replica_choice(scheme.choice)
+        return tuple(
+            measure(batches, placement, choice, cluster.node_of_rank)
+            for placement in self.placements(source, scheme.placement, cluster)
+        )
+
+    def _timed(self, source: Source, scheme: Scheme, cluster: Cluster, phase: Phase) -> LayerTimes:
+        """Price a scheme on the paper's GPUs, mean over seeds."""
+        moe, all_to_all = hardware(TRACES[source.trace], cluster)
+        prompts = phase == "prefill"
+        times = [
+            layer_times(traffic, moe, all_to_all, prompts=prompts)
+            for traffic in self.measured(source, scheme, cluster, phase)
+        ]
+        return LayerTimes(*np.mean(times, axis=0).tolist())
+
+
+def _requests(trace: RoutingTrace, calibration: bool | None, domain: str | None) -> Ints:
+    """Return a trace's requests of one split (None: of both) and domain."""
+    mine = np.ones(trace.n_requests, np.bool_)
+    if calibration is not None:
+        mine &= trace.is_calibration == calibration
+    if domain is not None:
+        mine &= trace.domain == trace.domains.index(domain)
+    return np.flatnonzero(mine)
+
+
+def replica_choice(word: str) -> ReplicaChoice:
+    """Return a replica choice by name."""
+    return registry.replica_choice(word, PolicyContext(1, np.random.default_rng(0)))
+
+
+def calibration_of(trace: RoutingTrace, requests: Ints) -> CalibrationSet:
+    """Return any requests of a trace as those that a placement is fitted on."""
+    return CalibrationSet(
+        counts=None,
+        decode_activation=trace.decode_activation(requests),
+        domain=trace.domain[requests],
+        domains=trace.domains,
+        requests=requests,
+        trace_checksum=trace.manifest.checksum,
+        trace=trace,
+    )
+
+
+def place(
+    trace: RoutingTrace, calibration: CalibrationSet, word: str, cluster: Cluster, seed: int
+) -> Placement:
+    """Place the experts of all layers of a trace on a cluster."""
+    policy = registry.placement_policy(
+        word, PolicyContext(1, np.random.default_rng(seed), calibration)
+    )
+    return policy.place(
+        ExpertGroup((0,), trace.n_layers, trace.n_experts, cluster.n_ranks, n_nodes=cluster.n_nodes)
+    )
+
+
+@cache
+def hardware(model: str, cluster: Cluster) -> tuple[RankMoE, AllToAll]:
+    """Return the MoE table of one GPU and the all-to-all of the paper's cluster."""
+    gpu = gpu_of(cluster)
+    step_time = build_step_time_model(
+        model,
+        gpu,
+        max_num_seqs=256,
+        max_model_len=1024,
+        max_num_batched_tokens=2048,
+        parallelism=Parallelism(1, True, cluster.n_ranks),
+    )
+    moe = step_time.rank_moe(step_time.n_experts, cluster.n_ranks * 2048 * step_time.model.top_k)
+    all_to_all = build_all_to_all(
+        step_time.model, gpu, "deepep_ht", cluster.n_ranks, gpus_per_node=cluster.gpus_per_node
+    )
+    return moe, all_to_all
