@@ -10,7 +10,6 @@ its GPUs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -124,15 +123,9 @@ LADDER = (VANILLA, HG, FR_WRR, DR_WRR, DR_TAR)
 SCHEMES = (*LADDER, AFFINITY)
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Tokens of steps: batch 128 over 4 GPUs, prompts of 64 tokens (GRACE-MoE Sec. 5.1)."""
-
-    tokens_per_rank: int
-    steps: int
-
-
-WORKLOADS: dict[Phase, Workload] = {"prefill": Workload(2048, 1), "decode": Workload(32, 8)}
+#: Tokens of a step, over all GPUs, and steps to count: a batch of 128 requests, with prompts of 64
+#: tokens (GRACE-MoE Sec. 5.1).
+STEP_TOKENS: dict[Phase, tuple[int, int]] = {"prefill": (8192, 1), "decode": (128, 8)}
 
 
 class Source(NamedTuple):
@@ -171,26 +164,28 @@ class Evaluation:
     def __init__(self, seeds: range) -> None:
         self.seeds = seeds
         self.trace = cache(open_trace)
+        self.calibration = cache(self._calibration)
+        self.placements = cache(self._placements)
         self.measured = cache(self._measured)
         self.timed = cache(self._timed)
 
-    def calibration(self, source: Source) -> CalibrationSet:
+    def _calibration(self, source: Source) -> CalibrationSet:
         """Return the requests that a source's placements are fitted on."""
         trace = self.trace(source.trace)
         requests = [
-            _requests(trace, True if source.split else None, domain)
+            requests_of(trace, True if source.split else None, domain)
             for domain in source.fitted_on or (None,)
         ]
         return calibration_of(trace, np.concatenate(requests))
 
     def batches(self, source: Source, cluster: Cluster, phase: Phase) -> list[Batch]:
         """Return the steps that a source's placements are judged on."""
-        trace, work = self.trace(source.trace), WORKLOADS[phase]
-        requests = _requests(trace, False if source.split else None, source.judged_on)
+        trace, (tokens, steps) = self.trace(source.trace), STEP_TOKENS[phase]
+        requests = requests_of(trace, False if source.split else None, source.judged_on)
         make = prompt_batches if phase == "prefill" else decode_batches
-        return make(trace, requests, cluster.n_ranks, work.tokens_per_rank, work.steps)
+        return make(trace, requests, cluster.n_ranks, tokens // cluster.n_ranks, steps)
 
-    def placements(self, source: Source, placement: str, cluster: Cluster) -> list[Placement]:
+    def _placements(self, source: Source, placement: str, cluster: Cluster) -> list[Placement]:
         """Return a placement for each seed; one where it draws nothing."""
         trace, calibration = self.trace(source.trace), self.calibration(source)
         seeds = self.seeds if placement != "linear" else self.seeds[:1]
@@ -218,7 +213,7 @@ class Evaluation:
         return LayerTimes(*np.mean(times, axis=0).tolist())
 
 
-def _requests(trace: RoutingTrace, calibration: bool | None, domain: str | None) -> Ints:
+def requests_of(trace: RoutingTrace, calibration: bool | None, domain: str | None) -> Ints:
     """Return a trace's requests of one split (None: of both) and domain."""
     mine = np.ones(trace.n_requests, np.bool_)
     if calibration is not None:
@@ -270,7 +265,7 @@ def hardware(model: str, cluster: Cluster) -> tuple[RankMoE, AllToAll]:
         max_num_batched_tokens=2048,
         parallelism=Parallelism(1, True, cluster.n_ranks),
     )
-    moe = step_time.rank_moe(step_time.n_experts, cluster.n_ranks * 2048 * step_time.model.top_k)
+    moe = step_time.rank_moe(step_time.n_experts, 8192 * step_time.model.top_k)
     all_to_all = build_all_to_all(
         step_time.model, gpu, "deepep_ht", cluster.n_ranks, gpus_per_node=cluster.gpus_per_node
     )
