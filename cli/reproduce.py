@@ -62,6 +62,16 @@ def metro(**options: Any) -> None:
     _reproduce("METRO", "metro_evaluation", **options)
 
 
+@reproduce.command()
+@_options
+def grace(**options: Any) -> None:
+    """GRACE-MoE: FIGURE is a number or a name such as map; all of them where none is given.
+
+    Prints a line for each claim. With --out, each figure is a picture and a CSV.
+    """
+    _reproduce("GRACE-MoE", "grace_evaluation", **options)
+
+
 def _reproduce(
     paper: str, module: str, figure: tuple[str, ...], out: Path | None, force: bool, quick: bool
 ) -> None:

@@ -1,0 +1,31 @@
+"""GRACE-MoE's evaluation: all its figures by name, and what they leave open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from eldr_sim.validation import grace_figures, grace_latency
+from eldr_sim.validation.grace_setup import Evaluation
+from eldr_sim.validation.reproduction import Reproduction, Runner
+
+SEEDS, QUICK_SEEDS = range(3), range(1)
+
+
+def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]]:
+    """Return the functions that reproduce each figure, in the order of the paper."""
+    evaluation = Evaluation(QUICK_SEEDS if quick else SEEDS)
+    return {
+        "figure_1a": lambda: grace_figures.figure_1a(evaluation),
+        "figure_1b": lambda: grace_figures.figure_1b(evaluation),
+        "figure_3": lambda: grace_figures.figure_3(evaluation),
+        "figure_4": lambda: grace_latency.figure_4(evaluation, runner),
+        "figure_5": lambda: grace_figures.figure_5(evaluation),
+        "figure_6": lambda: grace_figures.figure_6(evaluation),
+        "pools": lambda: grace_latency.pools(evaluation, runner),
+        "map": lambda: grace_latency.placement_map(evaluation),
+    }
+
+
+def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
+    """Return the runner of the evaluation; ``quick`` is a matter of seeds."""
+    return Runner({"model": "Qwen3-30B-A3B"}, progress=progress)
