@@ -318,6 +318,7 @@ class Relocations:
         self._replicas.multi[engines] = changed.multi
         self._replicas.rank[engines] = changed.rank
         self._replicas.n_instances[engines] = changed.n_instances
+        self._replicas.weight[engines] = changed.weight
 
     def _check(self, group: MovableGroup, placement: Placement) -> None:
         """Raise ValueError unless a policy's placement fits: compiled code does not look."""
