@@ -197,7 +197,8 @@ def print_summary(summary: dict[str, Any]) -> None:
         click.echo(latency.heading.center(_WIDTH, "-"))
         figures(*(f"{statistic}_{tag}_ms" for statistic in ("mean", "median", "p90", "p99")))
     click.echo("Decode steps".center(_WIDTH, "-"))
-    figures("mean_decode_batch", "mean_active_experts_per_step", "p99_active_experts_per_step")
+    figures("mean_decode_batch", "mean_active_experts_per_step")
+    figures("mean_active_experts_per_token", "p99_active_experts_per_step")
     if summary["expert_parallel_size"] > 1:
         _line("Expert placement", summary["expert_placement"])
         figures("mean_busiest_rank_experts_per_step")

@@ -18,6 +18,7 @@ from eldr_sim.traces.manifest import DEFAULT_TRACE, builtin_traces, one_phase
 
 if TYPE_CHECKING:
     from eldr_sim.traces.format import RoutingTrace
+    from eldr_sim.traces.overlap import Overlap
     from eldr_sim.traces.statistics import TraceStatistics
 
 
@@ -112,6 +113,7 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     _print_activated(statistics)
     _print_copies(statistics)
     click.echo()
+    _print_overlap(report.overlap)
     load = statistics.load_max_over_mean
     click.echo(f"Load of the most loaded expert over the mean, by layer: {_range(load)}")
     click.echo(
@@ -283,6 +285,22 @@ def _print_copies(statistics: TraceStatistics) -> None:
         ["domains", "batch", "mixed", "one domain"],
         rows,
     )
+
+
+def _print_overlap(overlap: Overlap) -> None:
+    def figures(values: dict[int, float], digits: int) -> str:
+        return ", ".join(f"{key}: {value:.{digits}f}" for key, value in values.items())
+
+    click.echo(
+        f"Experts of a token of each of n requests, a layer: {figures(overlap.mixed, 1)}\n"
+        f"Experts of n consecutive tokens of a request: {figures(overlap.one_request, 1)}"
+    )
+    if overlap.cosine_between:
+        click.echo(
+            f"Cosine of two requests' expert counts, by percent: "
+            f"{figures(overlap.cosine_between, 2)}; nearest {overlap.cosine_nearest:.2f}, a "
+            f"request's halves {overlap.cosine_within:.2f}"
+        )
 
 
 def _print_domains(statistics: TraceStatistics) -> None:

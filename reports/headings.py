@@ -19,6 +19,7 @@ RUN_FIGURES = {
         "max_concurrent_requests",
         "mean_decode_batch",
         "mean_active_experts_per_step",
+        "mean_active_experts_per_token",
         "p99_active_experts_per_step",
         "mean_busiest_rank_experts_per_step",
         "prefix_cache_hit_rate",

@@ -99,6 +99,9 @@ _REQUESTS = (
 _STEPS = (
     Metric("mean_active_experts_per_step", "Mean activated experts per step", "", "lower",
         "activated (distinct) experts of a decode step, mean over MoE layers, mean over steps"),
+    Metric("mean_active_experts_per_token", "Mean activated experts, by token", "", "lower",
+        "activated experts of a decode step, mean over MoE layers, mean over generated tokens: "
+        "a step counts as often as its batch, so that idle workers do not lower it"),
     Metric("median_active_experts_per_step", "Median activated experts per step", "", "lower",
         "activated experts of a decode step, mean over MoE layers, median over steps"),
     Metric("p99_active_experts_per_step", "P99 activated experts per step", "", "lower",
@@ -169,6 +172,7 @@ HEADLINE = (
     "median_ttft_ms",
     "p99_ttft_ms",
     "mean_active_experts_per_step",
+    "mean_active_experts_per_token",
     "output_throughput",
 )
 

@@ -174,8 +174,12 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
 def _activated_experts(steps: NDArray[np.void], n_moe_layers: int) -> dict[str, float | None]:
     """Return the activated experts of decode steps, means over MoE layers."""
     active, busiest = (steps[field] / n_moe_layers for field in ("active", "busiest"))
+    batch = steps["batch"].astype(float)
     return {
         "mean_active_experts_per_step": _mean(active),
+        "mean_active_experts_per_token": (
+            float((active * batch).sum() / batch.sum()) if batch.sum() else None
+        ),
         "median_active_experts_per_step": _percentile(active, 50),
         "p99_active_experts_per_step": _percentile(active, 99),
         "mean_busiest_rank_experts_per_step": _mean(busiest),

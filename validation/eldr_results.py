@@ -15,7 +15,8 @@ from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percen
 POLICIES = (*LOAD_BALANCERS, "domain", "eldr")
 P50, P99, TTFT = "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms"
 ACTIVE = "mean_active_experts_per_step"
-_FIGURES = (P50, P99, TTFT, ACTIVE)
+ACTIVE_BY_TOKEN = "mean_active_experts_per_token"
+_FIGURES = (P50, P99, TTFT, ACTIVE, ACTIVE_BY_TOKEN)
 
 SummaryGrid = dict[tuple[str, float], Summary]
 
@@ -136,22 +137,29 @@ def _separability(runs: SummaryGrid) -> str:
 
 
 def figure_13(runner: Runner, rates: Sequence[float]) -> Reproduction:
-    """Distinct experts of a decode step, eldr against round_robin (section 6.3)."""
+    """Distinct experts of a decode step, eldr against round_robin (section 6.3).
+
+    The paper does not say over what its mean is taken. Over steps, workers with little to do count
+    as much as busy ones; over tokens, each step counts as often as its batch.
+    """
     runs = run_grid(runner, ("round_robin", "eldr"), rates, workload="task")
     rows = _table(runs)
-    ours = mean_difference(runs, "eldr", "round_robin", ACTIVE)
-    each = [
-        percent(runs["eldr", rate][ACTIVE], runs["round_robin", rate][ACTIVE]) for rate in rates
-    ]
-    claim = Claim(
-        "distinct experts per decode step, eldr against round_robin",
-        -22.0,
-        -22.0,
-        ours,
-        tolerance=2.0,
-        reason=f"{min(each):+.1f} to {max(each):+.1f}% over the rates: batches near all experts "
-        "save least",
-    )
+
+    def claim(metric: str, mean: str) -> Claim:
+        each = [
+            percent(runs["eldr", rate][metric], runs["round_robin", rate][metric]) for rate in rates
+        ]
+        return Claim(
+            f"distinct experts per decode step, {mean}, eldr against round_robin",
+            -22.0,
+            -22.0,
+            mean_difference(runs, "eldr", "round_robin", metric),
+            tolerance=2.0,
+            reason=f"{min(each):+.1f} to {max(each):+.1f}% over the rates: batches near all "
+            "experts save least",
+        )
+
+    claims = [claim(ACTIVE, "mean over steps"), claim(ACTIVE_BY_TOKEN, "mean over tokens")]
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -164,7 +172,7 @@ def figure_13(runner: Runner, rates: Sequence[float]) -> Reproduction:
         axes.legend()
         axes.grid(alpha=0.3)
 
-    return Reproduction("figure_13", "Active experts", pa.Table.from_pylist(rows), [claim], draw)
+    return Reproduction("figure_13", "Active experts", pa.Table.from_pylist(rows), claims, draw)
 
 
 def variants(

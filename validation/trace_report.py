@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from eldr_sim.policies.signature import idf_weights, select_layers, transformed
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.overlap import Overlap, request_overlap
 from eldr_sim.traces.statistics import TraceStatistics, domain_groups, trace_statistics
 
 __all__ = ["TraceReport", "inspect_trace", "write_trace_report"]
@@ -56,6 +57,8 @@ class TraceReport:
         The trace.
     statistics
         Its statistics.
+    overlap
+        How alike its tokens and requests choose.
     rho
         Spearman's rho of ``count-idf`` signatures on all layers (ELDR Eq. 1) over the calibration
         requests of each group of domains; absent for a group with fewer than 3, or without prompts.
@@ -63,6 +66,7 @@ class TraceReport:
 
     trace: RoutingTrace
     statistics: TraceStatistics
+    overlap: Overlap
     rho: dict[str, float]
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,13 +74,14 @@ class TraceReport:
         return {
             "manifest": self.trace.manifest.model_dump(),
             **self.statistics.as_dict(),
+            "overlap": asdict(self.overlap),
             "rho": self.rho,
         }
 
 
 def inspect_trace(trace: RoutingTrace) -> TraceReport:
     """Measure a trace."""
-    return TraceReport(trace, trace_statistics(trace), _rho(trace))
+    return TraceReport(trace, trace_statistics(trace), request_overlap(trace), _rho(trace))
 
 
 def _rho(trace: RoutingTrace) -> dict[str, float]:

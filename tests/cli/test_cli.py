@@ -86,6 +86,7 @@ def test_summary_is_golden(capsys):
         "mean_decode_batch": 33.25,
         "decode_steps": 4000,
         "mean_active_experts_per_step": 87.5,
+        "mean_active_experts_per_token": 92.5,
         "p99_active_experts_per_step": 101.0,
         "expert_parallel_size": 1,
         "preemptions": 0,

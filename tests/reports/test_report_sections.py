@@ -31,7 +31,7 @@ def test_comparison_shows_each_difference_with_its_interval(pages, report_folder
     (caption,) = (c for c in page.tables() if c.startswith("Difference from round_robin"))
     row = page.tables()[caption][1]
     metrics = [d for d in summary["differences"] if d["policy"] == "jsq"]
-    assert len(row) == 1 + len(metrics) == 7
+    assert len(row) == 1 + len(metrics) == 8
     for cell, difference in zip(row[1:], metrics, strict=True):
         assert float(cell.attributes["data-value"]) == difference["percent"]
         numbers = [float(n) for n in re.findall(r"[+-][\d.]+", cell.text.replace("−", "-"))]

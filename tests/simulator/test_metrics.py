@@ -312,6 +312,15 @@ def test_a_run_of_single_tokens_has_no_gaps():
     assert figures["mean_busiest_rank_experts_per_step"] == 1.5
 
 
+def test_activated_experts_by_token_count_a_step_as_often_as_its_batch():
+    # start, end, context, joined, batch, tokens, active, busiest, recomputed; 2 MoE layers
+    steps = [(1.0, 2.0, 5, 0, 1, 1, 4, 3, 0), (2.0, 3.0, 5, 0, 3, 3, 12, 3, 0)]
+    record = a_record([a_request(0.0, 3.0)], [2.0], steps=steps)
+    figures = summarise(record, make_config({}), 2)
+    assert figures["mean_active_experts_per_step"] == (2 + 6) / 2
+    assert figures["mean_active_experts_per_token"] == (1 * 2 + 3 * 6) / 4
+
+
 def test_recomputation_alone_is_no_decode_step():
     steps = [
         (1.0, 2.0, 5, 0, 1, 1, 6, 5, 0),
