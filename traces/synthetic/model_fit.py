@@ -10,7 +10,7 @@ in its own statistic, and repeat.
 parameter      statistic
 ============== ==================================================================
 kinds          share of a kind's tokens that chose an expert
-topics         the same of a request's tokens
+topics         the same of a request's tokens, as far as it lasts (`_lasting`)
 phase          the same of prompts and of generated tokens
 reuse          share of a token's experts that the token before chose, by layer
 drift_sd       how that share falls from 2 to 16 tokens apart, and from 16 to 64
@@ -50,7 +50,7 @@ ROUNDS = 10
 
 _PRIOR_TOKENS = 4.0
 """Tokens of the whole trace that are added to a group's when its shares are taken."""
-_TOPIC_PRIOR_TOKENS = 12.0
+_TOPIC_PRIOR_TOKENS = 6.0
 """The same for a request's, whose tokens are fewer and depend on each other."""
 _LAGS = (1, 2, 16, 64)
 _OWN = (0.0, 0.2, 0.4, 0.6)
@@ -142,11 +142,15 @@ def fit_routing_model(
     two_phases = trace.manifest.prompt_share is None
     model = _first_guess(trace, real)
     aims = _Statistics.of(real, real.ids, real.kind)
+    lasting = 1.0
     for turn in range(rounds):
         progress(turn / (rounds + 1))
         kind, ids = _twin(model, real, seed + 1 + turn)
         drawn = _Statistics.of(real, ids, kind)
-        model = _corrected(model, aims, drawn, min(1.0, 3 / (turn + 1)), two_phases)
+        step = min(1.0, 3 / (turn + 1))
+        lasting = _lasting(lasting, aims, drawn, real.domain, step)
+        aim = replace(aims, topics=_toward_domains(aims.topics, real.domain, lasting))
+        model = _corrected(model, aim, drawn, step, two_phases)
     progress(rounds / (rounds + 1))
     model = replace(model, own=_own(model, real, seed + 1 + rounds))
     progress(1.0)
@@ -291,6 +295,42 @@ def _corrected(
         ),
         drift_sd=model.drift_sd * _drift_ratio(aims.reuse, drawn.reuse) ** (0.5 * step),
     )
+
+
+def _toward_domains(topics: Floats, domain: NDArray[np.int64], lasting: float) -> Floats:
+    """Return shares whose log weights differ from those of the domain's mean by a part as much."""
+    mean = np.stack([topics[domain == d].mean(axis=0) for d in range(int(domain.max()) + 1)])
+    usual = _log_weight(mean)[domain]
+    share = -np.expm1(-np.exp(usual + lasting * (_log_weight(topics) - usual)))
+    return np.asarray(share * topics.sum(axis=2, keepdims=True) / share.sum(axis=2, keepdims=True))
+
+
+def _lasting(
+    lasting: float, aims: _Statistics, drawn: _Statistics, domain: NDArray[np.int64], step: float
+) -> float:
+    """Correct how much of what a request has beyond its domain lasts for the whole request.
+
+    Its counts hold chance and drift, too. What lasts shows in tokens of a request far apart: how
+    many more experts they share than tokens of two requests of the domain.
+    """
+    want, have = (_beyond_domain(statistics, domain) for statistics in (aims, drawn))
+    if not (np.isfinite(want) and np.isfinite(have)):
+        return lasting
+    ratio = np.clip(max(want, 1e-3) / max(have, 1e-3), 0.25, 4.0)
+    return float(np.clip(lasting * ratio ** (0.5 * step), 0.05, 1.0))
+
+
+def _beyond_domain(statistics: _Statistics, domain: NDArray[np.int64]) -> float:
+    """Return the reuse far apart, less what two requests of one domain share; NaN if unknown."""
+    share, top_k = statistics.topics, statistics.topics.sum(axis=2).mean()
+    shared = pairs = 0.0
+    for d in np.unique(domain):
+        mine = share[domain == d]
+        total = (mine.sum(axis=0) ** 2).sum() - (mine**2).sum()
+        shared += float(total)
+        pairs += len(mine) * (len(mine) - 1) * share.shape[1]
+    far = np.nanmean(statistics.reuse[-1]) if np.isfinite(statistics.reuse[-1]).any() else np.nan
+    return float(far - shared / pairs / top_k) if pairs else float("nan")
 
 
 def _drift_ratio(want: Floats, have: Floats) -> Floats:
