@@ -126,6 +126,12 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
         click.echo(
             f"Next layer's expert ({found.of}): {before:.2f} bits, {after:.2f} given this layer's"
         )
+    if report.coactivation:
+        inside = {name: sum(x) / len(x) for name, x in report.coactivation.items()}
+        click.echo(
+            f"Pairs of a token's experts in one of 4 equal groups: {inside['affinity']:.3f} by "
+            f"affinity, {inside['neighbours']:.3f} of neighbours"
+        )
     _print_domains(statistics)
     for group, rho in report.rho.items():
         click.echo(f"Rho of count-idf signatures on all layers, {group}: {rho:.4f}")

@@ -15,6 +15,9 @@ A folder, written whole or not at all: ``statistics.json`` (manifest, all of
 ``prefill_decode``
     Share of prompt tokens and of generated tokens that choose each expert, by domain (Fig. 3);
     absent for a decode-only trace.
+``coactivation``
+    Share of the pairs of a token's experts that lie in one of 4 equal groups: of neighbours, and of
+    groups by affinity (GRACE-MoE's U; fitted on calibration requests, counted on serving ones).
 ``next_layer``
     Entropy of a layer's expert, alone and given that of the layer before.
 ``domain_divergence``
@@ -33,18 +36,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.policies.artifact import calibration_pairs
+from eldr_sim.policies.grace import equal_groups
+from eldr_sim.policies.grouping import utilization
 from eldr_sim.policies.signature import idf_weights, select_layers, transformed
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.traces.calibration import calibration_set
+from eldr_sim.traces.coactivation import affinity_of, coactivation
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.overlap import Overlap, request_overlap
 from eldr_sim.traces.statistics import TraceStatistics, domain_groups, trace_statistics
+from eldr_sim.traces.streams import stream
 
 __all__ = ["TraceReport", "inspect_trace", "write_trace_report"]
 
 Row = dict[str, str | int | float]
 #: A folder with this file holds a report, which ``force`` replaces.
 MARKER = "statistics.json"
+#: Groups that co-activation is measured in, as GPUs of one node would be.
+N_GROUPS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +71,16 @@ class TraceReport:
     rho
         Spearman's rho of ``count-idf`` signatures on all layers (ELDR Eq. 1) over the calibration
         requests of each group of domains; absent for a group with fewer than 3, or without prompts.
+    coactivation
+        By layer, for groups of ``neighbours`` and by ``affinity``: see the module. Empty where the
+        experts do not divide, or a split has no requests.
     """
 
     trace: RoutingTrace
     statistics: TraceStatistics
     overlap: Overlap
     rho: dict[str, float]
+    coactivation: dict[str, list[float]]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -76,12 +89,33 @@ class TraceReport:
             **self.statistics.as_dict(),
             "overlap": asdict(self.overlap),
             "rho": self.rho,
+            "coactivation": self.coactivation,
         }
 
 
 def inspect_trace(trace: RoutingTrace) -> TraceReport:
     """Measure a trace."""
-    return TraceReport(trace, trace_statistics(trace), request_overlap(trace), _rho(trace))
+    return TraceReport(
+        trace, trace_statistics(trace), request_overlap(trace), _rho(trace), _coactivation(trace)
+    )
+
+
+def _coactivation(trace: RoutingTrace) -> dict[str, list[float]]:
+    fitted, judged = np.flatnonzero(trace.is_calibration), np.flatnonzero(~trace.is_calibration)
+    if trace.n_experts % N_GROUPS or not len(fitted) or not len(judged):
+        return {}
+    rng = stream(0, "trace inspect")
+    neighbours = np.arange(trace.n_experts) * N_GROUPS // trace.n_experts
+    found: dict[str, list[float]] = {"neighbours": [], "affinity": []}
+    for pairs, seen in zip(
+        affinity_of(coactivation(trace, fitted)),
+        affinity_of(coactivation(trace, judged)),
+        strict=True,
+    ):
+        groups = equal_groups(pairs, N_GROUPS, 1, rng, resolution=0.0)
+        found["neighbours"].append(utilization(seen, neighbours))
+        found["affinity"].append(utilization(seen, groups))
+    return found
 
 
 def _rho(trace: RoutingTrace) -> dict[str, float]:
@@ -131,6 +165,10 @@ def write_trace_report(
         "load_skew": (_load_rows(statistics), lambda f: _draw_load(f, statistics)),
         "distinct_experts": (_distinct_rows(statistics), lambda f: _draw_distinct(f, statistics)),
         "copies": (_copy_rows(statistics), lambda f: _draw_copies(f, statistics)),
+        "coactivation": (
+            _coactivation_rows(report.coactivation),
+            lambda f: _draw_coactivation(f, report.coactivation),
+        ),
         "next_layer": (_layer_rows(statistics), lambda f: _draw_layers(f, statistics)),
         "domain_divergence": (_js_rows(statistics), lambda f: _draw_js(f, statistics)),
     }
@@ -212,6 +250,23 @@ class _Use:
             }
             for (d, layer, expert), value in np.ndenumerate(self.prompt)
         ]
+
+
+def _coactivation_rows(found: dict[str, list[float]]) -> list[Row]:
+    return [
+        {"layer": layer, **{name: round(values[layer], 6) for name, values in found.items()}}
+        for layer in range(len(found.get("affinity", [])))
+    ]
+
+
+def _draw_coactivation(figure: Any, found: dict[str, list[float]]) -> None:
+    axes = figure.subplots()
+    for name, values in found.items():
+        axes.plot(values, ".-", label=name)
+    axes.set(xlabel="layer", ylabel=f"pairs inside {N_GROUPS} equal groups", ylim=(0, 1))
+    axes.set_title("Pairs of a token's experts in one group")
+    axes.legend()
+    axes.grid(alpha=0.3)
 
 
 def _load_rows(statistics: TraceStatistics) -> list[Row]:

@@ -1,6 +1,7 @@
 """`trace inspect`: what it prints; a folder that appears whole or not at all."""
 
 import csv
+import itertools
 import json
 
 import numpy as np
@@ -57,6 +58,7 @@ def test_inspect_is_golden(tiny, run_cli):
 
 
 PARTS = [
+    "coactivation",
     "copies",
     "distinct_experts",
     "domain_divergence",
@@ -94,6 +96,17 @@ def test_report_is_whole(tiny, run_cli, tmp_path):
         over = share[row["domain"]] / mean if mean else 0
         assert float(row["over_mean"]) == pytest.approx(over, abs=1e-4)
 
+    # The pairs of neighbours, counted one by one over the serving requests' tokens.
+    with (tmp_path / "r" / "coactivation.csv").open() as file:
+        (layer, *_) = csv.DictReader(file)
+    serving = [r for q in np.flatnonzero(~tiny.is_calibration) for r in range(10 * q, 10 * q + 10)]
+    same = [
+        a // 3 == b // 3
+        for ids in tiny.experts[serving, 0].tolist()
+        for a, b in itertools.combinations(ids, 2)
+    ]
+    assert float(layer["neighbours"]) == pytest.approx(np.mean(same), abs=1e-6)
+
     before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir() if p.suffix != ".png"}
     code, _, err = run_cli("trace", "inspect", tiny.path, "--out", tmp_path / "r")
     assert code == 2
@@ -125,7 +138,8 @@ def test_report_without_pictures_and_prompts(tiny, run_cli, tmp_path):
     assert (code, err) == (0, "")
     assert "Decode-only" in out
     names = sorted(p.name for p in (tmp_path / "r").iterdir())
-    assert names == sorted([f"{p}.csv" for p in PARTS[:-1]] + ["statistics.json"])
+    # Without a calibration split no groups are fitted.
+    assert names == sorted([f"{p}.csv" for p in PARTS[1:-1]] + ["statistics.json"])
 
 
 def test_failed_picture_leaves_nothing(tiny, run_cli, tmp_path, monkeypatch):
