@@ -131,11 +131,13 @@ class PolicyConfig(_Fields):
     expert_placement: Annotated[str, _policy("placement")] = "linear"
     """Which GPU of a decode (or co-located) worker holds which experts under expert parallelism:
     neighbours together; ELDR's placement, which spreads the expected activation of each decode
-    worker's cluster evenly; or EPLB's, which so spreads the load of the calibration requests."""
+    worker's cluster evenly; EPLB's, which so spreads the load of the calibration requests; or
+    experts that tokens choose together on one GPU: GRACE-MoE's (``grace``) with copies of hot ones,
+    or equally many on each (``affinity``)."""
     replica_choice: Annotated[str, _policy("replica")] = "hash"
     """Which instance of an expert computes a token where there are redundant experts: vLLM's hash
-    of the token's position, an even split, one near the token, or one that keeps the activated
-    experts of the busiest GPU few (METRO)."""
+    of the token's position, an even split, one near the token, one drawn by the load of the GPUs
+    (GRACE-MoE's), or one that keeps the activated experts of the busiest GPU few (METRO)."""
 
 
 class WorkloadConfig(_Fields):
