@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.step_time import RankMoE, StepCost
     from eldr_sim.policies.artifact import RoutingArtifact
     from eldr_sim.policies.clustering import Method
+    from eldr_sim.policies.placement import Placement
     from eldr_sim.policies.signature import LayerMask, Transform
     from eldr_sim.traces.calibration import CalibrationSet
 
@@ -195,6 +196,9 @@ class PolicyContext:
         Step times of the model on a decode worker.
     rank_moe
         Times of a MoE layer on a GPU that shares experts with others.
+    placements
+        Function that returns where the experts of each group of decode workers lie, called only by
+        policies that need it; None where every GPU holds all.
     future
         The future, which no real router has, for oracles only: a function of ``request_id`` that
         returns the share of the request's decode steps to come in which it will select each
@@ -215,6 +219,7 @@ class PolicyContext:
     prefix_block_tokens: int = 16
     step_times: StepCost | None = None
     rank_moe: RankMoE | None = None
+    placements: Callable[[], Sequence[Placement]] | None = None
     future: Callable[[int], NDArray[np.float64]] | None = None
     group_size: int = 1
 

@@ -16,7 +16,7 @@ Why this cost. The growth ``t' - t`` of the step time alone is smallest on the *
 whose union has all experts already, so everything piles up on one worker. The sum of step times
 over requests, ``b t``, has a trace of the same weakness near saturation, where ``t`` is concave in
 ``b``: at high load it pays for its median in the tail. The square does not. The measurements are
-in ``docs/marginal_cost.md``.
+in ``docs/marginal_cost.md``. Where experts lie on several GPUs, see `marginal_ranks`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies.activation import fit_activation
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.choice import SignatureParameters
+from eldr_sim.policies.marginal_ranks import GreedyOnRanks
 from eldr_sim.policies.signature import Floats
 from eldr_sim.policies.unions import ExpertUnions, growth, log_idle, on_grid, shift
 
@@ -136,7 +137,7 @@ class MarginalCostPolicy:
         if n_experts != step_times.n_experts:
             problem = f"{n_experts} experts, but the model has {step_times.n_experts}"
             raise InputError("calibration", problem)
-        self._greedy = _Greedy(step_times, context.n_workers, n_layers)
+        self._greedy = _greedy(context, step_times, n_layers)
         self._usages: dict[int, _Usage] = {}
 
     def usage(self, request: RequestInfo) -> _Usage:
@@ -181,7 +182,7 @@ class OraclePolicy:
     def __init__(self, context: PolicyContext) -> None:
         step_times = context.require_step_times(self.name)
         self._future = context.require_future(self.name)
-        self._greedy = _Greedy(step_times, context.n_workers, step_times.n_moe_layers)
+        self._greedy = _greedy(context, step_times, step_times.n_moe_layers)
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the worker whose cost grows least, and count the request there."""
@@ -193,6 +194,14 @@ class OraclePolicy:
         self._greedy.remove(request_id, worker)
 
 
+def _greedy(context: PolicyContext, step_times: StepCost, n_layers: int) -> _Greedy | GreedyOnRanks:
+    """Return the rule for workers as the context has them."""
+    if context.placements is None:
+        return _Greedy(step_times, context.n_workers, n_layers)
+    placements = context.placements()
+    return GreedyOnRanks(step_times, context.rank_moe, placements, context.n_workers, n_layers)
+
+
 def _usage(activation: Floats) -> _Usage:
     rounded = on_grid(activation)
     return rounded, log_idle(rounded)
@@ -202,9 +211,9 @@ def _usage(activation: Floats) -> _Usage:
 def expected_step_s(step_times: StepCost, load: int, context: int, activated: Any) -> float:
     """Return the expected time of a worker's decode step, s.
 
-    Where a worker spreads its experts over several GPUs, each is taken to hold an equal share of
-    the union. Requests beyond the places of a batch take turns: their step counts ``load / places``
-    times.
+    Where a worker spreads its experts over several GPUs and nobody knows how, each is taken to hold
+    an equal share of the union. Requests beyond the places of a batch take turns: their step counts
+    ``load / places`` times.
 
     Parameters
     ----------

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,12 @@ from eldr_sim.policies.base import DecodePolicy, PolicyContext
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.fit_cache import cached_fit
-from eldr_sim.policies.placement import ExpertGroup, Placement, RelocatingPolicy
+from eldr_sim.policies.placement import (
+    ExpertGroup,
+    Placement,
+    PlacementPolicy,
+    RelocatingPolicy,
+)
 from eldr_sim.policies.queue_order import QueueOrder, Waiting
 from eldr_sim.policies.registry import (
     decode_policy,
@@ -254,6 +259,8 @@ def _decode_policy(
     """Build the decode policy, and fit it if it needs a fit."""
     trace, step_time, n_engines = prepared.trace, prepared.step_time, prepared.spec.n_decode
     group_size = prepared.spec.decode.parallelism.data_parallel_size
+    shared = prepared.spec.decode.group
+    spread = prepared.spec.decode.parallelism.n_expert_ranks > 1
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def artifact(
@@ -277,6 +284,10 @@ def _decode_policy(
         )
         return replay.activation(window, offset, steps, step_time.n_experts)
 
+    def placements() -> list[Placement]:
+        placed = _place_pool(config, prepared, "decode", None, calibration)
+        return [one.placement for one in placed]
+
     return decode_policy(
         config.policy,
         PolicyContext(
@@ -287,6 +298,8 @@ def _decode_policy(
             step_times=step_time.cost,
             future=future,
             group_size=group_size,
+            rank_moe=None if shared is None else shared.moe,
+            placements=placements if spread else None,
         ),
     )
 
@@ -374,43 +387,68 @@ def _placements(
     None where every GPU holds all experts. Prefill workers come first; ELDR's clusters are those of
     decode workers.
     """
-    spec, n_experts = prepared.spec, prepared.model.n_experts
+    spec = prepared.spec
     pools = (("prefill", spec.prefill, spec.n_prefill), ("decode", spec.decode, spec.n_decode))
     if all(engine.parallelism.n_expert_ranks == 1 for _, engine, _ in pools):
         return None, []
-    layers = prepared.trace.manifest.n_layers
     placements: list[Placement] = []
     movable = []
     for pool, (role, engine, n_engines) in enumerate(pools):
         if n_engines == 0:
             continue
         artifact = fitted if role == "decode" else None
-        rng = stream(config.seed, "placement")
-        context = PolicyContext(n_engines, rng, calibration, artifact=artifact)
-        policy = placement_policy(config.pool(role).expert_placement, context)
-        ranks, size = engine.parallelism.n_expert_ranks, engine.parallelism.data_parallel_size
-        n_nodes = max(1, ranks // config.gpus_per_node)
-        for first in range(0, n_engines, size):
-            members = range(first, first + size)
-            group = ExpertGroup(members, layers, n_experts, ranks, engine.n_redundant, n_nodes)
-            placement = policy.place(group)
-            if engine.group is not None and isinstance(policy, RelocatingPolicy):
+        size, ranks = engine.parallelism.data_parallel_size, engine.parallelism.n_expert_ranks
+        for nth, placed in enumerate(_place_pool(config, prepared, role, artifact, calibration)):
+            if engine.group is not None and isinstance(placed.policy, RelocatingPolicy):
                 gpu, n_bytes = engine.step_time.gpu, prepared.model.bytes_per_expert
                 movable.append(
                     MovableGroup(
                         len(placements),
                         size,
                         pool,
-                        first // size,
-                        group,
-                        policy,
-                        placement,
+                        nth,
+                        placed.group,
+                        placed.policy,
+                        placed.placement,
                         expert_links(gpu, n_bytes, ranks, config.gpus_per_node),
-                        group.slots_per_rank,
+                        placed.group.slots_per_rank,
                     )
                 )
-            placements += [placement] * size
+            placements += [placed.placement] * size
     return placements, movable
+
+
+class _Placed(NamedTuple):
+    """The experts of one group, and who placed them."""
+
+    policy: PlacementPolicy
+    group: ExpertGroup
+    placement: Placement
+
+
+def _place_pool(
+    config: RunConfig,
+    prepared: PreparedRun,
+    role: str,
+    fitted: RoutingArtifact | None,
+    calibration: Callable[[], CalibrationSet],
+) -> list[_Placed]:
+    """Return where the experts of each group of a pool's engines lie."""
+    spec = prepared.spec
+    engine, n_engines = spec.prefill, spec.n_prefill
+    if role == "decode":
+        engine, n_engines = spec.decode, spec.n_decode
+    ranks, size = engine.parallelism.n_expert_ranks, engine.parallelism.data_parallel_size
+    rng = stream(config.seed, "placement")
+    context = PolicyContext(n_engines, rng, calibration, artifact=fitted, group_size=size)
+    policy = placement_policy(config.pool(role).expert_placement, context)
+    layers, n_experts = prepared.trace.manifest.n_layers, prepared.model.n_experts
+    n_nodes = max(1, ranks // config.gpus_per_node)
+    groups = (
+        ExpertGroup(members, layers, n_experts, ranks, engine.n_redundant, n_nodes)
+        for members in (range(first, first + size) for first in range(0, n_engines, size))
+    )
+    return [_Placed(policy, group, policy.place(group)) for group in groups]
 
 
 def _relocations(

@@ -1,0 +1,225 @@
+"""Beyond METRO's paper: expert-aware routing between groups, and redundant experts inside them.
+
+Both reduce the activated experts of a group's busiest GPU, by different means. Requests that choose
+the same experts, together in one group, make the union of its experts smaller; redundant experts
+let the union be spread evenly. Neither alone does what both do: an even spread needs slack below
+``experts / GPUs``, and a small union lies on the GPUs unevenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
+from eldr_sim.planning.runs import Summary
+from eldr_sim.validation.reproduction import Reproduction, Runner
+
+#: Engines of a decode group, a GPU each, and groups.
+_ENGINES, _GROUPS = 8, 4
+#: 1.125 instances an expert.
+_REDUNDANT = 16
+_CLUSTER: dict[str, Any] = {
+    "model": "Qwen3-30B-A3B",
+    "gpu": "H100",
+    "topology": f"8P{_GROUPS}D",
+    "trace": "reference-moe",
+    "all2all_backend": "allgather_alltoall",
+    "output_len": 128,
+    "warmup": 1.5,
+    "duration": 2.5,
+}
+#: Requests/s by tokens in the batch of a group, roughly: steps take 7 to 8 ms.
+_RATES = {64: 275.0, 256: 1035.0}
+_POLICIES = {
+    "jsq": "jsq",
+    "domain": "domain",
+    "eldr": "eldr:capture_overhead_ms=0,routing_overhead_ms=0",
+}
+BUSIEST, MOE, TPOT, P99 = "busiest_experts", "moe_ms", "median_tpot_ms", "p99_tpot_ms"
+_METRICS = (BUSIEST, MOE, TPOT, P99)
+
+
+class Variant(NamedTuple):
+    """Where the experts of a group lie, and which instance computes."""
+
+    name: str
+    placement: str = "eplb"
+    choice: str = "even"
+    redundant: int = _REDUNDANT
+
+
+_NONE = Variant("no redundancy", "linear", redundant=0)
+_FREE = tuple(
+    Variant(name, choice=f"{name}:overhead_us=0") for name in ("metro", "metro_sorted", "optimal")
+)
+_VARIANTS = (_NONE, Variant("even"), *_FREE)
+#: With what METRO's kernel took on an A100; the placements by ELDR's clusters need its router.
+_CHARGED = Variant("metro, 26 us a layer", choice="metro")
+_OF_CLUSTERS = (
+    Variant("placed by cluster, no redundancy", "eldr", redundant=0),
+    Variant("placed by cluster, metro_sorted", "eplb:load=cluster", "metro_sorted:overhead_us=0"),
+    Variant("placed by cluster, optimal", "eplb:load=cluster", "optimal:overhead_us=0"),
+)
+
+
+class Setting(NamedTuple):
+    """A load."""
+
+    workload: str
+    trace_replay: str
+    batch: int
+
+
+def locality(runner: Runner, quick: bool = False) -> Reproduction:
+    """ELDR's routing between groups times METRO's choice inside them, paired by seed.
+
+    Four decode groups of 8 H100, Qwen3-30B-A3B, the embedded trace. All differences are from jsq
+    without redundant experts on the same requests. ``interaction`` is the difference of a pair of
+    policy and redundancy less the sum of the two alone, in points: below 0 each helps the other.
+
+    Parameters
+    ----------
+    runner
+        Runs the simulations; what its base says of the cluster is overridden.
+    quick
+        One load and two seeds, in place of six loads and five.
+    """
+    seeds = range(2 if quick else 5)
+    cells = list(_cells(quick))
+    summaries = iter(
+        runner.run([_case(*cell) | {"seed": seed} for cell in cells for seed in seeds])
+    )
+    runs = {cell: [_figures(next(summaries)) for _ in seeds] for cell in cells}
+    rows = [_row(cell, runs) for cell in cells]
+    return Reproduction(
+        "beyond_locality",
+        "ELDR between groups, METRO inside them (Qwen3-30B-A3B, 4 groups of 8 H100)",
+        pa.Table.from_pylist(rows),
+        [],
+        lambda figure: _draw(figure, rows),
+    )
+
+
+_Cell = tuple[Setting, str, Variant]
+
+
+def _cells(quick: bool) -> Iterator[_Cell]:
+    """Return what is simulated, the reference of a setting first."""
+    if quick:
+        yield from product([Setting("task", "own", 64)], ("jsq", "eldr"), (_NONE, _FREE[1]))
+        return
+    some = (_NONE, _FREE[1])
+    for workload in ("task", "language"):
+        own, other = (Setting(workload, replay, 64) for replay in ("own", "same_domain"))
+        yield from product([own], ("jsq", "eldr"), (*_VARIANTS, _CHARGED))
+        yield from product([own], ["domain"], some)
+        yield from product([own], ["eldr"], _OF_CLUSTERS)
+        yield from product([other], _POLICIES, some)
+        yield other, "eldr", _OF_CLUSTERS[1]
+    for workload in ("task", "language"):
+        yield from product([Setting(workload, "own", 256)], ("jsq", "eldr"), some)
+
+
+def _case(setting: Setting, policy: str, variant: Variant) -> dict[str, Any]:
+    """Return the fields of a run."""
+    return _CLUSTER | {
+        "workload": setting.workload,
+        "trace_replay": setting.trace_replay,
+        "request_rate": _RATES[setting.batch],
+        "policy": _POLICIES[policy],
+        "replica_choice": variant.choice,
+        "decode": {
+            "data_parallel_size": _ENGINES,
+            "enable_expert_parallel": True,
+            "expert_placement": variant.placement,
+            "num_redundant_experts": variant.redundant,
+        },
+    }
+
+
+def _figures(summary: Summary) -> dict[str, float]:
+    return {
+        BUSIEST: summary["mean_busiest_rank_experts_per_step"],
+        MOE: summary["group"]["mean_moe_ms"],
+        TPOT: summary["median_tpot_ms"],
+        P99: summary["p99_tpot_ms"],
+        "batch": summary["mean_decode_batch"] * summary["group"]["mean_busy_engines"],
+        "experts": summary["mean_active_experts_per_step"],
+    }
+
+
+def _row(cell: _Cell, runs: dict[_Cell, list[dict[str, float]]]) -> dict[str, Any]:
+    """Return the means of a cell, and how far it is from jsq without redundant experts."""
+    setting, policy, variant = cell
+    plain = runs[setting, "jsq", _NONE]
+    apart = runs[setting, policy, _NONE], runs.get((setting, "jsq", variant))
+    row: dict[str, Any] = {
+        **setting._asdict(),
+        "policy": policy,
+        "redundancy": variant.name,
+        "simulated_batch": _mean(runs[cell], "batch"),
+        "activated_experts": _mean(runs[cell], "experts"),
+    }
+    for metric in _METRICS:
+        ours, theirs = _column(runs[cell], metric), _column(plain, metric)
+        row[metric] = _mean(runs[cell], metric)
+        row |= _ends(f"{metric}_percent", paired_percent(ours, theirs))
+        if metric in (BUSIEST, MOE) and policy != "jsq" and variant != _NONE and apart[1]:
+            alone = [_column(own, metric) for own in apart if own is not None]
+            points = [
+                100.0 * (both - routed - spread + none) / none
+                for both, routed, spread, none in zip(ours, *alone, theirs, strict=True)
+            ]
+            row |= _ends(f"{metric}_interaction", t_interval(points))
+        elif metric in (BUSIEST, MOE):
+            row |= dict.fromkeys(_names(f"{metric}_interaction"), None)
+    return row
+
+
+def _mean(runs: Sequence[dict[str, float]], name: str) -> float:
+    return sum(run[name] for run in runs) / len(runs)
+
+
+def _column(runs: Sequence[dict[str, float]], name: str) -> list[float]:
+    return [run[name] for run in runs]
+
+
+def _names(name: str) -> tuple[str, str, str]:
+    return name, f"{name}_low", f"{name}_high"
+
+
+def _ends(name: str, interval: Interval) -> dict[str, float]:
+    return dict(zip(_names(name), interval, strict=True))
+
+
+def _draw(figure: Any, rows: list[dict[str, Any]]) -> None:
+    """Draw the busiest GPU's activated experts, a panel a load."""
+    settings = list(dict.fromkeys(Setting(*(r[f] for f in Setting._fields)) for r in rows))
+    panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
+    names = list(dict.fromkeys(row["redundancy"] for row in rows))
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    for axes, setting in zip(panels, settings, strict=True):
+        own = [r for r in rows if Setting(*(r[f] for f in Setting._fields)) == setting]
+        for row in own:
+            mean, low, high = (row[name] for name in _names(f"{BUSIEST}_percent"))
+            at = names.index(row["redundancy"]) + 0.25 * policies.index(row["policy"])
+            axes.barh(
+                at,
+                mean,
+                0.22,
+                xerr=[[mean - low], [high - mean]] if low == low else None,
+                color=f"C{policies.index(row['policy'])}",
+            )
+        axes.set_yticks(range(len(names)), names, fontsize=6)
+        axes.set_title(f"{setting.workload}, {setting.trace_replay}, {setting.batch}", fontsize=7)
+        axes.axvline(0.0, color="black", linewidth=0.8)
+    panels[0].set_xlabel("busiest GPU's experts, % of jsq without redundancy", fontsize=7)
+    panels[0].legend(
+        [panels[0].patches[0].__class__((0, 0), 1, 1, color=f"C{i}") for i in range(len(policies))],
+        policies,
+        fontsize=6,
+    )
