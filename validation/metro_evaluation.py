@@ -75,7 +75,7 @@ class _Traces:
 
     def case(self, setup: Setup, dataset: Dataset, own: Routing, shrink: int) -> Case:
         """Return a case with the log of its requests."""
-        log = results.write_log(dataset, 2 * setup.in_flight, shrink, self.path)
+        log = results.write_log(dataset, setup.waves * setup.in_flight, shrink, self.path)
         return Case(setup, dataset, own, log)
 
 
@@ -106,7 +106,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     @cache
     def figure_10() -> Reproduction:
         chosen = [case for setup in results.SIMULATED for case in cases(setup, False)]
-        return results.figure_10(runner, chosen, ratios)
+        return results.figure_10(runner, chosen, (1.0, 1.125, 1.5) if not quick else ratios)
 
     def recorded() -> Case:
         return traces.case(real, real.datasets[0], traces.of(real, real.datasets[0])[-1], shrink)

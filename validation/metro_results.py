@@ -45,6 +45,7 @@ class Setup:
     n_gpus: int
     in_flight: int
     datasets: tuple[Dataset, ...]
+    waves: int = 2  #: requests that take each place, one after the other
 
     def fields(self, ratio: float) -> dict[str, Any]:
         """Return the fields of a run with so many instances an expert, EPLB's baseline."""
@@ -84,8 +85,8 @@ REAL = Setup(
 #: The paper's 1K in and 2K out for the decode-heavy one; the prefill-heavy one's output is assumed.
 _B200 = Dataset("HumanEval", "code", 1024, 2048), Dataset("GSM8K", "math", 1024, 128)
 SIMULATED = (
-    Setup("Qwen3-235B-A22B", "B200", 8, 1024, _B200),
-    Setup("DeepSeek-V3", "B200", 16, 1024, _B200),
+    Setup("Qwen3-235B-A22B", "B200", 8, 1024, _B200, waves=1),
+    Setup("DeepSeek-V3", "B200", 16, 1024, _B200, waves=1),
 )
 
 
@@ -108,7 +109,7 @@ class Case:
         return self.setup.fields(ratio) | {
             "workload": str(self.log),
             "request_rate": "inf",
-            "num_requests": 2 * self.setup.in_flight,
+            "num_requests": self.setup.waves * self.setup.in_flight,
             "domain_mix": {self.routing.domain: 1.0},
             "trace": str(self.routing.trace.path),
         } | changes  # fmt: skip
