@@ -24,9 +24,9 @@ from eldr_sim.simulator.config import Pool, RunConfig, make_config, read_config,
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Fields that are mappings: ``goodput`` and the pools have options of their own, the mix is for
+#: Fields that are mappings: ``goodput`` and the pools have options of their own, the mixes are for
 #: files.
-_MAPPINGS = ("goodput", "domain_mix", "prefill", "decode")
+_MAPPINGS = ("goodput", "domain_mix", "domain_mix_end", "prefill", "decode")
 #: Options of one pool's workers, such as ``prefill_gpu``, and the fields they stand for.
 _POOL_OPTIONS = {
     f"{role}_{name}": (role, name) for role in ("prefill", "decode") for name in Pool.model_fields

@@ -36,6 +36,7 @@ MARKER = "what_if.json"
 REQUEST_FIELDS = {
     "workload": "workload",
     "domain_mix": "domain_mix",
+    "domain_mix_end": "domain_mix_end",
     "trace": "trace",
     "trace_replay": "trace_replay",
     "prompts": "prompts",

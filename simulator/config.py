@@ -64,7 +64,7 @@ class RunConfig(
         for name, value in flat(changes).items():
             if isinstance(value, BaseModel):
                 values[name] = value.model_dump()
-            elif isinstance(value, dict) and name != "domain_mix":
+            elif isinstance(value, dict) and name not in ("domain_mix", "domain_mix_end"):
                 for inner, what in value.items():
                     set_field(values, f"{name}.{inner}", what)
             else:

@@ -149,6 +149,9 @@ class WorkloadConfig(_Fields):
     domain_mix: dict[str, float] | None = None
     """Share of each domain of the routing trace among the requests; the workload's own when not
     given."""
+    domain_mix_end: dict[str, float] | None = None
+    """Shares towards which the domain mix moves evenly until the measured window ends. What is
+    fitted on calibration requests knows the mix at the start alone."""
     request_rate: Rate | None = None
     """Mean requests per second; ``inf`` sends all at once. 60 when not given, the recorded
     timestamps for a file."""

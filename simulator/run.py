@@ -159,6 +159,8 @@ def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tupl
         output_len=config.effective_output_len,
         seed=config.seed,
         domain_mix=config.domain_mix,
+        domain_mix_end=config.domain_mix_end,
+        drift_s=None if config.num_requests else window[1],
         trace_replay=config.trace_replay,
         prompts=config.prompts,
     )

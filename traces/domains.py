@@ -32,7 +32,10 @@ have them."""
 
 
 def resolve_domain_mix(
-    trace: RoutingTrace, workload: str, domain_mix: Mapping[str, float] | None = None
+    trace: RoutingTrace,
+    workload: str,
+    domain_mix: Mapping[str, float] | None = None,
+    field: str = "domain_mix",
 ) -> tuple[dict[str, float], str]:
     """Return the share of each domain in a workload, and where the shares come from.
 
@@ -46,6 +49,8 @@ def resolve_domain_mix(
     domain_mix
         Weights that replace the default, by domain name: any of the trace's. A domain left out
         gets none.
+    field
+        What errors call it.
 
     Returns
     -------
@@ -77,15 +82,15 @@ def resolve_domain_mix(
     for name, weight in weights.items():
         if name not in trace.domains:
             raise InputError(
-                "domain_mix",
+                field,
                 f"{name!r} is not a domain of trace {trace.path.name}",
                 ", ".join(trace.domains),
             )
         if not math.isfinite(weight) or weight < 0:
-            raise InputError("domain_mix", f"weight of {name} is {weight}", "a finite number >= 0")
+            raise InputError(field, f"weight of {name} is {weight}", "a finite number >= 0")
     total = math.fsum(weights.values())
     if total <= 0:
-        raise InputError("domain_mix", "no domain has a positive weight")
+        raise InputError(field, "no domain has a positive weight")
     return (
         {name: weights[name] / total for name in trace.domains if weights.get(name, 0) > 0},
         source,

@@ -122,6 +122,8 @@ def make_workload(
     output_len: int | Literal["recorded"] = "recorded",
     seed: int = 0,
     domain_mix: Mapping[str, float] | None = None,
+    domain_mix_end: Mapping[str, float] | None = None,
+    drift_s: float | None = None,
     trace_replay: Literal["own", "same_domain"] = "own",
     prompts: Literal["unique", "shared"] = "unique",
 ) -> Workload:
@@ -159,6 +161,9 @@ def make_workload(
     domain_mix
         Weights of the domains by name, in place of `domains.DOMAIN_MIXES` or, for a log, of
         the serving split's own shares.
+    domain_mix_end, drift_s
+        Weights at the end, towards which the shares move evenly: in so many seconds, or else from
+        the first request to the last.
     trace_replay
         ``own`` replays the decode of the request that gave the signature; ``same_domain``
         that of another request of its domain, so that a router gains nothing from copies of
@@ -204,7 +209,12 @@ def make_workload(
         )
 
     shares, mix_source = resolve_domain_mix(trace, name, domain_mix)
-    trace_request = _deal_requests(trace, shares, n, seed)
+    drift = None
+    if domain_mix_end is not None:
+        end, _ = resolve_domain_mix(trace, name, domain_mix_end, field="domain_mix_end")
+        shares = shares | {domain: 0.0 for domain in end if domain not in shares}
+        drift = end, _progress(arrival_s, drift_s)
+    trace_request = _deal_requests(trace, shares, n, seed, drift)
     blocks, indptr, block_tokens = _prefix_blocks(trace, trace_request, log, prompts)
     if log is None:
         source, sharing = trace_request[: len(blocks)], {"prompts": prompts}
@@ -235,6 +245,7 @@ def make_workload(
         **sharing,
         "domain_mix": {k: round(v, 6) for k, v in shares.items()},
         "domain_mix_source": mix_source,
+        **({} if drift is None else {"domain_mix_end": {k: round(v, 6) for k, v in end.items()}}),
         **_describe_replay(trace, trace_request, decode_request, output, window),
     }
     return Workload(
@@ -376,14 +387,36 @@ def _recorded_arrivals(
     return arrival_s if horizon_s is None else arrival_s[arrival_s < horizon_s]
 
 
+def _progress(arrival_s: NDArray[np.float64], drift_s: float | None) -> NDArray[np.float64]:
+    """Return how far the domain mix has moved at each arrival, 0 to 1."""
+    n = len(arrival_s)
+    if drift_s is not None and math.isfinite(drift_s):
+        return np.minimum(arrival_s / drift_s, 1.0)
+    return np.arange(n) / max(n - 1, 1)
+
+
 def _deal_requests(
-    trace: RoutingTrace, shares: Mapping[str, float], n: int, seed: int
+    trace: RoutingTrace,
+    shares: Mapping[str, float],
+    n: int,
+    seed: int,
+    drift: tuple[Mapping[str, float], NDArray[np.float64]] | None = None,
 ) -> NDArray[np.int64]:
-    """Deal each request a trace request of a domain drawn by ``shares``."""
+    """Deal each request a trace request of a domain drawn by ``shares``.
+
+    With ``drift`` the shares move to others, so far at each request.
+    """
     names = list(shares)
     edges = np.cumsum([shares[name] for name in names])
     edges[-1] = 1.0
-    domain = np.searchsorted(edges, stream(seed, "domains").random(n), side="right")
+    drawn = stream(seed, "domains").random(n)
+    if drift is None:
+        domain = np.searchsorted(edges, drawn, side="right")
+    else:
+        last = np.cumsum([drift[0].get(name, 0.0) for name in names])
+        last[-1] = 1.0
+        moved = edges + drift[1][:, None] * (last - edges)
+        domain = (drawn[:, None] >= moved).sum(axis=1)
     request = np.empty(n, np.int64)
     for d, name in enumerate(names):
         pool = trace.requests_of([name], calibration=False)

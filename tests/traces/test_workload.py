@@ -387,3 +387,39 @@ def test_bad_log_arguments(tiny, log):
 def test_trace_without_the_domains(tiny):
     with pytest.raises(InputError, match="task needs domain 'code', which trace tiny lacks"):
         make_workload(tiny, request_rate=1, num_requests=1)
+
+
+# -- a domain mix that drifts --------------------------------------------------------------------
+
+
+def test_a_mix_that_stays_is_no_drift(tiny):
+    common = {"workload": "trace", "request_rate": 50, "num_requests": 300, "seed": 3}
+    still = make_workload(tiny, domain_mix={"x": 1, "y": 3}, **common)
+    moved = make_workload(
+        tiny, domain_mix={"x": 1, "y": 3}, domain_mix_end={"x": 1, "y": 3}, **common
+    )
+    for name in ("domain", "trace_request", "arrival_s"):
+        np.testing.assert_array_equal(getattr(still, name), getattr(moved, name))
+
+
+@pytest.mark.parametrize("drift_s", [None, 40.0])
+def test_the_shares_move_evenly(tiny, drift_s):
+    """From all x to all y: the chance of y grows from 0 to 1, in 40 s or over all requests."""
+    made = make_workload(
+        tiny, workload="trace", request_rate=100, num_requests=8000, seed=1,
+        domain_mix={"x": 1}, domain_mix_end={"y": 1}, drift_s=drift_s,
+    )  # fmt: skip
+    y = made.domain == tiny.domains.index("y")
+    chance = np.arange(8000) / 7999 if drift_s is None else np.minimum(made.arrival_s / 40, 1)
+    for part in np.array_split(np.arange(8000), 8):
+        assert y[part].mean() == pytest.approx(chance[part].mean(), abs=0.06)
+    assert made.description["domain_mix_end"] == {"y": 1.0}
+    if drift_s is not None:
+        assert y[made.arrival_s > 40].all()
+
+
+def test_bad_ends_of_a_drift_are_named(tiny):
+    with pytest.raises(InputError, match="domain_mix_end: 'z' is not a domain"):
+        make_workload(
+            tiny, workload="trace", request_rate=1, num_requests=3, domain_mix_end={"z": 1}
+        )
