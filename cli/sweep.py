@@ -21,6 +21,8 @@ from eldr_sim.simulator.catalogue import HEADLINE, label
 from eldr_sim.simulator.metrics import warnings_of
 
 _FIGURES = (*HEADLINE, "slo_attainment")
+#: What memory is traded for, and the memory: shown where that is not the same for all points.
+_MEMORY = ("request_goodput", "kv_blocks_per_worker")
 #: Rows of a table and lines of failures on the screen; the files hold them all.
 _MOST_ROWS, _MOST_FAILURES = 60, 10
 
@@ -105,6 +107,8 @@ def _print_points(spec: SweepSpec) -> None:
 def _print(result: SweepResult) -> None:
     points = result.aggregate.to_pylist()
     columns = [name for name in _FIGURES if name in result.aggregate.column_names]
+    if len({row.get(_MEMORY[1]) for row in points} - {None}) > 1:
+        columns += _MEMORY
     rows = [
         [
             str(row["point"]),

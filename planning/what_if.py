@@ -26,6 +26,8 @@ from eldr_sim.simulator.results import result_folder, write_json, write_table
 FIGURES = (
     *HEADLINE,
     "slo_attainment",
+    "request_goodput",
+    "kv_blocks_per_worker",
     "gpu_hours_per_million_output_tokens",
     "cost_per_million_output_tokens",
 )

@@ -39,6 +39,8 @@ MORE_METRICS = {
     tag: label(tag)
     for tag in (
         "slo_attainment",
+        "request_goodput",
+        "kv_blocks_per_worker",
         "cost_per_million_output_tokens",
         "gpu_hours_per_million_output_tokens",
     )

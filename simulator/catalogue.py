@@ -143,6 +143,9 @@ _COST = (
     Metric("cost_per_million_output_tokens", "Cost per million tokens", "", "lower",
         "price of those GPU-hours, each at its pool's price: `--price-per-gpu-hour`, "
         "`--prefill-price-per-gpu-hour`, `--decode-price-per-gpu-hour`"),
+    Metric("kv_blocks_per_worker", "KV blocks", "", "higher",
+        "KV blocks of a decode worker (of each engine, where several share experts): what the "
+        "weights leave on its fullest GPU, redundant experts among them"),
     Metric("tokens_per_s_per_user", "Tokens/s/user", "", "higher",
         "output tokens per second that the median request sees: 1000 / `median_tpot_ms` (plans)"),
     Metric("tokens_per_s_per_gpu", "Tokens/s/GPU", "", "higher",

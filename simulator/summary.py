@@ -54,9 +54,9 @@ def _gpus(prepared: PreparedRun) -> str:
 
 def _workers(engine: EngineSpec) -> dict[str, int]:
     return {
+        "kv_blocks_per_worker": engine.n_blocks,
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
-        "kv_blocks_per_worker": engine.n_blocks,
         "tensor_parallel_size": engine.parallelism.tensor_parallel_size,
         "expert_parallel_size": engine.parallelism.n_expert_ranks,
     }

@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.what_if import (
     FIGURES,
     change_fields,
@@ -52,6 +53,32 @@ class Analytic:
 def what_if(base, changes, evaluate, **arguments):
     with mock.patch("eldr_sim.planning.runner.simulate_summary", evaluate):
         return make_what_if(base, changes, jobs=1, **arguments)
+
+
+def test_a_redundant_expert_is_priced_in_kv_blocks():
+    """Beside the goodput of each: a GPU's fall is its slots more times the bytes of an expert."""
+    base = make_config(
+        {
+            "topology": "1P2D",
+            "data_parallel_size": 4,
+            "enable_expert_parallel": True,
+            "num_requests": 20,
+            "output_len": 8,
+            "goodput": {"tpot": 1000},
+            "decode": {"expert_placement": "eplb"},
+        }
+    )
+    changes = [f"decode.num_redundant_experts={n}" for n in (16, 64)]
+    found = make_what_if(base, changes, n_seeds=1, jobs=1)
+    model = load_model(base.model)
+    block_bytes = base.block_size * model.kv_bytes_per_token
+    each = model.n_moe_layers * model.bytes_per_expert
+    assert each % block_bytes == 0  # of this model: no rounding hides a byte
+    for change, slots in zip(found.changes, (16 // 4, 64 // 4), strict=True):
+        effects = {effect.metric: effect for effect in change.effects}
+        blocks = effects["kv_blocks_per_worker"]
+        assert blocks.reference_mean - blocks.mean == slots * each // block_bytes
+        assert effects["request_goodput"].mean > 0
 
 
 def test_pairs_share_their_luck_and_changes_stand_alone():
