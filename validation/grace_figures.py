@@ -442,9 +442,11 @@ def _draw_bars(figure: Any, rows: list[dict[str, Any]], by: str, metrics: tuple[
             own = [row[metric] for row in rows if row[by] == name]
             axes.bar(np.arange(len(traces)) + i / (len(names) + 1), own, 0.9 / len(names),
                      label=name)  # fmt: skip
-        axes.set_xticks(np.arange(len(traces)), traces, rotation=30, ha="right", fontsize=6)
+        short = [trace.replace("Qwen3-30B-A3B, ", "Qwen3\n") for trace in traces]
+        axes.set_xticks(np.arange(len(traces)) + 0.4, short, rotation=90, fontsize=6)
         axes.set_title(metric, fontsize=8)
-    figure.axes[0].legend(fontsize=6)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncol=len(labels), fontsize=7)
 
 
 def _draw_copied(figure: Any, rows: list[dict[str, Any]]) -> None:

@@ -284,7 +284,8 @@ def _draw_ladder(figure: Any, rows: list[dict[str, Any]]) -> None:
         axes.set_title(f"{metric} / Vanilla's", fontsize=8)
         axes.axhline(1.0, color="black", linewidth=0.6)
         axes.set_ylim(bottom=0.6)
-    figure.axes[0].legend(fontsize=6)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncol=len(names), fontsize=7)
 
 
 def _draw_pools(figure: Any, rows: list[dict[str, Any]]) -> None:
