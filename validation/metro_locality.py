@@ -86,7 +86,7 @@ def locality(runner: Runner, quick: bool = False) -> Reproduction:
     runner
         Runs the simulations; what its base says of the cluster is overridden.
     quick
-        One load and two seeds, in place of six loads and five.
+        One load and two seeds, in place of five loads and five.
     """
     seeds = range(2 if quick else 5)
     cells = list(_cells(quick))
@@ -120,8 +120,7 @@ def _cells(quick: bool) -> Iterator[_Cell]:
         yield from product([own], ["eldr"], _OF_CLUSTERS)
         yield from product([other], _POLICIES, some)
         yield other, "eldr", _OF_CLUSTERS[1]
-    for workload in ("task", "language"):
-        yield from product([Setting(workload, "own", 256)], ("jsq", "eldr"), some)
+    yield from product([Setting("task", "own", 256)], ("jsq", "eldr"), some)
 
 
 def _case(setting: Setting, policy: str, variant: Variant) -> dict[str, Any]:
@@ -198,6 +197,8 @@ def _ends(name: str, interval: Interval) -> dict[str, float]:
 
 def _draw(figure: Any, rows: list[dict[str, Any]]) -> None:
     """Draw the busiest GPU's activated experts, a panel a load."""
+    from matplotlib.patches import Patch  # takes long to import
+
     settings = list(dict.fromkeys(Setting(*(r[f] for f in Setting._fields)) for r in rows))
     panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
     names = list(dict.fromkeys(row["redundancy"] for row in rows))
@@ -217,9 +218,6 @@ def _draw(figure: Any, rows: list[dict[str, Any]]) -> None:
         axes.set_yticks(range(len(names)), names, fontsize=6)
         axes.set_title(f"{setting.workload}, {setting.trace_replay}, {setting.batch}", fontsize=7)
         axes.axvline(0.0, color="black", linewidth=0.8)
-    panels[0].set_xlabel("busiest GPU's experts, % of jsq without redundancy", fontsize=7)
-    panels[0].legend(
-        [panels[0].patches[0].__class__((0, 0), 1, 1, color=f"C{i}") for i in range(len(policies))],
-        policies,
-        fontsize=6,
-    )
+    figure.supxlabel("busiest GPU's activated experts, % of jsq without redundancy", fontsize=7)
+    colors = [Patch(color=f"C{i}") for i in range(len(policies))]
+    panels[0].legend(colors, policies, fontsize=6)
