@@ -134,8 +134,10 @@ class Instances:
 
     def drawn(self, at, expert, home, place, ranks):
         """Draw by the inverse of the ranks' loads, with SplitMix64 of a counter."""
-        load = self.placement.load[at]
-        weights = [1 / max(load[rank], 1e-6 * load.mean() or 1.0) for rank in ranks]
+        weights = [1.0] * len(ranks)
+        if self.placement.load is not None:
+            load = self.placement.load[at]
+            weights = [1 / max(load[rank], 1e-6 * load.mean() or 1.0) for rank in ranks]
         z = (place << 40) + (home << 28) + (at << 16) + expert + 0x9E3779B97F4A7C15
         z = (z ^ z % 2**64 >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
