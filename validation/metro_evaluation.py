@@ -21,6 +21,8 @@ from eldr_sim.traces.synthetic.synthesize import synthesize
 from eldr_sim.validation import metro_pareto as pareto
 from eldr_sim.validation import metro_results as results
 from eldr_sim.validation import metro_routing as routing
+from eldr_sim.validation.metro_drift import drift
+from eldr_sim.validation.metro_locality import locality
 from eldr_sim.validation.metro_results import Case, Dataset, Setup
 from eldr_sim.validation.metro_routing import Routing
 from eldr_sim.validation.reproduction import Claim, Reproduction, Runner
@@ -137,6 +139,8 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
             [Routing(f"skew {s:g}", real.model, 8, traces.skewed(s), "code") for s in _SKEWS],
             "H100", batches, n_batches,
         ),
+        "drift": lambda: drift(runner, range(2 if quick else 5), 1 if quick else 4),
+        "locality": lambda: locality(runner, quick),
     }  # fmt: skip
 
 

@@ -1,0 +1,73 @@
+"""Beyond METRO's paper: a placement gone stale, moved again while serving, or chosen around.
+
+EPLB's placement is made for the domain mix at the start, which moves to another domain until the
+run ends. EPLB can place the experts again by what its last steps chose, and pays for the bytes that
+move; METRO takes the stale placement as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.traces.format import DEFAULT_TRACE
+from eldr_sim.validation.metro_results import BUSIEST, CHARGED, REAL, TPOT
+from eldr_sim.validation.reproduction import Reproduction, Runner
+
+_METRO = {"replica_choice": "metro:overhead_us=0", "all2all_backend": "allgather_alltoall"}
+_MOVED = {"eplb_interval": 200, "eplb_window": 200}
+#: Fields of each way to serve; all but the first two have 1.125 instances an expert.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no replicas, linear": {"expert_placement": "linear", "num_redundant_experts": 0},
+    "no replicas, EPLB": {"num_redundant_experts": 0},
+    "EPLB, stale": {},
+    "EPLB, moved": _MOVED,
+    "EPLB, moved meanwhile": _MOVED | {"eplb_async": True},
+    "METRO, stale": _METRO,
+    CHARGED + ", stale": _METRO | {"replica_choice": "metro"},
+    "METRO, moved meanwhile": _METRO | _MOVED | {"eplb_async": True},
+}
+P99_ITL = "p99_itl_ms"
+
+
+def drift(runner: Runner, seeds: Sequence[int], waves: int) -> Reproduction:
+    """Serve a mix that moves from code to Chinese, paired over seeds."""
+    base = REAL.fields(1.125) | {
+        "workload": "trace", "trace": DEFAULT_TRACE, "request_rate": "inf",
+        "num_requests": waves * REAL.in_flight, "output_len": 256,
+        "domain_mix": {"code": 1.0}, "domain_mix_end": {"zh": 1.0},
+    }  # fmt: skip
+    keys = [(name, seed) for name in VARIANTS for seed in seeds]
+    runs = runner.run([base | VARIANTS[name] | {"seed": seed} for name, seed in keys])
+    by = dict(zip(keys, runs, strict=True))
+    stale = [by["EPLB, stale", seed] for seed in seeds]
+    rows = []
+    for name in VARIANTS:
+        own = [by[name, seed] for seed in seeds]
+        change = paired_percent([s[TPOT] for s in own], [s[TPOT] for s in stale])
+        rows.append(
+            {
+                "variant": name,
+                **{m: sum(s[m] for s in own) / len(own) for m in (TPOT, P99_ITL, BUSIEST)},
+                "tpot_vs_stale_%": change.mean,
+                "tpot_vs_stale_low_%": change.low,
+                "tpot_vs_stale_high_%": change.high,
+                "relocations": sum(s.get("relocations") or 0 for s in own) / len(own),
+                "stall_s": sum(s.get("relocation_stall_s") or 0.0 for s in own) / len(own),
+                "seeds": len(own),
+            }
+        )
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        values = [row["tpot_vs_stale_%"] for row in rows]
+        error = [row["tpot_vs_stale_high_%"] - row["tpot_vs_stale_%"] for row in rows]
+        axes.barh([row["variant"] for row in rows], values, xerr=error)
+        axes.set_xlabel("mean TPOT against EPLB's stale placement, %")
+
+    return Reproduction(
+        "drift", "a placement gone stale (not in the paper)", pa.Table.from_pylist(rows), [], draw
+    )
