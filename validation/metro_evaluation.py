@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.intensity import activation_share, decode_intensity, gpu_intensity
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, open_trace
-from eldr_sim.traces.synthetic.presets import PRESETS, preset_model
+from eldr_sim.traces.synthetic.presets import preset_model
 from eldr_sim.traces.synthetic.synthesize import synthesize
 from eldr_sim.validation import metro_pareto as pareto
 from eldr_sim.validation import metro_results as results
@@ -47,12 +47,10 @@ class _Traces:
 
     @cache  # noqa: B019
     def skewed(self, skew: float) -> RoutingTrace:
-        """Draw a trace of Qwen3-30B's shape whose experts differ in popularity by so much."""
-        preset = PRESETS["Qwen3-30B-A3B"]
+        """Draw a trace of Qwen3-30B's preset, the experts' shares of the load to such a power."""
         drawn = preset_model(
-            "Qwen3-30B-A3B", domains=["code"], n_layers=min(16, preset.n_layers),
-            settings={"skew": skew, "task": 0.0, "language": 0.0},
-        )  # fmt: skip
+            "Qwen3-30B-A3B", domains=["code"], n_layers=16, settings={"popularity": skew}
+        )
         return self._draw(drawn, f"skew-{skew:g}")
 
     def _draw(self, model: Any, name: str) -> RoutingTrace:
