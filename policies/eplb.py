@@ -56,8 +56,9 @@ class EplbPlacement:
         own = parameters or EplbParameters()
         self._linear = LinearPlacement(context) if own.load == "none" else None
         self._by_cluster = own.load == "cluster"
-        if own.load == "cluster":
-            self._load = np.asarray(cluster_activation(context, "'eplb:load=cluster'"), np.float64)
+        self._load: NDArray[np.floating[Any]]
+        if self._by_cluster:
+            self._load = cluster_activation(context, "'eplb:load=cluster'")
         elif own.load != "none":
             self._load = _load(context.require_calibration(self.name), own.load)
 

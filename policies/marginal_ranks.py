@@ -230,7 +230,7 @@ def busiest_moe_s(
         total += most
     if moe is None:  # engines of their own: the table is that of a rank, by the worker's tokens
         total = moe_layers_s(step_times.moe_s[min(load, places)], books.busiest)
-    return total * (step_times.n_moe_layers / n_layers)
+    return float(total * (step_times.n_moe_layers / n_layers))
 
 
 @njit()
