@@ -57,7 +57,7 @@ class EplbPlacement:
         self._linear = LinearPlacement(context) if own.load == "none" else None
         self._by_cluster = own.load == "cluster"
         self._load: NDArray[np.floating[Any]]
-        if self._by_cluster:
+        if own.load == "cluster":
             self._load = cluster_activation(context, "'eplb:load=cluster'")
         elif own.load != "none":
             self._load = _load(context.require_calibration(self.name), own.load)
