@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     help="GPUs of a worker to choose from.  [default: the fewest that hold the model, more if "
     "the SLO needs them]",
 )  # fmt: skip
+@click.option(
+    "--num-redundant-experts", "redundant", metavar="N,...",
+    help="Numbers of redundant experts to choose from, where engines share experts.  [default: 0]",
+)  # fmt: skip
 @click.option("--topology", metavar="xPyD", help="Find the highest rate of this cluster instead.")
 @click.option(
     "--seeds", type=int, default=8, show_default=True,
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
 @run_options(
     without=(
         "policy", "gpu", "topology", "tensor_parallel_size", "goodput", "max_concurrency",
+        "num_redundant_experts",
     )
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the plan.")
@@ -74,6 +79,7 @@ def plan(
     max_gpus: int,
     price: str | None,
     sizes: str | None,
+    redundant: str | None,
     topology: str | None,
     seeds: int,
     jobs: int | None,
@@ -104,6 +110,11 @@ def plan(
         if len(worker_sizes) > 1:
             raise InputError("tensor_parallel_size", f"{sizes} for one cluster", "one size")
         options["tensor_parallel_size"] = worker_sizes[0]
+    counts = [_integer("num_redundant_experts", text) for text in _list(redundant)]
+    if topology is not None and counts:
+        if len(counts) > 1:
+            raise InputError("num_redundant_experts", f"{redundant} for one cluster", "one number")
+        options["num_redundant_experts"] = counts[0]
     config = config_from_options(options)
     if topology is None and config.request_rate is None and not config.from_file:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
@@ -118,7 +129,7 @@ def plan(
         if topology is None:
             found = plan_cluster(
                 config, objective, max_gpus=max_gpus, tensor_parallel_sizes=worker_sizes,
-                progress=count, **chosen,
+                redundant_experts=counts, progress=count, **chosen,
             )  # fmt: skip
         else:
             found = plan_rate(config, objective, progress=count, **chosen)
@@ -169,6 +180,7 @@ def _print_plan(plan: Plan) -> bool:
     by = "lowest price" if plan.has_prices else "fewest GPUs (no prices given)"
     click.echo()
     columns = ["policy", "GPU", "cluster", label("gpus"), *_price_column(plan)]
+    columns += _memory_column(plan)
     columns += [label("slo_attainment"), "seeds", label("p99_ttft_ms"), label("p99_tpot_ms")]
     columns += [label("tokens_per_s_per_user"), label("tokens_per_s_per_gpu"), "step times"]
     print_table(
@@ -229,17 +241,26 @@ def _price_column(plan: Plan) -> list[str]:
     return ["price/h", "per M tokens"] if plan.has_prices else []
 
 
+def _memory_column(plan: Plan) -> list[str]:
+    """Name the KV blocks that redundant experts are paid in, where candidates differ in them."""
+    found = [each.trial.config for each in plan.candidates if each.trial]
+    numbers = {config.num_redundant_experts for config in found}
+    return [label("kv_blocks_per_worker")] if len(numbers) > 1 else []
+
+
 def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
+    from eldr_sim.planning.candidates import policy_label
     from eldr_sim.planning.plan import per_gpu, per_user
 
     config = trial.config
     prices = [config.price_per_hour, trial.mean("cost_per_million_output_tokens")]
     return [
-        config.policy,
+        policy_label(config),
         _gpu(trial),
         _workers(trial),
         str(config.n_gpus),
         *([number_text(price, ".2f") for price in prices] if plan.has_prices else []),
+        *[number_text(trial.mean("kv_blocks_per_worker"), ".0f") for _ in _memory_column(plan)],
         interval_text(*trial.attainment, ".4f"),
         str(len(trial.summaries)),
         number_text(trial.mean("p99_ttft_ms"), ".1f"),
@@ -255,16 +276,22 @@ def _gpu(trial: Trial) -> str:
 
 
 def _workers(trial: Trial) -> str:
-    size = trial.config.tensor_parallel_size
-    ranks = f", EP {size}" if trial.config.enable_expert_parallel and size > 1 else ""
-    return trial.config.topology + (f" of {size} GPUs{ranks}" if size > 1 else "")
+    from eldr_sim.planning.candidates import worker_gpus
+
+    config, size = trial.config, worker_gpus(trial.config)
+    ranks = f", EP {size}" if config.enable_expert_parallel and size > 1 else ""
+    engines = config.data_parallel_size
+    shared = f"{engines} engines, " if engines > 1 else ""
+    return config.topology + (f" of {shared}{size} GPUs{ranks}" if size > 1 else "")
 
 
 def _name(trial: Trial) -> str:
+    from eldr_sim.planning.candidates import policy_label
+
     price = trial.config.price_per_hour
     cost = "" if price is None else f", {price:.2f} an hour"
     return (
-        f"{_workers(trial)} on {_gpu(trial)} under {trial.config.policy}: "
+        f"{_workers(trial)} on {_gpu(trial)} under {policy_label(trial.config)}: "
         f"{trial.config.n_gpus} GPUs{cost}"
     )
 

@@ -44,6 +44,7 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     - A decode worker generates at best ``batch / step`` tokens per second, over the batches whose
       step is within the TPOT bound. A step activates at least the model's top-k experts (under
       expert parallelism, at least their share per rank).
+    - Workers of engines that share experts have no bound: a step's time is that of all of them.
     - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster, and
       any cluster rejects a request longer than ``max_model_len``.
 
@@ -68,7 +69,7 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
         return Bounds(1, 1, rate, f"{share} are longer than {longest} tokens (max_model_len)")
     lengths = lengths[accepted]
     n_prefill = 1
-    if not cached:
+    if not cached and prefill.group is None:
         mean = max(1, int(lengths.mean()))
         n = max(1, min(prefill.max_num_batched_tokens // mean, prefill.max_num_seqs))
         each_s = prefill.step_time.prompt_s(mean)
@@ -84,6 +85,8 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
                 f"the prefill alone of {100 * late:.1f}% of the prompts takes longer than the TTFT "
                 f"bound of {level.ttft:g} ms on {prefill.step_time.gpu.name}",
             )
+    if decode.group is not None:
+        return Bounds(n_prefill, 1, rate)
     step_s = _fastest_steps(
         decode.step_time,
         config.pool("decode").parallelism.n_expert_ranks,

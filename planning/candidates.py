@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
@@ -16,7 +17,7 @@ from eldr_sim.policies.registry import canonical
 from eldr_sim.simulator.config import Pool, RunConfig
 
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
-_SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size")
+_SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size", "num_redundant_experts")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ClusterTemplate:
     @property
     def max_workers(self) -> int:
         """Most workers."""
-        return self.max_gpus // self.config.tensor_parallel_size
+        return self.max_gpus // worker_gpus(self.config)
 
     def at(self, x: int, y: int) -> RunConfig:
         """Return the cluster of x prefill and y decode workers."""
@@ -77,6 +78,17 @@ def cost(config: RunConfig) -> float:
     return config.n_gpus if config.price_per_hour is None else config.price_per_hour
 
 
+def worker_gpus(config: RunConfig) -> int:
+    """Return the GPUs of a worker: those of all its engines."""
+    return config.tensor_parallel_size * config.data_parallel_size
+
+
+def policy_label(config: RunConfig) -> str:
+    """Return the policy, and what redundant experts its workers hold."""
+    n = config.num_redundant_experts
+    return f"{config.policy}, {n} redundant experts" if n else config.policy
+
+
 def gpu_label(config: RunConfig) -> str:
     """Return the GPU of both pools, or both GPUs."""
     prefill, decode = (load_gpu(config.pool(role).gpu or "").name for role in ("prefill", "decode"))
@@ -88,8 +100,9 @@ def clusters_to_plan(
     policies: Sequence[str],
     gpus: Sequence[str],
     prices: Mapping[str, float],
+    redundant_experts: Sequence[int] = (),
 ) -> list[RunConfig]:
-    """Return a configuration for each policy on each GPU, with prices.
+    """Return a configuration for each policy, number of redundant experts and GPU, with prices.
 
     Parameters
     ----------
@@ -101,6 +114,8 @@ def clusters_to_plan(
         GPUs; that of the configuration if empty.
     prices
         Price of a GPU-hour by GPU; overrides the configuration's.
+    redundant_experts
+        Numbers of redundant experts; that of the configuration if empty.
 
     Raises
     ------
@@ -117,13 +132,23 @@ def clusters_to_plan(
     policies = [canonical("decode", policy) for policy in policies]
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
     chosen = [load_gpu(name).name for name in gpus or [config.gpu]]
-    for field, listed in (("policy", list(policies)), ("gpu", chosen)):
+    several = list(map(str, redundant_experts))
+    for field, listed in (
+        ("policy", list(policies)), ("gpu", chosen), ("num_redundant_experts", several),
+    ):  # fmt: skip
         if len(set(listed)) < len(listed):
             raise InputError(field, f"{', '.join(listed)} names one twice")
-    made: dict[tuple[str, str], RunConfig] = {}
+    if several and config.data_parallel_size == 1:
+        problem = "redundant experts are simulated where engines share them"
+        raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
+    made: dict[tuple[str, str, int], RunConfig] = {}
     for gpu in chosen:
-        for policy in policies or [config.policy]:
-            base = config.model_copy(update={"gpu": gpu, "policy": policy})
+        for policy, redundant in product(
+            policies or [config.policy], redundant_experts or [config.num_redundant_experts]
+        ):
+            base = config.model_copy(
+                update={"gpu": gpu, "policy": policy, "num_redundant_experts": redundant}
+            )
             pools = {}
             for role in ("prefill", "decode"):
                 pool = base.pool(role)
@@ -131,7 +156,7 @@ def clusters_to_plan(
                 own: Pool = getattr(base, role)
                 pools[role] = own.model_copy(update={"price_per_gpu_hour": price})
             base = base.model_copy(update=pools)
-            made.setdefault((gpu_label(base), policy), base)
+            made.setdefault((gpu_label(base), policy, redundant), base)
     _check_prices(made.values())
     return list(made.values())
 
@@ -163,12 +188,13 @@ def make_candidate(
     max_gpus
         Most GPUs of a cluster.
     sizes
-        GPUs per worker to try; if empty, powers of two up to a node.
+        GPUs per engine to try; if empty, powers of two up to a node.
     """
-    templates, reasons = [], []
+    templates, reasons, engines = [], [], config.data_parallel_size
     for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]:
-        if 2 * size > max_gpus:
-            reasons.append(f"two workers of {size} GPUs are more than {max_gpus} GPUs")
+        gpus = size * engines
+        if 2 * gpus > max_gpus:
+            reasons.append(f"two workers of {gpus} GPUs are more than {max_gpus} GPUs")
             break
         ways = [config.enable_expert_parallel]
         if size > 1 and not ways[0]:
@@ -183,10 +209,12 @@ def make_candidate(
                 if error.field not in _SIZE_FIELDS:
                     raise
                 if expert_parallel == ways[0]:
-                    reasons.append(f"{size} GPU{'s' if size > 1 else ''} a worker: {error.problem}")
+                    reasons.append(f"{gpus} GPU{'s' if gpus > 1 else ''} a worker: {error.problem}")
                 if error.field == "tensor_parallel_size":
                     continue
             else:
                 templates.append(ClusterTemplate(sized, found, max_gpus))
             break
-    return Candidate(gpu_label(config), config.policy, tuple(templates), tuple(reasons), not sizes)
+    return Candidate(
+        gpu_label(config), policy_label(config), tuple(templates), tuple(reasons), not sizes
+    )

@@ -15,6 +15,7 @@ from eldr_sim.planning.candidates import (
     clusters_to_plan,
     cost,
     make_candidate,
+    worker_gpus,
 )
 from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.planning.rates import LEAST_REQUESTS, carried
@@ -213,6 +214,7 @@ def plan(
     max_gpus: int = 64,
     prices: Mapping[str, float] | None = None,
     tensor_parallel_sizes: Sequence[int] = (),
+    redundant_experts: Sequence[int] = (),
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -231,8 +233,11 @@ def plan(
         Most GPUs of a cluster.
     prices
         Price of a GPU-hour by GPU. Without prices the cheapest cluster has the fewest GPUs.
+    redundant_experts
+        Numbers of redundant experts to choose from, where engines share experts
+        (``data_parallel_size``): they cost KV blocks.
     tensor_parallel_sizes
-        GPUs per worker to choose from. If empty, the smallest power of two that holds the model,
+        GPUs per engine to choose from. If empty, the smallest power of two that holds the model,
         and larger ones only if no cluster of smaller workers meets the objective.
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
@@ -250,7 +255,7 @@ def plan(
         raise InputError("request_rate", "inf", "a finite rate")
     _check_workers(config)
     asked, config = config, config.model_copy(update={"goodput": objective.level})
-    configs = clusters_to_plan(config, policies, gpus, prices or {})
+    configs = clusters_to_plan(config, policies, gpus, prices or {}, redundant_experts)
     candidates = [make_candidate(c, objective, max_gpus, tensor_parallel_sizes) for c in configs]
     sized = (template for candidate in candidates for template in candidate.templates)
     rate = next((template.bounds.rate for template in sized), math.nan)
@@ -271,12 +276,10 @@ def plan(
 def _check_workers(config: RunConfig) -> None:
     """Raise InputError for workers that a plan cannot size: it searches one size for all."""
     for role in ("prefill", "decode"):
-        if config.pool(role).parallelism.data_parallel_size > 1:
-            problem = "a plan does not search workers of several engines"
-            raise InputError("data_parallel_size", problem, "1, or run and what-if")
-        if getattr(config, role).tensor_parallel_size is not None:
-            problem = "a plan searches one size of all workers"
-            raise InputError(f"{role}.tensor_parallel_size", problem, "tensor_parallel_size")
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if getattr(getattr(config, role), name) is not None:
+                problem = "a plan searches one size of all workers"
+                raise InputError(f"{role}.{name}", problem, name)
 
 
 def _check_load(config: RunConfig, rate: float) -> None:
@@ -330,7 +333,7 @@ def _search_size(
 
 
 def _of_size(template: ClusterTemplate, text: str) -> str:
-    size = template.config.tensor_parallel_size
+    size = worker_gpus(template.config)
     return f"{size} GPU{'s' if size > 1 else ''} a worker: {text}"
 
 

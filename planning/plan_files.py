@@ -98,7 +98,8 @@ def rate_record(plan: RatePlan) -> dict[str, Any]:
 def points_table(runs: Runs) -> pa.Table:
     """Return every run of a plan, a row each, in an order independent of the processes.
 
-    Columns: policy, gpu, topology, tensor_parallel_size, enable_expert_parallel, gpus,
+    Columns: policy, gpu, topology, tensor_parallel_size, enable_expert_parallel,
+    data_parallel_size, num_redundant_experts, gpus,
     price_per_hour, request_rate, duration and num_requests (a quarter in a pre-run), seed,
     num_prompts, slo_attainment, attainment of each bound, the metrics, and the axes of the Pareto
     front: output tokens per second per GPU and of the median user.
@@ -212,6 +213,8 @@ def _cluster_of(config: RunConfig) -> dict[str, Any]:
         "topology": config.topology,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enable_expert_parallel": config.enable_expert_parallel,
+        "data_parallel_size": config.data_parallel_size,
+        "num_redundant_experts": config.num_redundant_experts,
         "gpus": config.n_gpus,
         "price_per_hour": config.price_per_hour,
         "request_rate": config.request_rate,

@@ -13,8 +13,10 @@ import pytest
 from scipy.optimize import brentq
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning import plan_files
 from eldr_sim.planning.bounds import bounds
+from eldr_sim.planning.candidates import ClusterTemplate
 from eldr_sim.planning.plan import per_gpu, per_user, plan
 from eldr_sim.planning.rates import plan_rate
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
@@ -518,11 +520,60 @@ def test_interrupt_leaves_nothing(analytic_cli, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "data_parallel_size: a plan"),
-        ({"decode": {"tensor_parallel_size": 2}}, "decode.tensor_parallel_size: a plan searches"),
+        ({"decode": {"data_parallel_size": 2}}, r"decode\.data_parallel_size: a plan"),
+        ({"decode": {"tensor_parallel_size": 2}}, r"decode\.tensor_parallel_size: a plan searches"),
     ],
 )
 def test_workers_that_a_plan_cannot_size_are_refused(values, message):
     objective = Objective(LEVEL)
     with pytest.raises(InputError, match=message):
         plan(make_config(values), objective, max_gpus=4)
+
+
+# -- engines that share experts ------------------------------------------------------------------
+
+
+GROUPS = {
+    "request_rate": 20,
+    "duration": 5,
+    "warmup": 1,
+    "output_len": 16,
+    "policy": "jsq",
+    "data_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "expert_placement": "eplb",
+}
+
+
+def test_a_plan_chooses_redundant_experts():
+    """Workers of two engines; each redundant expert is paid for in KV blocks of every GPU."""
+    objective = Objective(parse_slo(["ttft:2000,tpot:100"]), attainment=0.9, looks=(2,))
+    found = plan(
+        make_config(GROUPS), objective, max_gpus=8, redundant_experts=(0, 32), jobs=1,
+        tensor_parallel_sizes=(1,),
+    )  # fmt: skip
+    trials = {each.policy: each.trial for each in found.candidates}
+    assert set(trials) == {"jsq", "jsq, 32 redundant experts"}
+    for trial in trials.values():
+        assert trial.config.topology == "1P1D"
+        assert trial.config.n_gpus == 4
+    blocks = [t.summaries[0]["kv_blocks_per_worker"] for t in trials.values()]
+    model = load_model("Qwen3-30B-A3B")
+    paid = 16 * model.n_moe_layers * model.bytes_per_expert  # 32 more instances on 2 GPUs
+    assert blocks[0] - blocks[1] == pytest.approx(paid / (16 * model.kv_bytes_per_token), abs=1)
+
+
+def test_groups_have_no_bound_and_fill_their_gpus():
+    config = make_config(GROUPS | {"tensor_parallel_size": 2, "goodput": {"tpot": 1.0}})
+    found = bounds(config, Objective(config.goodput))
+    assert (found.n_prefill, found.n_decode, found.impossible) == (1, 1, "")
+    template = ClusterTemplate(config, found, max_gpus=17)
+    assert template.max_workers == 4
+    assert template.at(1, 2).n_gpus == 12
+
+
+def test_redundant_experts_need_engines_that_share_experts():
+    with pytest.raises(InputError, match=r"num_redundant_experts: .*--data-parallel-size 2"):
+        plan(make_config(BASE), Objective(LEVEL), max_gpus=4, redundant_experts=(0, 16))
+    with pytest.raises(InputError, match=r"num_redundant_experts: 16, 16 names one twice"):
+        plan(make_config(GROUPS), Objective(LEVEL), max_gpus=4, redundant_experts=(16, 16))
