@@ -64,7 +64,7 @@ class _Traces:
         """Return every routing that stands for a dataset on a model."""
         domain, model, n = dataset.domain, setup.model, setup.n_gpus
         preset = self.preset(model, domain)
-        found = [Routing(f"preset, {domain}", model, n, preset, domain)]
+        found = [Routing(f"preset {model}, {domain}", model, n, preset, domain)]
         if load_model(model).n_experts == 128 and load_model(model).top_k == 8:
             embedded = open_trace(DEFAULT_TRACE)
             found.append(Routing(f"embedded, {domain}", model, n, embedded, domain))
