@@ -131,10 +131,10 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
             traces.of(results.SIMULATED[0], results.SIMULATED[0].datasets[0])[0], n_batches,
         ),
         "replication": lambda: routing.against_none(
-            [*every(real), *every(deepseek)], "H100", batches, n_batches
+            "replication", [*every(real), *every(deepseek)], "H100", batches, n_batches
         ),
         "skew": lambda: routing.against_none(
-            [Routing(f"skew {s:g}", real.model, 8, traces.skewed(s), "code") for s in _SKEWS],
+            "skew", [Routing(f"skew {s:g}", real.model, 8, traces.skewed(s), "code") for s in _SKEWS],
             "H100", batches, n_batches,
         ),
         "drift": lambda: drift(runner, range(2 if quick else 5), 1 if quick else 4),

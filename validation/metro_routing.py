@@ -213,7 +213,7 @@ def _named(key: tuple[Any, ...]) -> str:
 
 
 def against_none(
-    routings: Sequence[Routing], gpu: str, batch_sizes: Sequence[int], n_batches: int
+    name: str, routings: Sequence[Routing], gpu: str, batch_sizes: Sequence[int], n_batches: int
 ) -> Reproduction:
     """Every choice against one instance an expert, over batch, ratio and routing: not the paper's.
 
@@ -274,7 +274,7 @@ def against_none(
         axes[0].legend(fontsize=8)
 
     return Reproduction(
-        "replication", "every choice against no replication (not in the paper)",
+        name, "every choice against no replication (not in the paper)",
         pa.Table.from_pylist(rows), claims, draw,
     )  # fmt: skip
 
