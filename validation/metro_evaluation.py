@@ -134,7 +134,8 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
             "replication", [*every(real), *every(deepseek)], "H100", batches, n_batches
         ),
         "skew": lambda: routing.against_none(
-            "skew", [Routing(f"skew {s:g}", real.model, 8, traces.skewed(s), "code") for s in _SKEWS],
+            "skew",
+            [Routing(f"skew {s:g}", real.model, 8, traces.skewed(s), "code") for s in _SKEWS],
             "H100", batches, n_batches,
         ),
         "drift": lambda: drift(runner, range(2 if quick else 5), 1 if quick else 4),
