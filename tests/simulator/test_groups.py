@@ -147,7 +147,7 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
     return cluster.run(), Twin(**arguments, **policies()).run()
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @example(  # the last sequence that decodes is preempted in a step that defers prompts
     decode="jsq", seed=2443, topology=(1, 1), size=2, per_engine=1, gpus_per_node=1, interval=5,
     n_redundant=0, copy_per=ALL, prefix=7, async_scheduling=True, slow_transfers=True,
@@ -174,7 +174,7 @@ def test_groups_equal_their_twin(decode, **drawn):
             np.testing.assert_allclose(steps[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(**GROUPED)
 def test_pairs_are_the_tokens_times_their_experts(**drawn):
     arguments = grouped_cluster(**drawn)
