@@ -538,11 +538,8 @@ def _check_tables(engine: EngineSpec, longest: int) -> None:
 
     Compiled code reads whatever lies beyond the end of an array.
     """
-    cost, places, budget = (
-        engine.step_time.cost,
-        engine.max_num_seqs,
-        engine.max_num_batched_tokens,
-    )
+    cost, places = engine.step_time.cost, engine.max_num_seqs
+    budget = engine.max_num_batched_tokens
     needed = dict.fromkeys(("moe_s", "head_s", "attention_s"), places)
     needed |= dict.fromkeys(("mixed_moe_s", "uniform_moe_s"), budget)
     needed |= dict.fromkeys(("dense_s", "collectives_s"), max(places, budget))
