@@ -125,6 +125,21 @@ def test_how_many_instances_compute(case):
     assert sum(used) == np.minimum(active, held).sum()
 
 
+@pytest.mark.parametrize("name", [*ONE_INSTANCE, "time_aware", "even"])
+@given(case=cases(), top_k=st.integers(1, 4), prompts=st.booleans())
+def test_every_pair_goes_to_an_instance_of_its_expert(name, case, top_k, prompts):
+    """Pairs are kept, and no token comes to a rank that lacks its expert."""
+    tokens, placement = case
+    n_experts, rng = len(tokens), np.random.default_rng(len(tokens))
+    top_k = min(top_k, n_experts)
+    experts = np.array([rng.choice(n_experts, top_k, replace=False) for _ in range(30)], np.int64)
+    home = np.sort(rng.integers(placement.n_ranks, size=30))
+    node = np.zeros(placement.n_ranks, int)
+    slots = policy(name).choose(home, experts, placement, 0, node, prompts)
+    assert slots.shape == experts.shape
+    assert (placement.expert[0][slots] == experts).all()
+
+
 @given(cases())
 def test_steps_with_prompts_split_evenly(case):
     tokens, placement = case
