@@ -325,6 +325,7 @@ def _count_row(
     by_rank = per in (RANK, NODE)
     layers = work.pairs.shape[0]
     words = work.active.shape[1] // layers
+    hashed = (place * HASH_MULTIPLIER) & 0xFFFFFFFF
     if c.counts == COPIES:
         _send_row(bits, row, first, width, c, home)
         return
@@ -350,7 +351,12 @@ def _count_row(
                 many ^= bit
                 below: Any = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
                 expert = (k - layer * words) * 64 + np.int64(below)
-                r = _instance(c, layer, expert, home, place)
+                if c.choice == HASH:  # by itself: the compiler does not take the others in here
+                    at = layer % replicas.n_instances.shape[1]
+                    turn = hashed % np.int64(replicas.n_instances[leader, at, expert])
+                    r = np.int64(replicas.rank[leader, at, expert, turn])
+                else:
+                    r = _instance(c, layer, expert, home, place, hashed)
                 work.active[r, k] |= bit
                 work.pairs[layer, r] += 1.0
                 if per == EXPERT:
@@ -419,13 +425,15 @@ def _add_word(planes: Any, k: int, word: Any) -> None:
 
 
 @compiled()
-def _instance(c: Counting, layer: int, expert: int, home: int, place: int) -> Any:
-    """Return the rank whose instance of an expert computes a token; see `policies.replicas`."""
+def _instance(c: Counting, layer: int, expert: int, home: int, place: int, hashed: int) -> Any:
+    """Return the rank whose instance of an expert computes a token; see `policies.replicas`.
+
+    ``hashed`` is vLLM's hash of the token's ``place``.
+    """
     replicas, leader = c.replicas, c.leader
     at = layer % replicas.n_instances.shape[1]
     count = np.int64(replicas.n_instances[leader, at, expert])
     ranks = replicas.rank[leader, at, expert]
-    hashed = (place * HASH_MULTIPLIER) & 0xFFFFFFFF
     if c.choice == HASH:
         return np.int64(ranks[hashed % count])
     nodes = c.group.gpus_per_node

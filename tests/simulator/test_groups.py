@@ -18,6 +18,7 @@ from eldr_sim.kernel_profiles.step_time import RankMoE
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement import EMPTY, Placement
+from eldr_sim.policies.replicas import HASH_MULTIPLIER
 from eldr_sim.simulator.cluster import Cluster
 from eldr_sim.simulator.group_counting import _instance, settle_totals
 from eldr_sim.simulator.group_state import (
@@ -362,7 +363,8 @@ def compiled_ranks(counting, layer, experts, homes, places, by_count):
                 found[token, column] = chosen
             else:
                 home, place = homes[token], places[token]
-                found[token, column] = _instance(counting, layer, expert, home, place)
+                hashed = (place * HASH_MULTIPLIER) & 0xFFFFFFFF
+                found[token, column] = _instance(counting, layer, expert, home, place, hashed)
     return found
 
 
