@@ -22,6 +22,9 @@ from eldr_sim.validation.reproduction import (
     write_reproduction,
 )
 
+#: Columns of a table that a terminal shows.
+_MOST_COLUMNS = 11
+
 
 @click.group(short_help="Rerun a paper's evaluation.")
 def reproduce() -> None:
@@ -107,8 +110,13 @@ def _show(reproduction: Reproduction) -> None:
         columns = ["claim", "paper", "ours", "direction", "size", "why"]
         print_table(title, columns, [_row(claim) for claim in reproduction.claims])
     else:
-        rows = reproduction.table.to_pylist()
-        print_table(title, list(rows[0]), [[_cell(v) for v in row.values()] for row in rows])
+        table = reproduction.table
+        shown = table.select(table.column_names[:_MOST_COLUMNS])
+        rows = [[_cell(value) for value in row.values()] for row in shown.to_pylist()]
+        print_table(title, shown.column_names, rows)
+        if table.num_columns > shown.num_columns:
+            more = table.num_columns - shown.num_columns
+            click.echo(f"{more} more columns are in the CSV that --out writes.")
     click.echo()
 
 
