@@ -27,7 +27,9 @@ from eldr_sim.policies.placement import Placement
 from eldr_sim.policies.replicas import ChoiceByCount, slots_of_experts
 from eldr_sim.policies.signature import Floats, Ints
 
-_MIX, _WORD = 0x9E37_79B9_7F4A_7C15, 0xFFFF_FFFF_FFFF_FFFF
+#: Multiplier of the hash of `walk`: 2^64 divided by the golden ratio.
+WALK_MULTIPLIER = 0x9E37_79B9_7F4A_7C15
+_WORD = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class MetroParameters(Parameters):
@@ -274,7 +276,7 @@ def walk(active: NDArray[np.bool_], layer: int) -> tuple[int, int]:
     mixed = layer + 1
     for first in range(0, n, 64):
         bits = np.flatnonzero(active[first : first + 64]).tolist()
-        mixed = ((mixed ^ sum(1 << bit for bit in bits)) * _MIX) & _WORD
+        mixed = ((mixed ^ sum(1 << bit for bit in bits)) * WALK_MULTIPLIER) & _WORD
         mixed ^= mixed >> 32
     stride = 1 + (mixed >> 32) % max(n - 1, 1)
     while gcd(stride, n) != 1:

@@ -54,7 +54,7 @@ def count_step(
     size
         Engines of the group.
     c
-        What counting needs; ``totals`` does not matter.
+        What counting needs; ``counts`` does not matter.
     loads
         Where the tokens of each expert are added up if the step counts for a relocation.
     """

@@ -12,10 +12,11 @@ import numpy as np
 
 from eldr_sim.jit import popcount
 from eldr_sim.kernel_profiles.step_cost import rank_moe_s
+from eldr_sim.policies.metro import WALK_MULTIPLIER
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.group_state import EVEN, METRO, METRO_SORTED, OPTIMAL, Counting
 
-_MIX, _HALF = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(32)
+_MIX, _HALF = np.uint64(WALK_MULTIPLIER), np.uint64(32)
 _ONE = np.uint64(1)
 
 

@@ -39,6 +39,7 @@ from eldr_sim.kernel_profiles.all_to_all import NETWORK_EFFICIENCY
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.roofline import efficiency_of
 from eldr_sim.policies.placement import ExpertGroup, Placement, RelocatingPolicy
+from eldr_sim.policies.replicas import place_among_equals
 from eldr_sim.simulator.expert_loads import (
     ASK,
     EARLY,
@@ -132,21 +133,12 @@ def expert_moves(
     is_near = near.any(axis=1)
     holds[is_near] = near[is_near]
     askers = np.stack([layer, expert, np.where(is_near, node[to], -1)], axis=1)
-    turn = _place_among_equals(np.unique(askers, axis=0, return_inverse=True)[1].ravel())
+    turn = place_among_equals(np.unique(askers, axis=0, return_inverse=True)[1].ravel())
     nth = np.cumsum(holds, axis=1)
     source = np.argmax(nth > (turn % nth[:, -1])[:, None], axis=1) if len(to) else to
     moves = np.zeros((len(had), before.n_ranks, before.n_ranks), np.int64)
     np.add.at(moves, (layer, source, to), 1)
     return moves
-
-
-def _place_among_equals(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many equal values stand before each one."""
-    order = np.argsort(values, kind="stable")
-    counts = np.bincount(values)
-    place = np.empty(len(values), np.int64)
-    place[order] = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return place
 
 
 class Transfer(NamedTuple):
