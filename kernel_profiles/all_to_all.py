@@ -54,19 +54,12 @@ from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernel_latency import CollectiveLatency
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.moe_latency import interpolate, monotone_fit
+from eldr_sim.kernel_profiles.parallel import Backend
 from eldr_sim.kernel_profiles.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, weakest
 
 FloatArray = NDArray[np.float64]
 
-Backend = Literal[
-    "allgather_reducescatter",
-    "nccl_alltoall",
-    "allgather_alltoall",
-    "pplx",
-    "deepep_ll",
-    "deepep_ht",
-]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 Library = Literal["sglang", "vllm"]

@@ -21,9 +21,20 @@ As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import FP8_BLOCK, ModelDims
+
+Backend = Literal[
+    "allgather_reducescatter",
+    "nccl_alltoall",
+    "allgather_alltoall",
+    "pplx",
+    "deepep_ll",
+    "deepep_ht",
+]
+"""How tokens reach experts on other GPUs, vLLM's ``--all2all-backend``; see `all_to_all`."""
 
 NODE_GPUS = 8
 """GPUs of a node, the most that one worker may span: collectives are those inside a node."""

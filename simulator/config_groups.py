@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
 
 #: The named workloads; any other is a file.
 WORKLOADS = ("task", "language", "trace")
@@ -230,14 +230,7 @@ class ClusterConfig(_Fields):
     """Instances of experts beyond one of each that a worker holds."""
     gpus_per_node: int = Field(default=8, ge=1)
     """GPUs of a node, for the all-to-all."""
-    all2all_backend: Literal[
-        "allgather_reducescatter",
-        "nccl_alltoall",
-        "allgather_alltoall",
-        "pplx",
-        "deepep_ll",
-        "deepep_ht",
-    ] = "allgather_reducescatter"
+    all2all_backend: Backend = "allgather_reducescatter"
     """How tokens reach the experts that engines share."""
     prefill: Pool = Pool()
     """What the prefill workers have of their own."""

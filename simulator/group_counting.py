@@ -351,12 +351,13 @@ def _count_row(
                 many ^= bit
                 below: Any = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
                 expert = (k - layer * words) * 64 + np.int64(below)
-                if c.choice == HASH:  # by itself: the compiler does not take the others in here
-                    at = layer % replicas.n_instances.shape[1]
-                    turn = hashed % np.int64(replicas.n_instances[leader, at, expert])
-                    r = np.int64(replicas.rank[leader, at, expert, turn])
-                else:
-                    r = _instance(c, layer, expert, home, place, hashed)
+                at = layer % replicas.n_instances.shape[1]
+                n = np.int64(replicas.n_instances[leader, at, expert])
+                r = _instance(
+                    c.choice, replicas.rank[leader, at, expert],
+                    replicas.weight[leader, at, expert], n, c.group.gpus_per_node, home, hashed,
+                    (place << 40) | (home << 28) | (at << 16) | expert,
+                )  # fmt: skip
                 work.active[r, k] |= bit
                 work.pairs[layer, r] += 1.0
                 if per == EXPERT:
@@ -425,31 +426,39 @@ def _add_word(planes: Any, k: int, word: Any) -> None:
 
 
 @compiled()
-def _instance(c: Counting, layer: int, expert: int, home: int, place: int, hashed: int) -> Any:
+def _instance(
+    choice: int, ranks: Any, weight: Any, n: int, nodes: int, home: int, hashed: int, counter: int
+) -> Any:
     """Return the rank whose instance of an expert computes a token; see `policies.replicas`.
 
-    ``hashed`` is vLLM's hash of the token's ``place``.
+    It takes numbers and two rows: to hand `Counting` to a function takes longer than all of this.
+
+    Parameters
+    ----------
+    choice
+        HASH, SOURCE, WEIGHTED or LOCAL_FIRST.
+    ranks, weight, n
+        Of the expert's instances, and how many there are.
+    nodes, home
+        GPUs of a node, and the token's rank.
+    hashed, counter
+        vLLM's hash of the token's place, and what it draws by, see `policies.weighted_replicas`.
     """
-    replicas, leader = c.replicas, c.leader
-    at = layer % replicas.n_instances.shape[1]
-    count = np.int64(replicas.n_instances[leader, at, expert])
-    ranks = replicas.rank[leader, at, expert]
-    if c.choice == HASH:
-        return np.int64(ranks[hashed % count])
-    nodes = c.group.gpus_per_node
-    if c.choice == WEIGHTED:
-        return _drawn(c, at, expert, home, place, np.int64(2), False)
+    if choice == HASH:
+        return np.int64(ranks[hashed % n])
+    if choice == WEIGHTED:
+        return _drawn(ranks, weight, n, nodes, home, counter, np.int64(2), False)
     nearest, n_nearest = np.int64(2), 0
-    for i in range(count):
+    for i in range(n):
         away = _away(np.int64(ranks[i]), home, nodes)
         if away < nearest:
             nearest, n_nearest = away, 0
         if away == nearest:
             n_nearest += 1
-    if c.choice == LOCAL_FIRST:
-        return _drawn(c, at, expert, home, place, nearest, True)
+    if choice == LOCAL_FIRST:
+        return _drawn(ranks, weight, n, nodes, home, counter, nearest, True)
     skip = hashed % n_nearest
-    for i in range(count):
+    for i in range(n):
         if _away(np.int64(ranks[i]), home, nodes) == nearest:
             if skip == 0:
                 return np.int64(ranks[i])
@@ -459,18 +468,15 @@ def _instance(c: Counting, layer: int, expert: int, home: int, place: int, hashe
 
 @compiled()
 def _drawn(
-    c: Counting, at: int, expert: int, home: int, place: int, nearest: int, local: bool
+    ranks: Any, weight: Any, n: int, nodes: int, home: int, counter: int, nearest: int, local: bool
 ) -> Any:
     """Return the rank drawn by weight among instances; ``local``: those as near as ``nearest``."""
-    ranks, weight = c.replicas.rank[c.leader, at, expert], c.replicas.weight[c.leader, at, expert]
-    count = np.int64(c.replicas.n_instances[c.leader, at, expert])
-    nodes, total = c.group.gpus_per_node, 0.0
-    for i in range(count):
+    total = 0.0
+    for i in range(n):
         if not local or _away(np.int64(ranks[i]), home, nodes) == nearest:
             total += weight[i]
-    counter = (place << 40) | (home << 28) | (at << 16) | expert
     wanted, total, last = _draw(np.uint64(counter)) * total, 0.0, np.int64(-1)
-    for i in range(count):
+    for i in range(n):
         if not local or _away(np.int64(ranks[i]), home, nodes) == nearest:
             total += weight[i]
             last = np.int64(ranks[i])

@@ -363,8 +363,13 @@ def compiled_ranks(counting, layer, experts, homes, places, by_count):
                 found[token, column] = chosen
             else:
                 home, place = homes[token], places[token]
-                hashed = (place * HASH_MULTIPLIER) & 0xFFFFFFFF
-                found[token, column] = _instance(counting, layer, expert, home, place, hashed)
+                replicas = counting.replicas
+                found[token, column] = _instance(
+                    counting.choice, replicas.rank[0, layer, expert],
+                    replicas.weight[0, layer, expert], replicas.n_instances[0, layer, expert],
+                    counting.group.gpus_per_node, home, (place * HASH_MULTIPLIER) & 0xFFFFFFFF,
+                    (place << 40) | (home << 28) | (layer << 16) | expert,
+                )  # fmt: skip
     return found
 
 
