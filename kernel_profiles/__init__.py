@@ -11,6 +11,7 @@ Modules, from facts to answers:
 - ``all_to_all``: dispatch and combine between expert-parallel GPUs; ``all_to_all_cost`` compiled.
 - ``roofline``: what stands in where no table exists.
 - ``sources``: makes the shipped tables from what others publish; ``profile`` measures new ones.
+- ``flops``: what prompts compute, and the share of the peak that it is (MFU).
 - ``step_time``: ``StepTimeModel``, the tables of all of them for one worker.
 - ``step_cost``: the time of a step, from those tables, compiled.
 

@@ -40,6 +40,8 @@ class GPU(BaseModel):
     intra_node_links: int = Field(default=0, ge=0)
     """Point-to-point links to the peers of the node that share this bandwidth; 0 where a switch
     gives all of it to any peer."""
+    host_bandwidth: float = Field(default=0, ge=0)
+    """Bandwidth that copies from pinned host memory reach, bytes per second; 0 where unknown."""
     engine_reserved_bytes: int = Field(ge=0)
     """Memory that is neither weights nor KV cache: activations, graphs, communicators, runtime."""
     max_num_seqs: int = Field(ge=1)
@@ -51,10 +53,16 @@ class GPU(BaseModel):
     one's (:mod:`~eldr_sim.kernel_profiles.sibling_tables`); empty where there is none."""
     source: str
     """Where the hardware figures come from."""
+    host_bandwidth_source: str = ""
+    """Where ``host_bandwidth`` comes from: its provenance, then the evidence."""
     engine_reserved_source: str
     """Where ``engine_reserved_bytes`` comes from."""
     defaults_source: str
     """Where the two server defaults come from."""
+
+    def peak_flops(self, *, fp8: bool) -> float:
+        """Peak FLOP/s with FP8 or bfloat16 weights; without FP8 units all compute in bfloat16."""
+        return self.fp8_flops if fp8 and self.fp8_flops else self.bf16_flops
 
     def peer_bandwidth(self, n_gpus: int) -> float:
         """Bandwidth of one GPU to the others in a group of ``n_gpus`` of its node, bytes/s."""

@@ -22,7 +22,7 @@ FloatArray = NDArray[np.float64]
 
 def gpu_intensity(gpu: GPU, *, fp8: bool = False) -> float:
     """Peak FLOPs of a GPU for each byte of its memory bandwidth."""
-    return (gpu.fp8_flops if fp8 else gpu.bf16_flops) / gpu.memory_bandwidth
+    return gpu.peak_flops(fp8=fp8) / gpu.memory_bandwidth
 
 
 def pair_flops(model: ModelDims, sliding: bool = False, *, decode: bool = True) -> float:

@@ -112,11 +112,6 @@ def efficiency_of(gpu: GPU) -> Efficiency:
     return MI300X if gpu.name == "MI300X" else GENERIC
 
 
-def _flops(gpu: GPU, fp8: bool) -> float:
-    """Peak throughput of a data type; FP8 weights on GPUs without FP8 units compute in bf16."""
-    return gpu.fp8_flops if fp8 and gpu.fp8_flops else gpu.bf16_flops
-
-
 def gemm_s(
     gpu: GPU, n: ArrayLike, k: ArrayLike, rows: ArrayLike, weight_bytes: float = 2.0
 ) -> FloatArray:
@@ -126,7 +121,7 @@ def gemm_s(
     memory = (weight_bytes * n * k + 2 * m * (n + k)) / (
         efficiency.bandwidth * gpu.memory_bandwidth
     )
-    compute = 2 * m * n * k / (efficiency.gemm_flops * _flops(gpu, weight_bytes < 2))
+    compute = 2 * m * n * k / (efficiency.gemm_flops * gpu.peak_flops(fp8=weight_bytes < 2))
     return np.where(m > 0, efficiency.gemm_floor_s + np.maximum(memory, compute), 0.0)
 
 
@@ -141,7 +136,7 @@ def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
     bandwidth = efficiency.moe_bandwidth * gpu.memory_bandwidth
     expert_s = efficiency.moe_floor_s + experts * model.bytes_per_expert / bandwidth
     flops = 6.0 * model.top_k * model.hidden_size * model.expert_intermediate_size
-    peak = _flops(gpu, model.expert_dtype in ("fp8", "fp8_block"))
+    peak = gpu.peak_flops(fp8=model.expert_dtype in ("fp8", "fp8_block"))
     token_s = flops / (efficiency.moe_flops * peak)
     batches = np.array([0.0, 1024.0])
     return MoELatency(model.n_experts, model.top_k, expert_s, batches, np.zeros(2), token_s)

@@ -21,6 +21,9 @@ def test_every_gpu_is_complete_and_sourced(name):
     assert 0.01 < gpu.memory_bytes / gpu.memory_bandwidth < 0.1
     # Nor has one a ridge point outside of 100 to 600 bf16 FLOPs a byte.
     assert 100 < gpu.bf16_flops / gpu.memory_bandwidth < 600
+    # Copies from the host cross PCIe 4 or 5 x16, at less than its line rate.
+    assert gpu.host_bandwidth < 64e9
+    assert (gpu.host_bandwidth > 0) == bool(gpu.host_bandwidth_source)
     assert gpu.fp8_flops == 0 or 1.9 < gpu.fp8_flops / gpu.bf16_flops < 2.1
 
 
