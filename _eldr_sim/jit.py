@@ -64,6 +64,7 @@ LINKED = (
     "kernel_profiles.all_to_all_cost",
     "kernel_profiles.step_cost",
     "kernel_profiles.step_time",
+    "kernel_profiles.weight_streaming",
     "policies.marginal_cost",
     "policies.metro",
     "policies.replicas",
