@@ -19,6 +19,7 @@ name                decision   rule
 ``oracle``          decode     no router: ``marginal_cost`` that is told the future experts
 ``least_loaded``    prefill    join the shortest queue
 ``prefix_hash``     prefill    equal prompt prefixes to one worker, unless it is overloaded
+``saturation``      prefill    the longest cached prefix among workers short of work, else hold
 ==================  =========  ====================================================================
 
 Modules:
@@ -27,7 +28,7 @@ Modules:
 - ``registry``: policies by name, open to other packages through the entry-point group
   ``eldr_sim.policies`` (a worked example stands in ``docs/example_policy``);
 - ``shortlist``: the rule that most routers end in: of some workers the least loaded or the next;
-- ``decode``, ``prefill``, ``eldr``: the policies above;
+- ``decode``, ``prefill``, ``eldr``, ``saturation``: the policies above;
 - ``signature``: expert signature under six transforms, its quality (Spearman rho), layer masks;
 - ``clustering``: K-means on the unit sphere, Hungarian-balanced or vanilla;
 - ``placement``: on which GPUs of an expert-parallel worker each expert lives;

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_sim.errors import InputError
 
 if TYPE_CHECKING:
+    from eldr_sim.kernel_profiles.flops import PrefillWork
     from eldr_sim.kernel_profiles.step_time import RankMoE, StepCost
     from eldr_sim.policies.artifact import RoutingArtifact
     from eldr_sim.policies.clustering import Method
@@ -154,7 +155,11 @@ class CompletionListener(Protocol):
 
 @runtime_checkable
 class PrefillPolicy(Protocol):
-    """Chooses the prefill worker of a request when it arrives."""
+    """Chooses the prefill worker of a request when it arrives.
+
+    One whose attribute ``in_order`` is true serves in the order of arrival: while it holds a
+    request, it is not asked for those behind.
+    """
 
     name: str
 
@@ -168,6 +173,33 @@ class PrefillPolicy(Protocol):
         workers
             The prefill workers; ``loads`` are requests that are queued or running there.
         """
+        ...
+
+
+@runtime_checkable
+class PrefillListener(Protocol):
+    """What a prefill policy may be besides, if it keeps track of what the engines hold and do.
+
+    As vLLM's KV cache events, and the tokens that an engine has scheduled. Both are told before the
+    policy decides next, for each worker in the order in which they happened.
+    """
+
+    def on_blocks(self, worker: int, stored: Sequence[int], evicted: Sequence[int]) -> None:
+        """Take note of the prompt blocks that a worker's prefix cache has got and lost.
+
+        Parameters
+        ----------
+        worker
+            Index of the worker.
+        stored, evicted
+            Hashes as in ``RequestInfo.prefix_hash``, full blocks only: of blocks that it holds and
+            did not hold before, and of those that it holds no more. A block in both has come and
+            gone.
+        """
+        ...
+
+    def on_tokens(self, worker: int, tokens: int) -> None:
+        """Take note that a worker has computed this many prompt tokens."""
         ...
 
 
@@ -196,6 +228,8 @@ class PolicyContext:
         Step times of the model on a decode worker.
     rank_moe
         Times of a MoE layer on a GPU that shares experts with others.
+    prefill_work
+        What prompts cost a prefill worker, and the work that it needs at once.
     placements
         Function that returns where the experts of each group of decode workers lie, called only by
         policies that need it; None where every GPU holds all.
@@ -219,6 +253,7 @@ class PolicyContext:
     prefix_block_tokens: int = 16
     step_times: StepCost | None = None
     rank_moe: RankMoE | None = None
+    prefill_work: PrefillWork | None = None
     placements: Callable[[], Sequence[Placement]] | None = None
     future: Callable[[int], NDArray[np.float64]] | None = None
     group_size: int = 1
@@ -253,6 +288,12 @@ class PolicyContext:
         if self.step_times is None:
             raise InputError(policy, "this policy needs decode step times and none were given")
         return self.step_times
+
+    def require_prefill_work(self, policy: str) -> PrefillWork:
+        """Return what prompts cost; ``InputError`` naming ``policy`` if that is not known."""
+        if self.prefill_work is None:
+            raise InputError(policy, "this policy needs the work of prompts and none was given")
+        return self.prefill_work
 
     def require_future(self, policy: str) -> Callable[[int], NDArray[np.float64]]:
         """Return the future; ``InputError`` naming ``policy`` if there is none."""

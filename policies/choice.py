@@ -29,7 +29,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     "decode": (
         "random", "round_robin", "jsq", "p2c", "domain", "eldr", "marginal_cost", "oracle",
     ),
-    "prefill": ("round_robin", "least_loaded", "prefix_hash"),
+    "prefill": ("round_robin", "least_loaded", "prefix_hash", "saturation"),
     "queue": ("fcfs", "sjf", "priority"),
     "placement": ("linear", "eldr", "eplb", "grace", "affinity"),
     "replica": (

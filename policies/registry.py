@@ -12,7 +12,8 @@ class with
   ``keys(requests)`` (see ``queue_order``), for a placement ``place(group)`` (see ``placement``),
   and ``update(group, load, current)`` if it may move experts, for a choice of replicas
   ``choose(...)`` (see ``replicas``);
-- for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions.
+- for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions; for
+  a prefill policy, ``on_blocks`` and ``on_tokens`` if it wants to hear of the engines' progress.
 
 The entry point's own key is free. Built-in names cannot be taken over. Other packages are loaded
 only when a name is not built in, or when all names are listed.
@@ -51,6 +52,7 @@ from eldr_sim.policies.queue_order import (
     ShortestJobFirst,
 )
 from eldr_sim.policies.replicas import EvenSplit, HashedPosition, NearSource, ReplicaChoice
+from eldr_sim.policies.saturation import SaturationPolicy
 from eldr_sim.policies.weighted_replicas import LocalFirst, WeightedInstances
 
 GROUP = "eldr_sim.policies"
@@ -96,6 +98,7 @@ _BUILT_IN = cast(
         PrefillRoundRobinPolicy,
         LeastLoadedPolicy,
         PrefixHashPolicy,
+        SaturationPolicy,
         FirstComeFirstServed,
         ShortestJobFirst,
         PriorityOrder,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.flops import PrefillWork
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy, RequestInfo, Workers
 from eldr_sim.policies.decode import split_workers
@@ -254,7 +255,7 @@ def test_every_built_in_policy_builds_and_selects():
         assert policy.name == name
         assert policy.select(REQUEST, Workers.idle([1, 2, 3])) in range(3)
     for name in registry.names("prefill"):
-        prefill = registry.prefill_policy(name, context(3))
+        prefill = registry.prefill_policy(name, context(3, prefill_work=PrefillWork(1.0, 1.0)))
         assert isinstance(prefill, PrefillPolicy)
         assert prefill.name == name
 
