@@ -1,0 +1,187 @@
+"""MoE-Prefill's workloads as request logs: Table 2's mix, and four lengths without shared prefixes.
+
+Synthetic. From the paper (arXiv 2605.02960, Table 2) come the datasets, their requests, their
+tokens in all and their shortest and longest prompts. Assumed are
+
+- lengths: of greatest entropy between shortest and longest at that mean, an exponential cut off at
+  both ends, at evenly spaced quantiles, so that totals hold at any scale;
+- prefixes: a header that all prompts of a dataset share, and a document that siblings share
+  (:data:`DATASETS`); the paper says high, medium or low, and that documents come with questions;
+- order: datasets mixed at random, the siblings of a document together.
+
+``sharing`` scales headers and the shared part of documents alike, from 0, where no two prompts
+begin alike, to 1. What an unlimited cache would save is counted by :func:`shareable_tokens`.
+
+The lengths of the four regimes are lost in the text but for the last, 128K tokens, and the 10
+million tokens of each; 1K, 8K and 32K are assumed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+
+from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_file
+
+BLOCK_TOKENS = 16
+"""Tokens of a hashed block, vLLM's KV block."""
+
+
+class Dataset(NamedTuple):
+    """A dataset of Table 2, and its assumed prefixes."""
+
+    name: str
+    requests: int
+    tokens: int  #: of all requests
+    shortest: int
+    longest: int
+    prefix_share: str  #: the paper's word
+    header: int  #: tokens that all its prompts begin with
+    document_share: float  #: of the tokens behind the header: those that siblings share
+    siblings: int  #: requests to a document
+
+
+DATASETS = (
+    Dataset("MoralStories", 24_000, 3_300_000, 100, 200, "high", 80, 0.0, 1),
+    Dataset("MMLU", 24_000, 5_800_000, 50, 500, "low", 32, 0.0, 1),
+    Dataset("BoolQ", 12_000, 2_700_000, 200, 600, "low", 32, 0.0, 1),
+    Dataset("IMDB", 12_000, 5_500_000, 300, 2_000, "low", 32, 0.0, 1),
+    Dataset("QuALITY", 1_200, 10_500_000, 4_000, 12_000, "high", 32, 0.95, 10),
+    Dataset("ArXiv", 600, 10_100_000, 6_000, 131_072, "medium", 32, 0.95, 2),
+)
+"""Table 2: 73,800 requests, 37.9 million tokens."""
+
+REGIMES = {"short": 1024, "medium": 8192, "long": 32_768, "ultra-long": 131_072}
+"""Tokens of a prompt; only the last is the paper's."""
+REGIME_TOKENS = 10_000_000
+"""Tokens of a regime."""
+
+
+class Prompt(NamedTuple):
+    """A request: its dataset, its tokens, and the ids of its full blocks."""
+
+    dataset: str
+    tokens: int
+    blocks: tuple[int, ...]
+
+
+def lengths(dataset: Dataset, n: int) -> NDArray[np.int64]:
+    """Return ``n`` prompt lengths of a dataset, ascending: quantiles of the greatest entropy.
+
+    The density falls (or grows) exponentially from the shortest to the longest, at the rate that
+    gives the mean.
+    """
+    width = float(dataset.longest - dataset.shortest)
+    mean = (dataset.tokens / dataset.requests - dataset.shortest) / width
+
+    def excess(rate: float) -> float:
+        return 1 / rate - 1 / math.expm1(rate) - mean
+
+    rate = brentq(excess, 1e-6, 500.0) if mean < 0.5 else brentq(excess, -500.0, -1e-6)
+    places = (np.arange(n) + 0.5) / n
+    drawn = -np.log1p(places * np.expm1(-rate)) / rate
+    rounded: NDArray[np.int64] = np.rint(dataset.shortest + width * drawn).astype(np.int64)
+    return rounded
+
+
+def real_world(sharing: float = 1.0, scale: float = 1.0, seed: int = 0) -> list[Prompt]:
+    """Return the aggregated workload of Table 2, in the order in which it is queued.
+
+    Parameters
+    ----------
+    sharing
+        Of the assumed prefixes, 0 to 1.
+    scale
+        Of each dataset's requests, above 0; whole documents, one at least.
+    seed
+        Of the order.
+
+    Raises
+    ------
+    InputError
+        If ``sharing`` or ``scale`` is out of range.
+    """
+    if not 0 <= sharing <= 1:
+        raise InputError("sharing", f"{sharing!r}", "0 to 1")
+    if not 0 < scale <= 1:
+        raise InputError("scale", f"{scale!r}", "0 < scale <= 1")
+    groups: list[list[Prompt]] = []
+    fresh = 0
+    for data in DATASETS:
+        header = range(fresh, fresh + int(sharing * data.header) // BLOCK_TOKENS)
+        fresh = header.stop
+        n_documents = max(1, round(scale * data.requests / data.siblings))
+        for tokens in lengths(data, n_documents).tolist():
+            document = sharing * (data.header + data.document_share * (tokens - data.header))
+            shared = max(int(document) // BLOCK_TOKENS, len(header))
+            if data.siblings == 1:
+                shared = len(header)
+            common = range(fresh, fresh + shared - len(header))
+            fresh = common.stop
+            group = []
+            for _ in range(data.siblings):
+                own = range(fresh, fresh + tokens // BLOCK_TOKENS - shared)
+                fresh = own.stop
+                group.append(Prompt(data.name, tokens, (*header, *common, *own)))
+            groups.append(group)
+    order = np.random.default_rng(seed).permutation(len(groups))
+    return [prompt for number in order for prompt in groups[number]]
+
+
+def regime(name: str, tokens: int = REGIME_TOKENS) -> list[Prompt]:
+    """Return the prompts of one length of :data:`REGIMES`, of ``tokens`` tokens together, one each.
+
+    Raises
+    ------
+    InputError
+        If there is no such regime.
+    """
+    if name not in REGIMES:
+        raise InputError("regime", f"{name!r}", ", ".join(REGIMES))
+    length = REGIMES[name]
+    n_blocks = length // BLOCK_TOKENS
+    return [
+        Prompt(name, length, tuple(range(i * n_blocks, (i + 1) * n_blocks)))
+        for i in range(max(1, round(tokens / length)))
+    ]
+
+
+def shareable_tokens(prompts: Sequence[Prompt]) -> int:
+    """Return the tokens that one cache without limit would not compute again.
+
+    As in vLLM whole blocks are found, and the last token of a prompt is always computed.
+    """
+    held: set[int] = set()
+    found = 0
+    for prompt in prompts:
+        for block in prompt.blocks[: (prompt.tokens - 1) // BLOCK_TOKENS]:
+            if block not in held:
+                break
+            found += BLOCK_TOKENS
+        held.update(prompt.blocks)
+    return found
+
+
+def write_log(prompts: Sequence[Prompt], path: str | os.PathLike[str]) -> None:
+    """Write prompts as a request log in Mooncake's format: all at once, one output token each.
+
+    ``--workload FILE`` reads it; equal arrivals keep their order.
+    """
+    with whole_file(Path(path)) as partial, partial.open("w", encoding="utf-8") as file:
+        for prompt in prompts:
+            line = {
+                "timestamp": 0,
+                "input_length": prompt.tokens,
+                "output_length": 1,
+                "hash_ids": prompt.blocks,
+            }
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
