@@ -12,6 +12,7 @@ Modules, from facts to answers:
 - ``roofline``: what stands in where no table exists.
 - ``sources``: makes the shipped tables from what others publish; ``profile`` measures new ones.
 - ``flops``: what prompts compute, and the share of the peak that it is (MFU).
+- ``communication``: bytes that a GPU sends for a layer under each parallel strategy.
 - ``weight_streaming``: experts that arrive from other GPUs or the host while layers compute.
 - ``step_time``: ``StepTimeModel``, the tables of all of them for one worker.
 - ``step_cost``: the time of a step, from those tables, compiled.
