@@ -82,6 +82,7 @@ LINKED = (
     "simulator.kv_cache",
     "simulator.loop",
     "simulator.network",
+    "simulator.prompt_steps",
     "simulator.queues",
     "simulator.replay",
     "simulator.state",

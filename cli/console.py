@@ -175,7 +175,10 @@ def print_summary(summary: dict[str, Any]) -> None:
             _line(label(tag), summary[tag])
 
     click.echo(" Serving Benchmark Result (simulated) ".center(_WIDTH, "="))
-    if summary["prefill_policy"] is None:
+    alone = summary["policy"] is None  # requests end with their prompts
+    if alone:
+        _line("Prefill policy", summary["prefill_policy"])
+    elif summary["prefill_policy"] is None:
         _line("Policy", summary["policy"])
     else:
         _line("Policy, prefill policy", f"{summary['policy']}, {summary['prefill_policy']}")
@@ -189,17 +192,24 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["max_concurrency"] is not None:
         figures("max_concurrency")
     figures("duration", "total_input_tokens", "total_output_tokens", "request_throughput")
-    figures("slo_attainment", "output_throughput", "total_token_throughput")
+    figures("slo_attainment")
+    if alone:
+        figures("prefill_throughput", "computed_prompt_throughput", "makespan_s")
+    else:
+        figures("output_throughput", "total_token_throughput")
     figures("max_concurrent_requests")
     if summary.get("prefix_cache_hits"):
         figures("prefix_cache_hit_rate")
     for tag, latency in LATENCIES.items():
+        if alone and tag != "ttft":
+            continue
         click.echo(latency.heading.center(_WIDTH, "-"))
         figures(*(f"{statistic}_{tag}_ms" for statistic in ("mean", "median", "p90", "p99")))
-    click.echo("Decode steps".center(_WIDTH, "-"))
-    figures("mean_decode_batch", "mean_active_experts_per_step")
-    figures("mean_active_experts_per_token", "p99_active_experts_per_step")
-    if summary["expert_parallel_size"] > 1:
+    if not alone:
+        click.echo("Decode steps".center(_WIDTH, "-"))
+        figures("mean_decode_batch", "mean_active_experts_per_step")
+        figures("mean_active_experts_per_token", "p99_active_experts_per_step")
+    if summary["expert_parallel_size"] > 1 and not alone:
         _line("Expert placement", summary["expert_placement"])
         figures("mean_busiest_rank_experts_per_step")
     if group := summary.get("group"):

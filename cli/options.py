@@ -150,12 +150,14 @@ def _metavar(name: str) -> str:
     if name in DECISION_OF:
         return "NAME[:PARAMETER=VALUE,...]"
     return {
-        "topology": "xPyD|xC",
+        "topology": "xPyD|xC|xP",
         "workload": "task|language|trace|FILE",
         "trace": "NAME|DIR",
         "tables": "DIR",
         "tensor_parallel_size": "N",
         "data_parallel_size": "N",
+        "pipeline_parallel_size": "N",
+        "offload_window": "N",
         "gpus_per_node": "N",
         "output_len": "N|recorded",
         "model": "NAME|PATH",

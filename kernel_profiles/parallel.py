@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs: tensor, expert and data parallelism.
+"""How a model is spread over GPUs: tensor, expert, data and pipeline parallelism.
 
 As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data-parallel-size``):
 
@@ -10,6 +10,8 @@ As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data
 - With it every GPU holds whole experts, equally many. All GPUs see all tokens, each computes its
   own experts' part, and an all-reduce sums the parts: there is no all-to-all
   (``FusedMoEParallelConfig.use_all2all_kernels`` needs data parallelism or sequence parallelism).
+- With pipeline parallelism (``--pipeline-parallel-size``) the layers are cut into stages of that
+  many times the GPUs (:mod:`~eldr_sim.kernel_profiles.pipeline`).
 - With data parallelism as many engines, of ``tensor_parallel_size`` GPUs each, have attention,
   dense layers and KV caches of their own and share the experts, which lie on the GPUs of all of
   them: ``FusedMoEParallelConfig.make`` spreads (or cuts) them over data times tensor parallel
@@ -52,11 +54,14 @@ class Parallelism:
         Whether the experts stay whole and are spread over the GPUs. Says nothing on one GPU.
     data_parallel_size
         Engines that share experts.
+    pipeline_parallel_size
+        Stages of an engine, each of ``tensor_parallel_size`` GPUs and a part of the layers.
     """
 
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
     data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.tensor_parallel_size <= NODE_GPUS:
@@ -67,20 +72,41 @@ class Parallelism:
             )
         if self.data_parallel_size < 1:
             raise InputError("data_parallel_size", f"{self.data_parallel_size}", "1 or more")
+        most = NODE_GPUS // self.tensor_parallel_size
+        if not 1 <= self.pipeline_parallel_size <= most:
+            raise InputError(
+                "pipeline_parallel_size",
+                f"{self.pipeline_parallel_size} stages of {self.tensor_parallel_size} GPUs",
+                f"1 to {most}: a node has {NODE_GPUS} GPUs",
+            )
+        if self.pipeline_parallel_size > 1 and self.data_parallel_size > 1:
+            raise InputError(
+                "pipeline_parallel_size",
+                "stages of engines that share experts are not simulated",
+                "--data-parallel-size 1",
+            )
 
     @property
     def n_gpus(self) -> int:
         """GPUs of all engines that share experts."""
+        return self.n_ranks * self.pipeline_parallel_size
+
+    @property
+    def n_ranks(self) -> int:
+        """GPUs of a stage: those that a layer is spread over."""
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
     def n_expert_ranks(self) -> int:
         """GPUs that the experts are spread over; 1 where each of them holds a part of every one."""
-        return self.n_gpus if self.expert_parallel else 1
+        return self.n_ranks if self.expert_parallel else 1
 
     def check(self, model: ModelDims) -> None:
         """Raise InputError unless the model can be spread so."""
-        size, ranks = self.tensor_parallel_size, self.n_gpus
+        size, ranks = self.tensor_parallel_size, self.n_ranks
+        if self.pipeline_parallel_size > model.n_layers:
+            problem = f"{self.pipeline_parallel_size} stages of the {model.n_layers} layers"
+            raise InputError("pipeline_parallel_size", problem, "a layer a stage at least")
         if ranks == 1:
             return
 
@@ -117,7 +143,7 @@ class Parallelism:
         """
         self.check(model)
         size = self.tensor_parallel_size
-        if self.n_gpus == 1:
+        if self.n_ranks == 1:
             return model
         fields = model.model_dump()
         for name in ("n_heads", "dense_intermediate_size", "shared_intermediate_size"):
@@ -127,11 +153,11 @@ class Parallelism:
                 fields[name] = max(1, fields[name] // size)
         fields["vocab_size"] = -(-model.vocab_size // size)
         if not self.expert_parallel:
-            fields["expert_intermediate_size"] //= self.n_gpus
+            fields["expert_intermediate_size"] //= self.n_ranks
         return ModelDims(**fields)
 
     def weight_bytes(self, model: ModelDims, instances: int | None = None) -> int:
-        """Bytes of the weights on one GPU.
+        """Bytes of the weights on one GPU; of several stages, on the fullest.
 
         Parameters
         ----------
@@ -145,11 +171,20 @@ class Parallelism:
         share = model.n_moe_layers * (model.n_experts // self.n_expert_ranks)
         own = share if instances is None else instances
         elsewhere = model.n_moe_layers * model.n_experts - own
-        return shard.weight_bytes - elsewhere * shard.bytes_per_expert
+        total = shard.weight_bytes - elsewhere * shard.bytes_per_expert
+        ends = 2 * shard.embedding_params, 2 * shard.lm_head_params
+        return self._of_stage(model, total - sum(ends)) + (
+            sum(ends) if self.pipeline_parallel_size == 1 else max(ends)
+        )
 
     def kv_bytes_per_token(self, model: ModelDims) -> int:
-        """Bytes of KV cache (bfloat16) of one token on one GPU, over all layers."""
-        return self.shard(model).kv_bytes_per_token
+        """Bytes of KV cache of one token on one GPU, over all its layers."""
+        return self._of_stage(model, self.shard(model).kv_bytes_per_token)
+
+    def _of_stage(self, model: ModelDims, total: int) -> int:
+        """Return what of a sum over all layers the fullest stage has."""
+        layers = -(-model.n_layers // self.pipeline_parallel_size)
+        return -(-total * layers // model.n_layers)
 
 
 SINGLE_GPU = Parallelism()

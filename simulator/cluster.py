@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -15,10 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.all_to_all import AllToAll
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.policies.base import (
     CompletionListener,
     DecodePolicy,
@@ -27,12 +24,12 @@ from eldr_sim.policies.base import (
 )
 from eldr_sim.simulator import loop, state
 from eldr_sim.simulator.clock import Clock
+from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.compiled import Callback
 from eldr_sim.simulator.engine import Engines
 from eldr_sim.simulator.expert_loads import make_expert_loads
 from eldr_sim.simulator.expert_union import PromptRows
 from eldr_sim.simulator.group_state import (
-    GroupCost,
     Groups,
     Replicas,
     make_group_scratch,
@@ -41,67 +38,16 @@ from eldr_sim.simulator.group_state import (
 )
 from eldr_sim.simulator.kv_cache import make_kv_cache
 from eldr_sim.simulator.network import make_network
+from eldr_sim.simulator.prompt_layout import make_prompt_layers
 from eldr_sim.simulator.relocation import RELOCATION, Relocations
 from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.router import PolicyRouter, grown
 from eldr_sim.simulator.step import Scratch
-from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.prompts import Ranges, clip_ranges, join_ranges
 from eldr_sim.traces.workload import Workload
 
 #: Events after which the loop comes back for progress and Ctrl-C.
 _EVENTS_A_CALL = 1 << 17
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """Step times and engine settings of each worker of a pool."""
-
-    step_time: StepTimeModel
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    n_blocks: int
-    parallelism: Parallelism = SINGLE_GPU
-    #: What the engines of a group share; None where each has experts of its own.
-    group: GroupCost | None = field(default=None, compare=False, repr=False)
-    all_to_all: AllToAll | None = field(default=None, compare=False, repr=False)
-    n_redundant: int = 0
-    #: Of what choosing instances takes; empty where it is not charged.
-    choice_provenance: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
-
-
-@dataclass(frozen=True)
-class ClusterSpec:
-    """Size and engine settings of a cluster; see :class:`~eldr_sim.simulator.config.RunConfig`.
-
-    Routers choose among ``n_prefill`` and ``n_decode`` engines, called workers here; those of one
-    group, ``parallelism.data_parallel_size`` in a row, share experts and step together. Without
-    prefill workers the ``n_decode`` workers are co-located: they compute the prompts too.
-    """
-
-    n_prefill: int
-    n_decode: int
-    prefill: EngineSpec
-    decode: EngineSpec
-    max_model_len: int
-    block_size: int
-    transfer: TransferModel
-    load_report_delay_s: float
-    max_concurrency: int | None
-    #: Output tokens that clients ask for; None where they set no limit.
-    max_tokens: int | None = None
-    signal_interval_s: float = 0.0
-    enable_prefix_caching: bool = True
-    async_scheduling: bool = False
-    #: Engines of a group compute prompts in every so-manieth step if they can decode meanwhile.
-    prefill_schedule_interval: int = 1
-    #: Whether the sequence of the highest queue key is preempted, not the one that joined last.
-    preempt_by_key: bool = False
-    #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
-    capture_s: float = 0.0
-    routing_s: float = 0.0
-    #: What a request's way through the router takes longer for each token of its prompt, s.
-    routing_token_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,6 +68,8 @@ class RunRecord:
         ``state.GAP``, where preemption came between two tokens.
     relocations
         ``relocation.RELOCATION``: whenever experts moved.
+    streamed_s, stall_s
+        Seconds that steps took which streamed weights, and of which they waited for these.
     window
         The measured window, s.
     end_s
@@ -137,6 +85,8 @@ class RunRecord:
     relocations: NDArray[np.void]
     window: tuple[float, float]
     end_s: float
+    streamed_s: float = 0.0
+    stall_s: float = 0.0
 
     @property
     def completed(self) -> NDArray[np.bool_]:
@@ -162,7 +112,7 @@ class Cluster:
         (summed gate scores where the decode policy asks for them), and a number that stands for
         them: the routers' view of a prompt.
     prefill_policy, decode_policy
-        The two routers; co-located workers need the second only.
+        The two routers; co-located workers need the second only, prefill workers alone the first.
     window
         Requests that arrive in this window, s, are measured.
     time_limit_s
@@ -190,7 +140,7 @@ class Cluster:
         replay: Replay,
         signatures: Callable[[Ranges], tuple[int, NDArray[Any] | None]],
         prefill_policy: PrefillPolicy | None,
-        decode_policy: DecodePolicy,
+        decode_policy: DecodePolicy | None,
         window: tuple[float, float],
         time_limit_s: float,
         expert_masks: NDArray[np.uint64] | None = None,
@@ -229,6 +179,10 @@ class Cluster:
         if relocations is not None:
             relocations.bind(self.arrays.masks, replicas)
         self.groups = self._groups(replicas) if any(grouped) else None
+        layout, n_layers = spec.prefill.layout, spec.decode.step_time.n_moe_layers
+        self.layers = None
+        if spec.n_prefill and layout is not None and layout.has_steps_of_its_own:
+            self.layers = make_prompt_layers(layout, n_layers, spec.n_prefill)
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
         self._now, self._signals_s = self.arrays.clock["now"], self.arrays.clock["signals_s"]
@@ -365,8 +319,8 @@ class Cluster:
         self._failure = None
         while True:
             why: int = loop.advance(
-                self.arrays, self.groups, self.logs, self.group_logs, self.gaps, until,
-                _EVENTS_A_CALL, self._callback,
+                self.arrays, self.groups, self.layers, self.logs, self.group_logs, self.gaps,
+                until, _EVENTS_A_CALL, self._callback,
             )  # fmt: skip
             if why == loop.FAILED:
                 assert self._failure is not None
@@ -413,6 +367,8 @@ class Cluster:
             else self.relocations.log(),
             window=self.window,
             end_s=end_s,
+            streamed_s=float(pools["streamed_s"][0]),
+            stall_s=float(pools["stall_s"][0]),
         )
 
     # --- decisions ---
@@ -553,14 +509,18 @@ def _check_tables(engine: EngineSpec, longest: int) -> None:
 
 def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[np.void]:
     pools = np.zeros(2, state.POOL)
-    colocated = spec.n_prefill == 0
-    pools["role"] = state.PREFILL, state.COLOCATED if colocated else state.DECODE
+    pools["role"] = (
+        state.PREFILL if spec.n_decode else state.PREFILL_ONLY,
+        state.DECODE if spec.n_prefill else state.COLOCATED,
+    )
     pools["first_worker"] = 0, spec.n_prefill
     pools["n_workers"] = spec.n_prefill, spec.n_decode
     for name in ("max_num_seqs", "max_num_batched_tokens", "n_blocks"):
         pools[name] = getattr(spec.prefill, name), getattr(spec.decode, name)
     caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
-    pools["prefix_caching"] = caching
+    whole = [e.layout is not None and e.layout.whole_prompts for e in (spec.prefill, spec.decode)]
+    pools["whole_prompts"] = whole
+    pools["prefix_caching"] = caching & ~np.array(whole)
     pools["own_experts"] = own_experts
     pools["async_scheduling"] = spec.async_scheduling
     pools["preempt_by_key"] = spec.preempt_by_key
@@ -569,7 +529,7 @@ def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[
         1 if e.group is None else spec.prefill_schedule_interval
         for e in (spec.prefill, spec.decode)
     ]
-    pools["group_size"] = [e.parallelism.data_parallel_size for e in (spec.prefill, spec.decode)]
+    pools["group_size"] = [e.group_size for e in (spec.prefill, spec.decode)]
     return pools
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
@@ -22,6 +22,7 @@ from eldr_sim.simulator.config_groups import (
     Pool,
     RelocationConfig,
     ServiceLevel,
+    StreamingConfig,
     WorkloadConfig,
     parse_topology,
 )
@@ -42,7 +43,13 @@ __all__ = [
 
 
 class RunConfig(
-    OutputConfig, RelocationConfig, EngineConfig, ClusterConfig, WorkloadConfig, PolicyConfig
+    OutputConfig,
+    StreamingConfig,
+    RelocationConfig,
+    EngineConfig,
+    ClusterConfig,
+    WorkloadConfig,
+    PolicyConfig,
 ):
     """One run of the simulator. Durations are seconds of simulated time unless named otherwise.
 
@@ -76,6 +83,11 @@ class RunConfig(
         return self.replace(**(update or {}))
 
     @property
+    def effective_output_len(self) -> int | Literal["recorded"]:
+        """Output tokens of every request, or ``recorded``; 1 where they end with their prompts."""
+        return 1 if self.prefill_only else super().effective_output_len
+
+    @property
     def n_gpus(self) -> int:
         """GPUs of all workers."""
         workers = {"prefill": self.n_prefill, "decode": self.n_decode}
@@ -88,7 +100,7 @@ class RunConfig(
             name: getattr(self, name) if value is None else value
             for name, value in own.model_dump().items()
         }
-        if role == "prefill" and own.expert_placement is None:
+        if role == "prefill" and own.expert_placement is None and not self.prefill_only:
             values["expert_placement"] = "linear"
         return Pool(**values)
 

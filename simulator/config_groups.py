@@ -14,7 +14,7 @@ from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
 
 #: The named workloads; any other is a file.
 WORKLOADS = ("task", "language", "trace")
-_TOPOLOGY = re.compile(r"([1-9]\d*)P([1-9]\d*)D|([1-9]\d*)C", re.IGNORECASE)
+_TOPOLOGY = re.compile(r"([1-9]\d*)P(?:([1-9]\d*)D)?|([1-9]\d*)C", re.IGNORECASE)
 
 
 def _number_or_inf(value: Any) -> Any:
@@ -52,15 +52,21 @@ Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
 
 
 def parse_topology(text: str) -> tuple[int, int]:
-    """Return (prefill workers, decode workers) of ``xPyD``, (0, x) of ``xC``; raises InputError."""
+    """Return (prefill, decode workers) of ``xPyD``, (0, x) of ``xC``, (x, 0) of ``xP``.
+
+    Raises
+    ------
+    InputError
+        If the text is none of them.
+    """
     match = _TOPOLOGY.fullmatch(text.strip())
     if match is None:
         raise InputError(
             "topology",
             repr(text),
-            "xPyD with at least one worker of each kind, such as 8P16D, or xC, such as 8C",
+            "xPyD with at least one worker of each kind, such as 8P16D, xC, such as 8C, or xP",
         )
-    return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2]))
+    return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2] or 0))
 
 
 class _Fields(BaseModel):
@@ -95,6 +101,8 @@ class Pool(_Fields):
     """Whether whole experts are spread over a worker's GPUs."""
     data_parallel_size: int | None = Field(default=None, ge=1)
     """Engines of a worker."""
+    pipeline_parallel_size: int | None = Field(default=None, ge=1)
+    """Stages of a worker, each with a part of the layers; prefill workers only."""
     num_redundant_experts: int | None = Field(default=None, ge=0)
     """Instances of experts beyond one of each."""
     expert_placement: Annotated[str | None, _policy("placement")] = None
@@ -113,6 +121,7 @@ class Pool(_Fields):
             self.tensor_parallel_size or 1,
             bool(self.enable_expert_parallel),
             self.data_parallel_size or 1,
+            self.pipeline_parallel_size or 1,
         )
 
 
@@ -213,8 +222,9 @@ class ClusterConfig(_Fields):
 
     topology: Annotated[str, BeforeValidator(_topology)] = "8P16D"
     """``xPyD``: x prefill and y decode WORKERS, each of ``data_parallel_size`` engines of
-    ``tensor_parallel_size`` GPUs; or ``xC``: x co-located workers, which compute prompts in chunks
-    beside their decode batch."""
+    ``tensor_parallel_size`` GPUs; ``xC``: x co-located workers, which compute prompts in chunks
+    beside their decode batch; or ``xP``: x prefill workers alone, where a request ends with its
+    prompt."""
     gpu: PathText = "H100"
     """Name of a known GPU."""
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -226,6 +236,9 @@ class ClusterConfig(_Fields):
     data_parallel_size: int = Field(default=1, ge=1)
     """Engines of every worker, each with its own queue, KV cache and batch. They share the experts,
     which lie on all their GPUs, and so step together. Routers choose the engine."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Stages of every worker, of ``tensor_parallel_size`` GPUs and a part of the layers each;
+    simulated for prefill workers."""
     num_redundant_experts: int = Field(default=0, ge=0)
     """Instances of experts beyond one of each that a worker holds."""
     gpus_per_node: int = Field(default=8, ge=1)
@@ -253,13 +266,18 @@ class ClusterConfig(_Fields):
 
     @property
     def n_decode(self) -> int:
-        """Number of decode or co-located workers."""
+        """Number of decode or co-located workers; 0 where requests end with their prompts."""
         return parse_topology(self.topology)[1]
 
     @property
     def colocated(self) -> bool:
         """Whether each worker computes prompts and decodes."""
         return self.n_prefill == 0
+
+    @property
+    def prefill_only(self) -> bool:
+        """Whether requests end with their prompts."""
+        return self.n_decode == 0
 
 
 class EngineConfig(_Fields):
@@ -269,7 +287,7 @@ class EngineConfig(_Fields):
     """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of a request, prompt and output together, that a worker accepts; the model's own
-    limit when not given."""
+    limit when not given. More is simulated with a warning."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Running requests of a worker; vLLM's server default for the GPU when not given."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
@@ -308,6 +326,23 @@ class RelocationConfig(_Fields):
     """What it takes beside moving the weights, ms."""
 
 
+class StreamingConfig(_Fields):
+    """Weights of experts that reach prefill workers while they compute: MoE-Prefill's AsyncEP."""
+
+    expert_gather: Literal["collective", "one_sided"] | None = None
+    """The engines of a prefill worker, of one GPU each, compute their own prompts: while a layer
+    computes, the experts of the next one are gathered from all GPUs, by collectives that wait for
+    each other or by one-sided reads. Tokens are dispatched to the experts when not given."""
+    offload_window: int | None = Field(default=None, ge=1)
+    """MoE layers whose experts lie on the GPUs of a prefill worker beside the first one; the others
+    are copied from host memory in time. All of them when not given."""
+    gather_interference: float = Field(default=0.0, ge=0, le=1)
+    """Time that a layer loses for each second of a gather beside it."""
+    kv_cache_free: bool = False
+    """Keep no KV cache: prompts are computed whole, and the token budget bounds the activations
+    instead. For prefill workers alone."""
+
+
 class OutputConfig(_Fields):
     """What a result says beside the figures that every one has."""
 
@@ -322,5 +357,6 @@ GROUPS: dict[str, type[BaseModel]] = {
     "cluster": ClusterConfig,
     "engine": EngineConfig,
     "relocation": RelocationConfig,
+    "streaming": StreamingConfig,
     "output": OutputConfig,
 }

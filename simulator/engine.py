@@ -12,7 +12,7 @@ their next token, and chunks of contexts that are still being computed.
   recomputes its context later; nobody is admitted in that step.
 - A context is computed in chunks, as the token budget allows. Its last token is not part of them
   but decoded, in the step of its last chunk, except on a prefill worker, which hands the request
-  over when the prompt is computed.
+  over when the prompt is computed, or ends it there.
 - With a KV connector the blocks are reserved before the transfer starts, and only those that are
   not in the prefix cache are fetched. Requests whose KV cache has arrived come before others.
 - With asynchronous scheduling the next step is scheduled when one starts, so a request that comes
@@ -41,7 +41,15 @@ from eldr_sim.simulator.kv_cache import (
     release,
 )
 from eldr_sim.simulator.queues import queue_add, queue_pop
-from eldr_sim.simulator.state import BOUNDARY, COLOCATED, DECODE, PREFILL, TRANSFER_START
+from eldr_sim.simulator.state import (
+    BOUNDARY,
+    COLOCATED,
+    DECODE,
+    PREFILL,
+    PREFILL_ONLY,
+    PROMPT_END,
+    TRANSFER_START,
+)
 
 #: What a boundary leaves to be done, beside the request: see `loop.drain`.
 PENDING_END, PENDING_HAND_OVER = np.int64(0), np.int64(1)
@@ -207,8 +215,8 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
     worker.next_start = clock[0].now
     if worker.ended:
         worker.ended = False
-        if engines.pools[engines.pool_of[w]].role == PREFILL:
-            _hand_over(clock, engines, w)
+        if _only_prompts(engines, w):
+            _end_prompts(clock, events, engines, w)
         else:
             _finish(clock, engines, w)
     if _is_idle(worker):
@@ -265,20 +273,42 @@ def leave(clock: Any, engines: Engines, what: int, request: int) -> None:
 
 
 @compiled()
-def _hand_over(clock: Any, engines: Engines, w: int) -> None:
-    """Take the sequences out whose prompts are computed."""
+def _only_prompts(engines: Engines, w: int) -> Any:
+    """Whether a worker computes prompts and nothing else."""
+    role = engines.pools[engines.pool_of[w]].role
+    return bool(role in (PREFILL, PREFILL_ONLY))
+
+
+@compiled()
+def _end_prompts(clock: Any, events: Any, engines: Engines, w: int) -> None:
+    """Take the sequences out whose prompts are computed; later stages may still have them."""
     worker, sequences = engines.workers[w], engines.sequences
     kept = 0
     for i in range(worker.prefilling):
         if sequences[w, i].todo == 0:
             request = sequences[w, i].request
-            engines.requests[request].prefill_end_s = clock[0].now
-            leave(clock, engines, PENDING_HAND_OVER, request)
+            if worker.exit_s > clock[0].now:
+                schedule(clock, events, worker.exit_s, PROMPT_END, request)
+            else:
+                end_prompt(clock, engines, w, request)
             continue
         if kept != i:
             sequences[w, kept] = sequences[w, i]
         kept += 1
     worker.prefilling = kept
+
+
+@compiled()
+def end_prompt(clock: Any, engines: Engines, w: int, request: int) -> None:
+    """Hand a request over whose prompt is computed, or end it."""
+    record, pool = engines.requests[request], engines.pool_of[w]
+    record.prefill_end_s = clock[0].now
+    if engines.pools[pool].role == PREFILL:
+        leave(clock, engines, PENDING_HAND_OVER, request)
+        return
+    record.first_token_s = record.finish_s = clock[0].now
+    release(engines.kv, engines.tables, engines.workers, w, pool, request)
+    leave(clock, engines, PENDING_END, request)
 
 
 @compiled()
@@ -428,6 +458,10 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
     worker, requests, now = engines.workers[w], engines.requests, clock[0].now
     role = engines.pools[engines.pool_of[w]].role
     prompt = requests[request].prompt_len
+    if engines.pools[engines.pool_of[w]].whole_prompts:
+        budget = engines.pools[engines.pool_of[w]].max_num_batched_tokens
+        if prompt > budget - worker.chunk_tokens:
+            return False
     cached = _allocate(engines, w, request, prompt)
     if cached < 0:
         return False
@@ -445,7 +479,7 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
     requests[request].cached_tokens = cached
     if role == COLOCATED:
         requests[request].prefill_worker = requests[request].decode_worker
-    context = prompt if role == PREFILL else prompt - 1
+    context = prompt if _only_prompts(engines, w) else prompt - 1
     _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
     worker.prefilling += 1
     _fill(engines, w)
@@ -485,8 +519,9 @@ def _join(engines: Engines, w: int) -> None:
 def _fill(engines: Engines, w: int) -> None:
     """Fill the next step's token budget with contexts to compute, the one begun first."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
+    only_prompts = _only_prompts(engines, w)
     while True:
-        i = worker.filled if pool.role == PREFILL else worker.batch
+        i = worker.filled if only_prompts else worker.batch
         budget = pool.max_num_batched_tokens - worker.batch - worker.chunk_tokens
         if i == worker.batch + worker.prefilling or budget <= 0:
             return
@@ -498,7 +533,7 @@ def _fill(engines: Engines, w: int) -> None:
             publish_tokens(engines, w, sequence.request, sequence.computed + sequence.chunk)
         if sequence.chunk < sequence.todo:
             return
-        if pool.role == PREFILL:
+        if only_prompts:
             worker.filled += 1
         elif chunk == budget:  # none left for the token to decode
             return

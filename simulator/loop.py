@@ -6,7 +6,8 @@ The life of a request, top to bottom::
                      then a prefill router picks its prefill worker             `drain`
     BOUNDARY         the engine admits it and plans its chunks                  `engine.boundary`
     STEP_START       its prompt is computed, step by step                       `step.step`
-    BOUNDARY         the prompt is computed: hand it over                       `engine.boundary`
+    BOUNDARY         the prompt is computed: hand it over, or end it            `engine.boundary`
+    PROMPT_END       the same, when the last of several stages has computed it  `engine.end_prompt`
     DISPATCH         signature and router: the decode worker is picked          `drain`
     BOUNDARY         the decode worker's engine reserves its KV blocks          `engine.boundary`
     TRANSFER_START   its KV cache flows over shared links                       `network.begin`
@@ -16,7 +17,8 @@ The life of a request, top to bottom::
     BOUNDARY         it has all its tokens: its blocks are free, it has ended   `drain`
     REPORT           the routers hear of it                                     `drain`
 
-A co-located worker is picked at the arrival and keeps the request to its end. A router may hold a
+A co-located worker is picked at the arrival and keeps the request to its end; without decode
+workers a request ends with its prompt. A router may hold a
 request and is asked again when it hears of an end or the engines publish their signals. Engines
 that share experts start their steps together (`group_step.group_step`).
 
@@ -39,6 +41,7 @@ from eldr_sim.simulator.engine import (
     PENDING_HAND_OVER,
     Engines,
     boundary,
+    end_prompt,
     leave,
     publish_signals,
     publish_tokens,
@@ -49,12 +52,15 @@ from eldr_sim.simulator.events import drop_first, schedule
 from eldr_sim.simulator.group_state import Groups
 from eldr_sim.simulator.group_step import group_has_step, group_step
 from eldr_sim.simulator.kv_cache import blocks_of, release
+from eldr_sim.simulator.prompt_steps import PromptLayers, prompt_step
 from eldr_sim.simulator.state import (
     ARRIVAL,
     BOUNDARY,
     COMPLETED,
     DISPATCH,
     NO_KV_ROOM,
+    OVER_BUDGET,
+    PROMPT_END,
     PUBLISH,
     REPORT,
     STEP_START,
@@ -151,6 +157,8 @@ def _refusal(engines: Engines, request: int) -> Any:
     tokens = record.prompt_len + record.output_len
     if tokens > settings.max_model_len:
         return TOO_LONG
+    if pools[0].whole_prompts and record.prompt_len > pools[0].max_num_batched_tokens:
+        return OVER_BUDGET
     if (
         record.prompt_len > pools[0].n_blocks * settings.block_size
         or tokens > pools[1].n_blocks * settings.block_size
@@ -289,7 +297,8 @@ def drain(
             return 0
         what, request = engines.pending[head, 0], engines.pending[head, 1]
         if what == PENDING_END:
-            _report(clock, events, engines, routers, reported, request, _DECODE_POOL)
+            last = _DECODE_POOL if pools[1].n_workers > 0 else _PREFILL_POOL
+            _report(clock, events, engines, routers, reported, request, last)
             clock[0].in_flight -= 1
             _end(clock, engines, request, COMPLETED)
         elif what == PENDING_HAND_OVER:
@@ -356,8 +365,8 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
 
 @njit(_nrt=False)
 def advance(
-    run: Run, groups: Groups | None, logs: Any, group_logs: Any, gaps: Any, until: float,
-    n_events: int, decide: Any,
+    run: Run, groups: Groups | None, layers: PromptLayers | None, logs: Any, group_logs: Any,
+    gaps: Any, until: float, n_events: int, decide: Any,
 ) -> Any:  # fmt: skip
     """Let happen what happens before ``until`` seconds.
 
@@ -367,6 +376,8 @@ def advance(
         The run.
     groups
         What engines share; None where no engines do, and then none of it is compiled.
+    layers
+        Of prefill workers whose layers stream or lie in stages; likewise.
     logs, group_logs, gaps
         ``STEP [capacity]`` and ``GROUP_STEP [capacity]`` of each pool, and ``GAP [capacity]``.
     until
@@ -410,7 +421,15 @@ def advance(
         if kind == STEP_START:
             workers[subject].step_due = False
             pool = engines.pool_of[subject]
-            if groups is not None:  # by itself: the compiler drops the branch where it is None
+            if layers is not None:  # noqa: SIM102 by itself: the compiler drops it where None
+                if pool == _PREFILL_POOL:
+                    if group_has_step(engines, subject):
+                        prompt_step(
+                            clock, events, engines, subject, run.bits, run.masks, run.prompts,
+                            run.costs[0], layers, run.scratch, logs, gaps,
+                        )  # fmt: skip
+                    continue
+            if groups is not None:
                 grouped = pools[pool].group_size > 1
                 if grouped and group_has_step(engines, subject):
                     done = group_step(
@@ -438,6 +457,11 @@ def advance(
             leave(clock, engines, _PENDING_DISPATCH, subject)
         elif kind == REPORT:
             _hear(clock, engines, routers, run.reported, subject // 2, subject % 2)
+        elif kind == PROMPT_END:
+            w = pools[0].first_worker + requests[subject].prefill_worker
+            end_prompt(clock, engines, w, subject)
+            if workers[w].new_head >= 0:  # it may wait for these KV blocks
+                wake(clock, events, workers, w)
         elif kind == TRANSFER_START:
             _start_transfer(clock, events, engines, run.net, subject)
         elif kind == PUBLISH:

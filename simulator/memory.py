@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+
+
+class StreamedExperts(NamedTuple):
+    """What of a model's experts a GPU holds that streams them."""
+
+    instances: int  #: over all MoE layers, gather buffers included
+    activation_bytes: int  #: of a step of the token budget, beyond what the engine reserves
+
+
+def streamed_experts(
+    model: ModelDims, gpu: GPU, n_gpus: int, window: int, max_num_batched_tokens: int
+) -> StreamedExperts:
+    """Return what a GPU holds of experts that ``n_gpus`` GPUs share and gather layer by layer.
+
+    The first MoE layer whole, its part of ``window`` others (0: of all), and two buffers of a
+    layer, one that computes and one that is gathered into; a GPU alone computes from its window.
+
+    A token's activations are the two largest buffers of a fused MoE layer (MoE-Prefill Sec. 4.1),
+    ``top_k`` times the gate and up projections and the outputs, in bfloat16. The engine's reserve
+    holds those of the GPU's default token budget.
+    """
+    resident = window or model.n_moe_layers - 1
+    buffers = 2 if n_gpus > 1 else 0
+    instances = (1 + buffers) * model.n_experts + resident * model.n_experts // n_gpus
+    token = 2 * model.top_k * (2 * model.expert_intermediate_size + model.hidden_size)
+    beyond = max(max_num_batched_tokens - gpu.max_num_batched_tokens, 0)
+    return StreamedExperts(instances, token * beyond)
 
 
 def kv_blocks(
@@ -15,11 +44,13 @@ def kv_blocks(
     block_size: int,
     parallelism: Parallelism = SINGLE_GPU,
     instances: int | None = None,
+    activation_bytes: int = 0,
 ) -> int:
     """Return the KV blocks of ``block_size`` tokens that fit beside the weights of a worker.
 
     Every GPU of the worker holds its heads' part of every block, so one GPU decides. ``instances``
-    are the expert instances of all MoE layers on it, an equal share of the experts when not given.
+    are the expert instances of all MoE layers on it, an equal share of the experts when not given;
+    ``activation_bytes`` come on top of what the engine reserves.
 
     As vLLM sizes its cache at start-up (``vllm/v1/worker/gpu_worker.py``,
     ``determine_available_memory``). Layers with a sliding window are charged for their whole
@@ -30,7 +61,8 @@ def kv_blocks(
     InputError
         If the weights leave no room for a single block.
     """
-    free = gpu.kv_cache_bytes(parallelism.weight_bytes(model, instances), utilization)
+    weights = parallelism.weight_bytes(model, instances)
+    free = gpu.kv_cache_bytes(weights + activation_bytes, utilization)
     token_bytes = parallelism.kv_bytes_per_token(model)
     blocks = free // (block_size * token_bytes)
     if blocks < 1:

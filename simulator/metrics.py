@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.config import RunConfig, ServiceLevel
-from eldr_sim.simulator.state import NO_KV_ROOM, OUTCOMES, TOO_LONG
+from eldr_sim.simulator.state import NO_KV_ROOM, OUTCOMES, OVER_BUDGET, TOO_LONG
 
 PERCENTILES = (50, 90, 99)
 
@@ -117,6 +117,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         prefills = record.prefill_steps
         begun = (prefills["start"] >= start) & (prefills["start"] < end)
         prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
+    computed = requests["prefill_end_s"]
+    prefilled = requests["prompt_len"][(start <= computed) & (computed <= end)]
     good = good_requests(times, config.goodput) & measured
 
     carried = batch - steps["joined"][inside]
@@ -149,6 +151,9 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         },
         "output_throughput": tokens / seconds,
         "total_token_throughput": (tokens + prompt_tokens) / seconds,
+        "prefill_throughput": int(prefilled.sum()) / seconds,
+        "computed_prompt_throughput": prompt_tokens / seconds,
+        "makespan_s": float(finish[done].max() - requests["arrival_s"][0]) if done.any() else None,
         "max_concurrent_requests": _peak_concurrency(record),
         "in_flight_at_window_start": _in_flight(record, start),
         "in_flight_at_window_end": _in_flight(record, end),
@@ -259,7 +264,7 @@ def _in_flight(record: RunRecord, at: float) -> int:
 
 
 def _refused(record: RunRecord) -> NDArray[np.bool_]:
-    return np.isin(record.requests["outcome"], (TOO_LONG, NO_KV_ROOM))
+    return np.isin(record.requests["outcome"], (TOO_LONG, NO_KV_ROOM, OVER_BUDGET))
 
 
 def _peak_concurrency(record: RunRecord) -> int:

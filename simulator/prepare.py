@@ -15,17 +15,18 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.all_to_all import COPY_PER, GATHERING, AllToAll, build_all_to_all
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
 from eldr_sim.policies.placement import ExpertGroup, Placement
 from eldr_sim.policies.weighted_replicas import rank_weights
-from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
+from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.group_state import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
 from eldr_sim.simulator.memory import kv_blocks
+from eldr_sim.simulator.prompt_layout import blocks_of_whole_prompts, prompt_layout
 from eldr_sim.simulator.replay import (
     fit_trace,
 )
@@ -43,7 +44,7 @@ class PreparedRun:
 
     @property
     def step_time(self) -> StepTimeModel:
-        """Step times of a decode worker."""
+        """Step times of a decode worker; of a prefill worker where there is none."""
         return self.spec.decode.step_time
 
 
@@ -58,11 +59,19 @@ def prepare(config: RunConfig) -> PreparedRun:
     trace = _fit_trace(config.trace, model)
     if config.colocated and config.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
+    if config.prefill_only and config.decode != Pool():
+        raise InputError("decode", "requests end with their prompts", "prefill, or none")
+    if config.prefill_only and config.output_len not in (None, 1):
+        problem = f"{config.output_len}: a request of {config.topology} ends with its prompt"
+        raise InputError("output_len", problem, "1, or none")
     sizes = [config.pool(role).parallelism.data_parallel_size for role in ("prefill", "decode")]
     if max(sizes) > 1:
         trace.require_prompts("the pairs of engines that share experts")
-    decode = _engine(config, "decode", model)
-    prefill = decode if config.colocated else _engine(config, "prefill", model)
+    if config.prefill_only:
+        prefill = decode = _engine(config, "prefill", model)
+    else:
+        decode = _engine(config, "decode", model)
+        prefill = decode if config.colocated else _engine(config, "prefill", model)
     output_len = config.effective_output_len
     spec = ClusterSpec(
         n_prefill=config.n_prefill * prefill.parallelism.data_parallel_size,
@@ -104,27 +113,36 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
     ranks = parallelism.n_expert_ranks
     _check_experts(pool, role)
     redundant = pool.num_redundant_experts or 0
+    tables = () if config.tables is None else tuple(_tables(Path(config.tables)))
+    layout = prompt_layout(config, role, model, gpu, parallelism, budget, tables)
+    experts = None if layout is None else layout.experts
     slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
-    n_blocks = _kv_blocks(config, model, gpu, parallelism, slots * model.n_moe_layers)
+    if experts is None:
+        n_blocks = _kv_blocks(config, model, gpu, parallelism, slots * model.n_moe_layers)
+    else:
+        n_blocks = _kv_blocks(config, model, gpu, SINGLE_GPU, *experts)
+    if layout is not None and layout.whole_prompts:
+        stages = parallelism.pipeline_parallel_size
+        n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)
     step_time = _step_time(
         model,
         gpu,
-        parallelism,
+        SINGLE_GPU if experts is not None else parallelism,
         max_num_seqs,
         budget,
         _max_model_len(config, model),
         config.host_gap_ms,
         config.tables,
     )
-    if parallelism.data_parallel_size == 1:
-        return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism)
+    if parallelism.data_parallel_size == 1 or experts is not None:
+        return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout)
     all_to_all = build_all_to_all(
         model,
         gpu,
         config.all2all_backend,
         parallelism.n_gpus,
         gpus_per_node=config.gpus_per_node,
-        tables=() if config.tables is None else tuple(_tables(Path(config.tables))),
+        tables=tables,
     )
     choice = _replica_choice(config.replica_choice, all_to_all, redundant > 0)
     group = GroupCost(
@@ -148,6 +166,7 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         all_to_all,
         redundant,
         choice.provenance,
+        layout,
     )
 
 
@@ -175,7 +194,7 @@ def hold_instances(
             copies = True
             _check_copies(config, engine, placement)
     share = ExpertGroup(
-        (), 1, model.n_experts, layout.n_expert_ranks, engine.n_redundant
+        (), 1, model.n_experts, engine.n_expert_ranks, engine.n_redundant
     ).slots_per_rank
     if copies and not engine.n_redundant:  # the placement's own
         assert engine.group is not None
@@ -211,10 +230,21 @@ def _check_copies(config: RunConfig, engine: EngineSpec, placement: Placement) -
 
 
 def _kv_blocks(
-    config: RunConfig, model: ModelDims, gpu: GPU, parallelism: Parallelism, instances: int
+    config: RunConfig,
+    model: ModelDims,
+    gpu: GPU,
+    parallelism: Parallelism,
+    instances: int,
+    activation_bytes: int = 0,
 ) -> int:
     return kv_blocks(
-        model, gpu, config.gpu_memory_utilization, config.block_size, parallelism, instances
+        model,
+        gpu,
+        config.gpu_memory_utilization,
+        config.block_size,
+        parallelism,
+        instances,
+        activation_bytes,
     )
 
 
@@ -283,14 +313,8 @@ def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
 
 
 def _max_model_len(config: RunConfig, model: ModelDims) -> int:
-    """Return the longest context of a worker, which the model's positions limit."""
-    longest = model.max_position_embeddings
-    if config.max_model_len is None:
-        return longest
-    if config.max_model_len > longest:
-        problem = f"{config.max_model_len} is beyond the positions of {model.name}"
-        raise InputError("max_model_len", problem, f"up to {longest}")
-    return config.max_model_len
+    """Return the longest context of a worker: the model's positions when not given."""
+    return config.max_model_len or model.max_position_embeddings
 
 
 @lru_cache(maxsize=8)

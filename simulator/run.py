@@ -34,7 +34,8 @@ from eldr_sim.policies.registry import (
 )
 from eldr_sim.policies.signature import LayerMask, Transform, score_of
 from eldr_sim.simulator.catalogue import HEADLINE, label
-from eldr_sim.simulator.cluster import Cluster, ClusterSpec, RunRecord
+from eldr_sim.simulator.cluster import Cluster, RunRecord
+from eldr_sim.simulator.cluster_spec import ClusterSpec
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.prepare import PreparedRun, hold_instances, prepare
@@ -187,8 +188,9 @@ def build_cluster(
 
     windows = workload.decode_request.astype(np.int64)
     replay = replay_of(trace, model.top_k, model.n_moe_layers, windows)
-    decode = _decode_policy(config, prepared, workload, replay, calibration)
-    prefill = None
+    decode = prefill = None
+    if not config.prefill_only:
+        decode = _decode_policy(config, prepared, workload, replay, calibration)
     if config.colocated:
         _check_colocated(config, decode)
     else:
@@ -201,7 +203,8 @@ def build_cluster(
             ),
         )
     order = queue_order(
-        config.queue_order, PolicyContext(spec.n_decode, stream(config.seed, "queue order"))
+        config.queue_order,
+        PolicyContext(spec.n_decode or spec.n_prefill, stream(config.seed, "queue order")),
     )
     prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
     score: PromptScore = getattr(decode, "signature_score", "count")
@@ -306,7 +309,7 @@ def _decode_policy(
     )
 
 
-def _with_signatures(spec: ClusterSpec, decode: DecodePolicy) -> ClusterSpec:
+def _with_signatures(spec: ClusterSpec, decode: DecodePolicy | None) -> ClusterSpec:
     """Return the cluster with what signatures cost, if its decode policy reads them."""
     if not getattr(decode, "reads_signature", False):
         return spec
@@ -368,7 +371,7 @@ def _fit(
     )
 
 
-def _check_colocated(config: RunConfig, policy: DecodePolicy) -> None:
+def _check_colocated(config: RunConfig, policy: DecodePolicy | None) -> None:
     if getattr(policy, "reads_signature", False):
         raise InputError(
             "policy",
@@ -391,7 +394,7 @@ def _placements(
     """
     spec = prepared.spec
     pools = (("prefill", spec.prefill, spec.n_prefill), ("decode", spec.decode, spec.n_decode))
-    if all(engine.parallelism.n_expert_ranks == 1 for _, engine, _ in pools):
+    if all(engine.n_expert_ranks == 1 for _, engine, _ in pools):
         return None, []
     placements: list[Placement] = []
     movable = []
@@ -399,7 +402,7 @@ def _placements(
         if n_engines == 0:
             continue
         artifact = fitted if role == "decode" else None
-        size, ranks = engine.parallelism.data_parallel_size, engine.parallelism.n_expert_ranks
+        size, ranks = engine.parallelism.data_parallel_size, engine.n_expert_ranks
         for nth, placed in enumerate(_place_pool(config, prepared, role, artifact, calibration)):
             if engine.group is not None and isinstance(placed.policy, RelocatingPolicy):
                 gpu, n_bytes = engine.step_time.gpu, prepared.model.bytes_per_expert
@@ -440,7 +443,7 @@ def _place_pool(
     engine, n_engines = spec.prefill, spec.n_prefill
     if role == "decode":
         engine, n_engines = spec.decode, spec.n_decode
-    ranks, size = engine.parallelism.n_expert_ranks, engine.parallelism.data_parallel_size
+    ranks, size = engine.n_expert_ranks, engine.parallelism.data_parallel_size
     rng = stream(config.seed, "placement")
     context = PolicyContext(n_engines, rng, calibration, artifact=fitted, group_size=size)
     policy = placement_policy(config.pool(role).expert_placement, context)

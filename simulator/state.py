@@ -16,9 +16,12 @@ PREFILL = np.int64(0)
 DECODE = np.int64(1)
 #: Go on decoding.
 COLOCATED = np.int64(2)
+#: End: the prompt was all that was asked for.
+PREFILL_ONLY = np.int64(3)
 
 # --- how a request ended: ``REQUEST.outcome`` is an index into OUTCOMES ---
 OPEN, COMPLETED, TOO_LONG, NO_KV_ROOM, AFTER_WINDOW, OVERLOADED = map(np.int64, range(6))
+OVER_BUDGET = np.int64(6)
 OUTCOMES = (
     "",
     #: It generated all its tokens.
@@ -31,6 +34,8 @@ OUTCOMES = (
     "run_ended_after_window",
     #: The run stopped at its time limit because the cluster could not serve the load.
     "unserved_at_time_limit",
+    #: Its prompt is larger than a step may be, where prompts are not computed in chunks.
+    "exceeds_token_budget",
 )
 
 #: Times are seconds of simulated time, negative while still to come.
@@ -107,6 +112,9 @@ POOL = np.dtype(
         ("group_size", np.int64),  # engines that share experts and step together
         ("prefill_interval", np.int64),  # prompts are computed in every so-manieth of their steps
         ("n_group_steps", np.int64),  # records of GROUP_STEP filled
+        ("whole_prompts", np.bool_),  # no chunks: nothing is kept from step to step
+        ("streamed_s", np.float64),  # that steps took which streamed weights,
+        ("stall_s", np.float64),  # and of which they waited for these
     ],
     align=True,
 )
@@ -118,6 +126,7 @@ WORKER = np.dtype(
         ("batch", np.int64),
         ("prefilling", np.int64),
         ("next_start", np.float64),  # when the next step may begin, s
+        ("exit_s", np.float64),  # when prompts that end with the last step leave it, s
         ("wake", np.float64),  # time of the boundary that is scheduled, s; negative: none
         ("step_due", np.bool_),  # the start of a step is scheduled
         ("ended", np.bool_),  # the last step completed a sequence
@@ -230,6 +239,7 @@ EVENT = np.dtype(
 ARRIVAL, BOUNDARY, STEP_START, DISPATCH, TRANSFER_START, TRANSFER_END, REPORT, PUBLISH = map(
     np.int64, range(8)
 )
+PROMPT_END = np.int64(8)
 #: Steps start when all that happens at their instant has happened, by worker.
 STEP_ORDER = np.int64(1 << 60)
 

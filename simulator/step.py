@@ -58,7 +58,7 @@ def step(
     if batch > 0 or pool.own_experts:
         expert_union.union_rows(bits, scratch.rows, batch, scratch.union)
         if n_chunks > 0 and pool.own_experts:
-            _add_chunks(engines, w, bits, prompts, scratch.union)
+            add_chunks(engines, w, bits, prompts, scratch.union)
         active, busiest = expert_union.count_experts(scratch.union, masks[w], scratch.activated)
     parts = step_parts(
         cost, batch, worker.context + batch, scratch.cached, scratch.new, n_chunks, rows,
@@ -153,7 +153,7 @@ def finish_step(
 
 
 @compiled()
-def _add_chunks(engines: Engines, w: int, bits: Any, prompts: Any, union: Any) -> None:
+def add_chunks(engines: Engines, w: int, bits: Any, prompts: Any, union: Any) -> None:
     """OR the experts of the contexts that the step computes into ``union``."""
     worker, sequences = engines.workers[w], engines.sequences[w]
     for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables import weakest
-from eldr_sim.simulator.cluster import EngineSpec, RunRecord
+from eldr_sim.simulator.cluster import RunRecord
+from eldr_sim.simulator.cluster_spec import EngineSpec
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.prepare import PreparedRun
@@ -22,9 +23,14 @@ from eldr_sim.traces.workload import Workload
 
 def _topology(config: RunConfig) -> str:
     """State the workers, and the GPUs of each and of all."""
-    pools = [("co-located" if config.colocated else "decode", config.n_decode, "decode")]
-    if not config.colocated:
-        pools.insert(0, ("prefill", config.n_prefill, "prefill"))
+    pools = [
+        (name, n, role)
+        for name, n, role in (
+            ("prefill", config.n_prefill, "prefill"),
+            ("co-located" if config.colocated else "decode", config.n_decode, "decode"),
+        )
+        if n
+    ]
     layouts = [config.pool(role).parallelism for *_, role in pools]
     sizes = [_size(layout) for layout in layouts]
     alike = len(set(sizes)) == 1
@@ -41,6 +47,8 @@ def _size(layout: Parallelism) -> str:
     size = layout.tensor_parallel_size
     gpus = "1 GPU" if size == 1 else f"{size} GPUs"
     engines = layout.data_parallel_size
+    if layout.pipeline_parallel_size > 1:
+        return f"{layout.pipeline_parallel_size} stages of {gpus}"
     return gpus if engines == 1 else f"{engines} engines of {gpus}"
 
 
@@ -59,6 +67,24 @@ def _workers(engine: EngineSpec) -> dict[str, int]:
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "tensor_parallel_size": engine.parallelism.tensor_parallel_size,
         "expert_parallel_size": engine.parallelism.n_expert_ranks,
+        "pipeline_parallel_size": engine.parallelism.pipeline_parallel_size,
+    }
+
+
+def _streaming(config: RunConfig, engine: EngineSpec, record: RunRecord) -> dict[str, Any]:
+    """Return what streams of the experts of prefill workers, and how long steps waited for it."""
+    plan = None if engine.layout is None else engine.layout.stream
+    if plan is None:
+        return {}
+    return {
+        "weight_streaming": {
+            "expert_gather": config.expert_gather,
+            "offload_window": plan.window or None,
+            "layer_bytes": plan.layer_bytes,
+            "gather_ms": 1e3 * plan.stream.gather_s,
+            "host_copy_ms": 1e3 * plan.stream.host_s,
+            "wait_share": record.stall_s / record.streamed_s if record.streamed_s else None,
+        }
     }
 
 
@@ -113,6 +139,7 @@ def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
         role: engine.step_time.provenance
         | ({} if engine.all_to_all is None else engine.all_to_all.provenance)
         | engine.choice_provenance
+        | ({} if engine.layout is None else engine.layout.provenance)
         for role, engine in (("prefill", prepared.spec.prefill), ("decode", prepared.spec.decode))
     }
     if pools["prefill"] == pools["decode"]:
@@ -181,10 +208,15 @@ def summary_of(
     warnings = [
         warning
         for engine in (spec.decode, spec.prefill)
-        for source in (engine.step_time, engine.all_to_all)
+        for source in (engine.step_time, engine.all_to_all, engine.layout)
         if source is not None
         for warning in source.warnings
     ]
+    if spec.max_model_len > model.max_position_embeddings:
+        warnings.append(
+            f"max_model_len {spec.max_model_len} is beyond the {model.max_position_embeddings} "
+            f"positions of {model.name}: the model itself answers for none of it"
+        )
     if config.eplb_interval is not None and config.eplb_overhead_ms == 0.0:
         warnings.append(BYTES_ALONE)
     groups = [
@@ -192,28 +224,32 @@ def summary_of(
         for log in (record.prefill_group_steps, record.decode_group_steps)
     ]
     return {
-        "label": f"{config.policy}, {config.topology} workers, {model.name} on {gpu}",
+        "label": f"{config.prefill_policy if config.prefill_only else config.policy}, "
+        f"{config.topology} workers, {model.name} on {gpu}",
         "backend": "eldr-sim",
         "model_id": model.name,
         "gpu": gpu,
         "topology": _topology(config),
         "expert_placement": config.expert_placement,
-        "policy": config.policy,
+        "policy": None if config.prefill_only else config.policy,
         "prefill_policy": None if config.colocated else config.prefill_policy,
         "queue_order": config.queue_order,
         "kv_cache_dtype": model.kv_cache_dtype,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
         **_workers(spec.decode),
-        **_group(spec.decode, groups[1]),
+        **_group(spec.decode, groups[0 if config.prefill_only else 1]),
+        **_streaming(config, spec.prefill, record),
         **(
             {}
-            if config.colocated or (spec.prefill == spec.decode and spec.prefill.group is None)
+            if config.colocated
+            or config.prefill_only
+            or (spec.prefill == spec.decode and spec.prefill.group is None)
             else {"prefill_workers": _workers(spec.prefill) | _group(spec.prefill, groups[0])}
         ),
         **({} if config.eplb_interval is None else {"relocation_events": _events(record)}),
-        "kv_transfer": "none: co-located workers"
-        if config.colocated
+        "kv_transfer": f"none: {'co-located' if config.colocated else 'prefill'} workers alone"
+        if config.colocated or config.prefill_only
         else f"{config.kv_transfer}: {spec.transfer.source}",
         "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
         "provenance": provenance,

@@ -27,7 +27,8 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.simulator import cluster as cluster_module
 from eldr_sim.simulator import loop
-from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec
+from eldr_sim.simulator.cluster import Cluster
+from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.importers import import_trace

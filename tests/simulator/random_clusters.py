@@ -15,7 +15,7 @@ from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement import Placement
-from eldr_sim.simulator.cluster import ClusterSpec, EngineSpec
+from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.replay import Replay, rank_masks
 from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.prompts import assign_blocks, chain_blocks
@@ -156,6 +156,8 @@ def policies_of(spec, prefill, decode, prefix):
             if prefill == "holds"
             else registry.prefill_policy(prefill, context(spec.n_prefill, 1))
         )
+    if spec.n_decode == 0:
+        return first, None
     if decode == "holds":
         return first, Holds()
     if decode == "books":
@@ -165,7 +167,9 @@ def policies_of(spec, prefill, decode, prefix):
 
 RANDOM_CLUSTER = {
     "seed": st.integers(0, 2**32),
-    "topology": st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 3), (0, 1), (0, 1), (0, 2), (0, 3)]),
+    "topology": st.sampled_from(
+        [(1, 1), (2, 1), (1, 2), (3, 3), (0, 1), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0)]
+    ),
     "prefix": st.sampled_from([0, 4, 2, 7]),
     "grid": st.sampled_from([0, 1024]),
     "n_ranks": st.sampled_from([1, 2, 3]),
@@ -217,7 +221,7 @@ def random_cluster(
         step_time = SimpleNamespace(cost=cost, n_moe_layers=n_layers)
         engines.append(EngineSpec(step_time, seqs, budget, max(1, n_blocks)))
         seqs = int(rng.integers(1, 7))
-    decode, prefill = engines
+    decode, prefill = engines if topology[1] else (engines[1], engines[1])
     unit = 1 / grid if grid else 7.7e-4
     transfer = TransferModel(unit * some(0, 1, 2), 0.0, 1e30, "test")
     if slow_transfers:

@@ -46,14 +46,15 @@ def test_infinite_rate(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "workers"), [("8P16D", (8, 16)), ("1p1d", (1, 1)), (" 64P128D ", (64, 128))]
+    ("text", "workers"),
+    [("8P16D", (8, 16)), ("1p1d", (1, 1)), (" 64P128D ", (64, 128)), ("4p", (4, 0))],
 )
 def test_topology(text, workers):
     assert parse_topology(text) == workers
 
 
 @pytest.mark.parametrize(
-    "text", ["8P0D", "0P8D", "P16", "8P", "16D", "", "8P16", "-1P2D", "1.5P2D"]
+    "text", ["8P0D", "0P8D", "P16", "0P", "16D", "", "8P16", "-1P2D", "1.5P2D"]
 )
 def test_bad_topology(text):
     with pytest.raises(InputError, match=r"topology: .*such as 8P16D"):
@@ -121,7 +122,7 @@ def test_replace_validates_and_reaches_into_groups():
     with pytest.raises(ValidationError, match="topolgy"):
         RunConfig(topolgy="1P1D")
     with pytest.raises(ValidationError, match="xPyD"):
-        RunConfig(topology="1P")
+        RunConfig(topology="1P0D")
 
 
 def eldr(**parameters):

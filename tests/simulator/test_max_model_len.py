@@ -21,11 +21,17 @@ def test_the_default_is_what_the_model_has():
     assert prepare(config.replace(max_model_len=longest)).spec == setting.spec
 
 
-def test_beyond_the_model_is_refused():
-    config = make_config(SHORT)
+def test_beyond_the_model_is_simulated_with_a_warning():
+    config = make_config(SHORT | {"num_requests": 5})
     longest = load_model(config.model).max_position_embeddings
-    with pytest.raises(InputError, match=rf"max_model_len: {longest + 1} .* up to {longest}\)"):
-        prepare(config.replace(max_model_len=longest + 1))
+    result = simulate(config.replace(max_model_len=2 * longest))
+    said = [w for w in result.summary["latency_warnings"] if "max_model_len" in w]
+    assert said
+    assert str(2 * longest) in said[0]
+    assert str(longest) in said[0]
+    assert simulate(config).summary["latency_warnings"] == [
+        w for w in result.summary["latency_warnings"] if w not in said
+    ]
     with pytest.raises(InputError, match="max_model_len"):
         make_config({"max_model_len": 0})
 

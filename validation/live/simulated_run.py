@@ -21,7 +21,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.registry import prefill_policy
-from eldr_sim.simulator.cluster import Cluster, ClusterSpec, EngineSpec, RunRecord
+from eldr_sim.simulator.cluster import Cluster, RunRecord
+from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream

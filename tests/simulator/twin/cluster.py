@@ -8,7 +8,7 @@ import numpy as np
 
 from eldr_sim.policies.base import RequestInfo, Workers
 
-from .engine import COLOCATED, DECODE, PREFILL, Pool, Worker
+from .engine import COLOCATED, DECODE, PREFILL, PREFILL_ONLY, Pool, Worker
 from .experts import TraceSets, expert_set, prompt_sources, prompt_token_experts
 from .links import Links
 from .requests import Request
@@ -60,7 +60,7 @@ class Twin:
         colocated = spec.n_prefill == 0
         caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
         prefill = Pool(
-            PREFILL, 0, spec.n_prefill, spec.prefill,
+            PREFILL if spec.n_decode else PREFILL_ONLY, 0, spec.n_prefill, spec.prefill,
             prefix_caching=caching, own_experts=own_experts,
             async_scheduling=spec.async_scheduling, capture_s=spec.capture_s,
         )  # fmt: skip
@@ -213,7 +213,7 @@ class Twin:
             self.schedule(self.now + delay, lambda: self.todo.append(later))
 
     def complete(self, request):
-        self.report(request, 1)
+        self.report(request, 1 if self.spec.n_decode else 0)
         self.in_flight -= 1
         self.end(request, "completed")
 
@@ -236,6 +236,8 @@ class Twin:
             self.to_ask[pool] = len(self.held[pool])
 
     def publish_pool(self, pool):
+        if not self.workers[pool]:
+            return
         columns = zip(*(worker.signals() for worker in self.workers[pool]), strict=True)
         names = "waiting", "running", "waiting_tokens", "running_tokens", "kv_usage"
         columns = dict(zip(names, map(np.array, columns), strict=False))

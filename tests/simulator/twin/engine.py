@@ -12,6 +12,8 @@ from .requests import Sequence
 from .step_seconds import step_seconds
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
+PREFILL_ONLY = "prefill only"
+ONLY_PROMPTS = PREFILL, PREFILL_ONLY
 #: Steps start when all other events of their instant have happened, by worker.
 LAST = 1 << 60
 
@@ -128,13 +130,19 @@ class Worker:
     def end_sequences(self):
         """Take out who has all tokens; on a prefill worker, whose prompt is computed."""
         now, twin = self.twin.now, self.twin
-        if self.role == PREFILL:
+        if self.role in ONLY_PROMPTS:
             done = [s for s in self.prefilling if s.cached == s.context]
             self.prefilling = [s for s in self.prefilling if s not in done]
             for sequence in done:  # its blocks are held until the decode worker has them
-                sequence.request.prefill_end_s = now
-                self.requests.remove(sequence.request)
-                twin.todo.append((twin.hand_over, sequence.request))
+                request = sequence.request
+                request.prefill_end_s = now
+                self.requests.remove(request)
+                if self.role == PREFILL:
+                    twin.todo.append((twin.hand_over, request))
+                    continue
+                request.first_token_s = request.finish_s = now
+                self.release(request)
+                twin.todo.append((twin.complete, request))
             return
         done = [s for s in self.decoding if s.request.generated == s.request.output]
         self.decoding = [s for s in self.decoding if s not in done]
@@ -223,7 +231,7 @@ class Worker:
         request.cached_tokens = cached
         if self.role == COLOCATED:
             request.prefill_worker = request.decode_worker
-        context = request.prompt if self.role == PREFILL else request.prompt - 1
+        context = request.prompt if self.role in ONLY_PROMPTS else request.prompt - 1
         self.prefilling.append(Sequence(request, cached, context))
         self.fill()
         return True
@@ -244,7 +252,7 @@ class Worker:
             self.publish(sequence.request, sequence.cached + sequence.chunk)
             if sequence.cached + sequence.chunk < sequence.context:
                 return
-            if self.role != PREFILL:
+            if self.role not in ONLY_PROMPTS:
                 if self.budget() == 0:
                     return  # none left for the token to decode
                 self.prefilling.remove(sequence)

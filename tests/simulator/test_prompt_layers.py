@@ -1,0 +1,186 @@
+"""Prefill workers whose layers are streamed, or lie in stages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.pipeline import PipelinePlan
+from eldr_sim.kernel_profiles.weight_streaming import Stream, StreamPlan
+from eldr_sim.simulator import prompt_layout, state
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.prepare import prepare
+from eldr_sim.simulator.prompt_layout import PromptLayout, make_prompt_layers
+from eldr_sim.simulator.prompt_steps import _pass_stages
+from eldr_sim.simulator.run import simulate
+
+BASE = {
+    "topology": "1P",
+    "workload": "task",
+    "trace": "reference-moe",
+    "request_rate": 400.0,
+    "num_requests": 60,
+    "prefill_policy": "round_robin",
+}
+SHARED = {"data_parallel_size": 2, "enable_expert_parallel": True}
+
+
+def run(**fields):
+    return simulate(make_config(BASE | fields))
+
+
+def ends(result):
+    return result.record.requests["finish_s"]
+
+
+def free_transfers(model, gpu, n_gpus, **_):
+    return StreamPlan(Stream(0.0, 0.0, 0.0, n_gpus == 1), 0, 1, 1, {}, ())
+
+
+def test_infinite_links_are_as_good_as_all_experts_on_each_gpu(monkeypatch):
+    """And engines that gather by themselves are workers of one GPU."""
+    monkeypatch.setattr(prompt_layout, "plan_stream", free_transfers)
+    streamed = run(**SHARED, expert_gather="one_sided")
+    np.testing.assert_allclose(ends(streamed), ends(run(topology="2P")), rtol=1e-12)
+    assert streamed.summary["weight_streaming"]["wait_share"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_window_of_all_layers_streams_nothing():
+    whole = run(offload_window=47)
+    np.testing.assert_allclose(ends(whole), ends(run()), rtol=1e-12)
+    assert run(offload_window=46).summary["makespan_s"] > whole.summary["makespan_s"]
+
+
+def test_collectives_wait_for_the_slowest_and_one_sided_gathers_do_not():
+    alone, together = (
+        run(**SHARED, expert_gather=gather, num_requests=40, request_rate=3.0)
+        for gather in ("one_sided", "collective")
+    )
+    assert (ends(together) >= ends(alone) - 1e-9).all()
+    assert ends(together).sum() > ends(alone).sum()
+    # A request that comes when nobody computes takes what its gathers take, whoever joins them.
+    np.testing.assert_allclose(ends(together)[0], ends(alone)[0], rtol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    n_stages=st.integers(1, 5),
+    steps=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=30),
+    head=st.integers(0, 5),
+)
+def test_steps_pass_the_stages_as_a_flow_shop(n_stages, steps, head):
+    """By a table of all (step, stage), for steps that come as early as they may, or later."""
+    shares = np.arange(1, n_stages + 1) / (n_stages * (n_stages + 1) / 2)
+    layout = PromptLayout(None, None, False, PipelinePlan(tuple(shares), 0.5, 0.25, {}), False)
+    layers, workers = make_prompt_layers(layout, 1, 1), np.zeros(1, state.WORKER).view(np.recarray)
+    ends = np.zeros((len(steps), n_stages))
+    may_begin = 0.0
+    for i, (computes, later) in enumerate(steps):
+        workers["chunk_tokens"] = tokens = 8 + i
+        at = start = may_begin + later
+        for stage in range(n_stages):
+            sent = at + (0.5 + 0.25 * tokens if stage else 0.0)
+            at = max(sent, ends[i - 1, stage] if i and stage else 0.0) + computes * shares[stage]
+            ends[i, stage] = at + (head if stage == n_stages - 1 else 0)
+        may_begin = max(ends[i, 0], ends[i + 1 - n_stages, -1] if i + 1 >= n_stages else 0.0)
+        got = _pass_stages.py_func(workers, 0, float(start), float(computes), float(head), layers)
+        assert got == pytest.approx(may_begin, rel=1e-12)
+        assert workers["exit_s"][0] == pytest.approx(ends[i, -1], rel=1e-12)
+
+
+def test_equal_steps_fill_the_stages():
+    """Makespan of a flow shop: the sum of the stage times and one stage time a further stage."""
+    shares = (0.25,) * 4
+    layout = PromptLayout(None, None, False, PipelinePlan(shares, 0.0, 0.0, {}), False)
+    layers, workers = make_prompt_layers(layout, 1, 1), np.zeros(1, state.WORKER).view(np.recarray)
+    at = 0.0
+    for _ in range(10):
+        at = _pass_stages.py_func(workers, 0, at, 4.0, 0.0, layers)
+    assert workers["exit_s"][0] == pytest.approx(10 * 1.0 + 3 * 1.0)
+
+
+def test_a_request_alone_takes_its_sends_longer_than_on_one_gpu():
+    alone, staged = (run(num_requests=1, **f) for f in ({}, {"pipeline_parallel_size": 4}))
+    plan = prepare(make_config(BASE | {"pipeline_parallel_size": 4})).spec.prefill.layout.pipeline
+    sends = 3 * (plan.send_s + plan.send_token_s * alone.record.requests["prompt_len"][0])
+    assert ends(staged)[0] - ends(alone)[0] == pytest.approx(sends, rel=1e-6)
+
+
+def test_stages_serve_all_and_give_their_blocks_back():
+    fields = {"max_num_batched_tokens": 300, "max_num_seqs": 4, "num_requests": 150}
+    staged, plain = run(pipeline_parallel_size=4, **fields), run(**fields)
+    assert staged.summary["completed"] == 150
+    assert staged.summary["makespan_s"] < plain.summary["makespan_s"]
+    few = run(pipeline_parallel_size=4, gpu_memory_utilization=0.24, **fields)
+    assert few.summary["kv_blocks_per_worker"] < staged.summary["kv_blocks_per_worker"] / 10
+    assert few.summary["completed"] == 150
+
+
+def test_without_a_kv_cache_prompts_are_computed_whole_or_refused():
+    lengths = run(num_requests=60).record.requests["prompt_len"]
+    budget = int(np.unique(lengths)[-2])
+    result = run(kv_cache_free=True, max_num_batched_tokens=budget, max_num_seqs=4)
+    requests, steps = result.record.requests, result.record.prefill_steps
+    done = lengths <= budget
+    assert result.summary["failed_reasons"] == {"exceeds_token_budget": int((~done).sum())}
+    assert steps["chunks"].sum() == done.sum()
+    assert steps["chunk_tokens"].max() <= budget
+    assert (ends(result)[done] > 0).all()
+    assert result.summary["prefix_cache_hits"] == 0
+    assert (requests["outcome"][~done] == requests["outcome"][~done][0]).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"expert_gather": "collective"}, "expert_gather"),
+        ({**SHARED, "offload_window": 3}, "offload_window"),
+        ({"gather_interference": 0.1}, "gather_interference"),
+        ({"topology": "1P1D", "kv_cache_free": True}, "kv_cache_free"),
+        ({"topology": "1C", "offload_window": 3}, "offload_window"),
+        ({"topology": "1P1D", "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({**SHARED, "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"tensor_parallel_size": 4, "pipeline_parallel_size": 4}, "pipeline_parallel_size"),
+        (
+            {**SHARED, "expert_gather": "collective", "tensor_parallel_size": 2},
+            "expert_gather",
+        ),
+    ],
+)
+def test_refusals(fields, field):
+    with pytest.raises(InputError) as caught:
+        run(**fields)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "fits"),
+    [
+        # The paper's cells (MoE-Prefill Sec. 8.5) on 80 GB: FP8 needs 4 GPUs, BF16 8.
+        ("Qwen3-235B-A22B-FP8", {"data_parallel_size": 2}, False),
+        ("Qwen3-235B-A22B-FP8", {"data_parallel_size": 4}, True),
+        ("Qwen3-235B-A22B", {"data_parallel_size": 4}, False),
+        ("Qwen3-235B-A22B", {"data_parallel_size": 8}, True),
+        # Weights gathered from other GPUs alone need room for a layer and its buffers,
+        ("Qwen3-235B-A22B-FP8", {"data_parallel_size": 8, "expert_gather": "collective"}, True),
+        ("Qwen3-235B-A22B", {"data_parallel_size": 8, "expert_gather": "collective"}, False),
+        # from host memory less: one GPU holds the model.
+        ("Qwen3-235B-A22B-FP8", {"data_parallel_size": 1, "offload_window": 4}, True),
+        ("Qwen3-235B-A22B", {"data_parallel_size": 1, "offload_window": 4}, True),
+        ("Qwen3-235B-A22B-FP8", {"pipeline_parallel_size": 2}, False),
+        ("Qwen3-235B-A22B-FP8", {"pipeline_parallel_size": 4}, True),
+    ],
+)
+def test_what_fits_on_80_gb(model, fields, fits):
+    experts = fields.get("data_parallel_size", 1) > 1
+    config = make_config(
+        BASE | {"gpu": "H100", "model": model, "enable_expert_parallel": experts} | fields
+    )
+    if fits:
+        assert prepare(config).spec.prefill.n_blocks > 0
+    else:
+        with pytest.raises(InputError, match="weights need"):
+            prepare(config)
