@@ -194,7 +194,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     figures("duration", "total_input_tokens", "total_output_tokens", "request_throughput")
     figures("slo_attainment")
     if alone:
-        figures("prefill_throughput", "computed_prompt_throughput", "makespan_s")
+        figures("prefill_throughput", "computed_prompt_throughput", "prefill_mfu")
+        figures("makespan_s")
     else:
         figures("output_throughput", "total_token_throughput")
     figures("max_concurrent_requests")
@@ -221,7 +222,14 @@ def print_summary(summary: dict[str, Any]) -> None:
         if group.get("mean_replica_choice_ms"):  # older results have none
             _line("Mean replica choice time (ms)", group["mean_replica_choice_ms"])
         _line("Token-expert pairs, busiest / mean rank", group["busiest_rank_pairs_over_mean"])
-    figures("preemptions", "gpu_hours_per_million_output_tokens")
+    if streaming := summary.get("weight_streaming"):
+        click.echo("Streamed experts".center(_WIDTH, "-"))
+        _line("Gather of a layer (ms)", streaming["gather_ms"])
+        _line("Copy of a layer from the host (ms)", streaming["host_copy_ms"])
+        _line("Share of step time waited", streaming["wait_share"])
+    figures("preemptions")
+    if not alone:
+        figures("gpu_hours_per_million_output_tokens")
     if summary["cost_per_million_output_tokens"] is not None:
         figures("cost_per_million_output_tokens")
     click.echo("Rests on".center(_WIDTH, "-"))

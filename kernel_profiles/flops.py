@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.intensity import pair_flops
 from eldr_sim.kernel_profiles.models import ModelDims
 
@@ -82,6 +83,15 @@ def prefill_flops(model: ModelDims, new: int, cached: int = 0) -> float:
     The cached tokens' own FLOPs are not among them: they were computed before.
     """
     return prefill_work(model).flops(new, cached)
+
+
+def peak_flops(model: ModelDims, gpu: GPU) -> float:
+    """Return the peak of one GPU for a model's experts, FLOP/s: FP8 where they are FP8, else BF16.
+
+    Narrower weights (MXFP4, INT4) are computed in bfloat16.
+    """
+    fp8 = model.expert_dtype in ("fp8", "fp8_block")
+    return gpu.fp8_flops if fp8 and gpu.fp8_flops else gpu.bf16_flops
 
 
 def mfu(flops: float, seconds: float, peak_flops: float) -> float:

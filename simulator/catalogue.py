@@ -92,6 +92,10 @@ _REQUESTS = (
         "in prefix caches among them, per second"),
     Metric("computed_prompt_throughput", "Computed prompt throughput", "tok/s", "higher",
         "prompt tokens that the steps of the window computed, per second"),
+    Metric("prefill_mfu", "Prefill MFU", "", "higher",
+        "model FLOPs of the prompt tokens computed inside the window, those of requests whose "
+        "prompts ended in it, / the peak of the prefill workers' GPUs over the window; none where "
+        "workers also decode"),
     Metric("makespan_s", "Makespan", "s", "lower",
         "from the first arrival to the end of the last measured request"),
     Metric("max_concurrent_requests", "Peak concurrent requests", "", None,

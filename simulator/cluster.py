@@ -19,6 +19,7 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.base import (
     CompletionListener,
     DecodePolicy,
+    PrefillListener,
     PrefillPolicy,
     RequestInfo,
 )
@@ -162,7 +163,11 @@ class Cluster:
             PolicyRouter(decode_policy, spec.n_decode, workload),
         )
         self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
+        self._prefill_listener = (
+            prefill_policy if isinstance(prefill_policy, PrefillListener) else None
+        )
         self._heard = 0
+        self._tokens_told = np.zeros(spec.n_prefill, np.int64)
         self._failure: BaseException | None = None
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
         myself = weakref.ref(self)
@@ -230,6 +235,7 @@ class Cluster:
                     spec.block_size,
                     max(spec.prefill.n_blocks, spec.decode.n_blocks),
                     n_workers if pools["prefix_caching"].any() else 0,
+                    0 if self._prefill_listener is None else spec.n_prefill,
                 ),
                 pending=np.zeros((most_seqs + 1, 2), np.int64),
             ),
@@ -281,6 +287,7 @@ class Cluster:
         settings["egress"], settings["ingress"] = spec.transfer.bandwidth, spec.transfer.ingress
         settings["prefix_block_tokens"] = workload.prefix_block_tokens
         settings["listens"] = self._listener is not None
+        settings["prefill_listens"] = self._prefill_listener is not None
         return settings
 
     def run(self, progress: Callable[[float], None] | None = None) -> RunRecord:
@@ -326,6 +333,7 @@ class Cluster:
                 assert self._failure is not None
                 raise self._failure
             if why == loop.FULL:
+                self._tell_prefill_listener()
                 self._grow_logs()
             elif why != loop.OTHERS:
                 return why
@@ -389,6 +397,7 @@ class Cluster:
         """Ask a router for a worker, or for the shortlist of requests like this one."""
         router = self.routers[pool]
         self._tell_listener()
+        self._tell_prefill_listener()
         if router.shortlisting:
             members = router.unknown(request)
             rules = router.policy.shortlists([self._info(pool, member) for member in members])
@@ -434,6 +443,33 @@ class Cluster:
         for index in self.arrays.reported[self._heard : reported].tolist():
             self._listener.on_complete(index, int(self._decode_worker[index]))
         self._heard = reported
+
+    def _tell_prefill_listener(self) -> None:
+        """Let the prefill policy know of blocks and tokens since the last time."""
+        listener, kv = self._prefill_listener, self.arrays.engines.kv
+        if listener is None:
+            return
+        if kv.n_events[0]:
+            events = kv.events[: int(kv.n_events[0])]
+            for worker in np.unique(events[:, 0]).tolist():
+                own = events[events[:, 0] == worker]
+                hashes = kv.prefix_hash[own[:, 1]].tolist()
+                self._tell_blocks(listener, worker, hashes, own[:, 2] > 0)
+            kv.n_events[0] = 0
+        computed = self.arrays.engines.workers["computed_tokens"][: self.spec.n_prefill]
+        for worker in np.flatnonzero(computed > self._tokens_told).tolist():
+            listener.on_tokens(worker, int(computed[worker] - self._tokens_told[worker]))
+        self._tokens_told[:] = computed
+
+    @staticmethod
+    def _tell_blocks(
+        listener: PrefillListener, worker: int, hashes: list[int], stored: NDArray[np.bool_]
+    ) -> None:
+        """Tell what came and what went, in the order in which it did."""
+        at = 0
+        for came, run in groupby(stored.tolist()):
+            part = hashes[at : (at := at + sum(1 for _ in run))]
+            listener.on_blocks(worker, part if came else (), () if came else part)
 
     def _signature_rows(self, request: int) -> Ranges:
         """Return the trace rows that a prompt's signature is the sum of.

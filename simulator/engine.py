@@ -213,6 +213,7 @@ def boundary(clock: Any, events: Any, engines: Engines, w: int) -> None:
     worker = engines.workers[w]
     worker.wake = -1.0
     worker.next_start = clock[0].now
+    worker.computed_tokens = worker.begun_tokens
     if worker.ended:
         worker.ended = False
         if _only_prompts(engines, w):

@@ -43,12 +43,22 @@ class KVCache(NamedTuple):
     first_listed: NDArray[np.int64]  #: ``[requests + 1]``: where its blocks begin in ``listed``
     prefix_hash: NDArray[np.uint64]  #: as in ``Workload``
     prefix_indptr: NDArray[np.int64]  #: as in ``Workload``
+    #: What a router is told of the blocks of the first ``listened`` workers since it was last told:
+    #: the worker, the index of the prompt's block in ``prefix_hash``, and whether it came or went.
+    events: NDArray[np.int64]  #: ``[capacity, 3]``
+    n_events: NDArray[np.int64]  #: ``[1]``
+    listened: int
+    block_size: int
+    prefix_block_tokens: int  #: as in ``Workload``
 
 
-def make_kv_cache(workload: Workload, block_size: int, n_blocks: int, n_workers: int) -> KVCache:
+def make_kv_cache(
+    workload: Workload, block_size: int, n_blocks: int, n_workers: int, listened: int = 0
+) -> KVCache:
     """Return empty caches of ``n_workers`` workers with at most ``n_blocks`` blocks each.
 
-    Memory is taken as blocks are written. A workload without prefix blocks needs none.
+    Memory is taken as blocks are written. A workload without prefix blocks needs none. What happens
+    to the blocks of the first ``listened`` workers is noted.
     """
     size = workload.prefix_block_tokens
     if size == 0:
@@ -65,7 +75,27 @@ def make_kv_cache(workload: Workload, block_size: int, n_blocks: int, n_workers:
         first_listed,
         workload.prefix_hash,
         workload.prefix_indptr,
+        np.zeros((6 * n_blocks if listened else 0, 3), np.int64),
+        np.zeros(1, np.int64),
+        listened,
+        block_size,
+        size,
     )
+
+
+@compiled()
+def _note(kv: Any, w: int, block: int, stored: int) -> None:
+    """Note that a block of a prompt has come or gone with the KV block that it ends with."""
+    if w >= kv.listened:
+        return
+    number = kv.blocks[w, block].block_hash & np.int64(0xFFFFFFFF)
+    end = (number + 1) * kv.block_size
+    if end % kv.prefix_block_tokens != 0:
+        return
+    event = kv.events[kv.n_events[0]]
+    event[0], event[2] = w, stored
+    event[1] = kv.prefix_indptr[kv.blocks[w, block].writer] + end // kv.prefix_block_tokens - 1
+    kv.n_events[0] += 1
 
 
 @compiled()
@@ -201,6 +231,7 @@ def publish(
         known = kv.hash_slots[w, slot] - 1
         if known < 0:
             kv.hash_slots[w, slot] = block + 1
+            _note(kv, w, block, np.int64(1))
         else:  # as in vLLM a block that is computed twice is there twice
             while kv.blocks[w, known].copy >= 0:
                 known = kv.blocks[w, known].copy
@@ -265,6 +296,7 @@ def _evict(kv: Any, workers: Any, w: int, n: int) -> None:
             kv.hash_slots[w, slot] = copy + 1
         else:
             _forget(kv, w, slot)
+            _note(kv, w, block, np.int64(0))
         kv.blocks[w, block].behind = workers[w].spare
         workers[w].spare = block
         workers[w].n_blank += 1

@@ -246,6 +246,9 @@ def _ask_held(
         worker = _choose(clock, engines, router, decide, pool, request)
         if worker < 0 and worker != HOLD:
             return worker
+        if worker == HOLD and held.in_order:
+            held.to_ask = 0
+            return np.int64(0)
         held.head = requests[request].next
         held.n -= 1
         held.to_ask -= 1
@@ -276,7 +279,9 @@ def drain(
                 _end(clock, engines, request, reason)
                 continue
             pool = _PREFILL_POOL if pools[0].n_workers > 0 else _DECODE_POOL
-            worker = _choose(clock, engines, routers[pool], decide, pool, request)
+            worker = HOLD
+            if routers[pool].held[0].n == 0 or not routers[pool].held[0].in_order:
+                worker = _choose(clock, engines, routers[pool], decide, pool, request)
             if worker < 0 and worker != HOLD:
                 return worker
             clock[0].sent += 1
@@ -391,7 +396,8 @@ def advance(
     Returns
     -------
     int
-        Why it returned. After FULL grow the logs and ``gaps`` before the next call.
+        Why it returned. After FULL grow the logs and ``gaps``, and tell the prefill router of the
+        blocks, before the next call.
     """
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
     requests, workers, pools = engines.requests, engines.workers, engines.pools
@@ -407,6 +413,7 @@ def advance(
             or pools[0].n_group_steps == group_logs[0].shape[0]
             or pools[1].n_group_steps == group_logs[1].shape[0]
             or clock[0].n_gaps + most_gaps > gaps.shape[0]
+            or engines.kv.n_events[0] > 2 * engines.kv.events.shape[0] // 3
         ):
             return FULL
         if n_events == 0:
@@ -449,6 +456,8 @@ def advance(
             continue
         if kind == BOUNDARY:
             boundary(clock, events, engines, subject)
+            if engines.settings[0].prefill_listens and engines.pool_of[subject] == _PREFILL_POOL:
+                _ask_again(routers[0])
         elif kind == ARRIVAL:
             clock[0].arrived += 1
             if subject + 1 < requests.shape[0]:

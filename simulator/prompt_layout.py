@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.flops import PrefillWork, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.pipeline import PipelinePlan, plan_pipeline
 from eldr_sim.kernel_profiles.tables import LatencyTable
-from eldr_sim.kernel_profiles.weight_streaming import Stream, StreamPlan, plan_stream
+from eldr_sim.kernel_profiles.weight_streaming import (
+    Stream,
+    StreamPlan,
+    plan_stream,
+    with_saturation,
+)
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.memory import StreamedExperts, streamed_experts
 from eldr_sim.simulator.prompt_steps import PromptLayers
 
+if TYPE_CHECKING:
+    from eldr_sim.simulator.cluster_spec import EngineSpec
+
+_NOTHING = Stream(0.0, 0.0, 0.0, True)
 _STREAMING = ("expert_gather", "offload_window", "gather_interference", "kv_cache_free")
 
 
@@ -141,7 +151,7 @@ def blocks_of_whole_prompts(budget: int, max_num_seqs: int, block_size: int, sta
 def make_prompt_layers(layout: PromptLayout, n_moe_layers: int, n_workers: int) -> PromptLayers:
     """Return the arrays of ``n_workers`` prefill workers."""
     shares = () if layout.pipeline is None else layout.pipeline.shares
-    stream, window = Stream(0.0, 0.0, 0.0, True), 0
+    stream, window = _NOTHING, 0
     if layout.stream is not None:
         stream, window = layout.stream.stream, layout.stream.window
     return PromptLayers(
@@ -156,4 +166,26 @@ def make_prompt_layers(layout: PromptLayout, n_moe_layers: int, n_workers: int) 
         send_token_s=0.0 if layout.pipeline is None else layout.pipeline.send_token_s,
         stage_end=np.zeros((n_workers, len(shares))),
         exits=np.zeros((n_workers, len(shares))),
+    )
+
+
+def work_of(model: ModelDims, engine: EngineSpec) -> PrefillWork:
+    """Return what prompts cost an engine, and the work at which it hides its transfers.
+
+    The reference batch is the largest step, spread over as many prompts as may run at once, as
+    vLLM's profile run has it (MoE-Prefill App. B.4).
+    """
+    n = min(engine.max_num_seqs, engine.max_num_batched_tokens)
+    length = min(engine.max_num_batched_tokens // n, engine.step_time.max_model_len)
+    parts = engine.step_time.parts(chunks=[(0, length)] * n)
+    computes = parts.attention + parts.dense + parts.collectives + parts.moe
+    work, streams = prefill_work(model), engine.layout is not None and engine.layout.stream
+    gpus = engine.parallelism.n_gpus // engine.parallelism.data_parallel_size
+    return with_saturation(
+        work,
+        streams.stream if streams else _NOTHING,
+        n_layers=model.n_moe_layers,
+        peak_flops=gpus * peak_flops(model, engine.step_time.gpu),
+        layer_s=computes / model.n_moe_layers,
+        batch_flops=n * work.flops(length),
     )

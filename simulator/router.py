@@ -46,12 +46,14 @@ class PolicyRouter:
         self._kept: list[Shortlist] = []  # an id is good for as long as its object lives
         self.signals = np.zeros(n_workers, state.SIGNALS)
         columns = [self.signals[name] for name in state.SIGNALS.names or ()]
+        held = np.zeros(1, state.HELD)
+        held["in_order"] = getattr(policy, "in_order", False)
         loads, healthy = np.zeros(n_workers, np.int64), np.ones(n_workers, np.bool_)
         self._columns = loads, *columns, healthy
         self.arrays = loop.Router(
             loads=loads,
             signals=self.signals,
-            held=np.zeros(1, state.HELD),
+            held=held,
             class_of=kind,
             list_of=np.full(len(self._first), -1, np.int32),
             members=np.zeros((4, n_workers), np.int32),

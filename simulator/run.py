@@ -39,6 +39,7 @@ from eldr_sim.simulator.cluster_spec import ClusterSpec
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.prepare import PreparedRun, hold_instances, prepare
+from eldr_sim.simulator.prompt_layout import work_of
 from eldr_sim.simulator.relocation import (
     MovableGroup,
     RelocationRule,
@@ -200,6 +201,7 @@ def build_cluster(
                 n_workers=spec.n_prefill,
                 rng=stream(config.seed, "prefill policy"),
                 prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
+                prefill_work=work_of(model, spec.prefill),
             ),
         )
     order = queue_order(

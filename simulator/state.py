@@ -136,6 +136,8 @@ WORKER = np.dtype(
         ("joined", np.int64),  # last sequences of the batch, new since the last step
         ("filled", np.int64),  # prefill workers: sequences whose prompts end in the next step
         ("chunk_tokens", np.int64),  # tokens of contexts that the next step computes
+        ("begun_tokens", np.int64),  # those of all steps so far,
+        ("computed_tokens", np.int64),  # and of the steps that had ended at the last boundary
         ("context", np.int64),  # tokens of KV cache of the batch
         ("n_blank", np.int64),  # KV blocks without contents
         ("n_idle", np.int64),  # KV blocks with contents that nobody holds
@@ -226,6 +228,7 @@ HELD = np.dtype(
         ("tail", np.int64),
         ("n", np.int64),
         ("to_ask", np.int64),  # about so many of them, from the head, it is asked again
+        ("in_order", np.bool_),  # while one is held, nobody behind it is asked about
     ]
 )
 
@@ -295,7 +298,8 @@ SETTINGS = np.dtype(
         ("egress", np.float64),  # bytes/s of a prefill worker's link
         ("ingress", np.float64),
         ("prefix_block_tokens", np.int64),
-        ("listens", np.bool_),  # the decode router wants to know of completions
+        ("listens", np.bool_),  # the decode router wants to know of completions,
+        ("prefill_listens", np.bool_),  # the prefill router of tokens and blocks
     ],
     align=True,
 )

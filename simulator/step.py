@@ -140,6 +140,7 @@ def finish_step(
     row.worker = w - pool.first_worker
     row.batch, row.joined, row.active, row.busiest = batch, worker.joined, active, busiest
     row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
+    worker.begun_tokens += worker.chunk_tokens
 
     planned_ahead = worker.one_step or n_chunks > 0
     worker.one_step = False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.kernel_profiles.flops import mfu, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables import weakest
 from eldr_sim.simulator.cluster import RunRecord
@@ -120,6 +122,21 @@ def _group(engine: EngineSpec, steps: NDArray[np.void]) -> dict[str, Any]:
             ),
         }
     }
+
+
+def _prefill_mfu(config: RunConfig, prepared: PreparedRun, record: RunRecord) -> float | None:
+    """Return the share of the prefill GPUs' peak that the window's prompts took."""
+    if config.colocated:
+        return None
+    start, end = record.window[0], min(record.window[1], record.end_s)
+    ended, requests = record.requests["prefill_end_s"], record.requests
+    inside = requests[(start <= ended) & (ended <= end)]
+    work = prefill_work(prepared.model)
+    lengths = (inside["prompt_len"] - inside["cached_tokens"]).tolist()
+    flops = math.fsum(map(work.flops, lengths, inside["cached_tokens"].tolist()))
+    gpus = config.n_prefill * config.pool("prefill").parallelism.n_gpus
+    peak = gpus * peak_flops(prepared.model, prepared.spec.prefill.step_time.gpu)
+    return mfu(flops, end - start, peak) if end > start else None
 
 
 def _events(record: RunRecord) -> list[dict[str, float | int | str]]:
@@ -237,6 +254,7 @@ def summary_of(
         "kv_cache_dtype": model.kv_cache_dtype,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
+        "prefill_mfu": _prefill_mfu(config, prepared, record),
         **_workers(spec.decode),
         **_group(spec.decode, groups[0 if config.prefill_only else 1]),
         **_streaming(config, spec.prefill, record),

@@ -1,0 +1,107 @@
+"""What prefill routers are told: blocks that come and go, tokens that are computed; and order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_sim.simulator.cluster import Cluster
+
+from .random_clusters import random_cluster, random_workload
+
+
+class Mirror:
+    """Keeps the prefix caches of the workers as it is told of them, and compares."""
+
+    name = "mirror"
+    in_order = True
+
+    def __init__(self, n_workers):
+        self.held = [set() for _ in range(n_workers)]
+        self.tokens = [0] * n_workers
+        self.chosen, self.asked, self.cluster = [], [], None
+
+    def on_blocks(self, worker, stored, evicted):
+        assert not self.held[worker] & set(stored)
+        self.held[worker] |= set(stored)
+        assert set(evicted) <= self.held[worker]
+        self.held[worker] -= set(evicted)
+
+    def on_tokens(self, worker, tokens):
+        assert tokens > 0
+        self.tokens[worker] += tokens
+
+    def select(self, request, workers):
+        self.compare()
+        self.asked.append(request.request_id)
+        if workers.loads.min() > 1 and workers.loads.sum() % 3:
+            return None
+        self.chosen.append(request.request_id)
+        return int(np.argmin(workers.loads))
+
+    def compare(self):
+        kv = self.cluster.arrays.engines.kv
+        prefix, size = self.cluster.workload.prefix_block_tokens, self.cluster.spec.block_size
+        if not prefix:
+            return
+        for worker, told in enumerate(self.held):
+            found = set()
+            for slot in kv.hash_slots[worker].tolist() if len(kv.hash_slots) else ():
+                if slot == 0:
+                    continue
+                key = int(kv.blocks["block_hash"][worker, slot - 1])
+                end = ((key & 0xFFFFFFFF) + 1) * size
+                if end % prefix == 0:
+                    writer = int(kv.blocks["writer"][worker, slot - 1])
+                    first = kv.prefix_indptr[writer]
+                    found.add(int(kv.prefix_hash[first + end // prefix - 1]))
+            assert told == found
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    topology=st.sampled_from([(1, 0), (3, 0), (2, 2)]),
+    prefix=st.sampled_from([0, 4, 2]),
+)
+def test_the_router_knows_the_prefix_caches_and_the_work_done(seed, topology, prefix):
+    arguments = random_cluster(seed, topology, prefix, 0, 1, False, True, False)
+    rng, spec = np.random.default_rng(seed), arguments["spec"]
+    arguments["workload"] = random_workload(rng, 60, 0.003, prefix, 40, 5)
+    arguments["queue_keys"] = None
+    few = {"n_blocks": 24}
+    arguments["spec"] = dataclasses.replace(
+        spec,
+        block_size=2,
+        prefill=dataclasses.replace(spec.prefill, **few),
+        decode=dataclasses.replace(spec.decode, **few),
+        max_concurrency=None,
+        load_report_delay_s=0.0,
+        max_model_len=300,
+    )
+    arguments |= {"window": (0.0, np.inf), "time_limit_s": np.inf}
+    mirror = Mirror(topology[0])
+    decode = None
+    if topology[1]:
+        from eldr_sim.policies import registry
+        from eldr_sim.policies.base import PolicyContext
+
+        decode = registry.decode_policy("jsq", PolicyContext(topology[1], rng))
+    cluster = Cluster(
+        **arguments, prefill_policy=mirror, decode_policy=decode,
+        signatures=lambda ranges: (0, None),
+    )  # fmt: skip
+    mirror.cluster = cluster
+    record = cluster.run()
+    assert (record.outcomes().count("completed")) == 60
+    # In order: whom it holds is asked about until it is placed, and nobody else meanwhile.
+    assert mirror.chosen == list(range(60))
+    assert mirror.asked == sorted(mirror.asked)
+    cluster._tell_prefill_listener()
+    mirror.compare()
+    assert sum(mirror.tokens) <= record.prefill_steps["chunk_tokens"].sum()
+    done = record.requests["prompt_len"] - np.maximum(record.requests["cached_tokens"], 0)
+    assert sum(mirror.tokens) == done.sum()
