@@ -90,8 +90,7 @@ def peak_flops(model: ModelDims, gpu: GPU) -> float:
 
     Narrower weights (MXFP4, INT4) are computed in bfloat16.
     """
-    fp8 = model.expert_dtype in ("fp8", "fp8_block")
-    return gpu.fp8_flops if fp8 and gpu.fp8_flops else gpu.bf16_flops
+    return gpu.peak_flops(fp8=model.expert_dtype in ("fp8", "fp8_block"))
 
 
 def mfu(flops: float, seconds: float, peak_flops: float) -> float:
