@@ -116,7 +116,7 @@ def _layer_times(
         if own_experts:
             moe = cost.mixed_moe_s[tokens, scratch.activated[layer]]
         layers.layers_s[w, layer] = others + moe
-    return parts
+    return parts  # type: ignore[no-any-return]
 
 
 @compiled()
