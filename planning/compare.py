@@ -153,8 +153,15 @@ def compare(
     Raises
     ------
     InputError
-        If a policy is unknown or listed twice, ``n_seeds`` is below 1, or a run fails.
+        If a policy is unknown or listed twice, no worker decodes, ``n_seeds`` is below 1, or a run
+        fails.
     """
+    if config.prefill_only:
+        raise InputError(
+            "topology",
+            f"{config.topology} has no workers that policies could choose for decoding",
+            "xPyD or xC; prefill policies: what-if --set prefill_policy=...",
+        )
     names = [registry.canonical("decode", policy) for policy in policies]
     if len(set(names)) != len(names):
         raise InputError("policies", f"{', '.join(names)} names one twice")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from eldr_sim.errors import InputError
 from eldr_sim.planning.intervals import mean_known, paired_percent
 from eldr_sim.planning.runs import Runs, Summary
-from eldr_sim.simulator.catalogue import HEADLINE, label
+from eldr_sim.simulator.catalogue import headline_tags, label
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, number
 
@@ -123,8 +123,10 @@ def with_seed(config: RunConfig, index: int) -> RunConfig:
 
 def headline_of(title: str, first: str, named: Iterable[tuple[str, Sequence[Summary]]]) -> Headline:
     """Return the means over seeds of the headline metrics by name, under the heading ``first``."""
+    known = list(named)
+    tags = headline_tags(known[0][1][0].get("policy", "") is None)
     rows = [
-        (name, *(number(mean_known([s[tag] for s in summaries])) for tag in HEADLINE))
-        for name, summaries in named
+        (name, *(number(mean_known([s[tag] for s in summaries])) for tag in tags))
+        for name, summaries in known
     ]
-    return Headline(title, (first, *map(label, HEADLINE)), rows)
+    return Headline(title, (first, *map(label, tags)), rows)

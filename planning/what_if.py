@@ -16,7 +16,7 @@ import yaml
 from eldr_sim.errors import InputError
 from eldr_sim.planning.paired import PairedDifference, headline_of, run_paired
 from eldr_sim.planning.runs import Summary
-from eldr_sim.simulator.catalogue import HEADLINE
+from eldr_sim.simulator.catalogue import HEADLINE, PREFILL_HEADLINE
 from eldr_sim.simulator.config import RunConfig, make_config, read_config, set_field
 from eldr_sim.simulator.headline import Headline, Shown
 from eldr_sim.simulator.paths import portable
@@ -31,6 +31,8 @@ FIGURES = (
     "gpu_hours_per_million_output_tokens",
     "cost_per_million_output_tokens",
 )
+#: The same where requests end with their prompts.
+PREFILL_FIGURES = (*PREFILL_HEADLINE, "slo_attainment", "request_goodput", "kv_blocks_per_worker")
 #: A folder with this file holds a what-if, which ``force`` replaces.
 MARKER = "what_if.json"
 #: Fields that decide which requests a run serves, with the attribute that holds the effective
@@ -50,6 +52,11 @@ REQUEST_FIELDS = {
     "output_len": "effective_output_len",
     "seed": "seed",
 }
+
+
+def _figures(config: RunConfig) -> tuple[str, ...]:
+    """Return the metrics of a what-if."""
+    return PREFILL_FIGURES if config.prefill_only else FIGURES
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class WhatIf(Shown):
     @property
     def runs(self) -> pa.Table:
         """Metrics of every run, a row per change (``base`` for none) and seed."""
-        keys = ("seed", "num_prompts", "completed", "failed", *FIGURES)
+        keys = ("seed", "num_prompts", "completed", "failed", *_figures(self.config))
         return pa.Table.from_pylist(
             [
                 {"change": name} | {key: summary[key] for key in keys}
@@ -249,7 +256,7 @@ def what_if(
             Change(
                 name,
                 config,
-                paired.differences(name, "base", FIGURES),
+                paired.differences(name, "base", _figures(base)),
                 tuple(
                     field
                     for field, value in REQUEST_FIELDS.items()

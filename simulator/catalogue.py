@@ -189,6 +189,20 @@ HEADLINE = (
     "mean_active_experts_per_token",
     "output_throughput",
 )
+#: The same where requests end with their prompts.
+PREFILL_HEADLINE = (
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "prefill_throughput",
+    "computed_prompt_throughput",
+    "prefill_mfu",
+    "makespan_s",
+)
+
+
+def headline_tags(prefill_only: bool) -> tuple[str, ...]:
+    """Return what tables of several runs show."""
+    return PREFILL_HEADLINE if prefill_only else HEADLINE
 
 
 def heading(tag: str) -> str:

@@ -33,7 +33,7 @@ from eldr_sim.policies.registry import (
     queue_order,
 )
 from eldr_sim.policies.signature import LayerMask, Transform, score_of
-from eldr_sim.simulator.catalogue import HEADLINE, label
+from eldr_sim.simulator.catalogue import headline_tags, label
 from eldr_sim.simulator.cluster import Cluster, RunRecord
 from eldr_sim.simulator.cluster_spec import ClusterSpec
 from eldr_sim.simulator.config import RunConfig
@@ -92,8 +92,10 @@ class Result(Shown):
     def headline(self) -> Headline:
         """Return a few figures of the run."""
         s = self.summary
-        title = f"{s['policy']} on {s['topology']}: {s['model_id']} on {s['gpu']}"
-        tags = ("completed", "failed", *HEADLINE)
+        alone = s["policy"] is None  # requests end with their prompts
+        router = s["prefill_policy"] if alone else s["policy"]
+        title = f"{router} on {s['topology']}: {s['model_id']} on {s['gpu']}"
+        tags = ("completed", "failed", *headline_tags(alone))
         return Headline(title, ("figure", "value"), [(label(tag), number(s[tag])) for tag in tags])
 
     @cached_property

@@ -68,3 +68,16 @@ def test_what_says_nothing_of_prompts_is_refused(fields, field):
     with pytest.raises(InputError) as caught:
         run(topology="2P", **fields)
     assert caught.value.field == field
+
+
+def test_tables_of_several_runs_show_the_figures_of_prompts(result):
+    from eldr_sim.planning.compare import compare
+    from eldr_sim.planning.what_if import what_if
+
+    config = make_config(SMALL | {"topology": "2P", "num_requests": 20})
+    found = what_if(config, ["prefill_policy=least_loaded"], n_seeds=1, jobs=1)
+    assert "Prefill MFU" in repr(found)
+    assert {e.metric for e in found.changes[0].effects} >= {"prefill_throughput", "makespan_s"}
+    assert "Makespan" in repr(result)
+    with pytest.raises(InputError, match="topology: 2P has no workers"):
+        compare(config, ["jsq"], 1)
