@@ -35,6 +35,8 @@ Modules:
 - ``eplb``: DeepSeek's load balancer, a placement with copies of loaded experts;
 - ``grouping``: groups of experts that tokens choose together;
 - ``grace``: GRACE-MoE's placement of such groups with copies of hot experts, and ``affinity``;
+- ``time_aware``, ``step_swaps``: experts placed by the time of a layer, through the tables;
+- ``home``: experts on the GPUs whose requests use them;
 - ``replicas``: which instance of an expert computes a token;
 - ``artifact``: the offline fit of ELDR, saved to and loaded from one ``.npz`` file;
 - ``signature_quality``: rho by transform and by layers kept, principal components of a fit;

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_sim.errors import InputError
 
 if TYPE_CHECKING:
+    from eldr_sim.kernel_profiles.all_to_all import AllToAll
     from eldr_sim.kernel_profiles.flops import PrefillWork
     from eldr_sim.kernel_profiles.step_time import RankMoE, StepCost
     from eldr_sim.policies.artifact import RoutingArtifact
@@ -220,8 +221,8 @@ class PolicyContext:
         The calibration requests or a function that returns them, called only by policies that
         need them.
     artifact
-        ELDR's offline fit, or a function that makes it with a signature's transform, a layer mask
-        and a method of clustering; called only by policies that need it.
+        ELDR's offline fit, or a function that makes it with a signature's transform, a layer mask,
+        a method of clustering and a number of clusters; called only by policies that need it.
     prefix_block_tokens
         Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
     step_times
@@ -230,6 +231,8 @@ class PolicyContext:
         Times of a MoE layer on a GPU that shares experts with others.
     prefill_work
         What prompts cost a prefill worker, and the work that it needs at once.
+    all_to_all
+        Times of dispatch and combine between such GPUs.
     placements
         Function that returns where the experts of each group of decode workers lie, called only by
         policies that need it; None where every GPU holds all.
@@ -247,13 +250,14 @@ class PolicyContext:
     n_workers: int
     rng: np.random.Generator
     calibration: CalibrationSet | Callable[[], CalibrationSet] | None = None
-    artifact: RoutingArtifact | Callable[[Transform, LayerMask, Method], RoutingArtifact] | None = (
-        None
-    )
+    artifact: (
+        RoutingArtifact | Callable[[Transform, LayerMask, Method, int], RoutingArtifact] | None
+    ) = None
     prefix_block_tokens: int = 16
     step_times: StepCost | None = None
     rank_moe: RankMoE | None = None
     prefill_work: PrefillWork | None = None
+    all_to_all: AllToAll | None = None
     placements: Callable[[], Sequence[Placement]] | None = None
     future: Callable[[int], NDArray[np.float64]] | None = None
     group_size: int = 1

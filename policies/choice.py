@@ -31,7 +31,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
     ),
     "prefill": ("round_robin", "least_loaded", "prefix_hash", "saturation"),
     "queue": ("fcfs", "sjf", "priority"),
-    "placement": ("linear", "eldr", "eplb", "grace", "affinity"),
+    "placement": ("linear", "eldr", "eplb", "grace", "affinity", "time_aware", "home"),
     "replica": (
         "even", "hash", "source", "weighted", "local_first", "metro", "metro_sorted", "optimal",
         "time_aware",

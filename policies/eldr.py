@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,13 +52,17 @@ class EldrParameters(SignatureParameters):
     clustering: Method | None = None
     """How calibration signatures make one centroid a decode worker: Hungarian-balanced K-means or
     ``vanilla``; ``balanced``, or the artifact's, when not given."""
+    unit: Literal["group", "engine"] = "group"
+    """What has a centroid: engines that share experts, together, or each engine by itself, so that
+    the tokens of each are alike."""
 
 
 class EldrPolicy:
     """The least loaded worker among those whose centroid is nearly the most similar.
 
-    Workers that share experts (`PolicyContext.group_size`) share a centroid too: their steps read
-    one union. The band then holds groups, and the least loaded worker of them all is chosen.
+    Workers that share experts (`PolicyContext.group_size`) share a centroid too, unless each
+    ``engine`` is to have its own: their steps read one union. The band then holds groups, and the
+    least loaded worker of them all is chosen.
 
     With ``s_k`` the cosine similarity between the request's signature and the centroid of worker
     ``k``, and ``s*`` the highest of them, the band holds the workers with ``s_k >= s* - tau``. The
@@ -79,6 +84,8 @@ class EldrPolicy:
 
     def __init__(self, context: PolicyContext, parameters: EldrParameters | None = None) -> None:
         self.parameters = parameters or EldrParameters()
+        if self.parameters.unit == "engine":
+            context = replace(context, group_size=1)
         artifact = _artifact(self.parameters, context)
         if artifact.n_decoders != context.n_groups:
             problem = f"made for {artifact.n_decoders} decode workers, not {context.n_groups}"
@@ -164,4 +171,6 @@ def _artifact(parameters: EldrParameters, context: PolicyContext) -> RoutingArti
         found.check_made_with(*options)
         return found
     signature, layer_mask, clustering = options
-    return found(signature or "count-idf", layer_mask or "greedy", clustering or "balanced")
+    return found(
+        signature or "count-idf", layer_mask or "greedy", clustering or "balanced", context.n_groups
+    )

@@ -72,7 +72,7 @@ class EqualGroupsParameters(AffinityParameters):
     be kept from being sent, and puts loaded experts together; the more, the evener the load."""
 
 
-class _GroupedPlacement:
+class GroupedPlacement:
     """Groups of experts by the affinity of calibration requests, placed once for equal groups."""
 
     name: str
@@ -121,7 +121,7 @@ class _GroupedPlacement:
         raise NotImplementedError
 
 
-class GracePlacement(_GroupedPlacement):
+class GracePlacement(GroupedPlacement):
     """Experts that tokens choose together on one GPU, and copies of the hot ones."""
 
     name = "grace"
@@ -146,7 +146,7 @@ class GracePlacement(_GroupedPlacement):
         return replicated(groups, load, group.n_ranks, group.n_nodes, self._replication)
 
 
-class AffinityPlacement(_GroupedPlacement):
+class AffinityPlacement(GroupedPlacement):
     """Experts that tokens choose together on one GPU, equally many on each.
 
     Clusters over nodes, then over a node's GPUs, as `GracePlacement`; both are brought to equal

@@ -213,7 +213,9 @@ class EldrPlacement:
 
 
 def cluster_activation(context: PolicyContext, placement: str) -> NDArray[np.float32]:
-    """Return the expected decode activation of ELDR's clusters, [clusters, layers, E].
+    """Return the expected decode activation of the groups' requests, [groups, layers, E].
+
+    It is that of a group's ELDR cluster, or the mean of its engines' clusters.
 
     Raises
     ------
@@ -227,7 +229,12 @@ def cluster_activation(context: PolicyContext, placement: str) -> NDArray[np.flo
             "policy has no clusters",
             "--policy eldr, or the linear placement",
         )
-    return context.artifact.cluster_activation
+    activation = context.artifact.cluster_activation
+    of_group = len(activation) // context.n_groups
+    if of_group == 1:
+        return activation
+    shape = context.n_groups, of_group, *activation.shape[1:]
+    return np.asarray(activation.reshape(shape).mean(axis=1))
 
 
 def greedy_placement(activation: NDArray[Any], n_ranks: int) -> Ints:

@@ -37,6 +37,7 @@ from eldr_sim.policies.decode import (
 from eldr_sim.policies.eldr import EldrPolicy
 from eldr_sim.policies.eplb import EplbPlacement
 from eldr_sim.policies.grace import AffinityPlacement, GracePlacement
+from eldr_sim.policies.home import HomePlacement
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
 from eldr_sim.policies.metro import Metro, MetroSorted, Optimal, TimeAware
 from eldr_sim.policies.placement import EldrPlacement, LinearPlacement, PlacementPolicy
@@ -53,6 +54,7 @@ from eldr_sim.policies.queue_order import (
 )
 from eldr_sim.policies.replicas import EvenSplit, HashedPosition, NearSource, ReplicaChoice
 from eldr_sim.policies.saturation import SaturationPolicy
+from eldr_sim.policies.time_aware import TimeAwarePlacement
 from eldr_sim.policies.weighted_replicas import LocalFirst, WeightedInstances
 
 GROUP = "eldr_sim.policies"
@@ -107,6 +109,8 @@ _BUILT_IN = cast(
         EplbPlacement,
         GracePlacement,
         AffinityPlacement,
+        TimeAwarePlacement,
+        HomePlacement,
         EvenSplit,
         HashedPosition,
         NearSource,

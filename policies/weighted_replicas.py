@@ -6,7 +6,9 @@ proportion to the load that the placement predicts for their ranks (`Placement.l
 GPU, else one on its node, else any; among several the same draw.
 
 Draws come from a hash of the token's rank and position there, the layer and the expert: they need
-no state and no order. Both choices draw the same number, so that they differ by locality alone.
+no state and no order. A step has no part in it: while a batch stays, a sequence keeps its copies
+(as with vLLM's hash), and each step's loads are distributed as if all were drawn anew. Both choices
+draw the same number, so that they differ by locality alone.
 """
 
 from __future__ import annotations

@@ -139,10 +139,9 @@ class PolicyConfig(_Fields):
     lowest priority of a request log."""
     expert_placement: Annotated[str, _policy("placement")] = "linear"
     """Which GPU of a decode (or co-located) worker holds which experts under expert parallelism:
-    neighbours together; ELDR's placement, which spreads the expected activation of each decode
-    worker's cluster evenly; EPLB's, which so spreads the load of the calibration requests; or
-    experts that tokens choose together on one GPU: GRACE-MoE's (``grace``) with copies of hot ones,
-    or equally many on each (``affinity``)."""
+    neighbours together; the load of ELDR's clusters (``eldr``) or of calibration requests
+    (``eplb``) spread evenly; or together what tokens choose together: GRACE-MoE's with copies,
+    equally many (``affinity``), by predicted time, or where their requests are at home."""
     replica_choice: Annotated[str, _policy("replica")] = "hash"
     """Which instance of an expert computes a token where there are redundant experts: vLLM's hash
     of the token's position, an even split, one near the token, one drawn by the load of the GPUs

@@ -273,13 +273,13 @@ def _decode_policy(
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def artifact(
-        transform: Transform, layer_mask: LayerMask, clustering: Method
+        transform: Transform, layer_mask: LayerMask, clustering: Method, n_clusters: int
     ) -> RoutingArtifact:
         return _fit(
             trace,
             config.workload,
             mix,
-            n_engines // group_size,
+            n_clusters,
             config.seed,
             transform,
             layer_mask,
@@ -449,7 +449,15 @@ def _place_pool(
         engine, n_engines = spec.decode, spec.n_decode
     ranks, size = engine.n_expert_ranks, engine.parallelism.data_parallel_size
     rng = stream(config.seed, "placement")
-    context = PolicyContext(n_engines, rng, calibration, artifact=fitted, group_size=size)
+    context = PolicyContext(
+        n_engines,
+        rng,
+        calibration,
+        artifact=fitted,
+        group_size=size,
+        rank_moe=None if engine.group is None else engine.group.moe,
+        all_to_all=engine.all_to_all,
+    )
     policy = placement_policy(config.pool(role).expert_placement, context)
     layers, n_experts = prepared.trace.manifest.n_layers, prepared.model.n_experts
     n_nodes = max(1, ranks // config.gpus_per_node)

@@ -11,6 +11,9 @@ import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+# Threads of so small products cost more than they save, most of all on a busy machine.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 from hypothesis import settings

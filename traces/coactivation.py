@@ -15,7 +15,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.jit import njit, popcount
 from eldr_sim.traces.format import RoutingTrace
 
-__all__ = ["Tokens", "affinity_of", "coactivation", "count_coactivation"]
+__all__ = ["Tokens", "affinity_of", "coactivation", "count_coactivation", "token_rows"]
 
 Tokens = Literal["all", "decode", "prompt"]
 """Which tokens of requests are counted."""
@@ -44,6 +44,13 @@ def coactivation(
     InputError
         If the prompts' tokens are asked of a decode-only trace.
     """
+    return count_coactivation(trace.bits, token_rows(trace, requests, tokens), trace.n_experts)
+
+
+def token_rows(
+    trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all"
+) -> NDArray[np.int64]:
+    """Return the rows of the tokens of requests, one after the other; see `coactivation`."""
     q = np.asarray(requests, dtype=np.int64)
     if tokens == "all":
         first, length = trace.recorded_rows(q)
@@ -55,11 +62,10 @@ def coactivation(
         first, length = first + trace.has_prompts, trace.output_len[q].astype(np.int64)
     else:
         raise InputError("tokens", f"{tokens!r}", "all, decode, prompt")
-    rows = np.concatenate(
+    return np.concatenate(
         [np.arange(a, a + n) for a, n in zip(first.tolist(), length.tolist(), strict=True)]
         or [np.zeros(0, np.int64)]
     )
-    return count_coactivation(trace.bits, rows, trace.n_experts)
 
 
 def count_coactivation(

@@ -187,14 +187,15 @@ def layer_times(
 
 
 def prompt_batches(
-    trace: RoutingTrace, requests: Ints, n_ranks: int, per_rank: int, n_steps: int
+    trace: RoutingTrace, requests: Ints, n_ranks: int, per_rank: int, n_steps: int, seed: int = 0
 ) -> list[Batch]:
     """Return steps of prompt tokens: each rank computes whole prompts, one after the other.
 
-    Prompts follow each other in a shuffled order (fixed) and are read again when all have been.
+    Prompts follow each other in an order that ``seed`` shuffles, and are read again when all have
+    been.
     """
     trace.require_prompts("steps of prompt tokens")
-    order = np.random.default_rng(0).permutation(requests)
+    order = np.random.default_rng(seed).permutation(requests)
     rows = np.concatenate(
         [trace.first_row[q] + np.arange(trace.prompt_len[q], dtype=np.int64) for q in order]
     )
@@ -202,14 +203,16 @@ def prompt_batches(
 
 
 def decode_batches(
-    trace: RoutingTrace, requests: Ints, n_ranks: int, per_rank: int, n_steps: int
+    trace: RoutingTrace, requests: Ints, n_ranks: int, per_rank: int, n_steps: int, seed: int = 0
 ) -> list[Batch]:
-    """Return steps of generated tokens, drawn at random (fixed) from those of the requests."""
+    """Return steps of generated tokens, drawn at random from those of the requests."""
     first, length = trace.decode_window(requests)
     rows = np.concatenate(
         [np.arange(a, a + n) for a, n in zip(first.tolist(), length.tolist(), strict=True)]
     )
-    return _batches(trace, np.random.default_rng(0).permutation(rows), n_ranks, per_rank, n_steps)
+    return _batches(
+        trace, np.random.default_rng(seed).permutation(rows), n_ranks, per_rank, n_steps
+    )
 
 
 def _batches(

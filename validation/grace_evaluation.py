@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eldr_sim.validation import grace_figures, grace_latency
+from eldr_sim.validation import grace_figures, grace_homes, grace_latency, grace_map, grace_serving
 from eldr_sim.validation.grace_setup import Evaluation
 from eldr_sim.validation.reproduction import Reproduction, Runner
 
@@ -22,7 +22,12 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_5": lambda: grace_figures.figure_5(evaluation),
         "figure_6": lambda: grace_figures.figure_6(evaluation),
         "pools": lambda: grace_latency.pools(evaluation, runner),
-        "map": lambda: grace_latency.placement_map(evaluation),
+        "map": lambda: grace_map.placement_map(evaluation),
+        "bottleneck": lambda: grace_map.bottleneck(evaluation),
+        "homes": lambda: grace_homes.homes(evaluation.seeds, quick),
+        "replicas": lambda: grace_serving.replicas(runner, evaluation.seeds, quick),
+        "shared_nic": lambda: grace_serving.shared_nic(evaluation.seeds),
+        "relocation": lambda: grace_serving.relocation(runner, evaluation.seeds, quick),
     }
 
 

@@ -15,18 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.kernel_profiles.all_to_all import build_all_to_all
-from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.planning.runs import Summary
-from eldr_sim.validation.expert_traffic import (
-    decode_batches,
-    layer_times,
-    measure,
-    prompt_batches,
-)
 from eldr_sim.validation.grace_figures import TWO_BY_TWO
 from eldr_sim.validation.grace_setup import (
     AFFINITY,
@@ -35,27 +25,21 @@ from eldr_sim.validation.grace_setup import (
     LADDER,
     SCHEMES,
     SOURCES,
-    TRACES,
     VANILLA,
     Cluster,
     Evaluation,
     Scheme,
     gpu_of,
-    replica_choice,
-    requests_of,
 )
 from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
 
 CLUSTERS = (Cluster(1, 8), Cluster(2, 2), Cluster(2, 4))
 REFERENCE = SOURCES[-1]
+_LATENCIES = ("mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms")
 _OTHER_SOFTWARE = (
     "the paper's reference is five other systems, whose software is not simulated; ours is the "
     "vanilla placement in the same engine"
 )
-#: Tokens of each GPU in a step, and line rates of a GPU's NIC, GB/s.
-MAP_TOKENS = (8, 32, 128, 512, 2048, 8192)
-MAP_NETWORK = (1.5, 3.0, 6.0, 12.5, 25.0, 50.0, 100.0)
-_DECODE_TOKENS = 128  # a GPU's steps of up to so many are taken as decode steps
 
 
 def figure_4(evaluation: Evaluation, runner: Runner) -> Reproduction:
@@ -116,107 +100,53 @@ def figure_4(evaluation: Evaluation, runner: Runner) -> Reproduction:
 
 
 def pools(evaluation: Evaluation, runner: Runner) -> Reproduction:
-    """Prefill and decode workers placed differently, on the paper's GPUs (no claim of its own)."""
-    rows = []
+    """Prefill and decode workers placed differently, on the paper's GPUs (no claim of its own).
+
+    All pairs on the embedded trace, some on Qwen3-30B-A3B's own routing; differences are from
+    Vanilla in both, paired by seed.
+    """
     words = {scheme.label: scheme.placement for scheme in (VANILLA, HG, DR_TAR, AFFINITY)}
+    some = [(VANILLA, VANILLA), (DR_TAR, DR_TAR), (DR_TAR, AFFINITY), (AFFINITY, AFFINITY)]
+    cells = [("reference-moe", a, b) for a in words for b in words]
+    cells += [("qwen3-30b-a3b", a.label, b.label) for a, b in some]
     with TemporaryDirectory() as folder:
         base = _fields(TWO_BY_TWO, Path(folder)) | {
             "topology": "1P1D",
             "replica_choice": "local_first",
         }
-        pairs = [(a, b) for a in words for b in words]
-        cases = [
-            base | {"prefill": {"expert_placement": words[a]}, "expert_placement": words[b]}
-            | {"seed": seed}
-            for a, b in pairs
-            for seed in evaluation.seeds
-        ]  # fmt: skip
-        found = runner.run(cases)
-    n = len(evaluation.seeds)
-    for i, (a, b) in enumerate(pairs):
-        own = found[i * n : (i + 1) * n]
-        rows.append(
-            {
-                "prefill": a,
-                "decode": b,
-                **{
-                    key: _mean(own, key) for key in ("mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms")
-                },
-            }
+        of_trace: dict[str, dict[str, Any]] = {
+            "reference-moe": {},
+            "qwen3-30b-a3b": {"trace": "qwen3-30b-a3b", "workload": "trace"},
+        }
+        found = iter(
+            runner.run(
+                [
+                    base
+                    | of_trace[trace]
+                    | {"prefill": {"expert_placement": words[a]}, "expert_placement": words[b]}
+                    | {"seed": seed}
+                    for trace, a, b in cells
+                    for seed in evaluation.seeds
+                ]
+            )
         )
+        runs = {cell: [next(found) for _ in evaluation.seeds] for cell in cells}
+    rows = []
+    for (trace, a, b), own in runs.items():
+        row: dict[str, Any] = {"trace": trace, "prefill": a, "decode": b}
+        reference = runs[trace, VANILLA.label, VANILLA.label]
+        row |= {key: _mean(own, key) for key in _LATENCIES}
+        for key in _LATENCIES:
+            span = paired_percent([s[key] for s in own], [s[key] for s in reference])
+            name = key.removeprefix("mean_").removesuffix("_ms")
+            row |= {f"{name}_%": span.mean, f"{name}_low_%": span.low, f"{name}_high_%": span.high}
+        rows.append(row)
     return Reproduction(
         "pools",
         "Prefill and decode workers placed apart, 2x2 + 2x2",
         pa.Table.from_pylist(rows),
         [],
-        lambda figure: _draw_pools(figure, rows),
-    )
-
-
-def placement_map(evaluation: Evaluation) -> Reproduction:
-    """Return the fastest placement by tokens a GPU and network, 2 nodes x 2 H100.
-
-    Times are the tables'; inside nodes NVLink's roofline, between them the NIC's line rate.
-    """
-    rows: list[dict[str, Any]] = []
-    even = Scheme("EPLB", "eplb")
-    schemes = (VANILLA, even, HG, DR_TAR, AFFINITY, Scheme("affinity, 0", "affinity:resolution=0"))
-    cluster, h100 = TWO_BY_TWO, load_gpu("H100")
-    for source in SOURCES[3:]:
-        trace, model = evaluation.trace(source.trace), load_model(TRACES[source.trace])
-        step_time = build_step_time_model(
-            model,
-            h100,
-            max_num_seqs=1024,
-            max_model_len=1024,
-            parallelism=Parallelism(1, True, cluster.n_ranks),
-        )
-        moe = step_time.rank_moe(model.n_experts, 4 * MAP_TOKENS[-1] * model.top_k)
-        networks = {
-            rate: build_all_to_all(
-                model,
-                h100.model_copy(update={"name": "H100, NIC", "nic_bandwidth": 1e9 * rate}),
-                "deepep_ht",
-                cluster.n_ranks,
-                gpus_per_node=cluster.gpus_per_node,
-            )
-            for rate in MAP_NETWORK
-        }
-        requests = requests_of(trace, False, None)
-        for tokens in MAP_TOKENS:
-            decode = tokens <= _DECODE_TOKENS
-            make = decode_batches if decode else prompt_batches
-            batches = make(trace, requests, cluster.n_ranks, tokens, max(1, 256 // tokens))
-            found = {}
-            for scheme in schemes:
-                placement = evaluation.placements(source, scheme.placement, cluster)[0]
-                choice = replica_choice(scheme.choice)
-                traffic = measure(batches, placement, choice, cluster.node_of_rank)
-                for rate, network in networks.items():
-                    times = layer_times(traffic, moe, network, prompts=not decode)
-                    found[scheme.label, rate] = times.total_s
-            for rate in MAP_NETWORK:
-                own = {scheme.label: found[scheme.label, rate] for scheme in schemes}
-                best = min(own, key=lambda label: own[label])
-                rows.append(
-                    {
-                        "trace": source.label,
-                        "tokens_per_gpu": tokens,
-                        "network_gb_s": rate,
-                        "fastest": best,
-                        **{
-                            f"{label}_against_vanilla": percent(value, own["Vanilla"])
-                            for label, value in own.items()
-                        },
-                        "vanilla_us": 1e6 * own["Vanilla"],
-                    }
-                )
-    return Reproduction(
-        "map",
-        "Fastest placement by tokens a GPU and network, 2x2 H100",
-        pa.Table.from_pylist(rows),
-        [],
-        lambda figure: _draw_map(figure, rows),
+        lambda figure: _draw_pools(figure, rows[: len(words) ** 2]),
     )
 
 
@@ -290,29 +220,9 @@ def _draw_ladder(figure: Any, rows: list[dict[str, Any]]) -> None:
 
 def _draw_pools(figure: Any, rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(row["prefill"] for row in rows))
-    metrics = ("mean_ttft_ms", "mean_tpot_ms", "mean_e2el_ms")
-    for axes, metric in zip(figure.subplots(1, 3), metrics, strict=True):
+    for axes, metric in zip(figure.subplots(1, 3), _LATENCIES, strict=True):
         values = np.array([row[metric] for row in rows]).reshape(len(names), -1)
         _annotated(axes, values, names, names, f"{metric}: prefill by decode", "{:.1f}".format)
-
-
-def _draw_map(figure: Any, rows: list[dict[str, Any]]) -> None:
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    labels = [key.removesuffix("_against_vanilla") for key in rows[0] if key.endswith("vanilla")]
-    for axes, trace in zip(figure.subplots(1, len(traces)), traces, strict=True):
-        own = [row for row in rows if row["trace"] == trace]
-        values = np.array([labels.index(row["fastest"]) for row in own])
-        axes.imshow(
-            values.reshape(len(MAP_TOKENS), -1), cmap="tab10", vmin=0, vmax=9, aspect="auto"
-        )
-        for i, row in enumerate(own):
-            y, x = divmod(i, len(MAP_NETWORK))
-            gain = row[f"{row['fastest']}_against_vanilla"]
-            axes.text(x, y, f"{row['fastest']}\n{gain:+.1f}%", ha="center", va="center", fontsize=5)
-        axes.set_xticks(range(len(MAP_NETWORK)), [f"{rate:g}" for rate in MAP_NETWORK])
-        axes.set_yticks(range(len(MAP_TOKENS)), MAP_TOKENS)
-        axes.set(xlabel="NIC of a GPU, GB/s", ylabel="tokens a GPU")
-        axes.set_title(trace, fontsize=8)
 
 
 def _annotated(

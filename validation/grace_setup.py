@@ -242,12 +242,19 @@ def calibration_of(trace: RoutingTrace, requests: Ints) -> CalibrationSet:
 
 
 def place(
-    trace: RoutingTrace, calibration: CalibrationSet, word: str, cluster: Cluster, seed: int
+    trace: RoutingTrace,
+    calibration: CalibrationSet,
+    word: str,
+    cluster: Cluster,
+    seed: int,
+    moe: RankMoE | None = None,
+    all_to_all: AllToAll | None = None,
 ) -> Placement:
-    """Place the experts of all layers of a trace on a cluster."""
-    policy = registry.placement_policy(
-        word, PolicyContext(1, np.random.default_rng(seed), calibration)
+    """Place the experts of all layers of a trace on a cluster; the last two are their times."""
+    context = PolicyContext(
+        1, np.random.default_rng(seed), calibration, rank_moe=moe, all_to_all=all_to_all
     )
+    policy = registry.placement_policy(word, context)
     return policy.place(
         ExpertGroup((0,), trace.n_layers, trace.n_experts, cluster.n_ranks, n_nodes=cluster.n_nodes)
     )

@@ -114,6 +114,18 @@ def test_one_group_is_the_shortest_queue():
         assert policy.select(request(counts), workers) == shortest.select(request(None), workers)
 
 
+def test_an_engine_of_a_group_may_have_a_cluster_of_its_own():
+    artifact, alone = make_artifact(4), make_policy(make_artifact(4), tau=0.0)
+    context = PolicyContext(4, np.random.default_rng(0), artifact=artifact, group_size=2)
+    policy = EldrPolicy(context, EldrParameters(tau=0.0, unit="engine"))
+    idle = Workers.idle(np.zeros(4))
+    picks = [policy.select(request(random_counts(seed)), idle) for seed in range(20)]
+    assert picks == [alone.select(request(random_counts(seed)), idle) for seed in range(20)]
+    assert len(set(picks)) > 2
+    with pytest.raises(InputError, match="made for 4 decode workers, not 2"):
+        EldrPolicy(context)
+
+
 def test_tau_zero_is_the_nearest_centroid_whatever_the_load():
     artifact = make_artifact(8)
     policy = make_policy(artifact, tau=0.0)

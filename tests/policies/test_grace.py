@@ -152,13 +152,13 @@ def test_every_gpu_has_experts_within_the_bounds_of_its_node(n_ranks, n_nodes):
         np.testing.assert_array_equal(ranks // gpus, clusters.node)
 
 
-CALIBRATION = calibration_set(open_trace("reference-moe"), workload="task")
+CALIBRATION = calibration_set(open_trace("gpt-oss-20b"), workload="trace")
 
 
 def placed(name, n_ranks, n_nodes, seed=0, **group):
     context = PolicyContext(4, np.random.default_rng(seed), CALIBRATION)
     return registry.placement_policy(name, context).place(
-        ExpertGroup((0,), 10, 128, n_ranks, n_nodes=n_nodes, **group)
+        ExpertGroup((0,), 24, 32, n_ranks, n_nodes=n_nodes, **group)
     )
 
 
@@ -167,29 +167,29 @@ def test_affinity_keeps_equal_sizes_and_more_tokens_together_than_neighbours():
     for name in ("affinity", "grace:replication=none"):
         found = placed(name, 4, 2)
         inside = [utilization(a, r) for a, r in zip(affinity, found.rank, strict=True)]
-        linear = [utilization(a, np.arange(128) // 32) for a in affinity]
+        linear = [utilization(a, np.arange(32) // 8) for a in affinity]
         assert np.mean(inside) > 1.5 * np.mean(linear)
         if name == "affinity":
-            assert (found.slots() == 32).all()
+            assert (found.slots() == 8).all()
     one, again = (equal_groups(affinity[0], 4, 2, np.random.default_rng(0)) for _ in range(2))
     assert one.tobytes() == again.tobytes()
-    assert np.bincount(one).tolist() == [32] * 4
+    assert np.bincount(one).tolist() == [8] * 4
 
 
 def test_one_device_holds_everything_once():
     for name in ("affinity", "grace"):
         found = placed(name, 1, 1)
         assert not found.rank.any()
-        assert (found.instances(128) == 1).all()
+        assert (found.instances(32) == 1).all()
 
 
 @pytest.mark.parametrize(
     ("name", "group", "message"),
     [
         ("grace", {"n_redundant": 4}, "num_redundant_experts: 'grace' decides itself"),
-        ("affinity", {"n_ranks": 3}, "3 ranks cannot hold 128 experts equally"),
-        ("grace", {"n_ranks": 256}, "cannot spread 128 experts over 256 GPUs"),
-        ("grace", {"n_layers": 3}, "knows 10 layers of 128 experts"),
+        ("affinity", {"n_ranks": 3}, "3 ranks cannot hold 32 experts equally"),
+        ("grace", {"n_ranks": 64}, "cannot spread 32 experts over 64 GPUs"),
+        ("grace", {"n_layers": 3}, "knows 24 layers of 32 experts"),
         ("grace:ratio=2", {}, "expert_placement.ratio"),
     ],
 )
@@ -197,7 +197,7 @@ def test_what_cannot_be_placed_is_refused(name, group, message):
     with pytest.raises(InputError, match=message):
         registry.placement_policy(
             name, PolicyContext(1, np.random.default_rng(0), CALIBRATION)
-        ).place(ExpertGroup((0,), **({"n_layers": 10, "n_experts": 128, "n_ranks": 4} | group)))
+        ).place(ExpertGroup((0,), **({"n_layers": 24, "n_experts": 32, "n_ranks": 4} | group)))
 
 
 def test_empty_slots_are_no_instances():

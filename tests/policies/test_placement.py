@@ -227,6 +227,18 @@ def test_eldr_places_the_cluster_of_a_group():
         assert placed.tolist() == greedy_placement(activation[number], 2).tolist()
 
 
+def test_eldr_places_the_mean_of_the_clusters_of_a_groups_engines():
+    artifact = random_artifact(4, n_layers=1, n_experts=8)
+    activation = np.random.default_rng(0).random((4, 1, 8))
+    object.__setattr__(artifact, "cluster_activation", activation)
+    context = PolicyContext(4, np.random.default_rng(0), artifact=artifact, group_size=2)
+    eldr = registry.placement_policy("eldr", context)
+    for number, engines in enumerate((range(2), range(2, 4))):
+        mean = activation[2 * number : 2 * number + 2].mean(axis=0)
+        placed = eldr.place(ExpertGroup(engines, 1, 8, 2)).rank
+        assert placed.tolist() == greedy_placement(mean, 2).tolist()
+
+
 def test_placements_by_name():
     context = PolicyContext(2, np.random.default_rng(0))
     placement = linear().place(ExpertGroup(engines=(1,), n_layers=3, n_experts=8, n_ranks=4))

@@ -1,0 +1,324 @@
+"""What placements cost beside a layer's time: KV blocks, a NIC that KV shares, bytes that move.
+
+None of it is in the paper.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from eldr_sim.planning.intervals import paired_percent
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.prepare import PreparedRun, prepare
+from eldr_sim.simulator.run import build_cluster, offered_load
+from eldr_sim.simulator.summary import summary_of
+from eldr_sim.simulator.transfer import PRESETS
+from eldr_sim.validation.grace_figures import TWO_BY_TWO
+from eldr_sim.validation.grace_setup import gpu_of
+from eldr_sim.validation.reproduction import Reproduction, Runner
+
+_GROUP: dict[str, Any] = {
+    "data_parallel_size": TWO_BY_TWO.n_ranks,
+    "enable_expert_parallel": True,
+    "gpus_per_node": TWO_BY_TWO.gpus_per_node,
+    "all2all_backend": "deepep_ht",
+}
+#: Redundant experts and the choice of instances.
+REPLICAS = (
+    *((n, "local_first") for n in (0, 8, 16, 32, 64)),
+    *((n, "weighted") for n in (16, 64)),
+)
+_RATE, _PROMPT, _OUTPUT = 24.0, 1024, 384
+_SLO = {"ttft": 2000.0, "tpot": 60.0}
+#: Gb/s of a node.
+NODE_GBITS = (25.0, 100.0, 400.0)
+#: Steps between relocations; None: never. And Gb/s of a GPU's NIC.
+INTERVALS = (None, 50, 200, 800)
+DRIFT_GBITS = (25.0, 100.0, 400.0)
+
+
+def _log(folder: str, n: int, prompt: int, output: int, seed: int) -> str:
+    """Write a log of equal requests at random moments, whose prompts share no prefix."""
+    path = Path(folder) / f"{seed}.jsonl"
+    at = np.cumsum(np.random.default_rng(seed).exponential(1e3, n)).astype(int).tolist()
+    lines = [{"timestamp": t, "input_length": prompt, "output_length": output} for t in at]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def replicas(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Reproduction:
+    """Goodput by redundant experts where the KV cache binds: 2x2 A100-40GB, co-located."""
+    n = 250 if quick else 500
+    rows = []
+    with TemporaryDirectory() as folder:
+        base = _GROUP | {
+            "gpu": "A100-40GB",
+            "topology": "1C",
+            "num_requests": n,
+            "request_rate": _RATE,
+            "warmup": n / 4 / _RATE,
+            "policy": "jsq",
+            "expert_placement": "eplb",
+            "goodput": _SLO,
+        }
+        found = iter(
+            runner.run(
+                [
+                    base
+                    | {"num_redundant_experts": k, "replica_choice": choice, "seed": seed}
+                    | {"workload": _log(folder, n, _PROMPT, _OUTPUT, seed)}
+                    for k, choice in REPLICAS
+                    for seed in seeds
+                ]
+            )
+        )
+        runs = {key: [next(found) for _ in seeds] for key in REPLICAS}
+    reference = [run["request_goodput"] for run in runs[REPLICAS[0]]]
+    for (k, choice), own in runs.items():
+        goodput = [run["request_goodput"] for run in own]
+        span = paired_percent(goodput, reference)
+        rows.append(
+            {
+                "redundant": k,
+                "choice": choice,
+                "kv_blocks": own[0]["kv_blocks_per_worker"],
+                "goodput": float(np.mean(goodput)),
+                "change": span.mean,
+                "low": span.low,
+                "high": span.high,
+                **{
+                    key: float(np.mean([run[key] for run in own]))
+                    for key in ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "preemptions")
+                },
+            }
+        )
+    return Reproduction(
+        "replicas",
+        "Redundant experts against KV blocks, 2x2 A100-40GB",
+        pa.Table.from_pylist(rows),
+        [],
+        lambda figure: _draw_lines(figure, rows, "redundant", "goodput", ("choice",)),
+    )
+
+
+def shared_nic(seeds: Sequence[int]) -> Reproduction:
+    """KV transfers and expert traffic on one NIC, by mean utilisation, on the paper's RTX 4090.
+
+    The simulator's KV transfers and all-to-all have links of their own. Here a run tells the mean
+    bytes/s that each puts on a GPU's NIC, and a second one gives each what the other leaves; and so
+    again until no rate changes by 1%. This is a lower bound of what sharing costs: bursts that meet
+    take turns, and a mean does not know of them.
+    """
+    rows = []
+    with TemporaryDirectory() as folder:
+        for gbits in NODE_GBITS:
+            for seed in seeds:
+                log = _log(folder, 160, 1024, 128, seed)
+                rows.append({"node_gbit_s": gbits, **_share(log, gbits, seed)})
+    table = []
+    for gbits in NODE_GBITS:
+        own = [row for row in rows if row["node_gbit_s"] == gbits]
+        kept = ("prefill_share", "decode_share", "kv_share", "ttft_ms", "tpot_ms")
+        line: dict[str, Any] = {"node_gbit_s": gbits}
+        line |= {key: float(np.mean([row[key] for row in own])) for key in kept}
+        for key in ("ttft_ms", "tpot_ms"):
+            span = paired_percent([r[f"shared_{key}"] for r in own], [r[key] for r in own])
+            line |= {f"{key}_change": span.mean, f"{key}_low": span.low, f"{key}_high": span.high}
+        table.append(line)
+    return Reproduction(
+        "shared_nic",
+        "KV transfers and expert traffic on one NIC, 2x2 + 2x2 RTX 4090",
+        pa.Table.from_pylist(table),
+        [],
+        lambda figure: _draw_bars(figure, table, "node_gbit_s"),
+    )
+
+
+def _share(log: str, gbits: float, seed: int) -> dict[str, float]:
+    """Return latencies without and with sharing, and what each uses of a GPU's NIC without."""
+    nic = gbits * 1e9 / 8 / TWO_BY_TWO.gpus_per_node
+    left = {"experts": 1.0, "kv_out": 1.0, "kv_in": 1.0}
+    first: dict[str, float] = {}
+    for _ in range(6):
+        figures, used = _serve(log, nic, left, seed)
+        first = first or {
+            "ttft_ms": figures["mean_ttft_ms"],
+            "tpot_ms": figures["mean_tpot_ms"],
+            "prefill_share": used["experts_out"],
+            "decode_share": used["experts_in"],
+            "kv_share": used["kv"],
+        }
+        # A mean that fills the NIC leaves nothing: 5% keep the two going.
+        new = {
+            "experts": max(0.05, 1 - used["kv"]),
+            "kv_out": max(0.05, 1 - used["experts_out"]),
+            "kv_in": max(0.05, 1 - used["experts_in"]),
+        }
+        if all(abs(new[key] / left[key] - 1) < 0.01 for key in new):
+            break
+        left = new
+    return first | {
+        "shared_ttft_ms": figures["mean_ttft_ms"],
+        "shared_tpot_ms": figures["mean_tpot_ms"],
+    }
+
+
+def _serve(
+    log: str, nic: float, left: dict[str, float], seed: int
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Run with parts of the NIC; returns figures, and what each uses of a whole one."""
+    gpu = gpu_of(TWO_BY_TWO).model_copy(update={"nic_bandwidth": nic * left["experts"]})
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "gpu.json"
+        path.write_text(gpu.model_dump_json())
+        config = make_config(
+            _GROUP
+            | {
+                "model": "Qwen3-30B-A3B",
+                "gpu": str(path),
+                "topology": "1P1D",
+                "kv_transfer": "ideal",
+                "workload": log,
+                "request_rate": 6.0,
+                "num_requests": 160,
+                "warmup": 4.0,
+                "policy": "jsq",
+                "prefill_policy": "least_loaded",
+                "seed": seed,
+            }
+        )
+        prepared = prepare(config)
+    transfer = PRESETS["ideal"].over(nic * left["kv_out"], nic * left["kv_in"])
+    prepared = PreparedRun(
+        prepared.model, prepared.trace, replace(prepared.spec, transfer=transfer)
+    )
+    requests, window = offered_load(config, prepared.trace)
+    cluster = build_cluster(config, prepared, requests, window)
+    record = cluster.run()
+    summary = summary_of(config, replace(prepared, spec=cluster.spec), requests, record)
+    span = float(record.requests["arrival_s"].max() - record.requests["arrival_s"].min())
+
+    def used(steps: Any) -> float:
+        # `between_bytes` are dispatch's and combine's, sent or received by the busiest rank.
+        own = steps[steps["start"] <= record.requests["arrival_s"].max()]
+        return float(own["between_bytes"].sum()) / span / nic
+
+    kv = float((requests.prompt_len.sum()) * prepared.model.kv_bytes_per_token)
+    return summary, {
+        "experts_out": used(record.prefill_group_steps),
+        "experts_in": used(record.decode_group_steps),
+        "kv": kv / TWO_BY_TWO.n_ranks / span / nic,
+    }
+
+
+def relocation(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Reproduction:
+    """When moving experts after a drift repays its bytes: gpt-oss-20b, 2x2 RTX 4090."""
+    n = 1024 if quick else 4096
+    cases = [(gbits, steps) for gbits in DRIFT_GBITS for steps in INTERVALS]
+    with TemporaryDirectory() as folder:
+        base = _GROUP | {
+            "model": "GPT-OSS-20B",
+            "trace": "gpt-oss-20b",
+            "topology": "1C",
+            "workload": "trace",
+            "request_rate": "inf",
+            "num_requests": n,
+            "max_num_seqs": 64,
+            "output_len": 64,
+            "policy": "round_robin",
+            "enable_prefix_caching": False,
+            "expert_placement": "eplb",
+            "domain_mix": {"code": 1.0},
+            "domain_mix_end": {"multilingual": 1.0},
+        }
+        fields = []
+        for gbits, steps in cases:
+            nic = gbits * 1e9 / 8 / TWO_BY_TWO.gpus_per_node
+            path = Path(folder) / f"{gbits:g}.json"
+            gpu = gpu_of(TWO_BY_TWO).model_copy(update={"nic_bandwidth": nic})
+            path.write_text(gpu.model_dump_json())
+            moves = {} if steps is None else {"eplb_interval": steps, "eplb_window": steps}
+            fields += [base | moves | {"gpu": str(path), "seed": seed} for seed in seeds]
+            if steps is None:
+                fields += [
+                    base | {"gpu": str(path), "seed": seed, "expert_placement": "linear"}
+                    for seed in seeds
+                ]
+        found = iter(runner.run(fields))
+    rows = []
+    for gbits, steps in cases:
+        own = [next(found) for _ in seeds]
+        if steps is None:
+            stale, linear = own, [next(found) for _ in seeds]
+            rows.append(_moved(gbits, "linear", linear, stale))
+        rows.append(_moved(gbits, "stale" if steps is None else f"every {steps}", own, stale))
+    return Reproduction(
+        "relocation",
+        "Experts moved after a drift of domains, 2x2 RTX 4090",
+        pa.Table.from_pylist(rows),
+        [],
+        lambda figure: _draw_lines(figure, rows, "placement", "time_change", ("node_gbit_s",)),
+    )
+
+
+def _moved(gbits: float, name: str, own: Sequence[Any], stale: Sequence[Any]) -> dict[str, Any]:
+    """Return what moving gave against the stale placement, in time of the whole run."""
+
+    def mean(key: str) -> float:
+        return float(np.mean([run.get(key) or 0.0 for run in own]))
+
+    # All requests come at once: a run lasts as long as its tokens take.
+    span = paired_percent(
+        [1 / run["output_throughput"] for run in own],
+        [1 / run["output_throughput"] for run in stale],
+    )
+
+    def step_ms(runs: Sequence[Any]) -> float:
+        """Mean of a step without what it waits for experts."""
+        waits = [1e3 * (r["relocation_stall_s"] or 0.0) / r["group"]["steps"] for r in runs]
+        steps = [r["group"]["mean_step_ms"] for r in runs]
+        return float(np.mean(np.subtract(steps, waits)))
+
+    gain, n = step_ms(stale) - step_ms(own), mean("relocations")
+    wait = 1e3 * mean("relocation_stall_s") / n if n else 0.0
+    return {
+        "node_gbit_s": gbits,
+        "placement": name,
+        "time_change": span.mean,
+        "time_low": span.low,
+        "time_high": span.high,
+        "step_ms": step_ms(own),
+        "load_max": float(np.mean([run["group"]["busiest_rank_pairs_over_mean"] for run in own])),
+        "relocations": n,
+        "moved_gb": mean("relocated_bytes") / 1e9,
+        "stall_s": mean("relocation_stall_s"),
+        "steps": float(np.mean([run["group"]["steps"] for run in own])),
+        "repaid_after_steps": wait / gain if n and gain > 0 else None,
+    }
+
+
+def _draw_lines(
+    figure: Any, rows: list[dict[str, Any]], x: str, y: str, by: tuple[str, ...]
+) -> None:
+    axes = figure.subplots()
+    for key in dict.fromkeys(tuple(row[name] for name in by) for row in rows):
+        own = [row for row in rows if tuple(row[name] for name in by) == key]
+        axes.plot([row[x] for row in own], [row[y] for row in own], ".-",
+                  label=", ".join(map(str, key)))  # fmt: skip
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def _draw_bars(figure: Any, rows: list[dict[str, Any]], x: str) -> None:
+    for axes, y in zip(figure.subplots(1, 2), ("ttft_ms_change", "tpot_ms_change"), strict=True):
+        axes.bar([f"{row[x]:g}" for row in rows], [row[y] for row in rows])
+        axes.set(xlabel="Gb/s of a node", ylabel=f"{y}, %")
