@@ -311,3 +311,16 @@ def test_decode_only_traces_are_refused(tmp_path):
     )  # fmt: skip
     with pytest.raises(InputError, match=r"trace: decoded is decode-only: .*share experts"):
         prepare(make_config(GROUP | {"trace": str(out)}))
+
+
+def test_experts_at_the_home_of_their_requests_are_reached_with_fewer_bytes():
+    values = {"gpus_per_node": 2, "all2all_backend": "pplx", "policy": "eldr:unit=engine,tau=0"}
+    linear, home = (
+        run(**values | {"expert_placement": name}).summary["group"] for name in ("linear", "home")
+    )
+    assert home["mean_between_bytes"] < 0.95 * linear["mean_between_bytes"]
+    with pytest.raises(InputError, match="expert_placement: experts placed by home need"):
+        run(**values | {"expert_placement": "home", "policy": "jsq"})
+    alone = {"data_parallel_size": 1, "tensor_parallel_size": 4}
+    with pytest.raises(InputError, match="expert_placement: 'time_aware' needs the times of GPUs"):
+        run(**alone | {"expert_placement": "time_aware"})
