@@ -220,26 +220,23 @@ class ClusterConfig(_Fields):
     """The workers, their GPUs, and what connects them."""
 
     topology: Annotated[str, BeforeValidator(_topology)] = "8P16D"
-    """``xPyD``: x prefill and y decode WORKERS, each of ``data_parallel_size`` engines of
-    ``tensor_parallel_size`` GPUs; ``xC``: x co-located workers, which compute prompts in chunks
-    beside their decode batch; or ``xP``: x prefill workers alone, where a request ends with its
-    prompt."""
+    """``xPyD``: x prefill and y decode WORKERS of ``data_parallel_size`` engines each; ``xC``: x
+    co-located workers, which compute prompts in chunks beside their decode batch; ``xP``: x prefill
+    workers alone, where a request ends with its prompt."""
     gpu: PathText = "H100"
     """Name of a known GPU."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs of every engine. Attention heads, dense layers and lm_head are sharded over them, and
-    so is every expert unless ``enable_expert_parallel``."""
+    """GPUs of every engine, which share attention heads and layers, and every expert unless
+    ``enable_expert_parallel``."""
     enable_expert_parallel: bool = False
-    """Spread whole experts over a worker's GPUs; a layer then waits for the GPU that reads the most
-    experts."""
+    """Spread whole experts over a worker's GPUs; layers wait for the busiest."""
     data_parallel_size: int = Field(default=1, ge=1)
-    """Engines of every worker, each with its own queue, KV cache and batch. They share the experts,
-    which lie on all their GPUs, and so step together. Routers choose the engine."""
+    """Engines of every worker, each with its own queue, KV cache and batch. They share experts and
+    so step together; routers choose the engine."""
     pipeline_parallel_size: int = Field(default=1, ge=1)
-    """Stages of every worker, of ``tensor_parallel_size`` GPUs and a part of the layers each;
-    simulated for prefill workers."""
+    """Stages of every worker, each with a part of the layers; for prefill workers alone."""
     num_redundant_experts: int = Field(default=0, ge=0)
-    """Instances of experts beyond one of each that a worker holds."""
+    """Instances of experts beyond one of each."""
     gpus_per_node: int = Field(default=8, ge=1)
     """GPUs of a node, for the all-to-all."""
     all2all_backend: Backend = "allgather_reducescatter"
@@ -251,7 +248,7 @@ class ClusterConfig(_Fields):
     kv_transfer: Literal["ideal", "observed"] = "observed"
     """Cost of KV transfers: what NIXL's benchmark reaches, or what serving logs show."""
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Age of the completions that the routers have heard of, ms."""
+    """Age of the completions that routers have heard of, ms."""
     signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """How often engines publish their waiting and running requests, tokens and KV usage to the
     routers, ms (vLLM's coordinator: 100); 0: as of each decision."""
