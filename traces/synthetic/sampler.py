@@ -1,12 +1,17 @@
 """Sampler of the experts of requests from a `RoutingModel`.
 
 Every request draws from a stream of its own, so the first requests of a trace are the same
-however many follow.
+however many follow, and requests are drawn in threads beside each other. The kernel adds and
+multiplies only, in an order of its own, with an exponential and a generator of its own: the same
+bytes on any machine.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,8 +24,12 @@ __all__ = ["sample_experts", "sample_kinds_and_experts"]
 
 _LIMIT = 20.0
 """Bound on the terms of a log weight, at both sides."""
-_SMALLEST, _LARGEST = np.float32(1e-30), np.float32(1e30)
-"""A weight outside of float32's range would leave nothing to draw from."""
+_COLUMNS = 16
+"""Experts are searched in so many columns first."""
+_CHUNK = 16
+"""Requests that a thread draws before it reports."""
+
+Progress = Callable[[float], None]
 
 
 def sample_experts(
@@ -29,7 +38,7 @@ def sample_experts(
     prompt_len: ArrayLike,
     output_len: ArrayLike,
     seed: int,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Progress = lambda share: None,
 ) -> NDArray[np.uint8] | NDArray[np.uint16]:
     """Draw the experts of every token of some requests.
 
@@ -66,137 +75,252 @@ def sample_kinds_and_experts(
     prompt_len: ArrayLike,
     output_len: ArrayLike,
     seed: int,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Progress = lambda share: None,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8] | NDArray[np.uint16]]:
     """Draw requests of given topics: the kind of every token, and its experts."""
     prompt = np.asarray(prompt_len, dtype=np.int64)
     length = prompt + np.asarray(output_len, dtype=np.int64)
-    total = int(length.sum())
+    end = np.cumsum(length)
+    total, n, topics = int(length.sum()), len(length), np.asarray(topic).tolist()
     dtype = np.uint8 if model.n_experts <= 256 else np.uint16
     experts = np.empty((total, model.n_layers, model.top_k), dtype=dtype)
     kinds = np.empty(total, np.int64)
-    weights = [_weights(part) for part in (model.phase, model.kinds, model.reuse)]
-    spread = model.topics.std(axis=0)
-    row = 0
-    for request, (c, p, n) in enumerate(
-        zip(np.asarray(topic).tolist(), prompt.tolist(), length.tolist(), strict=True)
-    ):
-        rng = stream(seed, f"synthetic-request-{request}")
-        # One type for the compiler; ids become narrow afterwards.
-        chosen = np.empty((n, model.n_layers, model.top_k), np.uint16)
-        _sample_request(
-            rng,
-            _weights(_topic(model, spread, c, n, rng)),
-            *weights,
-            model.topic_kinds[c],
-            model.succession,
-            p,
-            kinds[row : row + n],
-            chosen,
-        )
-        experts[row : row + n] = chosen
-        row += n
-        progress(row / total)
+    terms = model.phase, model.kinds.transpose(1, 0, 2)
+    weights = [_transposed(np.exp(_clipped(part))) for part in terms]
+    reuse = np.exp(_clipped(model.reuse)).astype(np.float32)
+    topic_terms, spread = _transposed(model.topics), _transposed(model.topics.std(axis=0))
+    decay = np.exp(-DRIFT_BLOCK / model.drift_tokens)
+    drift = np.stack([model.drift_sd, decay, np.sqrt(1 - decay**2)]).astype(np.float32)
+
+    def draw(first: int) -> int:
+        last = min(first + _CHUNK, n)
+        for request in range(first, last):
+            rng = stream(seed, f"synthetic-request-{request}")
+            c, rows = topics[request], slice(end[request] - length[request], end[request])
+            base = topic_terms[c]
+            if model.own:
+                noise = spread * rng.standard_normal(spread.shape, dtype=np.float32)
+                base = base * np.float32(np.sqrt(1 - model.own**2)) + np.float32(model.own) * noise
+            # One type for the compiler; ids become narrow afterwards.
+            chosen = np.empty((int(length[request]), model.n_layers, model.top_k), np.uint16)
+            _sample_request(
+                rng.integers(1 << 64, dtype=np.uint64),
+                base,
+                drift,
+                *weights,
+                reuse,
+                model.topic_kinds[c],
+                model.succession,
+                int(prompt[request]),
+                kinds[rows],
+                chosen,
+            )
+            experts[rows] = chosen
+        return last
+
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
+        for last in threads.map(draw, range(0, n, _CHUNK)):
+            progress(float(end[last - 1]) / total)
     return kinds, experts
 
 
-def _weights(log_weight: NDArray[np.float64]) -> NDArray[np.float32]:
-    return np.exp(np.clip(log_weight, -_LIMIT, _LIMIT)).astype(np.float32)
+def _clipped(log_weight: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.clip(log_weight, -_LIMIT, _LIMIT)
 
 
-def _topic(
-    model: RoutingModel,
-    spread: NDArray[np.float64],
-    topic: int,
-    length: int,
-    rng: np.random.Generator,
-) -> NDArray[np.float64]:
-    """Draw what topic and drift add to the log weights, ``[blocks, layers, experts]``."""
-    cell = spread.shape
-    base = model.topics[topic]
-    if model.own:
-        base = base * np.sqrt(1 - model.own**2) + model.own * spread * rng.standard_normal(cell)
-    out = np.tile(base, (-(-length // DRIFT_BLOCK), 1, 1))
-    for sd, tokens in zip(model.drift_sd.tolist(), model.drift_tokens.tolist(), strict=True):
-        if not sd:
-            continue
-        drift = rng.standard_normal(out.shape, dtype=np.float32)
-        decay = np.exp(-DRIFT_BLOCK / tokens)
-        for b in range(1, len(drift)):
-            drift[b] = decay * drift[b - 1] + np.sqrt(1 - decay**2) * drift[b]
-        out += sd * drift
+def _transposed(part: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return ``[..., L, E]`` as ``[..., E, L]``, with experts of 0 up to a multiple of `_COLUMNS`.
+
+    Layers are drawn beside each other, in the lanes of the processor's vectors.
+    """
+    *above, layers, n_experts = part.shape
+    out = np.zeros((*above, -(-n_experts // _COLUMNS) * _COLUMNS, layers), np.float32)
+    out[..., :n_experts, :] = part.swapaxes(-1, -2)
     return out
 
 
-@njit()
-def _sample_request(rng, topic, phases, kinds, reuse, shares, succession, prompt, kind_of, out):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+def _sample_request(  # type: ignore[no-untyped-def]
+    seed, base, drift, phases, kinds, reuse, shares, succession, prompt, kind_of, out
+):
     """Fill ``out [tokens, layers, top_k]`` with the experts of one request."""
     tokens, layers, top_k = out.shape
-    experts = topic.shape[2]
-    weight = np.empty(experts, np.float32)
-    cumulative = np.empty(experts, np.float64)
-    chosen = np.zeros(experts, np.bool_)
+    width = len(base)
+    flat = base.reshape(base.size)
+    state = np.empty(1, np.uint64)
+    state[0] = seed
+    moved = np.zeros((2, base.size), np.float32)
+    topic = np.empty(base.shape, np.float32)
+    weight = np.empty(base.shape, np.float32)
+    before = np.empty((_COLUMNS, layers), np.float64)
+    target = np.empty(layers, np.float64)
+    column = np.empty(layers, np.int64)
     for t in range(tokens):
-        phase = 0 if t < prompt else 1
-        total = 0.0
-        for kind in range(len(shares)):
-            total += shares[kind] * (succession[kind_of[t - 1], kind] if t > 0 else 1.0)
-        target = rng.random() * total
-        kind = 0
-        total = 0.0
-        for k in range(len(shares)):
-            total += shares[k] * (succession[kind_of[t - 1], k] if t > 0 else 1.0)
-            if total > target:
-                kind = k
-                break
+        if t % DRIFT_BLOCK == 0:
+            for process in range(2):
+                if drift[0, process] > 0:
+                    _drift(_random(state), t == 0, drift[1:, process], moved[process])
+            _exponential(flat, drift[0], moved, topic.reshape(base.size))
+        kind = _next_kind(_uniform(state), shares, succession, kind_of, t)
         kind_of[t] = kind
-        for layer in range(layers):
-            for e in range(experts):
-                popular = phases[phase, layer, e] * kinds[layer, kind, e]
-                weight[e] = topic[t // DRIFT_BLOCK, layer, e] * popular
-            if t > 0:
+        phase = 0 if t < prompt else 1
+        for e in range(width):
+            for layer in range(layers):
+                popular = kinds[kind, e, layer] * phases[phase, e, layer]
+                weight[e, layer] = topic[e, layer] * popular
+        if t > 0:
+            for layer in range(layers):
                 for slot in range(top_k):
-                    weight[out[t - 1, layer, slot]] *= reuse[layer]
-            _choose(rng, weight, cumulative, chosen, out[t, layer])
+                    weight[out[t - 1, layer, slot], layer] *= reuse[layer]
+        _sum_up(weight, before)
+        for slot in range(top_k):
+            _choose(state, weight, before, target, column, out[t, :, slot])
 
 
 @njit()
-def _choose(rng, weight, cumulative, chosen, out):  # type: ignore[no-untyped-def]
-    """Draw distinct experts, each in proportion to its weight among those left.
+def _random(state):  # type: ignore[no-untyped-def]
+    """Return the next 64 random bits: SplitMix64 (Steele, Lea and Flood 2014, OOPSLA)."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
-    Drawing from all experts and discarding those drawn before is the same as drawing from those
-    left. After as many vain draws as there are experts to draw, the weights of the drawn are set to
-    0, which ends every search.
-    """
-    experts, top_k = len(weight), len(out)
+
+@njit()
+def _uniform(state):  # type: ignore[no-untyped-def]
+    return float(np.int64(_random(state) >> np.uint64(11))) * 2.0**-53
+
+
+@njit()
+def _next_kind(random, shares, succession, kind_of, t):  # type: ignore[no-untyped-def]
     total = 0.0
-    for e in range(experts):
-        weight[e] = min(max(weight[e], _SMALLEST), _LARGEST)
-        total += weight[e]
-        cumulative[e] = total
-    vain = 0
-    drawn = 0
-    while drawn < top_k:
-        if vain == top_k:
-            vain = 0
-            total = 0.0
-            for e in range(experts):
-                if not chosen[e]:
-                    total += weight[e]
-                cumulative[e] = total
-        target = rng.random() * total
-        low, high = 0, experts - 1
-        while low < high:
-            middle = (low + high) // 2
-            if cumulative[middle] > target:
-                high = middle
-            else:
-                low = middle + 1
-        if chosen[low]:
-            vain += 1
-        else:
-            chosen[low] = True
-            out[drawn] = low
-            drawn += 1
-    for slot in range(top_k):
-        chosen[out[slot]] = False
+    for kind in range(len(shares)):
+        total += shares[kind] * (succession[kind_of[t - 1], kind] if t > 0 else 1.0)
+    target = random * total
+    total = 0.0
+    for kind in range(len(shares)):
+        total += shares[kind] * (succession[kind_of[t - 1], kind] if t > 0 else 1.0)
+        if total > target:
+            return kind
+    return 0
+
+
+@njit()
+def _drift(key, first, step, moved):  # type: ignore[no-untyped-def]
+    """Move a process of the drift on by a block; its first values are normal.
+
+    The noise is the sum of the four bytes of a hash, which is as normal as the drift needs: the
+    process adds many of them. The hash is lowbias32 (Wellons 2018, "Prospecting for hash
+    functions").
+    """
+    low, high = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
+    decay, new = step[0], step[1]
+    if first:
+        decay, new = np.float32(0.0), np.float32(1.0)
+    scale = np.float32(new / 147.8005412)
+    for i in range(len(moved)):
+        # ufuncs keep to 32 bits, which a processor multiplies beside each other; `*` would not.
+        h = np.add(np.multiply(np.uint32(i), np.uint32(0x9E3779B9)), low)
+        h = np.multiply(_folded(h, np.uint32(16)), np.uint32(0x7FEB352D))
+        h = np.multiply(np.bitwise_xor(_folded(h, np.uint32(15)), high), np.uint32(0x846CA68B))
+        h = _folded(h, np.uint32(16))
+        even, odd = np.uint32(0x00FF00FF), np.right_shift(h, np.uint32(8))
+        pairs = np.add(np.bitwise_and(h, even), np.bitwise_and(odd, even))
+        low_pair = np.bitwise_and(pairs, np.uint32(0xFFFF))
+        summed = np.add(low_pair, np.right_shift(pairs, np.uint32(16)))
+        moved[i] = decay * moved[i] + scale * (np.float32(np.int32(summed)) - np.float32(510))
+
+
+@njit()
+def _folded(h, by):  # type: ignore[no-untyped-def]
+    return np.bitwise_xor(h, np.right_shift(h, by))
+
+
+@njit()
+def _exponential(base, sd, moved, out):  # type: ignore[no-untyped-def]
+    """Set ``out`` to the exponential of topic and drift, within float32's rounding."""
+    bits = np.empty(len(base), np.int32)
+    power = bits.view(np.float32)
+    for i in range(len(base)):
+        x = base[i] + sd[0] * moved[0, i] + sd[1] * moved[1, i]
+        x = min(max(x, np.float32(-_LIMIT)), np.float32(_LIMIT)) * np.float32(1.4426950408889634)
+        whole = np.int32(x + np.float32(64.5)) - np.int32(64)
+        x -= np.float32(np.int32(whole))
+        bits[i] = np.int32(np.int32(whole + np.int32(127)) << np.int32(23))
+        # Taylor's series of 2^x for x in [-1/2, 1/2].
+        y = np.float32(1.5403530e-4)
+        y = y * x + np.float32(1.3333558e-3)
+        y = y * x + np.float32(9.6181291e-3)
+        y = y * x + np.float32(5.5504109e-2)
+        y = y * x + np.float32(2.4022651e-1)
+        y = y * x + np.float32(6.9314718e-1)
+        out[i] = y * x + np.float32(1.0)
+    for i in range(len(base)):
+        out[i] *= power[i]
+
+
+@njit()
+def _sum_up(weight, before):  # type: ignore[no-untyped-def]
+    """Set ``before [_COLUMNS, layers]`` to the weights of all columns up to and with one."""
+    width, layers = weight.shape
+    for c in range(_COLUMNS):
+        for layer in range(layers):
+            before[c, layer] = weight[c, layer]
+    for e in range(_COLUMNS, width):
+        c = e % _COLUMNS
+        for layer in range(layers):
+            before[c, layer] += weight[e, layer]
+    for c in range(1, _COLUMNS):
+        for layer in range(layers):
+            before[c, layer] += before[c - 1, layer]
+
+
+@njit()
+def _choose(state, weight, before, target, column, out):  # type: ignore[no-untyped-def]
+    """Draw an expert in each layer, in proportion to its weight among those left; take it away.
+
+    A search counts the sums that do not exceed its target: of columns, then within one. Sums in
+    float64 of float32 weights hardly round; where only rounding is left of what was taken away,
+    the expert is searched by the weights alone.
+    """
+    width, layers = weight.shape
+    for layer in range(layers):
+        target[layer] = _uniform(state) * before[_COLUMNS - 1, layer]
+        column[layer] = 0
+    for c in range(_COLUMNS - 1):
+        for layer in range(layers):
+            column[layer] += np.int64(before[c, layer] <= target[layer])
+    for layer in range(layers):
+        c = column[layer]
+        rest = target[layer] - (before[c - 1, layer] if c > 0 else 0.0)
+        found, total = c, 0.0
+        for e in range(c, width - _COLUMNS, _COLUMNS):
+            total += weight[e, layer]
+            found += _COLUMNS * np.int64(total <= rest)
+        if weight[found, layer] == 0:
+            found = _search(_uniform(state), weight, layer)
+            column[layer] = found % _COLUMNS
+        out[layer] = found
+        target[layer] = weight[found, layer]
+        weight[found, layer] = 0.0
+    for c in range(_COLUMNS):
+        for layer in range(layers):
+            before[c, layer] -= target[layer] if column[layer] <= c else 0.0
+
+
+@njit()
+def _search(random, weight, layer):  # type: ignore[no-untyped-def]
+    """Draw an expert of a layer by the weights alone."""
+    total = 0.0
+    for e in range(len(weight)):
+        total += weight[e, layer]
+    rest = random * total
+    found = 0
+    for e in range(len(weight)):
+        if weight[e, layer] > 0:
+            found = e
+            if rest < weight[e, layer]:
+                break
+            rest -= weight[e, layer]
+    return found
