@@ -37,12 +37,14 @@ __all__ = [
     "FOLDER_VARIABLE",
     "NUMBA",
     "SIZE_VARIABLE",
+    "TRACES",
     "CacheFile",
     "clear",
     "files",
     "find",
     "folder",
     "keep",
+    "keep_folder",
     "size_limit",
     "stamp",
     "writable_folder",
@@ -50,7 +52,8 @@ __all__ = [
 
 FOLDER_VARIABLE = "ELDR_SIM_CACHE"
 SIZE_VARIABLE = "ELDR_SIM_CACHE_SIZE"
-BITSETS, FITS, NUMBA = "bitsets", "fits", "numba"
+BITSETS, FITS, NUMBA, TRACES = "bitsets", "fits", "numba", "traces"
+_LIMITED = BITSETS, FITS, TRACES  # compiled code is small, and slow to make
 
 #: What lies in each part of the folder, finished or left by a killed process. Nothing else is
 #: touched: the variable may name a folder with other things in it.
@@ -58,6 +61,7 @@ _OURS = {
     BITSETS: ("*.bits", ".*.bits-*"),
     FITS: ("*.npz", ".*.npz-*"),
     NUMBA: ("*/*/*.nbi", "*/*/*.nbc", "*/*/*.nb[ic].tmp.*"),
+    TRACES: ("*/experts.npy", "*/manifest.json", "*/requests.parquet"),
 }
 _DEFAULT_LIMIT = 2 << 30
 _ABANDONED_S = 24 * 3600.0  # nobody is still writing an unfinished file of this age
@@ -77,7 +81,8 @@ class CacheFile:
     @property
     def unfinished(self) -> bool:
         """Whether it is still being written, or its writer was killed."""
-        return self.path.name.startswith(".") or ".tmp." in self.path.name
+        hidden = self.path.name.startswith(".") or self.path.parent.name.startswith(".")
+        return hidden or ".tmp." in self.path.name
 
 
 def folder() -> Path | None:
@@ -95,7 +100,7 @@ def folder() -> Path | None:
 
 
 def size_limit() -> int:
-    """Return how many bytes of bit sets and fits are kept.
+    """Return how many bytes of bit sets, fits and drawn traces are kept.
 
     Raises
     ------
@@ -134,13 +139,14 @@ def _files(home: Path, part: str) -> list[CacheFile]:
 
 
 def find(part: str, name: str) -> Path | None:
-    """Return where a file of bit sets or a fit is, if it is there; it counts as used now."""
+    """Return where bit sets, a fit or a drawn trace is, if it is there; it counts as used now."""
     home = folder()
     if home is None:
         return None
     path = home / part / name
     with contextlib.suppress(OSError):  # not there, or another user's, which we may still read
-        os.utime(path)  # few file systems keep times of access
+        for file in path.iterdir() if path.is_dir() else (path,):
+            os.utime(file)  # few file systems keep times of access
     return path
 
 
@@ -177,15 +183,36 @@ def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | No
     return path
 
 
+def keep_folder(part: str, name: str, write: Callable[[Path], object]) -> Path | None:
+    """Write a folder, which ``write`` makes whole or not at all, and make room for it.
+
+    Returns
+    -------
+    path
+        Where it is; None, after a warning, if it could not be written.
+    """
+    limit = size_limit()
+    place = writable_folder(part)
+    if place is None:
+        return None
+    try:
+        write(place / name)
+    except OSError as error:
+        _warn(f"{place / name}: {error.strerror}")
+        return None
+    _make_room(place / name, limit)
+    return place / name
+
+
 def _make_room(new: Path, limit: int) -> None:
     """Remove the files used longest ago until the limit is kept, but never ``new``."""
-    found = [file for part in (BITSETS, FITS) for file in _files(new.parents[1], part)]
+    found = [file for part in _LIMITED for file in _files(new.parents[1], part)]
     abandoned = time.time() - _ABANDONED_S
     gone = [file for file in found if file.unfinished and file.used_s < abandoned]
     finished = [file for file in found if not file.unfinished]
     left = sum(file.size for file in finished)
     for file in sorted(finished, key=lambda file: file.used_s):
-        if left > limit and file.path != new:
+        if left > limit and new not in (file.path, file.path.parent):
             gone.append(file)
             left -= file.size
     for file in gone:
@@ -195,11 +222,11 @@ def _make_room(new: Path, limit: int) -> None:
 
 @functools.cache
 def stamp(modules: tuple[str, ...]) -> str:
-    """Return a checksum of modules' sources, given as ``room.module``."""
+    """Return a checksum of modules' sources, given as ``room.module`` or ``room.part.module``."""
     checksum = hashlib.sha256()
     for name in modules:
-        room, module = name.split(".")
-        package = find_spec(f"eldr_sim.{room}")
+        above, _, module = name.rpartition(".")
+        package = find_spec(f"eldr_sim.{above}")
         assert package is not None
         for place in package.submodule_search_locations or ():
             checksum.update((Path(place) / f"{module}.py").read_bytes())
@@ -230,8 +257,8 @@ def _warn(problem: str) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"nothing can be kept in the cache ({problem}), so every process makes bit sets, fits "
-            f"and compiled code for itself; {FOLDER_VARIABLE} names another folder",
+            f"nothing can be kept in the cache ({problem}), so every process makes bit sets, fits, "
+            f"traces and compiled code for itself; {FOLDER_VARIABLE} names another folder",
             EldrSimWarning,
             stacklevel=3,
         )

@@ -12,7 +12,7 @@ from eldr_sim.cli.console import print_table
 
 @click.group(short_help="Show or clear the cache folder.")
 def cache() -> None:
-    """The folder where bit sets of traces, fits and compiled code are kept."""
+    """The folder where drawn traces, bit sets, fits and compiled code are kept."""
 
 
 @cache.command()
@@ -21,7 +21,7 @@ def info() -> None:
     limit = user_cache.size_limit()
     files = user_cache.files()
     rows = [
-        [file.path.name, _megabytes(file.size), _age(file.used_s)]
+        [_name(file), _megabytes(file.size), _age(file.used_s)]
         for file in files
         if file.part != user_cache.NUMBA
     ]
@@ -31,8 +31,8 @@ def info() -> None:
         rows.append([f"compiled code, {len(compiled)} files", _megabytes(size), ""])
     click.echo(f"Folder: {user_cache.folder() or 'none: there is no home folder'}")
     click.echo(
-        f"Size:   {_megabytes(sum(file.size for file in files))} MB in {len(files)} files, of bit "
-        f"sets and fits at most {_megabytes(limit)} MB"
+        f"Size:   {_megabytes(sum(file.size for file in files))} MB in {len(files)} files, of "
+        f"traces, bit sets and fits at most {_megabytes(limit)} MB"
     )
     if rows:
         click.echo()
@@ -48,6 +48,7 @@ def clear() -> None:
         user_cache.BITSETS: "bit sets",
         user_cache.FITS: "fits",
         user_cache.NUMBA: "compiled code",
+        user_cache.TRACES: "drawn traces",
     }
     for part, what in parts.items():
         files = [file for file in removed if file.part == part]
@@ -55,6 +56,11 @@ def clear() -> None:
             click.echo(f"Removed {what}: {len(files)} files, {sum(f.size for f in files)} bytes")
     place = user_cache.folder() or "no folder"
     click.echo(f"Removed {len(removed)} files, {size} bytes, from {place}")
+
+
+def _name(file: user_cache.CacheFile) -> str:
+    name = file.path.name
+    return f"{file.path.parent.name}/{name}" if file.part == user_cache.TRACES else name
 
 
 def _megabytes(size: int) -> str:

@@ -9,20 +9,26 @@ from typing import Any
 
 import click
 
-from eldr_sim.cli.completion import complete, traces, workloads
+from eldr_sim.cli.completion import complete, models, traces, workloads
 from eldr_sim.errors import InputError
 from eldr_sim.policies.clustering import METHODS
 from eldr_sim.policies.signature import TRANSFORMS, parse_layer_mask, score_of
-from eldr_sim.traces.manifest import DEFAULT_TRACE
 
 
 @click.command(short_help="Fit ELDR's routing artifact.")
 @click.option(
     "--trace",
-    default=DEFAULT_TRACE,
-    show_default=True,
     metavar="NAME|DIR",
     shell_complete=complete(traces, "dir"),
+    help="Routing trace; without it requests are drawn for the model, as for a run.",
+)
+@click.option(
+    "--model",
+    default="Qwen3-30B-A3B",
+    show_default=True,
+    metavar="NAME|PATH",
+    shell_complete=complete(models, "file"),
+    help="Model whose routing is drawn.",
 )
 @click.option(
     "--workload",
@@ -68,7 +74,8 @@ from eldr_sim.traces.manifest import DEFAULT_TRACE
 )
 @click.option("--force", is_flag=True, help="Replace the file and the report.")
 def fit(
-    trace: str,
+    trace: str | None,
+    model: str,
     workload: str,
     decoders: int,
     seed: int,
@@ -79,7 +86,10 @@ def fit(
 ) -> None:
     """Fit ELDR's routing artifact: IDF weights, layer mask and one centroid a decode worker."""
     # Imported here because of the compiler, which --help and completion do not need.
+    from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.policies.artifact import fit as fit_artifact
+    from eldr_sim.simulator.config import RunConfig
+    from eldr_sim.simulator.prepare import routing_of
     from eldr_sim.simulator.results import check_output
     from eldr_sim.traces.calibration import calibration_set
     from eldr_sim.traces.format import open_trace
@@ -96,7 +106,10 @@ def fit(
         "layer_mask": parse_layer_mask(options["layer_mask"]),
         "clustering": options["clustering"],
     }
-    opened = open_trace(trace)
+    if trace is None:
+        opened = routing_of(RunConfig(workload=workload, model=model), load_model(model))
+    else:
+        opened = open_trace(trace)
     score = score_of(choices["transform"])
     calibration = calibration_set(opened, workload=workload, score=score)
     start = time.perf_counter()

@@ -13,7 +13,7 @@ import click
 from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import check_output
-from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, open_trace
+from eldr_sim.traces.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from eldr_sim.traces.synthetic.model import RoutingModel
 from eldr_sim.traces.synthetic.model_fit import fit_routing_model
 from eldr_sim.traces.synthetic.presets import FITTED, PRESETS, fitted_model, preset_model
@@ -24,7 +24,7 @@ from eldr_sim.validation.synthetic_twin import TwinStatistic, compare_with_twin,
 
 
 @click.command("fit-synthetic", short_help="Fit a generative model of routing to a trace.")
-@click.argument("name", default=DEFAULT_TRACE, metavar="[NAME|DIR]")
+@click.argument("name", default=REFERENCE_TRACE, metavar="[NAME|DIR]")
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.npz", help="Model."
 )

@@ -14,7 +14,7 @@ from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.errors import InputError
 from eldr_sim.traces.encoding import FILE_NAMES
 from eldr_sim.traces.import_formats import READERS
-from eldr_sim.traces.manifest import DEFAULT_TRACE, builtin_traces, one_phase
+from eldr_sim.traces.manifest import REFERENCE_TRACE, builtin_traces, one_phase
 
 if TYPE_CHECKING:
     from eldr_sim.traces.format import RoutingTrace
@@ -76,7 +76,7 @@ def list_traces(folders: tuple[Path, ...]) -> None:
 @trace.command()
 @click.argument(
     "name",
-    default=DEFAULT_TRACE,
+    default=REFERENCE_TRACE,
     metavar="[NAME|DIR]",
     shell_complete=complete(traces, "dir"),
 )

@@ -234,13 +234,21 @@ def _follow(parent: int) -> None:
 
 def _share_replays(points: Iterable[Point]) -> list[SharedReplay]:
     """Lay out what the workers replay, once for every trace and model."""
-    configs = {(point.config.trace, point.config.model): point.config for point in points}
+    configs = {_routing_key(point.config): point.config for point in points}
     shared = []
     for config in configs.values():
         with contextlib.suppress(Exception):  # the point itself will report it
             setting = prepare(config)
             shared.append(share(setting.trace, setting.model.top_k, setting.step_time.n_moe_layers))
     return [replay for replay in shared if replay is not None]
+
+
+def _routing_key(config: RunConfig) -> tuple[str | None, ...]:
+    """Return what tells the routing of one configuration from that of another."""
+    if config.trace is not None:
+        return config.trace, config.model
+    mixes = json.dumps([config.domain_mix, config.domain_mix_end])
+    return None, config.model, config.workload, mixes
 
 
 def config_key(config: RunConfig) -> str:

@@ -32,6 +32,7 @@ from eldr_sim.simulator.replay import (
 )
 from eldr_sim.simulator.transfer import PRESETS, pull_between
 from eldr_sim.traces.format import RoutingTrace, open_trace
+from eldr_sim.traces.synthetic.drawn import Shape, drawn_trace, wanted_domains
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def prepare(config: RunConfig) -> PreparedRun:
     model = load_model(config.model)
     if config.kv_cache_dtype == "fp8":
         model = model.model_copy(update={"kv_cache_dtype": "fp8"})
-    trace = _fit_trace(config.trace, model)
+    trace = routing_of(config, model)
     if config.colocated and config.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
     if config.prefill_only and config.decode != Pool():
@@ -358,7 +359,17 @@ def _fitted(path: str, stamp: float, model: ModelDims) -> RoutingTrace:
     return fit_trace(_opened(path, stamp), model)
 
 
-def _fit_trace(name: str, model: ModelDims) -> RoutingTrace:
-    """Open a trace as a model replays it; not done again unless the folder has changed."""
-    manifest = Path(name) / "manifest.json"
-    return _fitted(name, os.stat(manifest).st_mtime if manifest.exists() else 0.0, model)
+def routing_of(config: RunConfig, model: ModelDims) -> RoutingTrace:
+    """Open a run's trace as a model replays it; not done again unless the folder has changed."""
+    if config.trace is None:
+        domains = wanted_domains(config.workload, config.domain_mix, config.domain_mix_end)
+        return _drawn(model, domains)
+    manifest = Path(config.trace) / "manifest.json"
+    stamp = os.stat(manifest).st_mtime if manifest.exists() else 0.0
+    return _fitted(config.trace, stamp, model)
+
+
+@lru_cache(maxsize=4)
+def _drawn(model: ModelDims, domains: tuple[tuple[str, float], ...]) -> RoutingTrace:
+    shape = Shape(model.n_moe_layers, model.n_experts, model.top_k)
+    return fit_trace(drawn_trace(model.name, shape, domains), model)

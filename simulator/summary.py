@@ -175,7 +175,7 @@ def _trace(
     model, trace = prepared.model, prepared.trace
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
     return {
-        "name": Path(config.trace).name,
+        "name": "drawn" if config.trace is None else Path(config.trace).name,
         "model": trace.manifest.model,
         "provenance": trace.manifest.provenance,
         "rests_on": rests_on(trace.manifest, model.name),

@@ -29,12 +29,14 @@ from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.simulator import cluster as cluster_module
-from eldr_sim.simulator import loop
+from eldr_sim.simulator import loop, prepare
 from eldr_sim.simulator.cluster import Cluster
 from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.replay import Replay
 from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.importers import import_trace
+from eldr_sim.traces.synthetic.drawn import drawn_trace
 from eldr_sim.traces.workload import Workload
 
 from .random_rows import random_prompts, random_rows
@@ -47,6 +49,27 @@ settings.load_profile("default")
 
 #: A transfer that takes no time: set-up and posting cost nothing, the link is never a limit.
 FREE_TRANSFER = TransferModel(0.0, 0.0, 1e30, "test")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def embedded_routing():
+    """Replay the embedded trace where a run of this process names none; see `drawn_routing`.
+
+    Runs in other processes draw theirs, unless they name a trace.
+    """
+    embedded = open_trace("reference-moe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "drawn_trace", lambda model, shape, domains: embedded)
+        yield
+
+
+@pytest.fixture
+def drawn_routing(monkeypatch):
+    """Draw the routing of runs that name none: where the default is the subject."""
+    monkeypatch.setattr(prepare, "drawn_trace", drawn_trace)
+    prepare._drawn.cache_clear()
+    yield
+    prepare._drawn.cache_clear()
 
 
 @dataclass

@@ -3,8 +3,7 @@
 Modules
 -------
 format
-    Routing trace format v2: `RoutingTrace`, `open_trace`, `builtin_traces`. The embedded default
-    is ``reference-moe``.
+    Routing trace format v2: `RoutingTrace`, `open_trace`, `builtin_traces`.
 manifest
     `Manifest`: what a trace is, how it is stored and where it came from.
 encoding

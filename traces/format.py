@@ -51,7 +51,7 @@ from eldr_sim.traces.encoding import load_ids
 from eldr_sim.traces.gate_scores import GateScores, PromptScore
 from eldr_sim.traces.manifest import (
     BUILTIN,
-    DEFAULT_TRACE,
+    REFERENCE_TRACE,
     Manifest,
     Provenance,
     builtin_traces,
@@ -59,7 +59,7 @@ from eldr_sim.traces.manifest import (
 )
 
 __all__ = [
-    "DEFAULT_TRACE",
+    "REFERENCE_TRACE",
     "Manifest",
     "Provenance",
     "RoutingTrace",
@@ -327,7 +327,7 @@ class RoutingTrace:
 
 
 def open_trace(
-    path_or_name: str | os.PathLike[str] = DEFAULT_TRACE, *, verify_checksum: bool = True
+    path_or_name: str | os.PathLike[str] = REFERENCE_TRACE, *, verify_checksum: bool = True
 ) -> RoutingTrace:
     """Open and validate a routing trace.
 

@@ -13,7 +13,7 @@ from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups
 
 __all__ = [
     "BUILTIN",
-    "DEFAULT_TRACE",
+    "REFERENCE_TRACE",
     "SYNTHETIC",
     "Manifest",
     "Provenance",
@@ -26,8 +26,8 @@ __all__ = [
 
 BUILTIN = Path(__file__).parent / "data"
 """Folder of the traces that come with the package."""
-DEFAULT_TRACE = "reference-moe"
-"""Name of the embedded trace that runs replay unless told otherwise."""
+REFERENCE_TRACE = "reference-moe"
+"""Name of the embedded trace of this project's own model, which `open_trace` opens by itself."""
 
 SYNTHETIC = "Synthetic routing, "
 """Begins the notes of a synthetic trace; what it was made of follows."""
@@ -120,7 +120,8 @@ def rests_on(manifest: Manifest, model: str) -> str:
         phase = f"{manifest.recorded_phase} " if manifest.recorded_phase else ""
         name = manifest.model.split(" (")[0]
         source = f"{manifest.n_tokens:,} recorded {phase}tokens of {name}"
-    return source if model.lower() in manifest.model.lower() else f"{source}, not of {model}"
+    own = model.lower().removesuffix("-fp8") in manifest.model.lower()
+    return source if own else f"{source}, not of {model}"
 
 
 def builtin_traces() -> list[str]:

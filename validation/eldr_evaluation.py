@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
+from eldr_sim.traces.format import REFERENCE_TRACE, open_trace
 from eldr_sim.validation import eldr_motivation as motivation
 from eldr_sim.validation import eldr_results as results
 from eldr_sim.validation import eldr_scaling as scaling
@@ -22,7 +22,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     """Return the functions that reproduce each figure and table, in the order of the paper."""
     rates = QUICK_RATES if quick else RATES
     ep_rates = EP_RATES[1:2] if quick else EP_RATES
-    trace = open_trace(DEFAULT_TRACE)
+    trace = open_trace(REFERENCE_TRACE)
 
     @cache
     def fits() -> signature.Fits:

@@ -105,6 +105,7 @@ def serve(policy: str, placement: str, workload: str, backend: str, seed: int) -
     config = make_config(
         {
             "model": "Qwen3-30B-A3B",
+            "trace": "reference-moe",
             "gpu": "H100",
             "topology": "4P1D",
             "decode": {"data_parallel_size": 4, "enable_expert_parallel": True},

@@ -183,6 +183,7 @@ def _serve(
             _GROUP
             | {
                 "model": "Qwen3-30B-A3B",
+                "trace": "reference-moe",
                 "gpu": str(path),
                 "topology": "1P1D",
                 "kv_transfer": "ideal",

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
-from eldr_sim.traces.format import DEFAULT_TRACE
+from eldr_sim.traces.format import REFERENCE_TRACE
 from eldr_sim.validation.metro_results import BUSIEST, CHARGED, REAL, TPOT
 from eldr_sim.validation.reproduction import Reproduction, Runner
 
@@ -36,7 +36,7 @@ P99_ITL = "p99_itl_ms"
 def drift(runner: Runner, seeds: Sequence[int], waves: int) -> Reproduction:
     """Serve a mix that moves from code to Chinese, paired over seeds."""
     base = REAL.fields(1.125) | {
-        "workload": "trace", "trace": DEFAULT_TRACE, "request_rate": "inf",
+        "workload": "trace", "trace": REFERENCE_TRACE, "request_rate": "inf",
         "num_requests": waves * REAL.in_flight, "output_len": 256,
         "domain_mix": {"code": 1.0}, "domain_mix_end": {"zh": 1.0},
     }  # fmt: skip

@@ -15,7 +15,7 @@ import pyarrow as pa
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.intensity import activation_share, decode_intensity, gpu_intensity
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.traces.format import DEFAULT_TRACE, RoutingTrace, open_trace
+from eldr_sim.traces.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from eldr_sim.traces.synthetic.presets import preset_model
 from eldr_sim.traces.synthetic.synthesize import synthesize
 from eldr_sim.validation import metro_pareto as pareto
@@ -66,7 +66,7 @@ class _Traces:
         preset = self.preset(model, domain)
         found = [Routing(f"preset {model}, {domain}", model, n, preset, domain)]
         if load_model(model).n_experts == 128 and load_model(model).top_k == 8:
-            embedded = open_trace(DEFAULT_TRACE)
+            embedded = open_trace(REFERENCE_TRACE)
             found.append(Routing(f"embedded, {domain}", model, n, embedded, domain))
         if model == "Qwen3-30B-A3B":
             served = open_trace(_REAL_TRACE)
@@ -145,7 +145,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
     """Return the runner of the evaluation."""
-    return Runner({}, progress=progress)
+    return Runner({"trace": REFERENCE_TRACE}, progress=progress)
 
 
 def figure_3() -> Reproduction:

@@ -36,6 +36,24 @@ def names():
     return {file.path.name for file in cache.files()}
 
 
+def test_a_drawn_trace_makes_room_and_goes_when_it_is_the_oldest(home, monkeypatch):
+    def write(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "experts.npy").write_bytes(bytes(1000))
+
+    monkeypatch.setenv("ELDR_SIM_CACHE_SIZE", "1500")
+    keep("old.bits", 600, age_s=100)
+    place = cache.keep_folder(cache.TRACES, "a", write)
+    assert names() == {"experts.npy"}  # the bit sets made room for it
+    os.utime(place / "experts.npy", (time.time() - 50,) * 2)
+    assert cache.find(cache.TRACES, "a") == place  # used now
+    keep("new.bits", 400)
+    assert names() == {"experts.npy", "new.bits"}
+    os.utime(place / "experts.npy", (time.time() - 50,) * 2)
+    keep("newer.bits", 400)
+    assert names() == {"new.bits", "newer.bits"}
+
+
 # --- the folder -------------------------------------------------------------------------------
 
 

@@ -482,7 +482,7 @@ def test_a_simulated_plan_is_the_same_however_many_processes(run_cli, tmp_path):
     arguments = [
         "plan", "--slo", "ttft:200,tpot:12", "--attainment", "0.9", "--request-rate", "60",
         "--policy", "p2c", "--max-gpus", "3", "--tensor-parallel-size", "1", "--duration", "2",
-        "--warmup", "1", "--output-len", "16", "--seeds", "2",
+        "--warmup", "1", "--output-len", "16", "--seeds", "2", "--trace", "reference-moe",
     ]  # fmt: skip
     texts = []
     for jobs in ("1", "2"):

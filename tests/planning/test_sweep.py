@@ -29,7 +29,7 @@ from ..paths import GOLDEN
 #: A policy that cannot be built where there is no such file.
 FAILS = "eldr:artifact=no_such"
 OUTPUTS = ("points.parquet", "aggregate.parquet", "aggregate.csv", "sweep.json")
-TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10}
+TINY = {"trace": "reference-moe", "topology": "1P1D", "num_requests": 8, "output_len": 10}
 SPEC = {
     "config": TINY,
     "sweep": {

@@ -16,7 +16,7 @@ from eldr_sim.planning.sweep_journal import FILE_NAME
 OUTPUTS = ("points.parquet", "aggregate.parquet", "aggregate.csv", "sweep.json")
 #: 120 runs of some 50 ms: a kill finds them anywhere.
 SPEC = {
-    "config": {"topology": "1P2D", "num_requests": 40},
+    "config": {"trace": "reference-moe", "topology": "1P2D", "num_requests": 40},
     "sweep": {
         "type": "grid",
         "parameters": {

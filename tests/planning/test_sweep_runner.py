@@ -17,7 +17,7 @@ from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import prepare, simulate
 from eldr_sim.simulator.shared_replay import replay_of, share, use
 
-TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10}
+TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10, "trace": "reference-moe"}
 
 
 class Deadly:
@@ -98,7 +98,8 @@ SCRIPT = """
 from eldr_sim.simulator.config import make_config
 from eldr_sim.planning.runner import Point, run_points
 points = [
-    Point(str(i), make_config({"topology": "1P1D", "num_requests": 20, "seed": i}))
+    Point(str(i), make_config({"topology": "1P1D", "num_requests": 20, "seed": i,
+                               "trace": "reference-moe"}))
     for i in range(2000)
 ]
 for outcome in run_points(points, 2):

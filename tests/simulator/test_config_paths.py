@@ -32,7 +32,7 @@ def place(tmp_path, monkeypatch):
 def test_a_result_runs_again_elsewhere_and_moved(run_cli, place, tmp_path, monkeypatch):
     out = place / "deep" / "first"
     options = ["--workload", "log.jsonl", "--gpu", "gpu.json", "--topology", "1P2D"]
-    options += ["--warmup", "0"]
+    options += ["--warmup", "0", "--trace", "reference-moe"]
     code, _, err = run_cli("run", *options, "--policy", "jsq", "--out", "deep/first")
     assert (code, err) == (0, "")
     config = json.loads((out / "config.json").read_text())["config"]

@@ -101,7 +101,7 @@ def test_two_processes_write_identical_bytes(run_cli, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     options = [
         "--policy", "eldr", "--topology", "2P4D", "--duration", "3", "--warmup", "1",
-        "--output-len", "64", "--out",
+        "--output-len", "64", "--trace", "reference-moe", "--out",
     ]  # fmt: skip
     assert run_cli("run", *options, here)[0] == 0
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"

@@ -1,6 +1,7 @@
 """Synthetic traces: limits that theory gives, parameters that move what they claim, and the fit."""
 
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -16,7 +17,12 @@ from eldr_sim.traces.synthetic.model_fit import fit_routing_model, requests_of
 from eldr_sim.traces.synthetic.moments import Requests, information, measure
 from eldr_sim.traces.synthetic.presets import FITTED, PRESETS, fitted_model, preset_model
 from eldr_sim.traces.synthetic.reshape import scaled, with_domains, with_experts, with_layers
-from eldr_sim.traces.synthetic.sampler import sample_experts, sample_kinds_and_experts
+from eldr_sim.traces.synthetic.sampler import (
+    _drift,
+    _exponential,
+    sample_experts,
+    sample_kinds_and_experts,
+)
 from eldr_sim.traces.synthetic.synthesize import synthesize, synthesize_like
 from eldr_sim.traces.synthetic.token_kinds import token_kinds
 from eldr_sim.traces.writer import write_trace
@@ -92,6 +98,50 @@ def test_first_draw_follows_the_weights():
     after = np.bincount(second[first == 0], minlength=4)
     assert after[0] == 0
     assert after / after.sum() == pytest.approx([0, 0.5, 0.25, 0.25], abs=error * 1.5)
+
+
+def test_every_order_of_experts_is_as_likely_as_plackett_and_luce_say():
+    """In layers of different weights side by side, each independent of the others."""
+    weights = np.array([[4.0, 2.0, 1.0, 1.0, 0.5], [1.0, 0.1, 3.0, 0.0001, 9.0]])
+    model = replace(model_of(experts=5, top_k=3, layers=2), kinds=np.log(weights)[:, None])
+    experts, _ = drawn(model, n=400)
+    n = len(experts)
+    for layer, own in enumerate(weights):
+        found, counts = np.unique(experts[:, layer], axis=0, return_counts=True)
+        seen = {tuple(order): count for order, count in zip(found.tolist(), counts, strict=True)}
+        for order in permutations(range(5), 3):
+            left, chance = own.sum(), 1.0
+            for e in order:
+                chance *= own[e] / left
+                left -= own[e]
+            error = 5 * np.sqrt(chance * (1 - chance) / n) + 1 / n
+            assert seen.get(order, 0) / n == pytest.approx(chance, abs=error)
+    first = experts[:, :, 0]
+    joint = np.histogram2d(first[:, 0], first[:, 1], bins=np.arange(6) - 0.5)[0] / n
+    assert joint == pytest.approx(np.outer(joint.sum(axis=1), joint.sum(axis=0)), abs=0.02)
+
+
+def test_the_samplers_exponential_is_within_float32():
+    base = np.linspace(-30, 30, 4001, dtype=np.float32)
+    out = np.empty_like(base)
+    _exponential(base, np.zeros(2, np.float32), np.zeros((2, len(base)), np.float32), out)
+    exact = np.exp(np.clip(base.astype(np.float64), -20, 20))
+    assert np.abs(out / exact - 1).max() < 2e-6
+
+
+def test_the_drift_is_standard_and_falls_as_told():
+    """A block's values have mean 0 and variance 1; two blocks correlate by the decay."""
+    cells, decay = 40_000, 0.5
+    step = np.array([decay, np.sqrt(1 - decay**2)], np.float32)
+    moved = np.zeros(cells, np.float32)
+    _drift(np.uint64(1), True, step, moved)
+    before = moved.copy()
+    _drift(np.uint64(2), False, step, moved)
+    for values in (before, moved):
+        assert abs(values.mean()) < 5 / np.sqrt(cells)
+        assert values.std() == pytest.approx(1, abs=0.02)
+    assert np.corrcoef(before, moved)[0, 1] == pytest.approx(decay, abs=0.02)
+    assert abs(np.corrcoef(before[:-1], before[1:])[0, 1]) < 5 / np.sqrt(cells)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from eldr_sim.traces.format import DEFAULT_TRACE, open_trace
+from eldr_sim.traces.format import REFERENCE_TRACE, open_trace
 from eldr_sim.validation.metro_evaluation import figures, make_runner
 from eldr_sim.validation.metro_pareto import Point, at_tpot, frontier
 from eldr_sim.validation.metro_results import REAL, SIMULATED, Dataset, _gains, write_log
@@ -17,7 +17,7 @@ from eldr_sim.validation.metro_routing import Routing, rank_times, route
 
 @pytest.fixture(scope="module")
 def routing():
-    trace = open_trace(DEFAULT_TRACE)
+    trace = open_trace(REFERENCE_TRACE)
     return Routing("embedded, code", "Qwen3-30B-A3B", 8, trace, "code")
 
 

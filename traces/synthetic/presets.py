@@ -18,7 +18,15 @@ from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.synthetic.model import RoutingModel
 from eldr_sim.traces.synthetic.reshape import scaled, with_domains, with_experts, with_layers
 
-__all__ = ["FITTED", "PRESETS", "Parameters", "Preset", "fitted_model", "preset_model"]
+__all__ = [
+    "FITTED",
+    "PRESETS",
+    "Parameters",
+    "Preset",
+    "fitted_model",
+    "fitted_path",
+    "preset_model",
+]
 
 _DATA = Path(__file__).parent / "data"
 
@@ -30,7 +38,12 @@ def fitted_model(name: str) -> RoutingModel:
     """Return a fitted model that comes with the package; raises InputError if there is none."""
     if name not in FITTED:
         raise InputError("from", f"{name!r} is no fitted model", ", ".join(FITTED))
-    return RoutingModel.load(_DATA / f"{name.replace('-', '_')}.npz")
+    return RoutingModel.load(fitted_path(name))
+
+
+def fitted_path(name: str) -> Path:
+    """Return the file of a fitted model that comes with the package."""
+    return _DATA / f"{name.replace('-', '_')}.npz"
 
 
 @dataclass(frozen=True)

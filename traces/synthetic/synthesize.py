@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ def synthesize(
     prompt_len: Lengths,
     output_len: Lengths,
     seed: int,
+    shares: Sequence[float] | None = None,
     force: bool = False,
     progress: Progress = lambda share: None,
 ) -> RoutingTrace:
@@ -50,6 +51,8 @@ def synthesize(
         Least and greatest number of tokens, drawn uniformly.
     seed
         Non-negative integer. The same model, lengths and seed give the same trace.
+    shares
+        Share of each of the model's domains in both splits, which sum to 1; by default all alike.
     force
         Replace ``out`` if it is a trace.
     progress
@@ -71,7 +74,9 @@ def synthesize(
     return _write(
         model,
         out,
-        domain=np.arange(n) % len(model.domains),
+        domain=np.arange(n) % len(model.domains)
+        if shares is None
+        else np.concatenate([_turns(shares, count) for count in (calibration, requests)]),
         prompt_len=lengths[0],
         output_len=lengths[1],
         is_calibration=np.arange(n) < calibration,
@@ -79,6 +84,17 @@ def synthesize(
         force=force,
         progress=progress,
     )
+
+
+def _turns(shares: Sequence[float], n: int) -> NDArray[np.int64]:
+    """Return the domain of each of ``n`` requests, evenly mixed; one at least of a domain."""
+    exact = np.asarray(shares, dtype=np.float64) * n
+    counts = np.where(exact > 0, np.maximum(np.floor(exact), 1), 0).astype(np.int64)
+    behind = np.argsort(counts - exact, kind="stable")
+    counts[behind[: max(n - int(counts.sum()), 0)]] += 1
+    place = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+    domain = np.repeat(np.arange(len(counts)), counts)
+    return domain[np.argsort(place, kind="stable")][:n]
 
 
 def synthesize_like(
@@ -140,6 +156,7 @@ def _write(
 ) -> RoutingTrace:
     if os.path.lexists(out) and not force:
         raise InputError("out", f"{os.fspath(out)} exists", "a new folder, or --force")
+    used = [name for d, name in enumerate(model.domains) if (domain == d).any()]
     experts = sample_experts(model, domain, prompt_len, output_len, seed, progress)
     return write_trace(
         out,
@@ -151,7 +168,7 @@ def _write(
         is_calibration=is_calibration,
         model=str(model.facts["model"]),
         n_experts=model.n_experts,
-        domains=model.domains,
+        domains=used,
         captured_by=f"drawn by eldr-sim trace synthesize, seed {seed}",
         source_data="none: no text, no model",
         tool_versions={"eldr-sim": __version__, "numpy": np.__version__},

@@ -1,0 +1,151 @@
+"""The routing of a run that names no trace: of which preset, for which domains, drawn once."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eldr_sim import cache
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import list_models, load_model
+from eldr_sim.traces.domains import DOMAIN_MIXES
+from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.synthetic import drawn
+from eldr_sim.traces.synthetic.drawn import Shape, drawn_trace, nearest_preset, wanted_domains
+from eldr_sim.traces.synthetic.presets import PRESETS
+
+SHORT = [
+    "--topology", "1P2D", "--request-rate", "10", "--duration", "2", "--warmup", "1",
+    "--output-len", "10",
+]  # fmt: skip
+SMALL = Shape(2, 32, 4)
+
+
+@pytest.fixture
+def few(tmp_path, monkeypatch):
+    """Draw few requests, into a cache of the test's own."""
+    monkeypatch.setenv("ELDR_SIM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(drawn, "SERVING", 40)
+    monkeypatch.setattr(drawn, "CALIBRATION", 12)
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(
+    ("model", "preset"),
+    [
+        ("Qwen3-30B-A3B-FP8", "Qwen3-30B-A3B"),
+        ("DeepSeek-R1", "DeepSeek-V3"),
+        ("Kimi-K2", "DeepSeek-V3"),
+        ("OLMoE-1B-7B", "DeepSeek-V2-Lite"),
+        ("Mixtral-8x7B", "GPT-OSS-20B"),
+        ("Llama-4-Maverick", "GPT-OSS-120B"),
+    ],
+)
+def test_a_model_without_a_preset_has_the_nearest(model, preset):
+    dims = load_model(model)
+    assert nearest_preset(model, Shape(dims.n_moe_layers, dims.n_experts, dims.top_k)) == preset
+
+
+def test_presets_are_the_models_own():
+    for name in PRESETS:
+        dims = load_model(name)
+        assert nearest_preset(name, Shape(1, 2, 1)) == name
+        own = PRESETS[name]
+        assert (own.n_layers, own.n_experts, own.top_k) == (
+            dims.n_moe_layers,
+            dims.n_experts,
+            dims.top_k,
+        )
+    assert len(list_models()) > len(PRESETS)
+
+
+def test_a_workload_has_its_domains_and_a_mix_those_it_names():
+    assert dict(wanted_domains("language", None)) == DOMAIN_MIXES["language"]
+    every = [name for mix in DOMAIN_MIXES.values() for name in mix]
+    assert [name for name, _ in wanted_domains("log.csv", None, None)] == every
+    mixed = wanted_domains("task", {"zh": 0.2, "code": 0.8}, {"fr": 1.0})
+    assert mixed == (("zh", 1.0), ("code", 1.0), ("fr", 1.0))
+    with pytest.raises(InputError, match="domain_mix: 'sports' is none of the domains"):
+        wanted_domains("task", {"sports": 1.0})
+
+
+def test_a_trace_is_drawn_once_and_again_when_a_part_is_gone(few, monkeypatch):
+    domains = wanted_domains("language", None)
+    made = drawn_trace("Some-Model", SMALL, domains)
+    assert (made.n_layers, made.n_experts, made.top_k) == (2, 32, 4)
+    assert made.path.parent == few / "traces"
+    for calibration, n in ((False, 40), (True, 12)):
+        counts = np.bincount(made.domain[made.is_calibration == calibration], minlength=4)
+        exact = n * np.array(list(DOMAIN_MIXES["language"].values())) / 87.6
+        assert counts.sum() == n
+        assert (np.abs(counts - exact) < 1).all()
+    assert "changed by hand, tuned to nothing" in made.manifest.notes
+    assert open_trace(made.path).manifest.checksum == made.manifest.checksum
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drawn, "_draw", lambda *_: pytest.fail("drawn again"))
+        again = drawn_trace("Some-Model", SMALL, domains)
+    assert again.manifest == made.manifest
+    for part in ("experts.npy", "manifest.json"):
+        (made.path / part).unlink()
+        whole = drawn_trace("Some-Model", SMALL, domains)
+        assert whole.manifest.checksum == made.manifest.checksum
+        assert (made.path / part).exists()
+
+
+def test_without_a_cache_a_process_draws_for_itself(few, monkeypatch):
+    few.write_text("a file, no folder")
+    monkeypatch.setattr(cache, "_warned", True)
+    made = drawn_trace("Some-Model", SMALL, wanted_domains("task", None))
+    assert made.n_requests == 52
+    assert few not in made.path.parents
+
+
+@pytest.mark.parametrize(
+    ("options", "rests_on", "domains"),
+    [
+        (
+            ["--model", "GPT-OSS-20B", "--workload", "language"],
+            "preset GPT-OSS-20B: fitted to 62,418 recorded tokens of gpt-oss-20b",
+            {"en", "zh", "ru", "fr"},
+        ),
+        (
+            ["--model", "Qwen1.5-MoE-A2.7B"],
+            "preset DeepSeek-V2-Lite: fitted to 62,418 recorded tokens of gpt-oss-20b",
+            {"code", "math", "medical", "legal"},
+        ),
+    ],
+)
+def test_a_run_replays_all_layers_of_its_model_and_says_what_they_rest_on(
+    few, drawn_routing, run_cli, tmp_path, options, rests_on, domains
+):
+    code, out, err = run_cli("run", *SHORT, *options, "--out", tmp_path / "run")
+    assert code == 0, err
+    trace = json.loads((tmp_path / "run" / "summary.json").read_text())["trace"]
+    layers = load_model(options[1]).n_moe_layers
+    assert (trace["name"], trace["provenance"]) == ("drawn", "synthetic")
+    assert trace["layers"] == f"{layers} layers"
+    assert trace["rests_on"].startswith(rests_on)
+    assert trace["rests_on"].endswith(f"not of {options[1]}") == ("Qwen1.5" in options[1])
+    assert set(trace["domain_mix"]) <= domains
+    assert f"  {trace['rests_on']}" in out.splitlines()
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["config"]["trace"] is None
+    # The record of a result runs it again.
+    code, _, err = run_cli(
+        "run", "--config", tmp_path / "run" / "config.json", "--out", tmp_path / "again"
+    )
+    assert code == 0, err
+    again = json.loads((tmp_path / "again" / "summary.json").read_text())
+    assert again["trace"] == trace
+
+
+def test_other_domains_than_can_be_drawn_are_one_line(few, drawn_routing, run_cli, tmp_path):
+    config = tmp_path / "mix.yaml"
+    config.write_text("domain_mix: {sports: 1.0}\n")
+    code, _, err = run_cli("run", *SHORT, "--config", config)
+    assert code == 2
+    assert err.splitlines() == [
+        "Error: domain_mix: 'sports' is none of the domains that can be drawn; a trace of your "
+        "own has its (allowed: code, math, medical, legal, en, zh, ru, fr)"
+    ]

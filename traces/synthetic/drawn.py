@@ -1,0 +1,148 @@
+"""The routing that a run replays where it names no trace: drawn for its model, kept in the cache.
+
+A recording of a served model has few requests or not its domains, and a trace of another model has
+other statistics (docs/synthetic.md compares them). So a run draws requests of the preset that is
+nearest to its model, in all its layers, for the domains that its workload has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from eldr_sim import cache
+from eldr_sim.errors import InputError
+from eldr_sim.traces.domains import DOMAIN_MIXES
+from eldr_sim.traces.format import RoutingTrace, open_trace
+from eldr_sim.traces.synthetic.presets import PRESETS, fitted_path, preset_model
+from eldr_sim.traces.synthetic.synthesize import synthesize
+
+__all__ = ["CALIBRATION", "SERVING", "Shape", "drawn_trace", "nearest_preset", "wanted_domains"]
+
+SERVING, CALIBRATION = 1000, 300
+"""Requests drawn of each split: twice as many change no median by a point (docs/synthetic.md)."""
+_PROMPT_LEN, _OUTPUT_LEN = (64, 96), (96, 96)
+
+#: Modules that say what is drawn: when they change, it is drawn anew.
+_SOURCES = (
+    "traces.domains",
+    "traces.synthetic.drawn",
+    "traces.synthetic.model",
+    "traces.synthetic.presets",
+    "traces.synthetic.reshape",
+    "traces.synthetic.sampler",
+    "traces.synthetic.synthesize",
+)
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []  # of this process, where there is no cache
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What routing has of a model: MoE layers, routed experts a layer, experts a token chooses."""
+
+    n_layers: int
+    n_experts: int
+    top_k: int
+
+
+def nearest_preset(model: str, shape: Shape) -> str:
+    """Return the preset that a model's routing is drawn from.
+
+    Its own by name, or as the same model in another type of numbers; else that of the most similar
+    layers: experts and experts a token, by ratio.
+    """
+    name = model.removesuffix("-FP8")
+    if name in PRESETS:
+        return name
+
+    def distance(preset: str) -> float:
+        other = PRESETS[preset]
+        return abs(math.log(other.n_experts / shape.n_experts)) + abs(
+            math.log(other.top_k / shape.top_k)
+        )
+
+    return min(PRESETS, key=distance)
+
+
+def wanted_domains(
+    workload: str, *mixes: Mapping[str, float] | None
+) -> tuple[tuple[str, float], ...]:
+    """Return the domains to draw for a workload, with their weights.
+
+    Those of the mixes that are given, evenly; else the workload's own mix; else all, evenly.
+
+    Raises
+    ------
+    InputError
+        If a mix names another domain than those of the named workloads.
+    """
+    known = [name for mix in DOMAIN_MIXES.values() for name in mix]
+    named = dict.fromkeys(name for mix in mixes if mix is not None for name in mix)
+    for name in named:
+        if name not in known:
+            raise InputError(
+                "domain_mix",
+                f"{name!r} is none of the domains that can be drawn; a trace of your own has its",
+                ", ".join(known),
+            )
+    weights = dict.fromkeys(named, 1.0) or DOMAIN_MIXES.get(workload) or dict.fromkeys(known, 1.0)
+    return tuple(weights.items())
+
+
+def drawn_trace(model: str, shape: Shape, domains: tuple[tuple[str, float], ...]) -> RoutingTrace:
+    """Draw the routing of a model, or open what was drawn before on this machine.
+
+    Parameters
+    ----------
+    model, shape
+        Name and shape of the served model.
+    domains
+        Domains and their weights, see `wanted_domains`.
+    """
+    preset = nearest_preset(model, shape)
+    fitted = hashlib.sha256(fitted_path(PRESETS[preset].fitted).read_bytes()).hexdigest()
+    what = [preset, asdict(shape), domains, cache.stamp(_SOURCES), fitted]
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    name = f"{model.lower()}-{digest[:16]}"
+
+    def draw(folder: Path) -> None:
+        _draw(preset, shape, domains, folder)
+
+    found = cache.find(cache.TRACES, name)
+    if found is not None and found.is_dir():
+        try:
+            return open_trace(found, verify_checksum=False)
+        except InputError:  # a part of it is gone
+            shutil.rmtree(found, ignore_errors=True)
+    kept = cache.keep_folder(cache.TRACES, name, draw)
+    if kept is None:
+        _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-trace-"))
+        kept = Path(_kept[-1].name) / name
+        draw(kept)
+    return open_trace(kept, verify_checksum=False)
+
+
+def _draw(preset: str, shape: Shape, domains: tuple[tuple[str, float], ...], folder: Path) -> None:
+    wanted = asdict(shape)
+    own = {name: getattr(PRESETS[preset], name) for name in wanted}
+    model = preset_model(preset, **(wanted if wanted != own else {}))
+    weights = dict(domains)
+    total = sum(weights.values())
+    synthesize(
+        model,
+        folder,
+        requests=SERVING,
+        calibration=CALIBRATION,
+        prompt_len=_PROMPT_LEN,
+        output_len=_OUTPUT_LEN,
+        seed=0,
+        shares=[weights.get(name, 0.0) / total for name in model.domains],
+        force=True,
+    )
