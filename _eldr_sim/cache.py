@@ -197,8 +197,10 @@ def keep_folder(part: str, name: str, write: Callable[[Path], object]) -> Path |
         return None
     try:
         write(place / name)
-    except OSError as error:
-        _warn(f"{place / name}: {error.strerror}")
+    except (InputError, OSError) as error:
+        if (place / name).is_dir():  # another process has made it meanwhile
+            return place / name
+        _warn(error.problem if isinstance(error, InputError) else f"{place}: {error.strerror}")
         return None
     _make_room(place / name, limit)
     return place / name

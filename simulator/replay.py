@@ -156,25 +156,17 @@ def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:
             "trace",
             f"{manifest.model} has {have[0]} experts and top-{have[1]}, but {model.name} has "
             f"{need[0]} and top-{need[1]}",
-            f"a trace of {need[0]} experts and top-{need[1]} or more{_preset_hint(model)}",
+            "--model NAME or FOLDER (with its config.json) of the model that was recorded; a trace "
+            f"of {need[0]} experts, top-{need[1]} or more; or none: {model.name}'s is then drawn",
         )
     if manifest.n_layers > model.n_moe_layers:
         raise InputError(
             "trace",
             f"it has {manifest.n_layers} MoE layers, {model.name} only {model.n_moe_layers}",
-            f"a trace of at most {model.n_moe_layers} layers",
+            f"a trace of at most {model.n_moe_layers} layers, or --model NAME or FOLDER (with its "
+            "config.json) of the model that was recorded",
         )
     return trace if have == need else trace.with_top_k(model.top_k)
-
-
-def _preset_hint(model: ModelDims) -> str:
-    """Name the command that makes a trace of the model's shape, if a preset has it."""
-    from eldr_sim.traces.synthetic.presets import PRESETS  # scipy: only errors need it
-
-    for name, preset in PRESETS.items():
-        if (preset.n_experts, preset.top_k) == (model.n_experts, model.top_k):
-            return f"; eldr-sim trace synthesize --preset {name} --out DIR makes a synthetic one"
-    return ""
 
 
 def make_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.int64]) -> Replay:

@@ -69,7 +69,7 @@ def resolve_domain_mix(
             raise InputError(
                 "workload",
                 f"{workload} needs domain {missing[0]!r}, which trace {trace.path.name} lacks",
-                f"trace, or a domain mix of {', '.join(trace.domains)}",
+                f"--workload trace, or a domain mix of {', '.join(trace.domains)}",
             )
         if workload in DOMAIN_MIXES:
             weights, source = DOMAIN_MIXES[workload], MIX_SOURCES[workload]

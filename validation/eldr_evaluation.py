@@ -6,7 +6,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from eldr_sim.traces.format import REFERENCE_TRACE, open_trace
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.prepare import routing_of
+from eldr_sim.traces.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from eldr_sim.validation import eldr_motivation as motivation
 from eldr_sim.validation import eldr_results as results
 from eldr_sim.validation import eldr_scaling as scaling
@@ -14,6 +17,8 @@ from eldr_sim.validation import eldr_signature as signature
 from eldr_sim.validation.reproduction import Reproduction, Runner
 
 MODEL, GPU = "Qwen3-30B-A3B", "MI300X"
+MODELS = (MODEL, "GPT-OSS-120B", "Gemma-4-26B-A4B")
+"""The paper's. Figures of one model show the first, as in the paper."""
 RATES, QUICK_RATES = (20.0, 40.0, 60.0, 80.0, 100.0), (40.0, 80.0)
 EP_RATES = (24.0, 40.0, 56.0)
 
@@ -22,28 +27,36 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     """Return the functions that reproduce each figure and table, in the order of the paper."""
     rates = QUICK_RATES if quick else RATES
     ep_rates = EP_RATES[1:2] if quick else EP_RATES
-    trace = open_trace(REFERENCE_TRACE)
+
+    @cache
+    def trace() -> RoutingTrace:
+        """Routing of the model in all domains."""
+        return routing_of(RunConfig(model=MODEL, workload="trace"), load_model(MODEL))
 
     @cache
     def fits() -> signature.Fits:
-        return signature.fits_of(trace, n_decoders=8)  # as in the paper's figure 9
+        return signature.fits_of(trace(), n_decoders=8)  # as in the paper's figure 9
+
+    def figure_7() -> Reproduction:
+        # Its transforms need gate scores, which only this trace has.
+        return signature.figure_7(signature.fits_of(open_trace(REFERENCE_TRACE), n_decoders=8))
 
     return {
         "figure_2": lambda: motivation.figure_2(MODEL, GPU),
-        "figure_3": lambda: motivation.figure_3(trace),
-        "figure_4": lambda: motivation.figure_4(trace),
-        "figure_7": lambda: signature.figure_7(fits()),
+        "figure_3": lambda: motivation.figure_3(trace()),
+        "figure_4": lambda: motivation.figure_4(trace()),
+        "figure_7": figure_7,
         "figure_8": lambda: signature.figure_8(fits()),
         "figure_9": lambda: signature.figure_9(fits()),
-        "figure_11": lambda: results.main_results(runner, "task", rates),
-        "figure_12": lambda: results.main_results(runner, "language", rates),
+        "figure_11": lambda: results.main_results(runner, "task", rates, MODELS),
+        "figure_12": lambda: results.main_results(runner, "language", rates, MODELS),
         "figure_13": lambda: results.figure_13(runner, rates),
-        "figure_14": lambda: results.figure_14(runner, rates),
-        "figure_15": lambda: results.figure_15(runner, rates),
-        "figure_16": lambda: results.figure_16(runner, rates),
+        "figure_14": lambda: results.figure_14(runner, rates, MODELS),
+        "figure_15": lambda: results.figure_15(runner, rates, MODELS),
+        "figure_16": lambda: results.figure_16(runner, rates, MODELS),
         "figure_17": lambda: scaling.figure_17(runner),
         "figure_18": lambda: scaling.figure_18(runner, ep_rates),
-        "table_1": lambda: scaling.table_1(runner, trace),
+        "table_1": lambda: scaling.table_1(runner, trace()),
         "table_2": lambda: results.table_2(runner, rates),
         "beyond": lambda: scaling.beyond(
             runner, QUICK_RATES[:1] if quick else QUICK_RATES, range(2 if quick else 5)

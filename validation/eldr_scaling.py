@@ -105,6 +105,7 @@ def figure_17(runner: Runner) -> Reproduction:
     cases = [
         {
             "policy": policy,
+            "model": "GPT-OSS-120B",
             "request_rate": 100.0,
             "prompts": "shared",
             "enable_prefix_caching": cache,
@@ -164,7 +165,7 @@ def figure_17(runner: Runner) -> Reproduction:
 
     return Reproduction(
         "figure_17",
-        "Prefix cache (Qwen3-30B-A3B in place of GPT-OSS-120B)",
+        "Prefix cache, GPT-OSS-120B",
         pa.Table.from_pylist(rows),
         claims,
         draw,
@@ -197,7 +198,7 @@ def figure_18(runner: Runner, rates: Sequence[float]) -> Reproduction:
             }
             for rate in rates
         ]
-        reason = "the trace's languages separate more than WildChat's (figure 4)"
+        reason = "routing of a preset that stretches Qwen3-30B-A3B's 48 layers"
         if placement == "eldr":
             claims += [
                 Claim("median TPOT against round_robin", -4.3, -2.7, ours[P50], reason=reason),

@@ -54,6 +54,20 @@ def test_a_drawn_trace_makes_room_and_goes_when_it_is_the_oldest(home, monkeypat
     assert names() == {"new.bits", "newer.bits"}
 
 
+def test_a_folder_that_another_process_made_first_is_taken(home):
+    def beaten(folder):
+        folder.mkdir(parents=True)
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    assert cache.keep_folder(cache.TRACES, "a", beaten) == home / "traces" / "a"
+
+    def full(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.warns(EldrSimWarning, match="nothing can be kept"):
+        assert cache.keep_folder(cache.TRACES, "b", full) is None
+
+
 # --- the folder -------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -110,7 +111,7 @@ def drawn_trace(model: str, shape: Shape, domains: tuple[tuple[str, float], ...]
     fitted = hashlib.sha256(fitted_path(PRESETS[preset].fitted).read_bytes()).hexdigest()
     what = [preset, asdict(shape), domains, cache.stamp(_SOURCES), fitted]
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-    name = f"{model.lower()}-{digest[:16]}"
+    name = f"{re.sub('[^a-z0-9.]+', '-', model.lower())}-{digest[:16]}"
 
     def draw(folder: Path) -> None:
         _draw(preset, shape, domains, folder)
