@@ -20,6 +20,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -184,7 +185,18 @@ def keep(part: str, name: str, write: Callable[[BinaryIO], object]) -> Path | No
 
 
 def keep_folder(part: str, name: str, write: Callable[[Path], object]) -> Path | None:
-    """Write a folder, which ``write`` makes whole or not at all, and make room for it.
+    """Make a folder of the cache, whole or not at all, and make room for it.
+
+    A folder that another process has made meanwhile is left as it is.
+
+    Parameters
+    ----------
+    part
+        `TRACES`.
+    name
+        Of the folder.
+    write
+        Makes it, at a path where nothing is.
 
     Returns
     -------
@@ -195,15 +207,18 @@ def keep_folder(part: str, name: str, write: Callable[[Path], object]) -> Path |
     place = writable_folder(part)
     if place is None:
         return None
+    path, temporary = place / name, place / f".{name}-{os.getpid()}"
     try:
-        write(place / name)
+        write(temporary)
+        temporary.rename(path)
     except (InputError, OSError) as error:
-        if (place / name).is_dir():  # another process has made it meanwhile
-            return place / name
-        _warn(error.problem if isinstance(error, InputError) else f"{place}: {error.strerror}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        if path.is_dir():
+            return path
+        _warn(error.problem if isinstance(error, InputError) else f"{path}: {error.strerror}")
         return None
-    _make_room(place / name, limit)
-    return place / name
+    _make_room(path, limit)
+    return path
 
 
 def _make_room(new: Path, limit: int) -> None:

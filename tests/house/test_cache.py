@@ -56,10 +56,13 @@ def test_a_drawn_trace_makes_room_and_goes_when_it_is_the_oldest(home, monkeypat
 
 def test_a_folder_that_another_process_made_first_is_taken(home):
     def beaten(folder):
-        folder.mkdir(parents=True)
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        for made, text in ((folder, "mine"), (home / "traces" / "a", "theirs")):
+            made.mkdir(parents=True)
+            (made / "experts.npy").write_text(text)
 
-    assert cache.keep_folder(cache.TRACES, "a", beaten) == home / "traces" / "a"
+    place = cache.keep_folder(cache.TRACES, "a", beaten)
+    assert (place / "experts.npy").read_text() == "theirs"
+    assert [path.name for path in place.parent.iterdir()] == ["a"]
 
     def full(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
