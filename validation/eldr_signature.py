@@ -102,6 +102,8 @@ def figure_8(fits: Fits) -> Reproduction:
                 float(rho[kept - 1] - rho[-1]),
                 "",
                 0.005,
+                f"rho peaks at {rho[kept - 1]:.2f}: a drawn topic is the same in prompt and "
+                "generation",
             )
         )
     return Reproduction(
