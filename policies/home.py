@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
-
 from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import PolicyContext
@@ -51,6 +49,8 @@ class HomePlacement:
 
 def home_ranks(context: PolicyContext, group: ExpertGroup) -> Ints:
     """Return the rank of each expert by `HomePlacement`, [layers, E]; raises InputError as it."""
+    from scipy.optimize import linear_sum_assignment  # takes long to import
+
     activation = _clusters(context, group)  # of the requests of each rank
     n_layers, slots, gpus = group.n_layers, group.slots_per_rank, group.n_ranks // group.n_nodes
     used = np.round(activation, 9).transpose(1, 2, 0)  # [layers, E, ranks]
