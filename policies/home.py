@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
+
 from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import PolicyContext
