@@ -30,7 +30,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "random", "round_robin", "jsq", "p2c", "domain", "eldr", "marginal_cost", "oracle",
     ),
     "prefill": ("round_robin", "least_loaded", "prefix_hash", "saturation"),
-    "queue": ("fcfs", "sjf", "priority"),
+    "queue": ("fcfs", "sjf", "sjf_aging", "sjf_residence", "oracle", "priority"),
     "placement": ("linear", "eldr", "eplb", "grace", "affinity", "time_aware", "home"),
     "replica": (
         "even", "hash", "source", "weighted", "local_first", "metro", "metro_sorted", "optimal",

@@ -47,10 +47,13 @@ from eldr_sim.policies.prefill import (
     PrefixHashPolicy,
 )
 from eldr_sim.policies.queue_order import (
+    AgingShortestJobFirst,
     FirstComeFirstServed,
+    OracleOrder,
     PriorityOrder,
     QueueOrder,
     ShortestJobFirst,
+    ShortestResidenceFirst,
 )
 from eldr_sim.policies.replicas import EvenSplit, HashedPosition, NearSource, ReplicaChoice
 from eldr_sim.policies.saturation import SaturationPolicy
@@ -103,6 +106,9 @@ _BUILT_IN = cast(
         SaturationPolicy,
         FirstComeFirstServed,
         ShortestJobFirst,
+        AgingShortestJobFirst,
+        ShortestResidenceFirst,
+        OracleOrder,
         PriorityOrder,
         LinearPlacement,
         EldrPlacement,

@@ -560,6 +560,7 @@ def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[
     pools["own_experts"] = own_experts
     pools["async_scheduling"] = spec.async_scheduling
     pools["preempt_by_key"] = spec.preempt_by_key
+    pools["aging_s"] = spec.aging_s
     pools["capture_s"] = spec.capture_s, 0.0
     pools["prefill_interval"] = [
         1 if e.group is None else spec.prefill_schedule_interval
@@ -574,8 +575,8 @@ def _workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray[np.
     workers["n_blank"] = pools["n_blocks"][pool_of]
     size, first = pools["group_size"][pool_of], pools["first_worker"][pool_of]
     workers["leader"] = first + (np.arange(len(pool_of)) - first) // size * size
-    for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "arrived_head",
-                 "preempted_head", "late_head"):  # fmt: skip
+    for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "oldest", "newest",
+                 "arrived_head", "preempted_head", "late_head"):  # fmt: skip
         workers[name] = -1
     return workers
 

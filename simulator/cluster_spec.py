@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,8 @@ class ClusterSpec:
     prefill_schedule_interval: int = 1
     #: Whether the sequence of the highest queue key is preempted, not the one that joined last.
     preempt_by_key: bool = False
+    #: Who has waited so long at an engine comes first, whatever the queue keys.
+    aging_s: float = math.inf
     #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
     capture_s: float = 0.0
     routing_s: float = 0.0

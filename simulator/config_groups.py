@@ -135,8 +135,9 @@ class PolicyConfig(_Fields):
     prefill_policy: Annotated[str, _policy("prefill")] = "prefix_hash"
     """Prefill policy: which prefill worker gets a request when it arrives."""
     queue_order: Annotated[str, _policy("queue")] = "fcfs"
-    """Which waiting request an engine admits next: the first that came, the shortest prompt, or the
-    lowest priority of a request log."""
+    """Which waiting request an engine admits next: the first that came, the shortest prompt (with
+    ``sjf_aging`` first who has waited long), the shortest time in the batch, predicted or by an
+    oracle, or the lowest priority of a request log."""
     expert_placement: Annotated[str, _policy("placement")] = "linear"
     """Which GPU of a decode (or co-located) worker holds which experts under expert parallelism:
     neighbours together; the load of ELDR's clusters (``eldr``) or of calibration requests

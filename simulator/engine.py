@@ -4,9 +4,10 @@ At a step boundary the engine takes out what has ended, gives running sequences 
 their next tokens need, admits who waits, and so makes the plan of the next step: sequences that get
 their next token, and chunks of contexts that are still being computed.
 
-- First come, first served, or another queue order. A request is admitted if there is a place in the
-  batch, a token of the step's budget, and KV blocks for its whole prompt; until the next in the
-  order is, nobody behind it is.
+- First come, first served, or another queue order; where it ages, who has waited long enough at
+  the engine comes first, the oldest before the others. A request is admitted if there is a place
+  in the batch, a token of the step's budget, and KV blocks for its whole prompt; until the next in
+  the order is, nobody behind it is.
 - Running sequences come first. When their blocks are not free, the one that joined last, or that of
   the lowest priority, is preempted: it goes to the front of the queue, or by its priority, and
   recomputes its context later; nobody is admitted in that step.
@@ -40,7 +41,7 @@ from eldr_sim.simulator.kv_cache import (
     publish,
     release,
 )
-from eldr_sim.simulator.queues import queue_add, queue_pop
+from eldr_sim.simulator.queues import line_add, line_remove, queue_add, queue_remove
 from eldr_sim.simulator.state import (
     BOUNDARY,
     COLOCATED,
@@ -90,6 +91,7 @@ def _append(requests: Any, worker: Any, request: int) -> None:
         worker.n_queued += 1
         requests[request].ticket = worker.n_queued
         worker.new_head = queue_add(requests, worker.new_head, request)
+        line_add(requests, worker, request)
 
 
 @compiled()
@@ -119,6 +121,7 @@ def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Non
     if not requests[request].kv_here:
         worker.n_waiting += 1
         worker.waiting_tokens += requests[request].prompt_len
+        requests[request].queued_s = clock[0].now
     busy = worker.batch + worker.prefilling > 0
     if engines.pools[engines.pool_of[w]].async_scheduling and busy:
         requests[request].next = -1
@@ -428,13 +431,19 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> N
         _begin(engines, w, first, request, context, context)
         worker.prefilling += 1
         _join(engines, w)
-    by_key = engines.pools[engines.pool_of[w]].preempt_by_key
+    pool = engines.pools[engines.pool_of[w]]
+    by_key = pool.preempt_by_key
     while not defers and _is_open(engines, w):
         lost, new = worker.preempted_head, worker.new_head
+        if new >= 0 and now - requests[worker.oldest].queued_s >= pool.aging_s:
+            new = worker.oldest
         if lost >= 0 and (not by_key or new < 0 or _comes_first(requests, lost, new)):
             if not _admit_preempted(engines, w, lost):
                 return  # nobody overtakes who is next
-        elif new < 0 or not _admit_new(clock, events, engines, w, new):
+        elif new < 0:
+            return
+        elif not _admit_new(clock, events, engines, w, new):
+            worker.blocked = pool.aging_s < np.inf and new != worker.oldest
             return
 
 
@@ -466,7 +475,8 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
     cached = _allocate(engines, w, request, prompt)
     if cached < 0:
         return False
-    worker.new_head = queue_pop(requests, request)
+    worker.new_head = queue_remove(requests, worker.new_head, request)
+    line_remove(requests, worker, request)
     if role == DECODE:  # fetch the KV cache into the blocks reserved for it
         requests[request].transfer_start_s = now
         requests[request].decode_cached_tokens = cached

@@ -208,13 +208,21 @@ def build_cluster(
         )
     order = queue_order(
         config.queue_order,
-        PolicyContext(spec.n_decode or spec.n_prefill, stream(config.seed, "queue order")),
+        PolicyContext(
+            spec.n_decode or spec.n_prefill,
+            stream(config.seed, "queue order"),
+            step_times=prepared.step_time.cost,
+        ),
     )
     prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
     score: PromptScore = getattr(decode, "signature_score", "count")
     if getattr(decode, "reads_signature", False) and score == "count":
         trace.require_prompts(f"the signatures of policy {config.policy!r}")
-    spec = replace(_with_signatures(spec, decode), preempt_by_key=getattr(order, "preempts", False))
+    spec = replace(
+        _with_signatures(spec, decode),
+        preempt_by_key=getattr(order, "preempts", False),
+        aging_s=getattr(order, "aging_s", np.inf),
+    )
     placements, movable = _placements(
         config, prepared, getattr(decode, "artifact", None), calibration
     )
@@ -331,6 +339,7 @@ def _queue_keys(order: QueueOrder, workload: Workload) -> NDArray[np.float64]:
     waiting = Waiting(
         workload.prompt_len.astype(np.int64),
         None if priority is None else priority.astype(np.int64),
+        workload.output_len.astype(np.int64),
     )
     keys = np.asarray(order.keys(waiting), np.float64)
     if keys.shape != workload.prompt_len.shape or np.isnan(keys).any():

@@ -67,9 +67,15 @@ REQUEST = np.dtype(
         ("decode_cached_tokens", np.int32),
         ("queue_key", np.float64),  # what the queue order makes of it: the lowest is served next
         ("ticket", np.int64),  # its place among equals; then in the order of arriving KV caches
+        ("queued_s", np.float64),  # came to the engine that it waits at, or waited at last
         ("generated", np.int64),  # output tokens, kept up to date at preemption only
         ("next", np.int64),  # request behind it in a queue of a worker, or its next sibling
-        ("child", np.int64),  # its first child in the heap of those who wait for the first time
+        # In the heap of those who wait for the first time: its first child, and its elder sibling
+        # or, of a first child, the parent; and in their line, who came before it and after it.
+        ("child", np.int64),
+        ("before", np.int64),
+        ("older", np.int64),
+        ("newer", np.int64),
         ("domain", np.int16),
         ("outcome", np.int8),
         ("measured", np.bool_),
@@ -107,6 +113,7 @@ POOL = np.dtype(
         ("own_experts", np.bool_),  # prompts read the experts of their tokens, else uniform ones
         ("async_scheduling", np.bool_),
         ("preempt_by_key", np.bool_),  # else the sequence that joined last
+        ("aging_s", np.float64),  # who has waited so long comes first, whatever the keys
         ("capture_s", np.float64),  # what recording signatures adds to a step
         ("n_steps", np.int64),  # records of STEP filled
         ("group_size", np.int64),  # engines that share experts and step together
@@ -133,6 +140,7 @@ WORKER = np.dtype(
         ("n_group_steps", np.int64),  # steps that the group has made, at its leader
         ("leader", np.int64),  # first engine of its group: holds the start of the group's step
         ("one_step", np.bool_),  # the next step was scheduled ahead, without who came since
+        ("blocked", np.bool_),  # who is next has no KV blocks, and another may soon be next
         ("joined", np.int64),  # last sequences of the batch, new since the last step
         ("filled", np.int64),  # prefill workers: sequences whose prompts end in the next step
         ("chunk_tokens", np.int64),  # tokens of contexts that the next step computes
@@ -151,6 +159,8 @@ WORKER = np.dtype(
         ("waiting_tokens", np.int64),
         # Queues of requests, linked by REQUEST.next; -1 where empty.
         ("new_head", np.int64),  # wait for the first time, see `queues`
+        ("oldest", np.int64),  # of them, and the newest
+        ("newest", np.int64),
         ("arrived_head", np.int64),  # KV cache is here; wait for a place in the batch
         ("preempted_head", np.int64),  # wait for blocks to recompute their context, in order
         ("late_head", np.int64),  # came when the next step had been scheduled

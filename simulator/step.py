@@ -142,8 +142,8 @@ def finish_step(
     row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
     worker.begun_tokens += worker.chunk_tokens
 
-    planned_ahead = worker.one_step or n_chunks > 0
-    worker.one_step = False
+    planned_ahead = worker.one_step or worker.blocked or n_chunks > 0
+    worker.one_step = worker.blocked = False
     worker.joined = worker.chunk_tokens = worker.filled = 0
     worker.next_start = end
     if ended or planned_ahead:

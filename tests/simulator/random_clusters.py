@@ -179,6 +179,7 @@ RANDOM_CLUSTER = {
     "signal_intervals": st.sampled_from([0, 0, 1, 7]),
     "preempt_by_key": st.booleans(),
     "n_queue_keys": st.sampled_from([1, 1, 3, 50]),
+    "aging": st.sampled_from([None, None, 0, 3, 30, 300]),
 }
 
 
@@ -194,6 +195,7 @@ def random_cluster(
     n_queue_keys=1,
     signal_intervals=0,
     preempt_by_key=False,
+    aging=None,
 ):
     """Return the arguments of a random cluster, but for its policies.
 
@@ -242,7 +244,8 @@ def random_cluster(
         signal_interval_s=signal_intervals * unit,
         enable_prefix_caching=rng.random() < 0.9,
         async_scheduling=async_scheduling,
-        preempt_by_key=preempt_by_key,
+        preempt_by_key=preempt_by_key and aging is None,
+        aging_s=np.inf if aging is None else aging * unit,
         capture_s=some(0.0, unit),
         routing_s=some(0.0, 0.0, 2 * unit),
         routing_token_s=some(0.0, 0.0, unit),

@@ -134,6 +134,7 @@ GROUPED = {
     "slow_transfers": st.booleans(),
     "preempt_by_key": st.booleans(),
     "n_queue_keys": st.sampled_from([1, 3]),
+    "aging": st.sampled_from([None, None, 3, 30]),
 }
 
 
@@ -152,7 +153,7 @@ def run_pair(arguments, prefill="least_loaded", decode="jsq"):
 @example(  # the last sequence that decodes is preempted in a step that defers prompts
     decode="jsq", seed=2443, topology=(1, 1), size=2, per_engine=1, gpus_per_node=1, interval=5,
     n_redundant=0, copy_per=ALL, prefix=7, async_scheduling=True, slow_transfers=True,
-    preempt_by_key=True, n_queue_keys=1,
+    preempt_by_key=True, n_queue_keys=1, aging=None,
 )  # fmt: skip
 @given(decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
 def test_groups_equal_their_twin(decode, **drawn):

@@ -13,24 +13,29 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.queue_order import Waiting
+from eldr_sim.simulator import state
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
+from eldr_sim.traces.request_logs import read_request_log
 
 from .. import queueing
+from ..paths import SHARED
 
 SEEDS, WARM_UP = range(25), 200
+TIMES = [name for name in state.REQUEST.names if name.endswith("_s")]
 
 
-def keys(name, prompt_len, priority=None):
-    context = PolicyContext(1, np.random.default_rng(0))
-    return registry.queue_order(name, context).keys(Waiting(np.asarray(prompt_len), priority))
+def keys(name, prompt_len, priority=None, output_len=None, step_times=None):
+    context = PolicyContext(1, np.random.default_rng(0), step_times=step_times)
+    waiting = Waiting(np.asarray(prompt_len), priority, output_len)
+    return registry.queue_order(name, context).keys(waiting)
 
 
 @pytest.fixture(scope="module")
 def serve(make_cluster, make_workload, make_step_time):
     """Serve prompts on one prefill worker of one place, a millisecond a token."""
 
-    def run(arrivals, prompts, queue_keys):
+    def run(arrivals, prompts, queue_keys, aging_s=math.inf):
         longest = int(np.max(prompts)) + 1
         step_time = make_step_time(
             1, 1, 8, constant=0.0, prefill=(0.0, 1e-3), max_tokens=longest, max_context=longest
@@ -38,6 +43,7 @@ def serve(make_cluster, make_workload, make_step_time):
         record = make_cluster(
             make_workload(arrivals, prompts, 1), step_time=step_time, max_num_seqs=1,
             max_num_batched_tokens=longest, block_size=16, queue_keys=queue_keys,
+            aging_s=aging_s,
         ).run()  # fmt: skip
         assert record.completed.all()
         return record.requests
@@ -65,8 +71,8 @@ def test_published_values():
 
 @pytest.mark.parametrize("order", ["fcfs", "sjf"])
 def test_mean_wait_is_that_of_theory(serve, order):
-    """Pollaczek and Khinchine in order of arrival, Phipps by length; geometric prompts."""
-    rate, mean, n = 0.7, 200, 3000
+    """M/M/1 at a load of 0.8: 4.000 services in order of arrival, 1.8822 by length."""
+    rate, mean, n = 0.8, 1000, 10_000
     lengths = np.arange(1, 40 * mean)
     probability = stats.geom.pmf(lengths, 1 / mean)
     seconds = lengths * 1e-3
@@ -76,6 +82,7 @@ def test_mean_wait_is_that_of_theory(serve, order):
         if order == "fcfs"
         else queueing.shortest_job_first_wait(per_second, seconds, probability)
     )
+    assert theory / (mean * 1e-3) == pytest.approx({"fcfs": 4.0, "sjf": 1.8822}[order], rel=2e-3)
     waits = []
     for seed in SEEDS:
         rng = np.random.default_rng([seed, 31])
@@ -87,6 +94,20 @@ def test_mean_wait_is_that_of_theory(serve, order):
     print(f"theory {theory:.5f}, simulated {np.mean(waits):.5f} +- {error:.5f}")
     assert error < 0.12 * theory
     assert abs(np.mean(waits) - theory) <= error
+
+
+def test_azures_prompts_by_length():
+    """What shortest job first leaves of the mean wait where service is a prompt's tokens."""
+    path = SHARED / "data" / "requests" / "azure2023_conv.csv"
+    if not path.exists():
+        pytest.skip("the Azure conversation log is not here")
+    lengths, counts = np.unique(read_request_log(path).prompt_len, return_counts=True)
+    seconds, probability = lengths.astype(float), counts / counts.sum()
+    mean, square = seconds @ probability, np.square(seconds) @ probability
+    for load, ratio in ((0.5, 0.728), (0.7, 0.581), (0.8, 0.492), (0.9, 0.383)):
+        rate = load / mean
+        shortest = queueing.shortest_job_first_wait(rate, seconds, probability)
+        assert shortest / queueing.mg1_wait(rate, mean, square) == pytest.approx(ratio, abs=1e-3)
 
 
 def test_waits_by_priority_are_cobhams(serve):
@@ -121,8 +142,10 @@ def test_unfinished_work_is_the_same_under_every_order(serve, seed, n):
     arrivals, prompts = np.cumsum(rng.exponential(0.1, n)), rng.integers(1, 300, n)
     work = prompts * 1e-3
     left = []
-    for queue_keys in (None, keys("sjf", prompts), -keys("sjf", prompts), rng.random(n)):
-        requests = serve(arrivals, prompts, queue_keys)
+    by_length = keys("sjf", prompts)
+    orders = (None, math.inf), (by_length, 0.3), (by_length, math.inf), (-by_length, math.inf)
+    for order in (*orders, (rng.random(n), 1.0)):
+        requests = serve(arrivals, prompts, *order)
         at = arrivals[:, None]
         served = np.clip(at - requests["prefill_start_s"][None], 0.0, work)
         left.append(np.where(arrivals[None] <= at, work - served, 0.0).sum(axis=1))
@@ -133,8 +156,11 @@ def test_unfinished_work_is_the_same_under_every_order(serve, seed, n):
 # -- brute force -------------------------------------------------------------------------------
 
 
-def sorted_anew(arrivals, prompts, queue_keys):
-    """Start times of one server that sorts who waits before each service, by key and arrival."""
+def sorted_anew(arrivals, prompts, queue_keys, aging_s):
+    """Start times of one server that sorts who waits before each service.
+
+    As Gimbal's Algorithm 2: the aged ones as they came, then the others by key and arrival.
+    """
     starts, now = np.full(len(arrivals), math.nan), 0.0
     waiting = set(range(len(arrivals)))
     while waiting:
@@ -142,7 +168,8 @@ def sorted_anew(arrivals, prompts, queue_keys):
         if not here:
             now = min(arrivals[i] for i in waiting)
             continue
-        chosen = min(here, key=lambda i: (queue_keys[i], i))
+        aged = [i for i in here if now - arrivals[i] >= aging_s]
+        chosen = min(aged) if aged else min(here, key=lambda i: (queue_keys[i], i))
         waiting.remove(chosen)
         starts[chosen] = now
         now += prompts[chosen] * 1e-3
@@ -155,20 +182,29 @@ def sorted_anew(arrivals, prompts, queue_keys):
     n=st.integers(1, 80),
     n_keys=st.integers(1, 6),
     gap_s=st.sampled_from([0.0, 0.02, 0.2]),
+    aging_s=st.sampled_from([0.0, 0.19, 0.7, 2.3, math.inf]),
 )
-def test_the_heap_serves_as_a_sorted_queue(serve, seed, n, n_keys, gap_s):
+def test_the_heap_serves_as_a_sorted_queue(serve, seed, n, n_keys, gap_s, aging_s):
     rng = np.random.default_rng(seed)
     # Service takes eighths of a second, so that none ends when another request comes.
     arrivals = np.sort(rng.integers(0, 1 + int(n * gap_s * 8), n)) / 8 + 1e-6 * np.arange(n)
     prompts, queue_keys = 125 * rng.integers(1, 4, n), rng.integers(0, n_keys, n).astype(float)
-    got = serve(arrivals, prompts, queue_keys)["prefill_start_s"]
-    np.testing.assert_allclose(got, sorted_anew(arrivals, prompts, queue_keys), atol=1e-9)
+    got = serve(arrivals, prompts, queue_keys, aging_s)["prefill_start_s"]
+    expected = sorted_anew(arrivals, prompts, queue_keys, aging_s)
+    np.testing.assert_allclose(got, expected, atol=1e-9)
+    # Ageing's bound: who came after a request and begins before it does so before that has aged.
+    overtaken = (arrivals[:, None] < arrivals) & (got[:, None] > got)
+    assert (got < arrivals[:, None] + aging_s)[overtaken].all()
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32), n_prefill=st.integers(0, 1))
+@given(
+    seed=st.integers(0, 2**32),
+    n_prefill=st.integers(0, 1),
+    aging_s=st.sampled_from([0.01, math.inf]),
+)
 def test_every_request_ends_once_whatever_the_order(
-    make_cluster, make_workload, run_to_rest, seed, n_prefill
+    make_cluster, make_workload, run_to_rest, seed, n_prefill, aging_s
 ):
     """KV caches that hardly hold the largest context: preemption beside a queue by length."""
     rng = np.random.default_rng(seed)
@@ -177,15 +213,69 @@ def test_every_request_ends_once_whatever_the_order(
     cluster = make_cluster(
         make_workload(np.sort(rng.random(n)) * 0.05, prompts, outputs), n_prefill=n_prefill,
         n_blocks=int((prompts + outputs).max() // 4 + 3), queue_keys=keys("sjf", prompts),
+        aging_s=aging_s,
     )  # fmt: skip
     record = run_to_rest(cluster)
     assert record.completed.all()
     assert record.decode_steps["batch"].sum() == outputs.sum()
     workers = cluster.arrays.engines.workers
-    assert (workers["new_head"] == -1).all()
+    for end in ("new_head", "oldest", "newest"):
+        assert (workers[end] == -1).all()
     assert (workers["n_blank"] + workers["n_idle"] == cluster.arrays.engines.pools["n_blocks"][
         cluster.arrays.engines.pool_of
     ]).all()  # fmt: skip
+
+
+@pytest.mark.parametrize("n_prefill", [0, 1])
+def test_ageing_at_once_is_first_come_first_served(make_cluster, make_workload, n_prefill):
+    """And ageing never is the order by key: byte for byte, preemptions among it."""
+    rng = np.random.default_rng(5)
+    n = 200
+    arrivals = np.cumsum(rng.exponential(0.004, n))
+    prompts, outputs = rng.integers(1, 60, n), rng.integers(1, 20, n)
+    by_length = keys("sjf", prompts)
+
+    def bytes_of(queue_keys, aging_s):
+        record = make_cluster(
+            make_workload(arrivals, prompts, outputs), n_prefill=n_prefill, n_blocks=24,
+            queue_keys=queue_keys, aging_s=aging_s,
+        ).run()  # fmt: skip
+        assert record.requests["preemptions"].sum() > 10
+        columns = [record.requests[name] for name in TIMES]
+        return np.stack(columns).tobytes() + record.decode_steps.tobytes()
+
+    in_order, shortest = bytes_of(None, math.inf), bytes_of(by_length, math.inf)
+    assert bytes_of(by_length, 0.0) == in_order
+    assert bytes_of(by_length, 1e9) == shortest
+    assert len({in_order, shortest, bytes_of(by_length, 0.05)}) == 3
+
+
+def test_who_ages_while_the_next_has_no_blocks_is_served_at_the_step_after(
+    make_cluster, make_workload, make_step_time
+):
+    """The next by key needs more blocks than are free, the oldest does not, and nothing ends."""
+    step_time = make_step_time(8, 1, 8, constant=1.0, prefill=(1.0, 0.0))
+    requests = make_cluster(
+        make_workload([0.0, 0.1, 0.2], [36, 4, 30], [28, 2, 2]), step_time=step_time, n_prefill=0,
+        n_blocks=16, block_size=4, queue_keys=np.array([0.0, 2.0, 1.0]), aging_s=5.0,
+        enable_prefix_caching=False,
+    ).run().requests  # fmt: skip
+    assert requests["prefill_start_s"][1] == 6.0  # 5.1 s, and to the end of the step
+    assert requests["prefill_start_s"][2] >= 27.0
+
+
+# -- residence ---------------------------------------------------------------------------------
+
+
+def test_residence_is_prompt_work_and_steps(make_step_time):
+    """A second a decode step; prompts of 1 ms a token in chunks of 100, each 10 ms."""
+    cost = make_step_time(4, 1, 8, constant=1.0, prefill=(0.01, 1e-3), max_tokens=100).cost
+    prompts, outputs = np.array([50, 250, 60]), np.array([3, 1, 9])
+    found = keys("oracle", prompts, output_len=outputs, step_times=cost)
+    np.testing.assert_allclose(found, [3 + 0.06, 1 + 0.28, 9 + 0.07])
+    # 50 and 60 are of one kind, whose outputs are 6 on average; 250 is alone.
+    found = keys("sjf_residence", prompts, output_len=outputs, step_times=cost)
+    np.testing.assert_allclose(found, [6 + 0.06, 1 + 0.28, 6 + 0.07])
 
 
 # -- a run -------------------------------------------------------------------------------------
@@ -213,7 +303,7 @@ def test_short_prompts_pay_less_where_prefill_is_the_bottleneck():
 
 
 def test_unknown_order():
-    message = r"queue_order: unknown policy 'lifo' \(allowed: fcfs, sjf, priority\)"
+    message = r"queue_order: unknown policy 'lifo' \(allowed: fcfs, sjf, .*priority\)"
     with pytest.raises(InputError, match=message):
         make_config({"queue_order": "lifo"})
 

@@ -48,6 +48,7 @@ class Worker:
         self.decoding, self.prefilling = [], []  # running: a token a step; contexts begun
         self.requests = set()  # those that it has not finished or handed over
         self.new, self.arrived, self.preempted, self.late = [], [], [], []
+        self.taken = 0
         self.joined = []  # decode for the first time in the next step
         self.step_end = -math.inf
         self.boundary_at = None
@@ -62,6 +63,8 @@ class Worker:
     def take(self, request):
         """Take a new request, or one whose KV cache has arrived."""
         self.requests.add(request)
+        if not request.kv_here:
+            request.queued_s = self.twin.now
         if self.pool.async_scheduling and self.running():
             self.late.append(request)  # the next step is scheduled already
         else:
@@ -73,8 +76,9 @@ class Worker:
             self.arrived.append(request)
             self.arrived.sort(key=lambda other: other.reserved)
         else:
+            self.taken += 1
+            request.ticket = self.taken
             self.new.append(request)
-            self.new.sort(key=lambda other: other.queue_key)  # equal ones stay as they came
 
     def queue_late(self):
         for request in self.late:
@@ -195,6 +199,7 @@ class Worker:
         while self.arrived and self.is_open():
             self.admit_arrived(self.arrived.pop(0))
         while not defers and (self.preempted or self.new) and self.is_open():
+            self.sort_new()
             queue, rule = self.preempted, self.admit_preempted
             both = self.preempted and self.new and self.twin.spec.preempt_by_key
             if not self.preempted or (both and place(self.new[0]) < place(self.preempted[0])):
@@ -202,6 +207,15 @@ class Worker:
             if not rule(queue[0]):
                 return  # nobody overtakes who is next
             queue.pop(0)
+
+    def sort_new(self):
+        """Sort who waits for the first time: by key, but the aged ones before, as they came."""
+
+        def order(request):
+            aged = self.twin.now - request.queued_s >= self.twin.spec.aging_s
+            return (0, 0.0, request.ticket) if aged else (1, request.queue_key, request.ticket)
+
+        self.new.sort(key=order)
 
     def admit_arrived(self, request):
         """Its KV cache is here but for the last prompt token, which is decoded."""

@@ -35,6 +35,8 @@ class Request:
     cached_tokens: int = -1
     decode_cached_tokens: int = -1
     queue_key: float = 0.0  #: the lowest is admitted first
+    queued_s: float = -1.0  #: came to the engine that it waits at
+    ticket: int = -1  #: its place among those that came to that engine
     reserved: int = -1  #: its place among those whose KV cache a decode worker fetches
     generated: int = 0
     outcome: str = ""
