@@ -28,8 +28,12 @@ DECISION_OF = {field: decision for decision, field in FIELDS.items()}
 BUILT_IN: dict[str, tuple[str, ...]] = {
     "decode": (
         "random", "round_robin", "jsq", "p2c", "domain", "eldr", "marginal_cost", "oracle",
+        "gimbal", "vllm_dp", "vllm_dp_kv",
     ),
-    "prefill": ("round_robin", "least_loaded", "prefix_hash", "saturation"),
+    "prefill": (
+        "round_robin", "least_loaded", "prefix_hash", "saturation", "gimbal", "vllm_dp",
+        "vllm_dp_kv",
+    ),
     "queue": ("fcfs", "sjf", "sjf_aging", "sjf_residence", "oracle", "priority"),
     "placement": ("linear", "eldr", "eplb", "grace", "affinity", "time_aware", "home"),
     "replica": (

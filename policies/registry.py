@@ -35,6 +35,14 @@ from eldr_sim.policies.decode import (
     RoundRobinPolicy,
 )
 from eldr_sim.policies.eldr import EldrPolicy
+from eldr_sim.policies.engine_balance import (
+    GimbalPolicy,
+    PrefillGimbalPolicy,
+    PrefillVllmDpKvPolicy,
+    PrefillVllmDpPolicy,
+    VllmDpKvPolicy,
+    VllmDpPolicy,
+)
 from eldr_sim.policies.eplb import EplbPlacement
 from eldr_sim.policies.grace import AffinityPlacement, GracePlacement
 from eldr_sim.policies.home import HomePlacement
@@ -100,10 +108,16 @@ _BUILT_IN = cast(
         EldrPolicy,
         MarginalCostPolicy,
         OraclePolicy,
+        GimbalPolicy,
+        VllmDpPolicy,
+        VllmDpKvPolicy,
         PrefillRoundRobinPolicy,
         LeastLoadedPolicy,
         PrefixHashPolicy,
         SaturationPolicy,
+        PrefillGimbalPolicy,
+        PrefillVllmDpPolicy,
+        PrefillVllmDpKvPolicy,
         FirstComeFirstServed,
         ShortestJobFirst,
         AgingShortestJobFirst,

@@ -135,18 +135,15 @@ class PolicyConfig(_Fields):
     prefill_policy: Annotated[str, _policy("prefill")] = "prefix_hash"
     """Prefill policy: which prefill worker gets a request when it arrives."""
     queue_order: Annotated[str, _policy("queue")] = "fcfs"
-    """Which waiting request an engine admits next: the first that came, the shortest prompt (with
-    ``sjf_aging`` first who has waited long), the shortest time in the batch, predicted or by an
-    oracle, or the lowest priority of a request log."""
+    """Which waiting request an engine admits next: the first, the shortest, or a request log's
+    lowest priority."""
     expert_placement: Annotated[str, _policy("placement")] = "linear"
     """Which GPU of a decode (or co-located) worker holds which experts under expert parallelism:
-    neighbours together; the load of ELDR's clusters (``eldr``) or of calibration requests
-    (``eplb``) spread evenly; or together what tokens choose together: GRACE-MoE's with copies,
-    equally many (``affinity``), by predicted time, or where their requests are at home."""
+    neighbours together, an even load or activation, or experts that tokens choose together."""
     replica_choice: Annotated[str, _policy("replica")] = "hash"
     """Which instance of an expert computes a token where there are redundant experts: vLLM's hash
-    of the token's position, an even split, one near the token, one drawn by the load of the GPUs
-    (GRACE-MoE's), or one that keeps the activated experts of the busiest GPU few (METRO)."""
+    of the token's position, or one that spares bytes, evens the load or keeps the activated experts
+    of the busiest GPU few."""
 
 
 class WorkloadConfig(_Fields):
@@ -304,6 +301,8 @@ class EngineConfig(_Fields):
     meanwhile (vLLM's option)."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use."""
+    num_gpu_blocks_override: int | None = Field(default=None, ge=1)
+    """KV blocks of an engine, however much memory there is (vLLM's option)."""
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Time of a step that no kernel accounts for, ms; the profile's figure when not given."""
     tables: PathText | None = None

@@ -238,6 +238,8 @@ def _kv_blocks(
     instances: int,
     activation_bytes: int = 0,
 ) -> int:
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
     return kv_blocks(
         model,
         gpu,

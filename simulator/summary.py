@@ -256,6 +256,11 @@ def summary_of(
         **summarise(record, config, model.n_moe_layers),
         "prefill_mfu": _prefill_mfu(config, prepared, record),
         **_workers(spec.decode),
+        **(
+            {}
+            if config.num_gpu_blocks_override is None
+            else {"num_gpu_blocks_override": config.num_gpu_blocks_override}
+        ),
         **_group(spec.decode, groups[0 if config.prefill_only else 1]),
         **_streaming(config, spec.prefill, record),
         **(

@@ -32,6 +32,14 @@ def run(**values):
     return simulate(make_config(GROUP | values))
 
 
+def test_an_override_of_kv_blocks_is_what_engines_have():
+    """Too few blocks for all: requests are preempted, and the result says how many there were."""
+    few = run(num_gpu_blocks_override=17, request_rate="inf", policy="gimbal:reading=prose")
+    assert few.summary["kv_blocks_per_worker"] == few.summary["num_gpu_blocks_override"] == 17
+    assert few.record.requests["preemptions"].sum() > 0
+    assert "num_gpu_blocks_override" not in run(num_requests=10).summary
+
+
 def test_routers_choose_engines_and_groups_step_together():
     result = run(warmup=0)
     summary, record = result.summary, result.record
@@ -222,7 +230,7 @@ def test_pools_may_have_groups_of_their_own(tmp_path):
     json.loads((tmp_path / "out" / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("policy", ["eldr", "round_robin", "marginal_cost"])
+@pytest.mark.parametrize("policy", ["eldr", "round_robin", "marginal_cost", "gimbal", "vllm_dp"])
 def test_policies_route_to_engines(policy):
     record = run(policy=policy, num_requests=30).record
     assert record.completed.all()
