@@ -35,7 +35,7 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "vllm_dp_kv",
     ),
     "queue": ("fcfs", "sjf", "sjf_aging", "sjf_residence", "oracle", "priority"),
-    "placement": ("linear", "eldr", "eplb", "grace", "affinity", "time_aware", "home"),
+    "placement": ("linear", "eldr", "eplb", "grace", "affinity", "time_aware", "home", "gimbal"),
     "replica": (
         "even", "hash", "source", "weighted", "local_first", "metro", "metro_sorted", "optimal",
         "time_aware",

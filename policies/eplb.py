@@ -60,7 +60,7 @@ class EplbPlacement:
         if own.load == "cluster":
             self._load = cluster_activation(context, "'eplb:load=cluster'")
         elif own.load != "none":
-            self._load = _load(context.require_calibration(self.name), own.load)
+            self._load = calibration_load(context.require_calibration(self.name), own.load)
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group; raises InputError as `balance`."""
@@ -164,8 +164,14 @@ def _check_shares(field: str, parts: int, whole: int, of: str) -> None:
         raise InputError(field, problem, f"a divisor of the {of}")
 
 
-def _load(calibration: CalibrationSet, tokens: Literal["decode", "prompt"]) -> Floats:
-    """Return the load of every expert, shape [layers, experts]."""
+def calibration_load(calibration: CalibrationSet, tokens: Literal["decode", "prompt"]) -> Floats:
+    """Return the load of every expert, shape [layers, experts].
+
+    Raises
+    ------
+    InputError
+        The prompts' is asked of a decode-only trace.
+    """
     if tokens == "decode":
         return np.asarray(calibration.decode_activation.mean(axis=0, dtype=np.float64))
     if calibration.counts is None:

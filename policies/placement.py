@@ -237,7 +237,7 @@ def cluster_activation(context: PolicyContext, placement: str) -> NDArray[np.flo
     return np.asarray(activation.reshape(shape).mean(axis=1))
 
 
-def greedy_placement(activation: NDArray[Any], n_ranks: int) -> Ints:
+def greedy_placement(activation: NDArray[Any], n_ranks: int, placed: Ints | None = None) -> Ints:
     """Return the rank of every expert under ELDR's placement (Sec. 5), layer by layer.
 
     The next most active expert goes to the rank with the least activation so far among those that
@@ -250,6 +250,9 @@ def greedy_placement(activation: NDArray[Any], n_ranks: int) -> Ints:
         Shape [..., E]: expected decode activation of every expert, finite and not negative.
     n_ranks
         Ranks to place on; must divide E.
+    placed
+        Shape [..., E]: the ranks of experts that are placed beforehand, which have room for them;
+        -1 for the others. None: all are to be placed.
 
     Returns
     -------
@@ -269,14 +272,18 @@ def greedy_placement(activation: NDArray[Any], n_ranks: int) -> Ints:
     order = np.argsort(-rows, axis=1, kind="stable")
     load = np.zeros((len(rows), n_ranks))
     held = np.zeros((len(rows), n_ranks), dtype=np.int64)
-    placed = np.empty(rows.shape, dtype=np.int64)
+    found = np.full(rows.shape, -1) if placed is None else placed.reshape(rows.shape).copy()
+    row, expert = np.nonzero(found >= 0)
+    np.add.at(load, (row, found[row, expert]), rows[row, expert])
+    np.add.at(held, (row, found[row, expert]), 1)
     every = np.arange(len(rows))
     for expert in order.T:
+        new = found[every, expert] < 0
         rank = np.argmin(np.where(held < room, np.round(load, 9), np.inf), axis=1)
-        placed[every, expert] = rank
-        load[every, rank] += rows[every, expert]
-        held[every, rank] += 1
-    return placed.reshape(weights.shape)
+        found[every, expert] = np.where(new, rank, found[every, expert])
+        load[every, rank] += np.where(new, rows[every, expert], 0.0)
+        held[every, rank] += new
+    return found.reshape(weights.shape)
 
 
 def _room(n_experts: int, n_ranks: int) -> int:

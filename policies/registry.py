@@ -44,6 +44,7 @@ from eldr_sim.policies.engine_balance import (
     VllmDpPolicy,
 )
 from eldr_sim.policies.eplb import EplbPlacement
+from eldr_sim.policies.gimbal import GimbalPlacement
 from eldr_sim.policies.grace import AffinityPlacement, GracePlacement
 from eldr_sim.policies.home import HomePlacement
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
@@ -131,6 +132,7 @@ _BUILT_IN = cast(
         AffinityPlacement,
         TimeAwarePlacement,
         HomePlacement,
+        GimbalPlacement,
         EvenSplit,
         HashedPosition,
         NearSource,

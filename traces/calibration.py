@@ -15,6 +15,7 @@ from eldr_sim.traces.coactivation import Tokens, coactivation
 from eldr_sim.traces.domains import resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import GateScores, PromptScore, of_kind, select
+from eldr_sim.traces.structure import transitions
 
 __all__ = ["CalibrationSet", "calibration_set", "check_fraction", "split_calibration"]
 
@@ -64,9 +65,20 @@ class CalibrationSet:
         InputError
             If no trace is known, or it does not record these tokens.
         """
+        return _coactivation(self, tokens, self._known_trace())
+
+    def transitions(self, tokens: Tokens = "all") -> NDArray[np.int64]:
+        """Return how many tokens chose each pair of neighbouring layers' experts.
+
+        Counted once; see :func:`~eldr_sim.traces.structure.transitions`; raises InputError as
+        `coactivation`.
+        """
+        return _transitions(self, tokens, self._known_trace())
+
+    def _known_trace(self) -> RoutingTrace:
         if self.trace is None:
             raise InputError("calibration", "no trace to count pairs of experts in", "a trace")
-        return _coactivation(self, tokens)
+        return self.trace
 
     def scores(self, kind: PromptScore) -> NDArray[Any]:
         """Return `counts`, or the summed gate scores ``prob`` or ``logit`` of the requests.
@@ -149,9 +161,19 @@ def calibration_set(
 
 
 @lru_cache(maxsize=8)
-def _coactivation(calibration: CalibrationSet, tokens: Tokens) -> NDArray[np.int64]:
-    assert calibration.trace is not None
-    found = coactivation(calibration.trace, calibration.requests, tokens)
+def _coactivation(
+    calibration: CalibrationSet, tokens: Tokens, trace: RoutingTrace
+) -> NDArray[np.int64]:
+    found = coactivation(trace, calibration.requests, tokens)
+    found.flags.writeable = False
+    return found
+
+
+@lru_cache(maxsize=8)
+def _transitions(
+    calibration: CalibrationSet, tokens: Tokens, trace: RoutingTrace
+) -> NDArray[np.int64]:
+    found = transitions(trace, calibration.requests, tokens)
     found.flags.writeable = False
     return found
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.jit import njit
+from eldr_sim.traces.coactivation import Tokens, token_rows
 from eldr_sim.traces.format import RoutingTrace
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "generated_rows",
     "nearest_neighbour_accuracy",
     "next_layer_entropy",
+    "transitions",
 ]
 
 _CHUNK_ROWS = 1 << 14
@@ -114,6 +116,33 @@ def next_layer_entropy(trace: RoutingTrace) -> list[NextLayer]:
                 conditional=(both - _entropy(share.sum(axis=2))).tolist(),
             )
         )
+    return found
+
+
+def transitions(
+    trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all"
+) -> NDArray[np.int64]:
+    """Count the tokens that chose expert i in a layer and expert j in the next one.
+
+    The recorded layers alone: a model of more layers replays them tile by tile, each tile with
+    other tokens, so that from the last layer of a tile to the first of the next no token goes on.
+
+    Parameters
+    ----------
+    trace
+        The routing trace.
+    requests, tokens
+        As of :func:`~eldr_sim.traces.coactivation.coactivation`.
+
+    Returns
+    -------
+    int64 ``[n_layers - 1, n_experts, n_experts]``.
+    """
+    found = np.zeros((max(0, trace.n_layers - 1), trace.n_experts, trace.n_experts), np.int64)
+    rows = token_rows(trace, requests, tokens)
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        ids = np.array(trace.experts[rows[start : start + _CHUNK_ROWS]])
+        _count_pairs(ids, trace.top_k, found)
     return found
 
 

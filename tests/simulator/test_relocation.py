@@ -351,6 +351,19 @@ def test_eplb_takes_a_run_from_the_linear_placement_to_a_balanced_one():
     assert imbalance(moved) < imbalance(linear)
 
 
+def test_gimbal_moves_what_is_new_on_a_gpu_and_without_relocations_nothing():
+    values = {"expert_placement": "gimbal", "num_redundant_experts": 0}
+    moved = run(**values, eplb_interval=20, eplb_window=2)
+    log = moved.record.relocations
+    assert len(log) >= 4
+    assert log["experts"].all()
+    assert (log["inside_bytes"] == log["experts"] * MODEL.bytes_per_expert).all()
+    static = run(**values)
+    never = run(**values, eplb_interval=10**6)
+    for name in ("requests", "decode_steps", "decode_group_steps"):
+        assert getattr(static.record, name).tobytes() == getattr(never.record, name).tobytes()
+
+
 def test_until_the_first_relocation_everything_is_as_without(tmp_path):
     for name, values in (
         ("plain", {}),
