@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
+from eldr_sim.traces.length_shapes import LengthShape
 
 #: The named workloads; any other is a file.
 WORKLOADS = ("task", "language", "trace")
@@ -152,6 +153,8 @@ class WorkloadConfig(_Fields):
     workload: PathText = "task"
     """``task``, ``language``, ``trace`` (domains and lengths of the routing trace's own requests),
     or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
+    length_shape: LengthShape | None = None
+    """Draw the requests of a file by prompt length, in one of Gimbal's five shapes, not its own."""
     domain_mix: dict[str, float] | None = None
     """Share of each domain of the routing trace among the requests; the workload's own when not
     given."""

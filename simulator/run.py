@@ -167,6 +167,7 @@ def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tupl
         drift_s=None if config.num_requests else window[1],
         trace_replay=config.trace_replay,
         prompts=config.prompts,
+        length_shape=config.length_shape,
     )
     arrivals = workload.arrival_s
     if not ((arrivals >= window[0]) & (arrivals < window[1])).any():

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.domains import NAMED_WORKLOADS, resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.length_shapes import LengthShape, shaped_log
 from eldr_sim.traces.prompts import Ranges, assign_blocks, chain_blocks, join_ranges
 from eldr_sim.traces.request_logs import RequestLog, read_request_log
 from eldr_sim.traces.streams import stream
@@ -126,6 +127,7 @@ def make_workload(
     drift_s: float | None = None,
     trace_replay: Literal["own", "same_domain"] = "own",
     prompts: Literal["unique", "shared"] = "unique",
+    length_shape: LengthShape | None = None,
 ) -> Workload:
     """Make a workload. The same arguments give the same bits on every machine.
 
@@ -172,6 +174,8 @@ def make_workload(
         ``unique``: every request of a named workload has a prompt of its own. ``shared``:
         requests that replay the same trace request have the same prompt, token by token. In a
         log, the blocks say so.
+    length_shape
+        Draw ``num_requests`` of a log by their prompt lengths, see `length_shapes`.
 
     Returns
     -------
@@ -195,6 +199,11 @@ def make_workload(
         name, request_rate, burstiness, horizon_s, num_requests, output_len, trace_replay, prompts
     )
     log = None if name in NAMED_WORKLOADS else _read_log(name)
+    if length_shape is not None:
+        if log is None or num_requests is None:
+            problem = "without a request log" if log is None else "without num_requests"
+            raise InputError("length_shape", problem, "a request log and num_requests")
+        log = shaped_log(log, length_shape, num_requests, seed)
     if log is None:
         rate = request_rate or math.nan
         arrival_s = draw_arrivals(rate, burstiness, horizon_s, num_requests, seed)
@@ -238,6 +247,7 @@ def make_workload(
         "seed": seed,
         "n_requests": n,
         "log_checksum": None if log is None else log.checksum,
+        **({} if length_shape is None else {"length_shape": length_shape}),
         "n_dropped_from_log": 0 if log is None else log.n_dropped,
         "last_arrival_s": float(arrival_s[-1]),
         "output_len": output_len,
