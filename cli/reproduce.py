@@ -75,16 +75,38 @@ def grace(**options: Any) -> None:
     _reproduce("GRACE-MoE", "grace_evaluation", **options)
 
 
+@reproduce.command()
+@_options
+@click.option(
+    "--log", metavar="FILE", help="Take lengths from a request log (BurstGPT, Azure, Mooncake)."
+)
+def gimbal(**options: Any) -> None:
+    """Gimbal: FIGURE is a number or a name such as sjf_sign; all of them where none is given.
+
+    Prints a line for each claim. With --out, each figure is a picture and a CSV.
+    """
+    _reproduce("Gimbal", "gimbal_evaluation", **options)
+
+
 def _reproduce(
-    paper: str, module: str, figure: tuple[str, ...], out: Path | None, force: bool, quick: bool
+    paper: str,
+    module: str,
+    figure: tuple[str, ...],
+    out: Path | None,
+    force: bool,
+    quick: bool,
+    **own: Any,
 ) -> None:
-    """Reproduce figures of a paper, whose module in `validation` says how."""
+    """Reproduce figures of a paper, whose module in `validation` says how.
+
+    ``own`` is what this paper's command can be told besides.
+    """
     check_out(out, force)
     evaluation = import_module(f"eldr_sim.validation.{module}")
     made: list[Reproduction] = []
     with progress_bar(paper) as update:
         runner = evaluation.make_runner(quick, update)
-        known = evaluation.figures(runner, quick)
+        known = evaluation.figures(runner, quick, **own)
         for name in choose(figure, known):
             start = time.perf_counter()
             made.append(known[name]())

@@ -117,7 +117,7 @@ class VllmDpPolicy:
         return engine
 
     def _score(self, workers: Workers) -> Floats:
-        return 4.0 * self._waiting + self._running
+        return np.asarray(4.0 * self._waiting + self._running, np.float64)
 
 
 class VllmDpKvPolicy(VllmDpPolicy):
@@ -139,7 +139,7 @@ class VllmDpKvPolicy(VllmDpPolicy):
     def _score(self, workers: Workers) -> Floats:
         known = np.maximum(workers.loads, self._waiting + self._running)
         pressure = np.maximum(0.0, workers.kv_usage - 0.5)
-        return np.asarray(known + 6.0 * self._waiting * pressure)
+        return np.asarray(known + 6.0 * self._waiting * pressure, np.float64)
 
 
 class PrefillGimbalPolicy(GimbalPolicy):

@@ -182,7 +182,7 @@ def residence_s(
             chunk = np.array([first]), np.array([min(longest, length - first)])
             parts = step_parts(cost, 0, 0.0, *chunk, 1, 1, all_experts, True)
             prompt[i] += total_s(parts)
-    return prompt[which.ravel()] + step * output_len
+    return np.asarray(prompt[which.ravel()] + step * output_len, np.float64)
 
 
 class PriorityOrder:

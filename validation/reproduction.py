@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs import Runs, Summary
+from eldr_sim.planning.runs import Runs, Search, Summary
 from eldr_sim.simulator.config import make_config
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,10 @@ class Runner:
     def run(self, cases: Sequence[dict[str, Any]]) -> list[Summary]:
         """Return the summary of each case (fields that override the base), in order."""
         return self._runs.summaries([make_config(self.base | case) for case in cases])
+
+    def search(self, search: Search[T]) -> T:
+        """Run a search to its end; its configurations are whole, without the base."""
+        return self._runs.together([search])[0]
 
 
 def percent(value: float, reference: float) -> float:

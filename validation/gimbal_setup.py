@@ -1,0 +1,210 @@
+"""Gimbal's evaluation: what it ran on, and what stands for it here.
+
+2 x A100-80GB, Qwen3-30B-A3B, vLLM 0.9.1 with two engines that share the experts over pplx, chunked
+prompts, no prefix cache (Sec. V-A). BurstGPT cannot be had here; lengths are a log's, if one is
+given, or drawn, lognormal and independent. Of prompts 97.6% are within 3,000 tokens, as the paper
+says of BurstGPT; their mean of 750 is assumed. Outputs have the median of the Azure conversation
+trace of 2023 (Patel et al., Splitwise, ISCA 2024) and its mean. The five shapes of prompt lengths
+are `traces.length_shapes`; arrivals are Poisson.
+
+Rates and times are relative. The paper sends 1.0, 1.2 and 1.4 requests/s, and its engines' p99 TTFT
+is 4.9 s at 1.4 (Sec. V-A.2); the kernels of our tables carry about ten times as much. So the knee
+of a shape is the rate at which `round_robin`'s p99 TTFT is a tenth of that, and a request ages in a
+tenth of the paper's 5 s. Thresholds in tokens and steps are the paper's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eldr_sim.planning.intervals import Interval, paired_percent
+from eldr_sim.planning.runs import Summary
+from eldr_sim.planning.search import highest_rate
+from eldr_sim.policies.signature import Ints
+from eldr_sim.simulator.config import RunConfig, make_config
+from eldr_sim.traces.length_shapes import LENGTH_SHAPES, LengthShape, draw_by_length
+from eldr_sim.traces.request_logs import read_request_log
+from eldr_sim.validation.reproduction import Claim, Runner
+
+#: Median and mean of prompts (97.6% within 3,000 tokens) and of outputs.
+PROMPTS, OUTPUTS = (495.0, 750.0), (129.0, 211.0)
+SHARES = (0.71, 0.86, 1.0)  # of the knee: 1.0, 1.2 and 1.4 requests/s of 1.4
+P99_TTFT_MS = 490.0
+TTFT, P99, TPOT, THROUGHPUT = (
+    "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "output_throughput",
+)  # fmt: skip
+_POOL = 20_000  # requests that lengths are drawn for
+
+FIELDS: dict[str, Any] = {
+    "topology": "1C",
+    "data_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "gpu": "A100-80GB",
+    "model": "Qwen3-30B-A3B",
+    "all2all_backend": "pplx",
+    "enable_prefix_caching": False,
+    "signal_interval_ms": 100.0,
+    "output_len": "recorded",
+}
+
+
+class System(NamedTuple):
+    """A balancer, a queue order and a placement."""
+
+    policy: str = "round_robin"
+    queue_order: str = "fcfs"
+    expert_placement: str = "linear"
+    eplb_interval: int | None = None
+
+    def fields(self, interval: int) -> dict[str, Any]:
+        """Return the fields of a run; tau is ``interval`` steps where experts move."""
+        values = self._asdict()
+        return values | {"eplb_interval": None if self.eplb_interval is None else interval}
+
+
+SJF, EDR = "sjf_aging:age=0.5", "gimbal"
+VLLM = System()
+#: The paper's systems, with Algorithm 1 as printed; ``prose`` is as its text has it.
+SYSTEMS = {
+    "vLLM": VLLM,
+    "DPLB": System(policy="gimbal"),
+    "DPLB, prose": System(policy="gimbal:reading=prose"),
+    "SJFS": System(queue_order=SJF),
+    "EDR": System(expert_placement=EDR, eplb_interval=1),
+    "Gimbal": System("gimbal", SJF, EDR, 1),
+    "Gimbal, prose": System("gimbal:reading=prose", SJF, EDR, 1),
+}
+
+
+class Scale(NamedTuple):
+    """How much is run."""
+
+    requests: int
+    seeds: int  #: of the main comparison
+    few: int  #: of the ablations and studies
+    interval: int  #: steps between relocations
+    shapes: tuple[LengthShape, ...] = LENGTH_SHAPES
+
+
+FULL, QUICK = Scale(120, 25, 3, 3000), Scale(60, 2, 2, 100, ("random", "two_end"))
+
+
+class Experiment:
+    """Runs of the paper's set-up on logs of their own.
+
+    Parameters
+    ----------
+    runner
+        Runs configurations.
+    scale
+        How much is run.
+    log
+        A request log whose lengths are taken; None draws them.
+    """
+
+    def __init__(self, runner: Runner, scale: Scale, log: str | None = None) -> None:
+        self.runner, self.scale = runner, scale
+        self._folder = TemporaryDirectory(prefix="eldr-sim-gimbal-")
+        self.folder = Path(self._folder.name)
+        self.lengths, self.source = _lengths(log)
+        self.base = FIELDS | {"num_requests": scale.requests}
+        self._knees: dict[tuple[str, str], float] = {}
+
+    def workload(self, shape: LengthShape, seed: int) -> str:
+        """Write the log of a seed: lengths in a shape, Poisson arrivals of rate 1; its path."""
+        path = self.folder / f"{shape}-{seed}.jsonl"
+        if not path.exists():
+            prompts, outputs = self.lengths
+            chosen = draw_by_length(prompts, shape, self.scale.requests, seed)
+            rng = np.random.default_rng([seed, 17])
+            chosen = rng.permutation(chosen)
+            write_log(path, prompts[chosen], outputs[chosen], rng)
+        return str(path)
+
+    def cases(
+        self, system: System, shape: LengthShape, share: float, seeds: int, **more: Any
+    ) -> list[dict[str, Any]]:
+        """Return a case a seed at a share of the knee that `knee` has found."""
+        rate = share * self.knee(shape, **more)
+        return [
+            self.base | system.fields(self.scale.interval) | more
+            | {"workload": self.workload(shape, seed), "request_rate": rate, "seed": seed}
+            for seed in range(seeds)
+        ]  # fmt: skip
+
+    def knee(self, shape: LengthShape, **more: Any) -> float:
+        """Return the highest rate at which round robin's p99 TTFT is in bounds, to 2%."""
+        key = shape, json.dumps(more, sort_keys=True)
+        if key not in self._knees:
+            case = self.base | VLLM._asdict() | more | {"workload": self.workload(shape, 0)}
+
+            def meets(rate: float) -> Any:
+                config: RunConfig = make_config(case | {"request_rate": rate, "seed": 0})
+                found = yield [config]
+                return found[0][P99] <= P99_TTFT_MS
+
+            search = highest_rate(8.0, 0.25, meets, tolerance=0.02, high=1000.0)
+            self._knees[key] = self.runner.search(search) or 0.25
+        return self._knees[key]
+
+    def run(self, groups: Mapping[Any, Sequence[dict[str, Any]]]) -> dict[Any, list[Summary]]:
+        """Run groups of cases side by side; summaries by group."""
+        found = iter(self.runner.run([case for cases in groups.values() for case in cases]))
+        return {name: [next(found) for _ in cases] for name, cases in groups.items()}
+
+
+def change(ours: Sequence[Summary], theirs: Sequence[Summary], metric: str) -> Interval:
+    """Return the paired change of a metric, %, with its 95% interval over seeds."""
+    return paired_percent([one[metric] for one in ours], [one[metric] for one in theirs])
+
+
+def mean(runs: Sequence[Summary], metric: str) -> float:
+    """Return the mean of a metric over seeds."""
+    return float(np.mean([run[metric] for run in runs]))
+
+
+def spelled(interval: Interval) -> str:
+    """Return an interval in words."""
+    return f"95% interval {interval.low:+.1f} to {interval.high:+.1f}"
+
+
+def paired_claim(
+    statement: str, low: float, high: float, found: Interval, reason: str = "", **more: Any
+) -> Claim:
+    """Return a claim about a paired change; its interval stands in the reason."""
+    why = f"{spelled(found)}; {reason}" if reason else spelled(found)
+    return Claim(statement, low, high, found.mean, reason=why, **more)
+
+
+def lognormal(rng: np.random.Generator, median: float, mean_: float, n: int) -> Ints:
+    """Draw whole numbers of a lognormal distribution, 1 or more."""
+    sigma = np.sqrt(2.0 * np.log(mean_ / median))
+    drawn = rng.lognormal(np.log(median), sigma, n)
+    return np.maximum(1, np.rint(drawn)).astype(np.int64)
+
+
+def write_log(path: Path, prompts: Ints, outputs: Ints, rng: np.random.Generator) -> None:
+    """Write requests that arrive at random, one a second on average."""
+    times = np.rint(1e3 * np.cumsum(rng.exponential(1.0, len(prompts)))).astype(int)
+    lines = [
+        json.dumps({"timestamp": t, "input_length": p, "output_length": o})
+        for t, p, o in zip(times.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
+    ]
+    path.write_text("\n".join(lines))
+
+
+def _lengths(log: str | None) -> tuple[tuple[Ints, Ints], str]:
+    """Return prompt and output lengths of many requests, and what they are."""
+    if log is not None:
+        known = read_request_log(log)
+        lengths = known.prompt_len.astype(np.int64), known.output_len.astype(np.int64)
+        return lengths, f"lengths of {known.path.name}"
+    rng = np.random.default_rng(0)
+    drawn = lognormal(rng, *PROMPTS, _POOL), lognormal(rng, *OUTPUTS, _POOL)
+    return drawn, "lognormal lengths"

@@ -1,0 +1,229 @@
+"""What Gimbal's figures leave open: the sign of SJF, old signals, lock step, all placements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from eldr_sim.planning.intervals import Interval, t_interval
+from eldr_sim.planning.runs import Summary
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.run import simulate
+from eldr_sim.validation.gimbal_setup import (
+    OUTPUTS,
+    PROMPTS,
+    TPOT,
+    TTFT,
+    VLLM,
+    Experiment,
+    change,
+    mean,
+    write_log,
+)
+from eldr_sim.validation.reproduction import Reproduction
+
+ORDERS = ("fcfs", "sjf", "sjf_aging:age=0.5", "sjf_residence", "oracle")
+_LOAD = 0.9
+_CORRELATIONS = (-0.8, 0.0, 0.8)
+#: What binds: fields of the engine, and by what outputs are divided.
+_BOUNDS: dict[str, tuple[dict[str, Any], float]] = {
+    "prefill": ({}, 26.0),
+    "seats": ({"max_num_seqs": 16}, 1.0),
+    "KV blocks": ({"num_gpu_blocks_override": 1250}, 1.0),
+}
+
+
+def sjf_sign(experiment: Experiment) -> Reproduction:
+    """Waits by queue order on one engine at a load of 0.9, by what binds and by correlation.
+
+    Prompts and outputs are lognormal with normal scores of the given correlation. The load is
+    against the throughput of requests that come at once. Ratios are to first come, first served;
+    the longest prompts are the top 5%.
+    """
+    n, seeds = 4 * experiment.scale.requests, experiment.scale.few
+    rows: list[dict[str, Any]] = []
+    for bound, (fields, divisor) in _BOUNDS.items():
+        for r in _CORRELATIONS:
+            base = {"topology": "1C", "gpu": "A100-80GB", "num_requests": n, **fields}
+            base |= {"enable_prefix_caching": False, "output_len": "recorded"}
+            waits: dict[str, list[tuple[float, ...]]] = {order: [] for order in ORDERS}
+            rate = 0.0
+            for seed in range(seeds):
+                path = experiment.folder / f"pairs-{bound}-{r}-{seed}.jsonl"
+                rng = np.random.default_rng([seed, 29])
+                scores = rng.multivariate_normal(np.zeros(2), [[1, r], [r, 1]], n)
+                prompts, outputs = (
+                    np.maximum(1, np.rint(median * np.exp(s * np.sqrt(2 * np.log(mean_ / median)))))
+                    for s, (median, mean_) in zip(
+                        scores.T, (PROMPTS, (OUTPUTS[0] / divisor, OUTPUTS[1] / divisor)),
+                        strict=True,
+                    )
+                )  # fmt: skip
+                write_log(path, prompts.astype(np.int64), outputs.astype(np.int64), rng)
+                case = base | {"workload": str(path), "seed": seed}
+                if seed == 0:
+                    full = simulate(make_config(case | {"request_rate": "inf"})).record
+                    # The last fifth is left out: its long outputs leave the batch half empty.
+                    rate = _LOAD * 0.8 * n / float(np.quantile(full.requests["finish_s"], 0.8))
+                for order in ORDERS:
+                    config = make_config(case | {"request_rate": rate, "queue_order": order})
+                    waits[order].append(_waits(simulate(config).record.requests))
+            for order in ORDERS[1:]:
+                ratio = np.array(waits[order]) / np.array(waits["fcfs"])
+                found = [t_interval(ratio[:, i].tolist()) for i in range(4)]
+                rows.append(
+                    {"bound": bound, "correlation": r, "order": order, "rate": rate}
+                    | {"fcfs_wait_ms": 1e3 * float(np.mean([w[0] for w in waits["fcfs"]]))}
+                    | {"wait": found[0].mean, "low": found[0].low, "high": found[0].high}
+                    | {"ttft": found[1].mean, "p99_ttft": found[2].mean}
+                    | {"longest_prompts_ttft": found[3].mean}
+                )
+
+    def draw(figure: Any) -> None:
+        for axes, order in zip(figure.subplots(1, len(ORDERS) - 1), ORDERS[1:], strict=True):
+            values = np.array([row["wait"] for row in rows if row["order"] == order])
+            grid = values.reshape(len(_BOUNDS), -1)
+            axes.imshow(grid, cmap="coolwarm", vmin=0.4, vmax=1.6)
+            for (i, j), value in np.ndenumerate(grid):
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7)
+            axes.set_xticks(range(len(_CORRELATIONS)), [f"{r:g}" for r in _CORRELATIONS])
+            axes.set_yticks(range(len(_BOUNDS)), list(_BOUNDS), fontsize=7)
+            axes.set_title(f"{order}: wait / fcfs", fontsize=8)
+
+    title = "Mean wait by queue order, by what binds and correlation of prompt and output"
+    return Reproduction("sjf_sign", title, pa.Table.from_pylist(rows), [], draw)
+
+
+def _waits(requests: Any) -> tuple[float, float, float, float]:
+    """Return mean wait, mean and p99 TTFT, and the mean TTFT of the longest prompts, s."""
+    wait = requests["prefill_start_s"] - requests["arrival_s"]
+    ttft = requests["first_token_s"] - requests["arrival_s"]
+    long = requests["prompt_len"] >= np.quantile(requests["prompt_len"], 0.95)
+    return (
+        max(float(wait.mean()), 1e-9),
+        float(ttft.mean()),
+        float(np.quantile(ttft, 0.99)),
+        float(ttft[long].mean()),
+    )
+
+
+#: Balancers, and whether they read what engines publish (else completions, as old).
+BALANCERS = (
+    "round_robin", "p2c", "vllm_dp", "vllm_dp_kv", "gimbal", "gimbal:reading=prose",
+    "gimbal:kv=0,kv_difference=0", "marginal_cost",
+)  # fmt: skip
+_AGES_MS = (0.0, 100.0, 1000.0)
+_PD: dict[str, Any] = {
+    "topology": "4P1D", "gpu": "A100-80GB", "all2all_backend": "pplx",
+    "enable_prefix_caching": False, "output_len": "recorded",
+    "decode": {"data_parallel_size": 4, "enable_expert_parallel": True},
+}  # fmt: skip
+_PD_RATE = 40.0
+
+
+def old_signals(experiment: Experiment) -> Reproduction:
+    """TPOT and lock-step tax by balancer and age of what it knows: 4 decode engines of a group.
+
+    Four prefill workers feed them, so that `marginal_cost` has signatures to read. The tax is the
+    engines' mean wait for the slowest one's own layers in a step.
+    """
+    seeds = experiment.scale.few
+    groups = {
+        (policy, age): [
+            _PD | {"policy": policy, "signal_interval_ms": age, "load_report_delay_ms": age}
+            | {"workload": experiment.workload("random", seed), "seed": seed}
+            | {"num_requests": experiment.scale.requests, "request_rate": _PD_RATE}
+            for seed in range(seeds)
+        ]
+        for policy in BALANCERS
+        for age in _AGES_MS
+    }  # fmt: skip
+    runs = experiment.run(groups)
+    rows = []
+    for (policy, age), own in runs.items():
+        fresh = change(own, runs[policy, 0.0], TPOT)
+        plain = change(own, runs["round_robin", age], TPOT)
+        rows.append(
+            {"policy": policy, "age_ms": age, TPOT: mean(own, TPOT)}
+            | {"p99_tpot_ms": mean(own, "p99_tpot_ms"), "idle_ms": _group(own, "mean_idle_ms")}
+            | {"step_ms": _group(own, "mean_step_ms")}
+            | _spread("against_fresh", fresh)
+            | _spread("against_round_robin", plain)
+        )
+
+    def draw(figure: Any) -> None:
+        for axes, key in zip(figure.subplots(1, 2), (TPOT, "idle_ms"), strict=True):
+            for policy in BALANCERS:
+                own = [row for row in rows if row["policy"] == policy]
+                axes.plot([r["age_ms"] for r in own], [r[key] for r in own], ".-", label=policy)
+            axes.set(xlabel="age of signals and completions, ms", ylabel=key, xscale="symlog")
+        figure.axes[1].legend(fontsize=6)
+
+    title = "Old signals and the lock-step tax by balancer, 4 decode engines"
+    return Reproduction("old_signals", title, pa.Table.from_pylist(rows), [], draw)
+
+
+#: Placements of one instance of every expert, and whether experts move.
+PLACEMENTS = (
+    ("linear", False), ("eplb", False), ("eplb", True), ("affinity", False),
+    ("grace:replication=none", False), ("gimbal:pairs=0", False), ("gimbal", False),
+    ("gimbal", True), ("gimbal:pairs=128", False),
+)  # fmt: skip
+_CLUSTERED = ("linear", "eldr", "eplb", "eplb:load=cluster", "affinity", "gimbal")
+
+
+def placements(experiment: Experiment) -> Reproduction:
+    """Return every placement at equal slots, with what relocation moves and stops."""
+    scale, groups = experiment.scale, dict[tuple[str, str, bool], list[dict[str, Any]]]()
+    for trace in ("reference-moe", "qwen3-30b-a3b"):
+        for word, moves in PLACEMENTS:
+            system = VLLM._replace(expert_placement=word, eplb_interval=1 if moves else None)
+            groups[trace, word, moves] = experiment.cases(
+                system, "random", 1.0, scale.few, trace=trace
+            )
+    for word in _CLUSTERED:
+        groups["reference-moe, 2P2D eldr", word, False] = [
+            _PD | {"topology": "2P2D", "policy": "eldr", "expert_placement": word, "seed": seed}
+            | {"decode": {"data_parallel_size": 2, "enable_expert_parallel": True}}
+            | {"workload": experiment.workload("random", seed), "request_rate": _PD_RATE}
+            | {"num_requests": scale.requests}
+            for seed in range(scale.few)
+        ]  # fmt: skip
+    runs = experiment.run(groups)
+    rows = []
+    for (where, word, moves), own in runs.items():
+        found = change(own, runs[where, "linear", False], TPOT)
+        rows.append(
+            {"trace": where, "placement": word, "tau": scale.interval if moves else None}
+            | {TPOT: mean(own, TPOT), TTFT: mean(own, TTFT)}
+            | _spread("tpot_%", found)
+            | {"moe_ms": _group(own, "mean_moe_ms"), "dispatch_ms": _group(own, "mean_dispatch_ms")}
+            | {"busiest_pairs": _group(own, "busiest_rank_pairs_over_mean")}
+            | {"relocations": mean(own, "relocations")}
+            | {"moved_gb": mean(own, "relocated_bytes") / 1e9}
+            | {"stall_ms": 1e3 * mean(own, "relocation_stall_s")}
+        )
+
+    def draw(figure: Any) -> None:
+        traces = list(dict.fromkeys(row["trace"] for row in rows))
+        for axes, trace in zip(figure.subplots(1, len(traces)), traces, strict=True):
+            own = [row for row in rows if row["trace"] == trace]
+            labels = [row["placement"] + (" (tau)" if row["tau"] else "") for row in own]
+            axes.barh(labels, [row["tpot_%"] for row in own])
+            axes.set_title(f"{trace}: TPOT against linear, %", fontsize=7)
+            axes.tick_params(labelsize=6)
+
+    title = "Placements at equal slots, and what relocation costs"
+    return Reproduction("placements", title, pa.Table.from_pylist(rows), [], draw)
+
+
+def _group(runs: list[Summary], key: str) -> float:
+    """Return the mean of a figure of groups over seeds."""
+    return float(np.mean([run["group"][key] for run in runs]))
+
+
+def _spread(name: str, found: Interval) -> dict[str, float]:
+    """Return a mean and its interval as columns."""
+    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
