@@ -15,7 +15,7 @@ from eldr_sim.cli.options import check_out
 from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.validation.live.campaign import Campaign, record_campaign
+from eldr_sim.validation.live.campaign import LOADS, SHORTEST_FIRST, Campaign, record_campaign
 from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import headline_table
 from eldr_sim.validation.live.servers import EngineOptions
@@ -217,6 +217,12 @@ def _cell(value: object) -> str:
     help="A decode engine that runs; a co-located one without --prefill-url.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--shortest-first",
+    is_flag=True,
+    help="Send every load again with the prompt's length as priority; engines then schedule by "
+    "priority, which is shortest job first. Engines that run already must be started so.",
+)
 def vllm(
     out: Path,
     report: Path | None,
@@ -230,6 +236,7 @@ def vllm(
     prompt_len: int,
     output_len: int,
     seed: int,
+    shortest_first: bool,
     **engine: Any,
 ) -> None:
     """Load a real vLLM, simulate the same requests again, and report the errors.
@@ -239,9 +246,11 @@ def vllm(
     """
     # Engines are sessions of their own: what stops this process must stop them, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    extra = ("--scheduling-policy", "priority") if shortest_first else ()
     campaign = Campaign(
         out,
-        EngineOptions(model or str(out / "model"), **engine),
+        EngineOptions(model or str(out / "model"), **engine, extra=extra),
+        loads=(*LOADS, *SHORTEST_FIRST) if shortest_first else LOADS,
         policies=policies,
         repeats=repeats,
         duration_s=duration,

@@ -234,7 +234,7 @@ def figure_10(
 def few_blocks(experiment: Experiment) -> Reproduction:
     """Return all systems again with so few KV blocks that Algorithm 1 acts as printed."""
     scale, more = experiment.scale, {"num_gpu_blocks_override": FEW_BLOCKS}
-    seeds = max(scale.few, 2)
+    seeds = scale.seeds
     systems = {
         **SYSTEMS,
         "vllm_dp": System(policy="vllm_dp"),

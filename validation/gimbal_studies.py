@@ -42,7 +42,7 @@ def sjf_sign(experiment: Experiment) -> Reproduction:
     against the throughput of requests that come at once. Ratios are to first come, first served;
     the longest prompts are the top 5%.
     """
-    n, seeds = 4 * experiment.scale.requests, experiment.scale.few
+    n, seeds = 4 * experiment.scale.requests, experiment.scale.seeds
     rows: list[dict[str, Any]] = []
     for bound, (fields, divisor) in _BOUNDS.items():
         for r in _CORRELATIONS:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ from eldr_sim.validation.live.setups import (
     started_setup,
 )
 
-__all__ = ["LOADS", "Campaign", "LoadShape", "record_campaign", "record_setup"]
+__all__ = ["LOADS", "SHORTEST_FIRST", "Campaign", "LoadShape", "record_campaign", "record_setup"]
 
 MODEL_NAME = "model"
 
@@ -76,19 +76,21 @@ class LoadShape:
     ----------
     share
         Share of the calibrated capacity; above 1 queues grow.
-    lengths, burstiness
+    lengths, burstiness, queue_order
         As in ``LoadInfo``.
     """
 
     share: float
     lengths: Literal["fixed", "recorded"]
     burstiness: float
+    queue_order: Literal["fcfs", "sjf"] = "fcfs"
 
     @property
     def name(self) -> str:
         """Name of the load."""
         arrivals = "Poisson" if self.burstiness == 1 else "bursty"
-        return f"{100 * self.share:.0f}%, {self.lengths} lengths, {arrivals}"
+        order = "" if self.queue_order == "fcfs" else f", {self.queue_order}"
+        return f"{100 * self.share:.0f}%, {self.lengths} lengths, {arrivals}{order}"
 
 
 #: From light load to overload. Set-ups with several decode engines, which compare policies, get the
@@ -99,6 +101,8 @@ LOADS = (
     LoadShape(0.8, "recorded", 0.3),
     LoadShape(1.2, "fixed", 1.0),
 )
+#: The same with the shortest waiting prompt first, for engines that schedule by priority.
+SHORTEST_FIRST = tuple(replace(shape, queue_order="sjf") for shape in LOADS)
 
 
 @dataclass(frozen=True)
@@ -401,6 +405,7 @@ def _load_info(campaign: Campaign, shape: LoadShape, capacity: float) -> LoadInf
         request_rate=round(rate, 4),
         burstiness=shape.burstiness,
         lengths=shape.lengths,
+        queue_order=shape.queue_order,
         num_requests=max(8, math.ceil(rate * campaign.duration_s)),
         seed=campaign.seed,
     )

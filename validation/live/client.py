@@ -198,6 +198,8 @@ def _body(request: LoadRequest, model: str, temperature: float) -> bytes:
     }
     if request.kv_transfer_params is not None:
         body["kv_transfer_params"] = request.kv_transfer_params
+    if request.priority is not None:
+        body["priority"] = request.priority
     return json.dumps(body, separators=(",", ":")).encode()
 
 

@@ -94,6 +94,9 @@ class LoadInfo(BaseModel):
     """Requests sent."""
     seed: int
     """Seed of arrivals, lengths and prompts."""
+    queue_order: Literal["fcfs", "sjf"] = "fcfs"
+    """Order of the engines' queues; with ``sjf`` each request's priority is its prompt's length,
+    and the engines schedule by priority."""
 
 
 class RunInfo(BaseModel):

@@ -48,6 +48,8 @@ class LoadRequest:
         Send time, seconds since the start of the run.
     kv_transfer_params
         Location of the prompt's KV cache on a prefill engine; None if it is not computed yet.
+    priority
+        Its priority, the lowest first; None gives none.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class LoadRequest:
     output_len: int
     send_s: float
     kv_transfer_params: dict[str, Any] | None = None
+    priority: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,14 @@ def make_load(
         name = names[int(domain[i])]
         tokens = stream(seed, f"live prompt:{i}").integers(*domains[name], size=int(prompt[i]))
         requests.append(
-            LoadRequest(f"{prefix}-{i}", name, tokens.tolist(), int(output[i]), float(arrival[i]))
+            LoadRequest(
+                f"{prefix}-{i}",
+                name,
+                tokens.tolist(),
+                int(output[i]),
+                float(arrival[i]),
+                priority=int(prompt[i]) if info.queue_order == "sjf" else None,
+            )
         )
     return Load(info, tuple(requests))
 

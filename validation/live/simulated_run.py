@@ -111,6 +111,7 @@ def simulate_run(
         (0.0, np.inf),
         time_limit_s=np.inf,
         prompts=prompt_rows(trace),
+        queue_keys=_queue_keys(run)[order],
     )
     record = cluster.run()
     _check_record(record)
@@ -147,9 +148,16 @@ def _cluster_spec(run: LiveRun, model: ModelDims, calibrated: EngineCalibration)
         max_concurrency=None,
         enable_prefix_caching=False,
         async_scheduling=False,
+        preempt_by_key=info.load.queue_order == "sjf",
         routing_s=0.0 if info.prefilled else calibration.handoff_s.base_s,
         routing_token_s=0.0 if info.prefilled else calibration.handoff_s.per_token_s,
     )
+
+
+def _queue_keys(run: LiveRun) -> NDArray[np.float64]:
+    """Return the requests' priorities, 0 where they were sent none."""
+    prompt_len = run.requests["prompt_len"].to_numpy().astype(np.float64)
+    return prompt_len if run.info.load.queue_order == "sjf" else np.zeros(len(prompt_len))
 
 
 def _workload(run: LiveRun, queued_s: NDArray[np.float64], order: NDArray[np.intp]) -> Workload:

@@ -126,7 +126,7 @@ def make_live_run(tmp_path_factory, live_calibration):
 
     def make(
         setup="1P1D", *, n=30, rate=100.0, seed=0, repeat=0, policy="round_robin", budget=48,
-        load="poisson", n_blocks=1000, artifact=None, prefilled=False,
+        load="poisson", n_blocks=1000, artifact=None, prefilled=False, queue_order="fcfs",
     ):  # fmt: skip
         rng = np.random.default_rng(seed)
         prompt, output = rng.integers(1, 60, n), rng.integers(1, 25, n)
@@ -159,7 +159,7 @@ def make_live_run(tmp_path_factory, live_calibration):
             repeat=repeat,
             load={
                 "name": load, "request_rate": rate, "burstiness": 1.0, "lengths": "recorded",
-                "num_requests": n, "seed": seed,
+                "num_requests": n, "seed": seed, "queue_order": queue_order,
             },
             engines=[
                 *({"name": f"prefill{i}", "role": "prefill"} | engine for i in range(n_prefill)),

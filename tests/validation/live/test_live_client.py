@@ -163,8 +163,9 @@ async def one_by_one(body, write):
         await asyncio.sleep(0.002)
 
 
-def test_every_request_is_sent_as_it_is_and_every_token_has_its_time(serve_app):
-    seen, made, shares = [], load(), []
+@pytest.mark.parametrize("order", ["fcfs", "sjf"])
+def test_every_request_is_sent_as_it_is_and_every_token_has_its_time(serve_app, order):
+    seen, made, shares = [], load(queue_order=order), []
     start = time.monotonic() + 0.1
     table = send_load(
         made,
@@ -185,6 +186,7 @@ def test_every_request_is_sent_as_it_is_and_every_token_has_its_time(serve_app):
         assert (body["model"], body["temperature"]) == ("tiny", 0.5)
         assert body["stream"] is True
         assert body["ignore_eos"] is True
+        assert body.get("priority") == (6 if order == "sjf" else None)
         assert (row["request_id"], row["domain"]) == (request.request_id, request.domain)
         assert (row["prompt_len"], row["output_len"]) == (6, 5)
         assert (row["prefilled_s"], row["routed_s"], row["engine"]) == (None, None, 0)

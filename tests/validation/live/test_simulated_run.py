@@ -91,6 +91,19 @@ def test_timestamps_read_back_from_the_recording_are_those_simulated(
         np.testing.assert_allclose(total, getattr(simulated, f"{of}_s"), atol=1e-12)
 
 
+def test_with_priorities_short_prompts_are_served_first(make_live_run):
+    """More requests than one engine serves: prompts begin rather by length than as they came."""
+    _, in_order = make_live_run("colocated", rate=400.0, n=60, seed=4)
+    run, shortest = make_live_run("colocated", rate=400.0, n=60, seed=4, queue_order="sjf")
+    prompt = run.requests["prompt_len"].to_numpy()
+
+    def correlation(replayed):
+        first = np.array([times[0] for times in replayed.timestamps.token_s])
+        return np.corrcoef(prompt[8:], first[8:])[0, 1]  # the first eight find places
+
+    assert correlation(shortest) > 0.7 > 0.4 > correlation(in_order)
+
+
 def test_one_request_takes_the_times_of_its_way(make_live_run, live_calibration):
     run, replayed = make_live_run("1P1D", n=3, rate=0.1)
     info, moments = live_calibration.info, replayed.timestamps
