@@ -119,14 +119,14 @@ def _by_rate(
     said = ", ".join(f"{part} {value:+.1f}" for part, value in alone.items())
     claims = [same_decisions(experiment)] if metric == TTFT else []
     claims += [
-        Claim(f"each part alone lowers {metric[5:9].upper()} at the knee: {part}", -20.0, 0.0,
+        Claim(f"each part alone lowers {metric[5:9].upper()} at the knee: {part}", -20.0, -0.5,
               alone[part], tolerance=0.0, reason=_WHY[part], stated=False)
         for part in parts
     ]  # fmt: skip
     claims += [
-        Claim("Gimbal as printed, mean over shapes at the knee", -20.0, 0.0, best["Gimbal"],
+        Claim("Gimbal as printed, mean over shapes at the knee", -20.0, -0.5, best["Gimbal"],
               tolerance=0.0, reason=said, stated=False),
-        Claim("Gimbal as its text has it, the same", -20.0, 0.0, best["Gimbal, prose"],
+        Claim("Gimbal as its text has it, the same", -20.0, -0.5, best["Gimbal, prose"],
               tolerance=0.0, reason=said, stated=False),
     ]  # fmt: skip
     if metric == TTFT:
