@@ -115,6 +115,9 @@ def _choices(name: str) -> tuple[str, ...]:
     """Return the words that a field may be, where these are all that it may be."""
     field = RunConfig.model_fields.get(name)
     annotation = None if field is None else field.annotation
+    if get_origin(annotation) is not Literal:  # or one that may be None
+        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+        annotation = kinds[0] if len(kinds) == 1 else None
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 

@@ -154,13 +154,7 @@ class WorkloadConfig(_Fields):
     """``task``, ``language``, ``trace`` (domains and lengths of the routing trace's own requests),
     or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
     length_shape: LengthShape | None = None
-    """Draw the requests of a file by prompt length, in one of Gimbal's five shapes, not its own."""
-    domain_mix: dict[str, float] | None = None
-    """Share of each domain of the routing trace among the requests; the workload's own when not
-    given."""
-    domain_mix_end: dict[str, float] | None = None
-    """Shares towards which the domain mix moves evenly until the measured window ends. What is
-    fitted on calibration requests knows the mix at the start alone."""
+    """Draw a file's requests by prompt length, in one of Gimbal's shapes."""
     request_rate: Rate | None = None
     """Mean requests per second; ``inf`` sends all at once. 60 when not given, the recorded
     timestamps for a file."""
@@ -173,8 +167,7 @@ class WorkloadConfig(_Fields):
     warmup: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Time before the measured window; 30, or 0 with ``num_requests``."""
     num_requests: int | None = Field(default=None, ge=1)
-    """Send this many requests instead of sending for a duration; all of them that arrive after the
-    warm-up are measured."""
+    """Send this many requests instead of sending for a duration."""
     output_len: Annotated[int, Field(ge=1)] | Literal["recorded"] | None = None
     """Output tokens of every request, ignoring end-of-sequence, or ``recorded``. 512 for the task
     and language workloads, ``recorded`` for ``trace`` and a file."""
@@ -185,9 +178,8 @@ class WorkloadConfig(_Fields):
     """Whose generated tokens a request replays: its own, or those of another request of its domain
     (then no two requests with equal signatures replay equal tokens)."""
     prompts: Literal["unique", "shared"] = "unique"
-    """Whether requests of the task and language workloads that replay the same trace request have
-    the same prompt (``shared``, so that prefix caches find it) or each has one of its own. A file
-    says itself which prompts share a prefix."""
+    """Whether requests that replay the same trace request have the same prompt (``shared``, so that
+    prefix caches find it) or each has one of its own. A file says itself which share a prefix."""
     seed: int = Field(default=0, ge=0)
     """Seed of every random stream."""
 
