@@ -172,8 +172,8 @@ class WorkloadConfig(_Fields):
     """Output tokens of every request, ignoring end-of-sequence, or ``recorded``. 512 for the task
     and language workloads, ``recorded`` for ``trace`` and a file."""
     trace: PathText | None = None
-    """Name of an embedded routing trace or a trace folder. When not given, requests are drawn for
-    the model and the workload's domains (docs/synthetic.md), once on a machine."""
+    """Name of an embedded routing trace or a trace folder; drawn for the model and the workload's
+    domains when not given (docs/synthetic.md)."""
     trace_replay: Literal["own", "same_domain"] = "own"
     """Whose generated tokens a request replays: its own, or those of another request of its domain
     (then no two requests with equal signatures replay equal tokens)."""
