@@ -88,6 +88,16 @@ def gimbal(**options: Any) -> None:
     _reproduce("Gimbal", "gimbal_evaluation", **options)
 
 
+@reproduce.command(name="moe-prefill")
+@_options
+def moe_prefill(**options: Any) -> None:
+    """MoE-Prefill: FIGURE is a number or a name such as table_1; all of them where none is given.
+
+    Prints a line for each claim. With --out, each figure is a picture and a CSV.
+    """
+    _reproduce("MoE-Prefill", "moe_prefill_evaluation", **options)
+
+
 def _reproduce(
     paper: str,
     module: str,

@@ -1,0 +1,25 @@
+"""MoE-Prefill's evaluation: all its figures by name, and what they leave open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from eldr_sim.validation import moe_prefill_results as results
+from eldr_sim.validation.moe_prefill_setup import Workloads
+from eldr_sim.validation.reproduction import Reproduction, Runner
+
+
+def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]]:
+    """Return the functions that reproduce each figure, in the order of the paper."""
+    logs, sizes = Workloads(), results.Sizes(quick)
+    return {
+        "figure_9": lambda: results.figure_9(runner, logs, sizes),
+        "figure_10": lambda: results.figure_10(runner, logs, sizes),
+        "figure_11": lambda: results.figure_11(runner, logs, sizes),
+        "figure_12": lambda: results.figure_12(runner, logs, sizes),
+    }
+
+
+def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
+    """Return the runner of the evaluation; ``quick`` is a matter of sizes."""
+    return Runner({}, progress=progress)

@@ -1,0 +1,259 @@
+"""Prefill steps of each parallel strategy in closed form, through the same tables as the engine's.
+
+Every GPU of ``dp`` strategies computes so many tokens a step, the GPUs of others so many together;
+routing is uniform, prompts are of one length, and steps follow each other without a pause. This
+prices what queues and recorded routing leave out, finds the token budgets that a baseline is run
+with, and draws the map of the fastest strategy. One layer of AsyncEP takes the longest of its
+computation, its gather and its copy from the host (``weight_streaming``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.all_to_all import build_all_to_all
+from eldr_sim.kernel_profiles.flops import mfu, peak_flops, prefill_flops
+from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Backend, Parallelism
+from eldr_sim.kernel_profiles.pipeline import plan_pipeline
+from eldr_sim.kernel_profiles.step_cost import StepParts, rank_moe_s
+from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.kernel_profiles.weight_streaming import plan_stream
+
+Kind = Literal["async_ep", "dp_ep", "tp_ep", "tp_tp", "pp_pp"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+BACKENDS: tuple[Backend, ...] = ("nccl_alltoall", "deepep_ht", "allgather_reducescatter")
+BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
+"""Token budgets that every strategy may choose from."""
+
+_MOST_SEQS = 2048  # prompts of a step
+_LONGEST = 131_200  # tokens of a prompt
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How so many GPUs of a node share a model's prompts.
+
+    Attributes
+    ----------
+    kind
+        Of attention, then of the experts.
+    backend
+        Of ``dp_ep``: how tokens reach their experts.
+    window, interference
+        Of ``async_ep``: layers on the GPU beside the first (0: all), and the time that a layer
+        loses for each second of a gather beside it.
+    links
+        Speed of everything between GPUs over what the tables say.
+    """
+
+    kind: Kind
+    backend: Backend = "nccl_alltoall"
+    window: int = 0
+    interference: float = 0.0
+    links: float = 1.0
+
+    def fields(self, n_gpus: int) -> dict[str, Any]:
+        """Return the fields of a run with one prefill worker of ``n_gpus`` GPUs."""
+        fields: dict[str, Any] = {"topology": "1P"}
+        match self.kind:
+            case "async_ep":
+                if n_gpus > 1:
+                    fields |= {"data_parallel_size": n_gpus, "enable_expert_parallel": True,
+                               "expert_gather": "one_sided"}  # fmt: skip
+                if self.window:
+                    fields["offload_window"] = self.window
+                if self.interference:
+                    fields["gather_interference"] = self.interference
+            case "dp_ep":
+                fields |= {"data_parallel_size": n_gpus, "enable_expert_parallel": True,
+                           "all2all_backend": self.backend}  # fmt: skip
+            case "tp_ep" | "tp_tp":
+                fields |= {"tensor_parallel_size": n_gpus,
+                           "enable_expert_parallel": self.kind == "tp_ep"}  # fmt: skip
+            case "pp_pp":
+                fields["pipeline_parallel_size"] = n_gpus
+        return fields
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        if self.kind == "async_ep":
+            return "AsyncEP" if not self.window else f"AsyncEP, window {self.window}"
+        name = self.kind.upper().replace("_", "+")
+        return f"{name}, {self.backend}" if self.kind == "dp_ep" else name
+
+
+@lru_cache(maxsize=32)
+def _times(model: str, gpu: GPU, parallelism: Parallelism) -> StepTimeModel:
+    return build_step_time_model(
+        load_model(model), gpu, max_num_seqs=_MOST_SEQS, max_model_len=_LONGEST,
+        max_num_batched_tokens=131_072, parallelism=parallelism,
+    )  # fmt: skip
+
+
+def chunks_of(budget: int, context: int) -> list[list[tuple[int, int]]]:
+    """Return the steps that compute whole prompts of one length in a row, (first, tokens) each.
+
+    Short prompts fill a step as often as they fit; a long one takes several.
+    """
+    if context <= budget:
+        return [[(0, context)] * min(budget // context, _MOST_SEQS)]
+    return [
+        [(first, min(budget, context - first))] for first in range(0, context, budget)
+    ]  # fmt: skip
+
+
+def _resident(parts: StepParts, links: float) -> float:
+    return parts.attention + parts.dense + parts.collectives / links + parts.moe
+
+
+def step_s(
+    strategy: Strategy, model: str, gpu: str | GPU, n_gpus: int, chunks: list[tuple[int, int]]
+) -> float:
+    """Return how long a step keeps the GPUs, s: of these chunks on every engine.
+
+    ``async_ep`` and ``dp_ep`` have an engine on each GPU, the others one in all. In a pipeline the
+    slowest stage counts, the others being busy with other steps.
+
+    Raises
+    ------
+    InputError
+        If the GPUs cannot share the model so.
+    """
+    dims, part = load_model(model), gpu if isinstance(gpu, GPU) else load_gpu(gpu)
+    tokens = sum(count for _, count in chunks)
+    sharded = strategy.kind in ("tp_ep", "tp_tp")
+    parallelism = SINGLE_GPU
+    if sharded:
+        parallelism = Parallelism(n_gpus, strategy.kind == "tp_ep")
+    elif strategy.kind == "dp_ep":
+        parallelism = Parallelism(1, True, n_gpus)
+    parallelism.check(dims)
+    times = _times(model, part, parallelism)
+    if strategy.kind == "dp_ep":
+        return _dispatched_s(strategy, times, n_gpus, chunks, tokens)
+    parts = times.parts(chunks=chunks)
+    layer_s = _resident(parts, strategy.links) / dims.n_moe_layers
+    if strategy.kind == "async_ep":
+        stream = plan_stream(
+            dims, part, n_gpus, offload_window=strategy.window or None,
+            interference=strategy.interference,
+        ).stream  # fmt: skip
+        gather_s = stream.gather_s / strategy.links
+        computes = layer_s + stream.interference * min(layer_s, gather_s)
+        # A window is full when a step ends, so that copies go on into the next.
+        waits = max(computes, gather_s, stream.host_s)
+        return parts.host + computes + (dims.n_moe_layers - 1) * waits + parts.head
+    if strategy.kind == "pp_pp":
+        shares = plan_pipeline(dims, part, n_gpus).shares
+        whole = _resident(parts, strategy.links)
+        return max(parts.host + whole * shares[0], max(shares) * whole, whole * shares[-1])
+    return parts.host + _resident(parts, strategy.links) + parts.head
+
+
+def _dispatched_s(
+    strategy: Strategy,
+    times: StepTimeModel,
+    n_gpus: int,
+    chunks: list[tuple[int, int]],
+    tokens: int,
+) -> float:
+    """Return a step of engines that dispatch their tokens to evenly loaded experts, s."""
+    dims, part = times.model, times.gpu
+    experts = dims.n_experts // n_gpus
+    resident = times.parts(chunks=chunks)
+    routed = build_all_to_all(dims, part, strategy.backend, n_gpus)
+    inside, between = (tokens * copies for copies in routed.uniform_copies(dims))
+    pairs = tokens * dims.top_k
+    activated = experts * (1 - (1 - dims.top_k / dims.n_experts) ** (tokens * n_gpus))
+    moe = rank_moe_s(times.rank_moe(experts, pairs), pairs, activated, True)
+    sends = routed.dispatch_s(inside, between) + routed.combine_s(inside, between)
+    others = resident.attention + resident.dense + resident.collectives
+    return (
+        resident.host + others + dims.n_moe_layers * (moe + sends / strategy.links) + resident.head
+    )
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Prompts of one length, as fast as a strategy computes them.
+
+    Attributes
+    ----------
+    tokens_per_s
+        Of all GPUs.
+    mfu
+        Share of their peak.
+    """
+
+    budget: int
+    tokens_per_s: float
+    mfu: float
+
+
+def rate(
+    strategy: Strategy, model: str, gpu: str | GPU, n_gpus: int, budget: int, context: int
+) -> Rate:
+    """Return how fast prompts of one length are computed with a token budget.
+
+    Raises
+    ------
+    InputError
+        As :func:`step_s`.
+    """
+    dims, part = load_model(model), gpu if isinstance(gpu, GPU) else load_gpu(gpu)
+    steps = chunks_of(budget, context)
+    engines = n_gpus if strategy.kind in ("async_ep", "dp_ep") else 1
+    seconds = sum(step_s(strategy, model, part, n_gpus, chunks) for chunks in steps)
+    tokens = engines * sum(count for chunks in steps for _, count in chunks)
+    flops = engines * sum(prefill_flops(dims, n, first) for chunks in steps for first, n in chunks)
+    share = mfu(flops, seconds, n_gpus * peak_flops(dims, part))
+    return Rate(budget, tokens / seconds, share)
+
+
+def best(strategy: Strategy, model: str, gpu: str | GPU, n_gpus: int, context: int) -> Rate:
+    """Return the rate at the budget of :data:`BUDGETS` that is fastest.
+
+    Raises
+    ------
+    InputError
+        As :func:`step_s`.
+    """
+    rates = [rate(strategy, model, gpu, n_gpus, budget, context) for budget in BUDGETS]
+    return max(rates, key=lambda one: one.tokens_per_s)
+
+
+def best_backend(model: str, gpu: str | GPU, n_gpus: int, context: int) -> tuple[Strategy, Rate]:
+    """Return ``dp_ep`` with the backend and the budget that are fastest."""
+    made = [
+        (strategy, best(strategy, model, gpu, n_gpus, context))
+        for strategy in (Strategy("dp_ep", backend) for backend in BACKENDS)
+    ]
+    return max(made, key=lambda one: one[1].tokens_per_s)
+
+
+def each_rate(
+    model: str, gpu: str, n_gpus: int, tokens: int, links: float = 1.0, context: int = 512
+) -> dict[str, float]:
+    """Return the tokens a second of each strategy with ``tokens`` a GPU and step.
+
+    Where one engine has several GPUs its step holds ``tokens`` for each of them, but for a
+    pipeline, whose stages have steps of ``tokens`` each. A strategy that cannot share the model is
+    left out.
+    """
+    found: dict[str, float] = {}
+    for kind in KINDS:
+        for backend in BACKENDS if kind == "dp_ep" else BACKENDS[:1]:
+            strategy = Strategy(kind, backend, links=links)
+            budget = tokens * n_gpus if kind in ("tp_ep", "tp_tp") else tokens
+            try:
+                made = rate(strategy, model, gpu, n_gpus, budget, min(context, tokens))
+            except InputError:
+                continue
+            found[kind] = max(found.get(kind, 0.0), made.tokens_per_s)
+    return found
