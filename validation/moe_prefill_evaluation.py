@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from eldr_sim.validation import moe_prefill_results as results
+from eldr_sim.validation import moe_prefill_studies as studies
+from eldr_sim.validation import moe_prefill_tables as tables
 from eldr_sim.validation.moe_prefill_setup import Workloads
 from eldr_sim.validation.reproduction import Reproduction, Runner
 
@@ -13,10 +15,18 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
     """Return the functions that reproduce each figure, in the order of the paper."""
     logs, sizes = Workloads(), results.Sizes(quick)
     return {
+        "table_1": tables.table_1,
+        "figure_3": tables.figure_3,
+        "figure_4": tables.figure_4,
         "figure_9": lambda: results.figure_9(runner, logs, sizes),
         "figure_10": lambda: results.figure_10(runner, logs, sizes),
         "figure_11": lambda: results.figure_11(runner, logs, sizes),
         "figure_12": lambda: results.figure_12(runner, logs, sizes),
+        "thresholds": lambda: studies.thresholds(runner, logs, sizes),
+        "gathers": lambda: studies.gathers(runner, logs, sizes),
+        "map": studies.strategy_map,
+        "needed": studies.needed,
+        "pools": lambda: studies.pools(runner, logs, quick),
     }
 
 

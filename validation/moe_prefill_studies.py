@@ -1,0 +1,256 @@
+"""What MoE-Prefill's evaluation leaves open: thresholds, gathers, the map of strategies, pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.traces.bitsets import count_rows
+from eldr_sim.traces.format import open_trace
+from eldr_sim.validation.moe_prefill_results import Sizes, mean_and_interval
+from eldr_sim.validation.moe_prefill_setup import COMMON, H100_FP8, MFU, THROUGHPUT, Workloads
+from eldr_sim.validation.moe_prefill_steps import Strategy, each_rate
+from eldr_sim.validation.reproduction import Reproduction, Runner
+
+_ASYNC = Strategy("async_ep").fields(8)
+
+
+def _plain(name: str, title: str, rows: Sequence[dict[str, Any]], draw: Callable[[Any], None]
+           ) -> Reproduction:  # fmt: skip
+    """Return a study: a table without claims."""
+    return Reproduction(name, title, pa.Table.from_pylist(list(rows)), [], draw)
+
+
+def _bars(rows: Sequence[dict[str, Any]], label: Callable[[dict[str, Any]], str], value: str
+          ) -> Callable[[Any], None]:  # fmt: skip
+    def draw(figure: Any) -> None:
+        ax = figure.subplots()
+        ax.barh([label(row) for row in rows], [row[value] for row in rows])
+        ax.tick_params(labelsize=5)
+        ax.set_xlabel(value)
+
+    return draw
+
+
+def thresholds(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
+    """Eq. 1 and Eq. 3, their margins, and load in FLOPs or tokens, on 8 H100 in FP8."""
+    keys = [
+        (budget, equation, margin, unit)
+        for budget in (8192, 65_536)
+        for equation in ("eq1", "eq3")
+        for margin in (0.1, 1.0, 3.0)
+        for unit in ("flops", "tokens")
+    ]
+    names = [f"saturation:threshold={e},margin={m:g},unit={u}" for _, e, m, u in keys]
+    others = [(b, name) for b in (8192, 65_536) for name in ("prefix_hash", "least_loaded")]
+    every = [(key[0], name) for key, name in zip(keys, names, strict=True)] + others
+    cases = [
+        COMMON | H100_FP8.fields | _ASYNC | logs.real(sizes.tuning_scale, 1.0, seed)
+        | {"max_num_batched_tokens": budget, "prefill_policy": name}
+        for budget, name in every for seed in sizes.seeds
+    ]  # fmt: skip
+    made = runner.run(cases)
+    n = len(sizes.seeds)
+    rows = []
+    for i, (budget, name) in enumerate(every):
+        mine = made[i * n : (i + 1) * n]
+        mean, half = mean_and_interval([s[THROUGHPUT] for s in mine])
+        rows.append(
+            {
+                "budget": budget,
+                "router": name.replace("saturation:threshold=", ""),
+                "tokens_per_s": mean,
+                "interval": half,
+                "mfu_%": 100 * float(np.mean([s[MFU] for s in mine])),
+                "cached_share_%": 100 * float(np.mean(
+                    [s["prefix_cache_hits"] / s["total_input_tokens"] for s in mine])),
+                "wait_share_%": 100 * float(np.mean(
+                    [s["weight_streaming"]["wait_share"] for s in mine])),
+            }
+        )  # fmt: skip
+    return _plain(
+        "thresholds", "saturation by Eq. 1 or 3, margin and unit; 8 H100 FP8", rows,
+        _bars(rows, lambda r: f"{r['budget']} {r['router']}", "tokens_per_s"),
+    )  # fmt: skip
+
+
+def gathers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
+    """Collective and one-sided gathers, by load and skew; and what interference costs."""
+    tokens = sizes.regime_tokens // 5
+    full = logs.regime("medium", tokens)
+    mixed = logs.real(sizes.tuning_scale, 0.0)
+    few = logs.real(sizes.tuning_scale / 5, 0.0)
+    kinds = {
+        "8K prompts, all at once": full,
+        "Table 2, all at once": mixed,
+        **{f"Table 2, {r:g} requests/s": few | {"request_rate": r} for r in (10.0, 40.0, 160.0)},
+    }
+    keys = [
+        (what, budget, gather, interference)
+        for what in kinds for budget in (8192, 32_768)
+        for gather, interference in (("one_sided", 0.0), ("collective", 0.0),
+                                     ("one_sided", 0.1), ("one_sided", 0.25), ("one_sided", 0.5))
+        if not interference or what.endswith("once")
+    ]  # fmt: skip
+    made = runner.run([
+        COMMON | H100_FP8.fields | _ASYNC | kinds[what]
+        | {"max_num_batched_tokens": budget, "expert_gather": gather,
+           "gather_interference": interference}
+        for what, budget, gather, interference in keys
+    ])  # fmt: skip
+    rows = [
+        {
+            "requests": what,
+            "budget": budget,
+            "gather": gather,
+            "interference": interference,
+            "tokens_per_s": summary[THROUGHPUT],
+            "mean_ttft_ms": summary["mean_ttft_ms"],
+            "p99_ttft_ms": summary["p99_ttft_ms"],
+            "wait_share_%": 100 * summary["weight_streaming"]["wait_share"],
+        }
+        for (what, budget, gather, interference), summary in zip(keys, made, strict=True)
+    ]
+    return _plain(
+        "gathers", "collective against one-sided gathers, interference; 8 H100 FP8", rows,
+        _bars(rows, lambda r: f"{r['requests']} {r['budget']} {r['gather']} {r['interference']}",
+              "tokens_per_s"),
+    )  # fmt: skip
+
+
+_MAP_TOKENS = (512, 2048, 8192, 16_384, 32_768)
+_MAP_LINKS = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+def strategy_map() -> Reproduction:
+    """Return the fastest strategy by tokens a step, links, GPUs and precision, in closed form."""
+    rows = []
+    for model in ("Qwen3-235B-A22B", "Qwen3-235B-A22B-FP8"):
+        for gpu in ("A100", "H100") if model == "Qwen3-235B-A22B" else ("H100", "H200"):
+            for n_gpus in (4, 8):
+                for links in _MAP_LINKS:
+                    for tokens in _MAP_TOKENS:
+                        rates = each_rate(model, gpu, n_gpus, tokens, links)
+                        ranked = sorted(rates, key=lambda kind: -rates[kind])
+                        rows.append(
+                            {
+                                "model": model,
+                                "gpu": gpu,
+                                "gpus": n_gpus,
+                                "links": links,
+                                "tokens": tokens,
+                                "fastest": ranked[0],
+                                "over_second_%": 100 * (rates[ranked[0]] / rates[ranked[1]] - 1),
+                                "second": ranked[1],
+                                **{kind: rates.get(kind) for kind in
+                                   ("async_ep", "dp_ep", "tp_ep", "tp_tp", "pp_pp")},
+                            }
+                        )  # fmt: skip
+
+    def draw(figure: Any) -> None:
+        kinds = ["async_ep", "dp_ep", "tp_ep", "tp_tp", "pp_pp"]
+        axes = figure.subplots(1, 4, sharey=True)
+        mine = [r for r in rows if r["gpus"] == 8]
+        for ax, (model, gpu) in zip(
+            axes, dict.fromkeys((r["model"], r["gpu"]) for r in mine), strict=True
+        ):
+            grid = [
+                [next(kinds.index(r["fastest"]) for r in mine if (r["model"], r["gpu"], r["links"],
+                 r["tokens"]) == (model, gpu, links, tokens)) for tokens in _MAP_TOKENS]
+                for links in _MAP_LINKS
+            ]  # fmt: skip
+            ax.imshow(grid, vmin=0, vmax=4, cmap="tab10", aspect="auto")
+            for y, line in enumerate(grid):
+                for x, kind in enumerate(line):
+                    ax.text(x, y, kinds[kind], ha="center", fontsize=5)
+            ax.set_xticks(range(len(_MAP_TOKENS)), _MAP_TOKENS, fontsize=5)
+            ax.set_yticks(range(len(_MAP_LINKS)), _MAP_LINKS)
+            ax.set_title(f"{gpu} {model[10:]}", fontsize=6)
+        axes[0].set_ylabel("links over NVLink's")
+
+    return _plain("map", "fastest strategy by tokens a step and links, closed form", rows, draw)
+
+
+def needed() -> Reproduction:
+    """Experts that a step of few tokens needs, and what resident ones would save: an analysis.
+
+    Bytes are shares of gathering all experts of a layer; no engine gathers a part here.
+    """
+    rows: list[dict[str, Any]] = []
+    rng = np.random.default_rng(0)
+    dims = load_model(H100_FP8.model)
+    for name in ("reference-moe", "qwen3-30b-a3b"):
+        trace = open_trace(name)
+        first, n = trace.recorded_rows(np.arange(trace.n_requests))
+        owner = np.concatenate([np.full(k, d) for d, k in zip(trace.domain, n, strict=True)])
+        at = np.concatenate([np.arange(f, f + k) for f, k in zip(first, n, strict=True)])
+        counts = count_rows(trace.bits[at], trace.n_experts)
+        load = np.sort(counts / counts.sum(axis=1, keepdims=True), axis=1)[:, ::-1]
+        for tokens in (256, 512, 1024, 2048, 4096):
+            for mix in ("one domain", "all domains"):
+                shares = []
+                for domain in range(len(trace.domains)):
+                    rows_of = at[owner == domain] if mix == "one domain" else at
+                    if len(rows_of) < tokens:
+                        continue
+                    # Tokens of a prompt follow each other: whole stretches, not single tokens.
+                    start = int(rng.integers(len(rows_of) - tokens + 1))
+                    batch = rows_of[start : start + tokens]
+                    if mix == "all domains":
+                        batch = rng.choice(rows_of, tokens, replace=False)
+                    used = count_rows(trace.bits[batch], trace.n_experts) > 0
+                    shares.append(used.mean())
+                if shares:
+                    rows.append({"trace": name, "what": f"needed, {mix}", "tokens": tokens,
+                                 "bytes_saved_%": 100 * (1 - float(np.mean(shares)))})  # fmt: skip
+        for hot in (8, 16, 32):
+            rows.append(
+                {"trace": name, "what": f"{hot} hot experts resident", "tokens": None,
+                 "bytes_saved_%": 100 * hot / trace.n_experts,
+                 "load_share_%": 100 * float(load[:, :hot].sum(axis=1).mean()),
+                 "GB_a_GPU": (dims.n_moe_layers - 1) * dims.bytes_per_expert * hot / 1e9}
+            )  # fmt: skip
+    table = [{"tokens": None, "load_share_%": None, "GB_a_GPU": None} | row for row in rows]
+    return _plain(
+        "needed", "experts a small step needs, experts kept resident (analysis)", table,
+        _bars(table, lambda r: f"{r['trace']} {r['what']} {r['tokens']}", "bytes_saved_%"),
+    )  # fmt: skip
+
+
+def pools(runner: Runner, logs: Workloads, quick: bool) -> Reproduction:
+    """A prefill pool of AsyncEP or DP+EP before two decode workers of 8 GPUs: TTFT by rate."""
+    requests = logs.regime("short", (100 if quick else 300) * 1024)
+    shape = {"data_parallel_size": 8, "enable_expert_parallel": True}
+    prefill = {
+        "DP+EP": {"all2all_backend": "deepep_ht", "prefill_policy": "least_loaded"},
+        "AsyncEP": {"expert_gather": "one_sided", "prefill_policy": "least_loaded"},
+        "AsyncEP, saturation": {"expert_gather": "one_sided", "prefill_policy": "saturation"},
+    }
+    rates = (20.0, 100.0) if quick else (10.0, 40.0, 70.0, 100.0)
+    keys = [(name, policy, r) for name in prefill for policy in ("jsq", "eldr") for r in rates]
+    made = runner.run([
+        H100_FP8.fields | requests | shape | prefill[name]
+        | {"topology": "1P2D", "policy": policy, "request_rate": r, "output_len": 16,
+           "max_num_batched_tokens": 8192, "max_num_seqs": 256}
+        for name, policy, r in keys
+    ])  # fmt: skip
+    rows = [
+        {
+            "prefill": name,
+            "decode_policy": policy,
+            "requests_per_s": r,
+            "mean_ttft_ms": summary["mean_ttft_ms"],
+            "p99_ttft_ms": summary["p99_ttft_ms"],
+            "mean_tpot_ms": summary["mean_tpot_ms"],
+        }
+        for (name, policy, r), summary in zip(keys, made, strict=True)
+    ]
+    return _plain(
+        "pools", "prefill pools of 8 H100 FP8 before 2 decode workers of 8, 1K prompts", rows,
+        _bars(rows, lambda r: f"{r['prefill']} {r['decode_policy']} {r['requests_per_s']:g}/s",
+              "p99_ttft_ms"),
+    )  # fmt: skip
