@@ -27,7 +27,7 @@ from eldr_sim.validation.moe_prefill_setup import (
 )
 from eldr_sim.validation.moe_prefill_steps import BUDGETS
 from eldr_sim.validation.moe_prefill_workload import REGIME_TOKENS, REGIMES
-from eldr_sim.validation.reproduction import Claim, Reproduction, Runner
+from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
 
 OURS, OWN = "MoE-Prefill", "AsyncEP"
 #: What vLLM's OpenAI server takes on an H100; the baselines of :func:`figure_11` beside their best.
@@ -195,7 +195,9 @@ def _over_best(rows: Sequence[dict[str, Any]], cell: str, paper: float) -> Claim
         f"+-{half:.2f}; {'; '.join(others)}; {router:.2f} over AsyncEP, least loaded. A pipeline "
         "has one prefix cache, AsyncEP one a GPU"
     )
-    return Claim(f"{cell}: over the best baseline, 8 GPUs", paper, paper, ratio, "x", 0.05, reason)
+    gain = 100 * (paper - 1)
+    return Claim(f"{cell}: over the best baseline, 8 GPUs", gain, gain, 100 * (ratio - 1), "%", 5.0,
+                 reason)  # fmt: skip
 
 
 def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
@@ -323,7 +325,8 @@ def figure_11(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
         said = ", ".join(f"{value:.2f} over {name}" for name, value in default.items())
         claims.append(
             Claim(f"{regime} prompts ({REGIMES[regime]} tokens): over the best baseline",
-                  paper, paper, ours["tokens_per_s"] / ranked[0]["tokens_per_s"], "x", 0.05,
+                  100 * (paper - 1), 100 * (paper - 1),
+                  percent(ours["tokens_per_s"], ranked[0]["tokens_per_s"]), "%", 5.0,
                   f"{ours['system']} at {ours['budget']}: {each}; baselines at "
                   f"{DEFAULT_BUDGET}: {said}")
         )  # fmt: skip

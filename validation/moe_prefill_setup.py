@@ -8,6 +8,7 @@ backend and budget that are fastest in closed form.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,9 +28,8 @@ THROUGHPUT, COMPUTED, MFU = "prefill_throughput", "computed_prompt_throughput", 
 WINDOW = 4
 """MoE layers on a GPU beside the first where experts are offloaded."""
 
-#: Fields of every run: Table 2's longest prompts, no more prompts at once than a step has room for.
+#: Fields of every run: room for Table 2's longest prompts, up to so many prompts in a step.
 COMMON: dict[str, Any] = {
-    "request_rate": "inf",
     "max_model_len": 131_200,
     "max_num_seqs": 1024,
     "prefill_policy": "least_loaded",
@@ -132,26 +132,32 @@ class Workloads:
         self._folder = tempfile.TemporaryDirectory(prefix="eldr-sim-moe-prefill-")
         self._written: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    def real(self, scale: float, sharing: float = 1.0, seed: int = 0) -> dict[str, Any]:
-        """Return the fields of a run of Table 2's requests."""
-        return self._log(("real", sharing, scale, seed)) | {"seed": seed}
+    def real(
+        self, scale: float, sharing: float = 1.0, seed: int = 0, rate: float = math.inf
+    ) -> dict[str, Any]:
+        """Return the fields of a run of Table 2's requests, so many a second."""
+        return self._log(("real", sharing, scale, seed), rate) | {"seed": seed}
 
-    def regime(self, name: str, tokens: int) -> dict[str, Any]:
-        """Return the fields of a run of prompts of one length."""
-        return self._log(("regime", name, tokens))
+    def regime(self, name: str, tokens: int, rate: float = math.inf) -> dict[str, Any]:
+        """Return the fields of a run of prompts of one length, so many a second."""
+        return self._log(("regime", name, tokens), rate)
 
     def prompts(self, key: tuple[Any, ...]) -> list[workload.Prompt]:
         """Return the prompts of a log."""
         kind, *rest = key
         return workload.real_world(*rest) if kind == "real" else workload.regime(*rest)
 
-    def _log(self, key: tuple[Any, ...]) -> dict[str, Any]:
-        if key not in self._written:
-            path = Path(self._folder.name) / f"{'-'.join(map(str, key))}.jsonl"
+    def _log(self, key: tuple[Any, ...], rate: float) -> dict[str, Any]:
+        if (*key, rate) not in self._written:
+            path = Path(self._folder.name) / f"{'-'.join(map(str, (*key, rate)))}.jsonl"
             prompts = self.prompts(key)
-            workload.write_log(prompts, path)
-            self._written[key] = {"workload": str(path), "num_requests": len(prompts)}
-        return self._written[key]
+            workload.write_log(prompts, path, rate)
+            self._written[*key, rate] = {
+                "workload": str(path),
+                "num_requests": len(prompts),
+                "request_rate": rate,
+            }
+        return self._written[*key, rate]
 
 
 def run_budgets(

@@ -83,11 +83,13 @@ def gathers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     tokens = sizes.regime_tokens // 5
     full = logs.regime("medium", tokens)
     mixed = logs.real(sizes.tuning_scale, 0.0)
-    few = logs.real(sizes.tuning_scale / 5, 0.0)
     kinds = {
         "8K prompts, all at once": full,
         "Table 2, all at once": mixed,
-        **{f"Table 2, {r:g} requests/s": few | {"request_rate": r} for r in (10.0, 40.0, 160.0)},
+        **{
+            f"Table 2, {r:g} requests/s": logs.real(sizes.tuning_scale / 5, 0.0, rate=r)
+            for r in (10.0, 40.0, 160.0)
+        },
     }
     keys = [
         (what, budget, gather, interference)
@@ -223,7 +225,7 @@ def needed() -> Reproduction:
 
 def pools(runner: Runner, logs: Workloads, quick: bool) -> Reproduction:
     """A prefill pool of AsyncEP or DP+EP before two decode workers of 8 GPUs: TTFT by rate."""
-    requests = logs.regime("short", (100 if quick else 300) * 1024)
+    tokens = (100 if quick else 300) * 1024
     shape = {"data_parallel_size": 8, "enable_expert_parallel": True}
     prefill = {
         "DP+EP": {"all2all_backend": "deepep_ht", "prefill_policy": "least_loaded"},
@@ -233,8 +235,8 @@ def pools(runner: Runner, logs: Workloads, quick: bool) -> Reproduction:
     rates = (20.0, 100.0) if quick else (10.0, 40.0, 70.0, 100.0)
     keys = [(name, policy, r) for name in prefill for policy in ("jsq", "eldr") for r in rates]
     made = runner.run([
-        H100_FP8.fields | requests | shape | prefill[name]
-        | {"topology": "1P2D", "policy": policy, "request_rate": r, "output_len": 16,
+        H100_FP8.fields | logs.regime("short", tokens, r) | shape | prefill[name]
+        | {"topology": "1P2D", "policy": policy, "output_len": 16,
            "max_num_batched_tokens": 8192, "max_num_seqs": 256}
         for name, policy, r in keys
     ])  # fmt: skip

@@ -171,15 +171,20 @@ def shareable_tokens(prompts: Sequence[Prompt]) -> int:
     return found
 
 
-def write_log(prompts: Sequence[Prompt], path: str | os.PathLike[str]) -> None:
-    """Write prompts as a request log in Mooncake's format: all at once, one output token each.
+def write_log(
+    prompts: Sequence[Prompt], path: str | os.PathLike[str], rate: float = math.inf
+) -> None:
+    """Write prompts as a request log in Mooncake's format, one output token each.
 
-    ``--workload FILE`` reads it; equal arrivals keep their order.
+    ``--workload FILE`` reads it; equal arrivals keep their order. Requests come all at once, or
+    ``rate`` a second (Poisson, of a fixed seed; to the millisecond).
     """
+    gaps = np.random.default_rng(0).exponential(1e3 / rate, len(prompts))
+    arrivals = np.rint(np.cumsum(gaps)).astype(np.int64).tolist()
     with whole_file(Path(path)) as partial, partial.open("w", encoding="utf-8") as file:
-        for prompt in prompts:
+        for prompt, arrival in zip(prompts, arrivals, strict=True):
             line = {
-                "timestamp": 0,
+                "timestamp": arrival,
                 "input_length": prompt.tokens,
                 "output_length": 1,
                 "hash_ids": prompt.blocks,
