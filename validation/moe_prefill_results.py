@@ -77,12 +77,12 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
 
 def _by_seed(
     runner: Runner, cell: Cell, systems: Sequence[System], logs: Workloads, sizes: Sizes,
-    sharing: float = 1.0,
+    sharing: float = 1.0, scale: float | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Run tuned systems at full scale under each seed; returns a row a run."""
     rows = []
     for seed in sizes.seeds:
-        requests = logs.real(sizes.scale, sharing, seed)
+        requests = logs.real(scale or sizes.scale, sharing, seed)
         made = run_budgets(runner, cell, systems, requests)
         rows += [
             _row(cell, label, summary, budget=budget, sharing=sharing, seed=seed)
@@ -216,8 +216,8 @@ def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
             systems = [*routers, *best_margin]
             if cell == H100_FP8:
                 systems += [s for s in systems_of(cell) if s.label.startswith("PP+PP")]
-            chosen = tuned(runner, cell, systems, requests, sizes.budgets[-3:])
-            rows += _by_seed(runner, cell, chosen, logs, sizes, sharing)
+            chosen = tuned(runner, cell, systems, requests, sizes.budgets[-3::2])
+            rows += _by_seed(runner, cell, chosen, logs, sizes, sharing, sizes.tuning_scale)
     claims = []
     for cell, paper in zip(CELLS, (18, 17, 18, 16), strict=True):
         gains = {}

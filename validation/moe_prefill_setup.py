@@ -88,9 +88,10 @@ def fits(cell: Cell, fields: dict[str, Any]) -> bool:
 
 
 def async_ep(cell: Cell, n_gpus: int) -> Strategy:
-    """Return AsyncEP with all experts on the GPUs where they fit, else with an offload window."""
+    """Return AsyncEP with an offload window unless the largest steps leave room for all experts."""
     held = Strategy("async_ep")
-    fitting = n_gpus > 1 and fits(cell, held.fields(n_gpus))
+    largest = {"max_num_batched_tokens": BUDGETS[-1]}
+    fitting = n_gpus > 1 and fits(cell, held.fields(n_gpus) | largest)
     return held if fitting else Strategy("async_ep", window=WINDOW)
 
 
