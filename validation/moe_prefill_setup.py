@@ -28,8 +28,9 @@ THROUGHPUT, COMPUTED, MFU = "prefill_throughput", "computed_prompt_throughput", 
 WINDOW = 4
 """MoE layers on a GPU beside the first where experts are offloaded."""
 
-#: Fields of every run: room for Table 2's longest prompts, up to so many prompts in a step.
+#: Fields of every run: recorded routing, tiled; room for Table 2's longest prompts.
 COMMON: dict[str, Any] = {
+    "trace": "reference-moe",
     "max_model_len": 131_200,
     "max_num_seqs": 1024,
     "prefill_policy": "least_loaded",

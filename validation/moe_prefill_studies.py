@@ -236,7 +236,7 @@ def pools(runner: Runner, logs: Workloads, quick: bool) -> Reproduction:
     keys = [(name, policy, r) for name in prefill for policy in ("jsq", "eldr") for r in rates]
     made = runner.run([
         H100_FP8.fields | logs.regime("short", tokens, r) | shape | prefill[name]
-        | {"topology": "1P2D", "policy": policy, "output_len": 16,
+        | {"topology": "1P2D", "policy": policy, "output_len": 16, "trace": COMMON["trace"],
            "max_num_batched_tokens": 8192, "max_num_seqs": 256}
         for name, policy, r in keys
     ])  # fmt: skip

@@ -15,6 +15,7 @@ from eldr_sim.simulator.run import simulate
 from eldr_sim.validation.moe_prefill_workload import real_world, write_log
 
 GATHERING = {
+    "trace": "reference-moe",
     "topology": "1P",
     "data_parallel_size": 2,
     "enable_expert_parallel": True,

@@ -69,7 +69,13 @@ def test_a_step_of_the_engine_takes_what_the_closed_form_says(tmp_path, strategy
     fields = {"workload": str(tmp_path / "log.jsonl"), "num_requests": len(prompts)}
     result = simulate(
         make_config(
-            {"model": SMALL, "gpu": "H100", "request_rate": "inf", "prefill_policy": "round_robin"}
+            {
+                "model": SMALL,
+                "gpu": "H100",
+                "trace": "reference-moe",
+                "request_rate": "inf",
+                "prefill_policy": "round_robin",
+            }
             | {"max_num_batched_tokens": 4096, "max_num_seqs": 64}
             | strategy.fields(4)
             | fields
