@@ -42,7 +42,7 @@ class Sizes:
     def __init__(self, quick: bool) -> None:
         self.scale, self.tuning_scale = (0.02, 0.02) if quick else (0.2, 0.1)
         self.dispatching_scale = 0.005 if quick else 0.02
-        self.budgets = (8192, 32_768) if quick else BUDGETS
+        self.budgets = (8192, 32_768, 65_536) if quick else BUDGETS
         self.seeds = range(1) if quick else range(3)
         self.regime_tokens = REGIME_TOKENS // (5 if quick else 1)
         self.dispatching_tokens = REGIME_TOKENS // (80 if quick else 10)

@@ -111,7 +111,7 @@ def engine_baselines(cell: Cell, n_gpus: int) -> list[System]:
     """Return the baselines but for DP+EP that fit on ``n_gpus`` GPUs, FCFS."""
     found = []
     for kind in ("pp_pp", "tp_ep"):
-        strategy = Strategy(kind)  # type: ignore[arg-type]
+        strategy = Strategy(kind)
         fields = strategy.fields(n_gpus)
         if n_gpus > 1 and fits(cell, fields):
             found.append(System(strategy.label, fields))

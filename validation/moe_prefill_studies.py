@@ -130,7 +130,7 @@ _MAP_LINKS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 def strategy_map() -> Reproduction:
     """Return the fastest strategy by tokens a step, links, GPUs and precision, in closed form."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for model in ("Qwen3-235B-A22B", "Qwen3-235B-A22B-FP8"):
         for gpu in ("A100", "H100") if model == "Qwen3-235B-A22B" else ("H100", "H200"):
             for n_gpus in (4, 8):

@@ -45,7 +45,7 @@ def table_1() -> Reproduction:
             r for r in rows if (r["strategy"], r["precision"], r["gpus"], r["tokens_a_gpu"])
             == (strategy, "BF16", 8, tokens)
         )  # fmt: skip
-        return float(row["MB"])  # type: ignore[arg-type]
+        return float(row["MB"])
 
     even = {
         (precision, once): break_even_tokens(load_model(model), 8, copy_per_rank=once)
