@@ -174,9 +174,8 @@ def _dispatched_s(
     moe = rank_moe_s(times.rank_moe(experts, pairs), pairs, activated, True)
     sends = routed.dispatch_s(inside, between) + routed.combine_s(inside, between)
     others = resident.attention + resident.dense + resident.collectives
-    return (
-        resident.host + others + dims.n_moe_layers * (moe + sends / strategy.links) + resident.head
-    )
+    layers = dims.n_moe_layers * (moe + sends / strategy.links)
+    return float(resident.host + others + layers + resident.head)
 
 
 @dataclass(frozen=True)
