@@ -155,6 +155,12 @@ class WorkloadConfig(_Fields):
     or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
     length_shape: LengthShape | None = None
     """Draw a file's requests by prompt length, in one of Gimbal's shapes."""
+    domain_mix: dict[str, float] | None = None
+    """Share of each domain of the routing trace among the requests; the workload's own when not
+    given."""
+    domain_mix_end: dict[str, float] | None = None
+    """Shares towards which the domain mix moves evenly until the measured window ends. What is
+    fitted on calibration requests knows the mix at the start alone."""
     request_rate: Rate | None = None
     """Mean requests per second; ``inf`` sends all at once. 60 when not given, the recorded
     timestamps for a file."""
