@@ -14,7 +14,7 @@ from pyarrow import csv
 from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.cli.options import check_out
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.validation.reproduction import (
+from eldr_sim.validation.reproduce.reproduction import (
     Claim,
     Reproduction,
     choose,
@@ -52,7 +52,7 @@ def eldr(**options: Any) -> None:
 
     Prints a line for each claim. With --out, each figure is a picture and a CSV.
     """
-    _reproduce("ELDR", "eldr_evaluation", **options)
+    _reproduce("ELDR", "eldr", **options)
 
 
 @reproduce.command()
@@ -62,7 +62,7 @@ def metro(**options: Any) -> None:
 
     Prints a line for each claim. With --out, each figure is a picture and a CSV.
     """
-    _reproduce("METRO", "metro_evaluation", **options)
+    _reproduce("METRO", "metro", **options)
 
 
 @reproduce.command()
@@ -72,7 +72,7 @@ def grace(**options: Any) -> None:
 
     Prints a line for each claim. With --out, each figure is a picture and a CSV.
     """
-    _reproduce("GRACE-MoE", "grace_evaluation", **options)
+    _reproduce("GRACE-MoE", "grace", **options)
 
 
 @reproduce.command()
@@ -85,7 +85,7 @@ def gimbal(**options: Any) -> None:
 
     Prints a line for each claim. With --out, each figure is a picture and a CSV.
     """
-    _reproduce("Gimbal", "gimbal_evaluation", **options)
+    _reproduce("Gimbal", "gimbal", **options)
 
 
 @reproduce.command(name="moe-prefill")
@@ -95,7 +95,7 @@ def moe_prefill(**options: Any) -> None:
 
     Prints a line for each claim. With --out, each figure is a picture and a CSV.
     """
-    _reproduce("MoE-Prefill", "moe_prefill_evaluation", **options)
+    _reproduce("MoE-Prefill", "moe_prefill", **options)
 
 
 def _reproduce(
@@ -107,12 +107,12 @@ def _reproduce(
     quick: bool,
     **own: Any,
 ) -> None:
-    """Reproduce figures of a paper, whose module in `validation` says how.
+    """Reproduce figures of a paper, whose folder in `validation.reproduce` says how.
 
     ``own`` is what this paper's command can be told besides.
     """
     check_out(out, force)
-    evaluation = import_module(f"eldr_sim.validation.{module}")
+    evaluation = import_module(f"eldr_sim.validation.reproduce.{module}.evaluation")
     made: list[Reproduction] = []
     with progress_bar(paper) as update:
         runner = evaluation.make_runner(quick, update)

@@ -11,7 +11,7 @@ import pytest
 
 from eldr_sim.traces.synthetic.presets import preset_model
 from eldr_sim.traces.synthetic.synthesize import synthesize
-from eldr_sim.validation.metro_routing import CHOICES, Routing, route
+from eldr_sim.validation.reproduce.metro.routing import CHOICES, Routing, route
 
 pytestmark = pytest.mark.slow
 

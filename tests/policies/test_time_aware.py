@@ -19,7 +19,7 @@ from eldr_sim.policies.placement import ExpertGroup, Placement
 from eldr_sim.policies.step_swaps import Prices, Steps, layer_s, swap_for_time
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import open_trace
-from eldr_sim.validation.expert_traffic import Batch, measure
+from eldr_sim.validation.reproduce.expert_traffic import Batch, measure
 
 from ..random_artifact import random_artifact
 

@@ -12,7 +12,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.policies.saturation import SaturationPolicy
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
-from eldr_sim.validation.moe_prefill_workload import real_world, write_log
+from eldr_sim.validation.reproduce.moe_prefill.workload import real_world, write_log
 
 GATHERING = {
     "trace": "reference-moe",

@@ -16,7 +16,7 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement import Placement
 from eldr_sim.traces.format import open_trace
-from eldr_sim.validation.expert_traffic import (
+from eldr_sim.validation.reproduce.expert_traffic import (
     Batch,
     decode_batches,
     layer_times,

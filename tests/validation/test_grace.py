@@ -7,13 +7,15 @@ from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.replay import rank_masks
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.workload import make_workload
-from eldr_sim.validation import grace_figures, grace_homes, grace_map
-from eldr_sim.validation.expert_traffic import Batch
-from eldr_sim.validation.grace_evaluation import figures
-from eldr_sim.validation.grace_figures import breadth, copied_everywhere
-from eldr_sim.validation.grace_serving import _moved
-from eldr_sim.validation.grace_setup import SOURCES, Cluster, Evaluation, gpu_of
-from eldr_sim.validation.reproduction import Runner
+from eldr_sim.validation.reproduce.expert_traffic import Batch
+from eldr_sim.validation.reproduce.grace import figures as grace_figures
+from eldr_sim.validation.reproduce.grace import homes as grace_homes
+from eldr_sim.validation.reproduce.grace import map as grace_map
+from eldr_sim.validation.reproduce.grace.evaluation import figures
+from eldr_sim.validation.reproduce.grace.figures import breadth, copied_everywhere
+from eldr_sim.validation.reproduce.grace.serving import _moved
+from eldr_sim.validation.reproduce.grace.settings import SOURCES, Cluster, Evaluation, gpu_of
+from eldr_sim.validation.reproduce.reproduction import Runner
 
 GPT_OSS = SOURCES[3]
 

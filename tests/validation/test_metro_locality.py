@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from eldr_sim.simulator.config import make_config
-from eldr_sim.validation.metro_locality import locality
-from eldr_sim.validation.reproduction import write_reproduction
+from eldr_sim.validation.reproduce.metro.locality import locality
+from eldr_sim.validation.reproduce.reproduction import write_reproduction
 
 
 class Multiplied:

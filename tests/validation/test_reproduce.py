@@ -7,9 +7,9 @@ import pytest
 
 from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
-from eldr_sim.validation import eldr_evaluation
-from eldr_sim.validation.eldr_results import mean_difference, run_grid
-from eldr_sim.validation.reproduction import Claim, Runner, choose, write_reproduction
+from eldr_sim.validation.reproduce.eldr import evaluation as eldr_evaluation
+from eldr_sim.validation.reproduce.eldr.results import mean_difference, run_grid
+from eldr_sim.validation.reproduce.reproduction import Claim, Runner, choose, write_reproduction
 
 TINY = {"topology": "1P2D", "duration": 2, "warmup": 1, "output_len": 16}
 

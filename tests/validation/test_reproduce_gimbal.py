@@ -12,11 +12,16 @@ from scipy import stats
 from eldr_sim.errors import InputError
 from eldr_sim.policies.placement import Placement
 from eldr_sim.traces.request_logs import read_request_log
-from eldr_sim.validation.expert_traffic import Batch, measure
-from eldr_sim.validation.gimbal_evaluation import figures, make_runner
-from eldr_sim.validation.gimbal_latency import same_decisions
-from eldr_sim.validation.gimbal_prefix import GIMBAL_HITS, VLLM_HITS, t_test, write_conversations
-from eldr_sim.validation.gimbal_setup import (
+from eldr_sim.validation.reproduce.expert_traffic import Batch, measure
+from eldr_sim.validation.reproduce.gimbal.evaluation import figures, make_runner
+from eldr_sim.validation.reproduce.gimbal.latency import same_decisions
+from eldr_sim.validation.reproduce.gimbal.prefix import (
+    GIMBAL_HITS,
+    VLLM_HITS,
+    t_test,
+    write_conversations,
+)
+from eldr_sim.validation.reproduce.gimbal.settings import (
     P99,
     P99_TTFT_MS,
     QUICK,
@@ -24,8 +29,8 @@ from eldr_sim.validation.gimbal_setup import (
     SYSTEMS,
     Experiment,
 )
-from eldr_sim.validation.grace_setup import replica_choice
-from eldr_sim.validation.reproduction import Runner
+from eldr_sim.validation.reproduce.grace.settings import replica_choice
+from eldr_sim.validation.reproduce.reproduction import Runner
 
 TINY = QUICK._replace(requests=24)
 

@@ -10,11 +10,8 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.prepare import routing_of
 from eldr_sim.traces.format import REFERENCE_TRACE, RoutingTrace, open_trace
-from eldr_sim.validation import eldr_motivation as motivation
-from eldr_sim.validation import eldr_results as results
-from eldr_sim.validation import eldr_scaling as scaling
-from eldr_sim.validation import eldr_signature as signature
-from eldr_sim.validation.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.eldr import motivation, results, scaling, signature
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
 MODEL, GPU = "Qwen3-30B-A3B", "MI300X"
 MODELS = (MODEL, "GPT-OSS-120B", "Gemma-4-26B-A4B")

@@ -12,7 +12,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.statistics import distinct_experts
-from eldr_sim.validation.reproduction import Claim, Reproduction
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction
 
 _BATCHES = (16, 32, 64, 128)
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from eldr_sim.planning.compare import LOAD_BALANCERS
 from eldr_sim.planning.runs import Summary
-from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
 
 POLICIES = (*LOAD_BALANCERS, "domain", "eldr")
 P50, P99, TTFT = "median_tpot_ms", "p99_tpot_ms", "median_ttft_ms"

@@ -17,8 +17,8 @@ from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.eldr import EldrPolicy
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.validation.eldr_results import P50, P99, TTFT, mean_difference, run_grid
-from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
+from eldr_sim.validation.reproduce.eldr.results import P50, P99, TTFT, mean_difference, run_grid
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
 
 _FREE = {"policy": "eldr:capture_overhead_ms=0,routing_overhead_ms=0"}
 

@@ -10,7 +10,7 @@ from eldr_sim.policies.signature import Transform
 from eldr_sim.policies.signature_quality import SignatureQuality
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.validation.reproduction import Claim, Reproduction
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction
 from eldr_sim.validation.signature_report import (
     draw_layers,
     draw_pca,

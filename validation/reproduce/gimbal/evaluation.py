@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from eldr_sim.validation import gimbal_experts as experts
-from eldr_sim.validation import gimbal_latency as latency
-from eldr_sim.validation import gimbal_studies as studies
-from eldr_sim.validation.gimbal_prefix import figure_11, figure_12
-from eldr_sim.validation.gimbal_setup import FULL, QUICK, TPOT, TTFT, Experiment
-from eldr_sim.validation.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.gimbal import experts, latency, studies
+from eldr_sim.validation.reproduce.gimbal.prefix import figure_11, figure_12
+from eldr_sim.validation.reproduce.gimbal.settings import FULL, QUICK, TPOT, TTFT, Experiment
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
 
 def figures(

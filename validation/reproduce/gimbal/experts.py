@@ -10,9 +10,14 @@ import pyarrow as pa
 from eldr_sim.policies.gimbal import anchored, linked_experts
 from eldr_sim.traces.format import RoutingTrace, open_trace
 from eldr_sim.traces.structure import transitions
-from eldr_sim.validation.expert_traffic import decode_batches, measure
-from eldr_sim.validation.grace_setup import Cluster, calibration_of, place, replica_choice
-from eldr_sim.validation.reproduction import Claim, Reproduction
+from eldr_sim.validation.reproduce.expert_traffic import decode_batches, measure
+from eldr_sim.validation.reproduce.grace.settings import (
+    Cluster,
+    calibration_of,
+    place,
+    replica_choice,
+)
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction
 
 #: Traces, and the layers of the model that each is replayed as.
 TRACES = {"qwen3-30b-a3b": 48, "gpt-oss-20b": 24, "reference-moe": 48}

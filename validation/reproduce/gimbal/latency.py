@@ -11,7 +11,7 @@ import pyarrow as pa
 from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.runs import Summary
 from eldr_sim.traces.length_shapes import LengthShape
-from eldr_sim.validation.gimbal_setup import (
+from eldr_sim.validation.reproduce.gimbal.settings import (
     P99,
     SHARES,
     SYSTEMS,
@@ -26,7 +26,7 @@ from eldr_sim.validation.gimbal_setup import (
     paired_claim,
     spelled,
 )
-from eldr_sim.validation.reproduction import Claim, Reproduction
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction
 
 #: The paper's reductions at 1.4 requests/s, %: Figures 7 and 9.
 TTFT_CUT: dict[LengthShape, float] = {

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs import Summary
-from eldr_sim.validation.gimbal_setup import (
+from eldr_sim.validation.reproduce.gimbal.settings import (
     FIELDS,
     OUTPUTS,
     Experiment,
@@ -20,7 +20,7 @@ from eldr_sim.validation.gimbal_setup import (
     mean,
     spelled,
 )
-from eldr_sim.validation.reproduction import Claim, Reproduction, percent
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent
 
 #: Figure 11: vLLM's hits in five runs, and Gimbal's, the same in all.
 VLLM_HITS, GIMBAL_HITS = (19888, 17056, 18800, 16096, 20416), 18992

@@ -30,7 +30,7 @@ from eldr_sim.policies.signature import Ints
 from eldr_sim.simulator.config import RunConfig, make_config
 from eldr_sim.traces.length_shapes import LENGTH_SHAPES, LengthShape, draw_by_length
 from eldr_sim.traces.request_logs import read_request_log
-from eldr_sim.validation.reproduction import Claim, Runner
+from eldr_sim.validation.reproduce.reproduction import Claim, Runner
 
 #: Median and mean of prompts (97.6% within 3,000 tokens) and of outputs.
 PROMPTS, OUTPUTS = (495.0, 750.0), (129.0, 211.0)

@@ -11,7 +11,7 @@ from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.planning.runs import Summary
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
-from eldr_sim.validation.gimbal_setup import (
+from eldr_sim.validation.reproduce.gimbal.settings import (
     OUTPUTS,
     PROMPTS,
     TPOT,
@@ -22,7 +22,7 @@ from eldr_sim.validation.gimbal_setup import (
     mean,
     write_log,
 )
-from eldr_sim.validation.reproduction import Reproduction
+from eldr_sim.validation.reproduce.reproduction import Reproduction
 
 ORDERS = ("fcfs", "sjf", "sjf_aging:age=0.5", "sjf_residence", "oracle")
 _LOAD = 0.9

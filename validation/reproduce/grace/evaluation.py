@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eldr_sim.validation import grace_figures, grace_homes, grace_latency, grace_map, grace_serving
-from eldr_sim.validation.grace_setup import Evaluation
-from eldr_sim.validation.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.grace import figures as grace_figures
+from eldr_sim.validation.reproduce.grace import homes as grace_homes
+from eldr_sim.validation.reproduce.grace import latency as grace_latency
+from eldr_sim.validation.reproduce.grace import map as grace_map
+from eldr_sim.validation.reproduce.grace import serving as grace_serving
+from eldr_sim.validation.reproduce.grace.settings import Evaluation
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
 SEEDS, QUICK_SEEDS = range(3), range(1)
 

@@ -12,8 +12,8 @@ from eldr_sim.policies.grace import RATIOS, Replication, hot_copies
 from eldr_sim.policies.placement import Placement
 from eldr_sim.policies.signature import Floats, Ints
 from eldr_sim.traces.coactivation import affinity_of
-from eldr_sim.validation.expert_traffic import Traffic, measure
-from eldr_sim.validation.grace_setup import (
+from eldr_sim.validation.reproduce.expert_traffic import Traffic, measure
+from eldr_sim.validation.reproduce.grace.settings import (
     AFFINITY,
     DR_TAR,
     DR_WRR,
@@ -30,7 +30,7 @@ from eldr_sim.validation.grace_setup import (
     Source,
     replica_choice,
 )
-from eldr_sim.validation.reproduction import Claim, Reproduction, percent
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent
 
 TWO_BY_TWO = Cluster(2, 2)
 #: The paper's figures for OLMoE, DeepSeek-V2-Lite and Qwen3-30B-A3B.

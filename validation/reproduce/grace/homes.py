@@ -23,10 +23,10 @@ from eldr_sim.simulator.run import build_cluster, offered_load
 from eldr_sim.simulator.summary import summary_of
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
-from eldr_sim.validation.expert_traffic import Batch, measure
-from eldr_sim.validation.grace_figures import TWO_BY_TWO
-from eldr_sim.validation.grace_setup import replica_choice
-from eldr_sim.validation.reproduction import Reproduction
+from eldr_sim.validation.reproduce.expert_traffic import Batch, measure
+from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO
+from eldr_sim.validation.reproduce.grace.settings import replica_choice
+from eldr_sim.validation.reproduce.reproduction import Reproduction
 
 _FREE = "capture_overhead_ms=0,routing_overhead_ms=0"
 _BY_ENGINE = f"eldr:{_FREE},unit=engine"

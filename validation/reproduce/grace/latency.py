@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.planning.runs import Summary
-from eldr_sim.validation.grace_figures import TWO_BY_TWO
-from eldr_sim.validation.grace_setup import (
+from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO
+from eldr_sim.validation.reproduce.grace.settings import (
     AFFINITY,
     DR_TAR,
     HG,
@@ -31,7 +31,7 @@ from eldr_sim.validation.grace_setup import (
     Scheme,
     gpu_of,
 )
-from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
 
 CLUSTERS = (Cluster(1, 8), Cluster(2, 2), Cluster(2, 4))
 REFERENCE = SOURCES[-1]

@@ -20,14 +20,14 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_time import RankMoE, build_step_time_model
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.policies.placement import Placement
-from eldr_sim.validation.expert_traffic import (
+from eldr_sim.validation.reproduce.expert_traffic import (
     decode_batches,
     layer_times,
     measure,
     prompt_batches,
 )
-from eldr_sim.validation.grace_figures import TWO_BY_TWO
-from eldr_sim.validation.grace_setup import (
+from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO
+from eldr_sim.validation.reproduce.grace.settings import (
     AFFINITY,
     DR_TAR,
     HG,
@@ -41,7 +41,7 @@ from eldr_sim.validation.grace_setup import (
     replica_choice,
     requests_of,
 )
-from eldr_sim.validation.reproduction import Reproduction
+from eldr_sim.validation.reproduce.reproduction import Reproduction
 
 #: Tokens of each GPU in a step, and line rates of a GPU's NIC, GB/s.
 MAP_TOKENS = (8, 32, 128, 512, 2048, 8192)

@@ -21,9 +21,9 @@ from eldr_sim.simulator.prepare import PreparedRun, prepare
 from eldr_sim.simulator.run import build_cluster, offered_load
 from eldr_sim.simulator.summary import summary_of
 from eldr_sim.simulator.transfer import PRESETS
-from eldr_sim.validation.grace_figures import TWO_BY_TWO
-from eldr_sim.validation.grace_setup import gpu_of
-from eldr_sim.validation.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO
+from eldr_sim.validation.reproduce.grace.settings import gpu_of
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
 _GROUP: dict[str, Any] = {
     "data_parallel_size": TWO_BY_TWO.n_ranks,

@@ -26,7 +26,7 @@ from eldr_sim.policies.replicas import ReplicaChoice
 from eldr_sim.policies.signature import Ints
 from eldr_sim.traces.calibration import CalibrationSet
 from eldr_sim.traces.format import RoutingTrace, open_trace
-from eldr_sim.validation.expert_traffic import (
+from eldr_sim.validation.reproduce.expert_traffic import (
     Batch,
     LayerTimes,
     Traffic,

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.traces.format import REFERENCE_TRACE
-from eldr_sim.validation.metro_results import BUSIEST, CHARGED, REAL, TPOT
-from eldr_sim.validation.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.metro.results import BUSIEST, CHARGED, REAL, TPOT
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
 _METRO = {"replica_choice": "metro:overhead_us=0", "all2all_backend": "allgather_alltoall"}
 _MOVED = {"eplb_interval": 200, "eplb_window": 200}

@@ -18,14 +18,12 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.traces.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from eldr_sim.traces.synthetic.presets import preset_model
 from eldr_sim.traces.synthetic.synthesize import synthesize
-from eldr_sim.validation import metro_pareto as pareto
-from eldr_sim.validation import metro_results as results
-from eldr_sim.validation import metro_routing as routing
-from eldr_sim.validation.metro_drift import drift
-from eldr_sim.validation.metro_locality import locality
-from eldr_sim.validation.metro_results import Case, Dataset, Setup
-from eldr_sim.validation.metro_routing import Routing
-from eldr_sim.validation.reproduction import Claim, Reproduction, Runner
+from eldr_sim.validation.reproduce.metro import pareto, results, routing
+from eldr_sim.validation.reproduce.metro.drift import drift
+from eldr_sim.validation.reproduce.metro.locality import locality
+from eldr_sim.validation.reproduce.metro.results import Case, Dataset, Setup
+from eldr_sim.validation.reproduce.metro.routing import Routing
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner
 
 _REAL_TRACE = "qwen3-30b-a3b"
 _SKEWS = (0.0, 0.5, 1.0, 2.0)

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
 from eldr_sim.planning.runs import Summary
-from eldr_sim.validation.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
 #: Engines of a decode group, a GPU each, and groups.
 _ENGINES, _GROUPS = 8, 4

@@ -19,9 +19,9 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend, Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.policies.metro import MetroParameters
-from eldr_sim.validation.metro_results import ASSUMED, CHARGED, Setup
-from eldr_sim.validation.metro_routing import Routing, route
-from eldr_sim.validation.reproduction import Claim, Reproduction, percent
+from eldr_sim.validation.reproduce.metro.results import ASSUMED, CHARGED, Setup
+from eldr_sim.validation.reproduce.metro.routing import Routing, route
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent
 
 #: 1K in and 2K out: the mean over a request's decode steps.
 CONTEXT = 2048

@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs import Summary
-from eldr_sim.validation.metro_routing import Routing
-from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
+from eldr_sim.validation.reproduce.metro.routing import Routing
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
 
 RATIOS = (1.0, 1.125, 1.25, 1.5)
 TPOT, TTFT, THROUGHPUT = "mean_tpot_ms", "mean_ttft_ms", "total_token_throughput"

@@ -32,7 +32,7 @@ from eldr_sim.simulator.replay import make_replicas, rank_masks
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.streams import stream
-from eldr_sim.validation.reproduction import Claim, Reproduction, percent
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent
 
 RATIOS = (1.125, 1.25, 1.5)
 #: The choices, by the paper's names for its own.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from eldr_sim.validation import moe_prefill_results as results
-from eldr_sim.validation import moe_prefill_studies as studies
-from eldr_sim.validation import moe_prefill_tables as tables
-from eldr_sim.validation.moe_prefill_setup import Workloads
-from eldr_sim.validation.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.moe_prefill import results, studies, tables
+from eldr_sim.validation.reproduce.moe_prefill.settings import Workloads
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
 
 def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.planning.runs import Summary
-from eldr_sim.validation.moe_prefill_setup import (
+from eldr_sim.validation.reproduce.moe_prefill.settings import (
     CELLS,
     COMPUTED,
     H100_FP8,
@@ -25,9 +25,9 @@ from eldr_sim.validation.moe_prefill_setup import (
     run_budgets,
     tuned,
 )
-from eldr_sim.validation.moe_prefill_steps import BUDGETS
-from eldr_sim.validation.moe_prefill_workload import REGIME_TOKENS, REGIMES
-from eldr_sim.validation.reproduction import Claim, Reproduction, Runner, percent
+from eldr_sim.validation.reproduce.moe_prefill.steps import BUDGETS
+from eldr_sim.validation.reproduce.moe_prefill.workload import REGIME_TOKENS, REGIMES
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
 
 OURS, OWN = "MoE-Prefill", "AsyncEP"
 #: What vLLM's OpenAI server takes on an H100; the baselines of :func:`figure_11` beside their best.

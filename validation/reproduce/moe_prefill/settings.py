@@ -1,10 +1,9 @@
 """MoE-Prefill's evaluation: its cells, systems and workloads, and how a system gets its budget.
 
 Qwen3-235B-A22B on 8 GPUs of a node, requests all at once (arXiv 2605.02960, Sec. 8.1). Every system
-is run with each token budget of :data:`~eldr_sim.validation.moe_prefill_steps.BUDGETS` that it has
-memory for and keeps its fastest. Only DP+EP, whose tokens are counted expert by expert, takes the
-backend and budget that are fastest in closed form.
-"""
+is run with each token budget of `steps.BUDGETS` that it has memory for and keeps its fastest. Only
+DP+EP, whose tokens are counted expert by expert, takes the backend and budget that are fastest in
+closed form. """
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from eldr_sim.errors import InputError
 from eldr_sim.planning.runs import Summary
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.prepare import prepare
-from eldr_sim.validation import moe_prefill_workload as workload
-from eldr_sim.validation.moe_prefill_steps import BUDGETS, Strategy, best_backend
-from eldr_sim.validation.reproduction import Runner
+from eldr_sim.validation.reproduce.moe_prefill import workload
+from eldr_sim.validation.reproduce.moe_prefill.steps import BUDGETS, Strategy, best_backend
+from eldr_sim.validation.reproduce.reproduction import Runner
 
 THROUGHPUT, COMPUTED, MFU = "prefill_throughput", "computed_prompt_throughput", "prefill_mfu"
 WINDOW = 4

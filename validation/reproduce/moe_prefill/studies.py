@@ -11,10 +11,16 @@ import pyarrow as pa
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.traces.bitsets import count_rows
 from eldr_sim.traces.format import open_trace
-from eldr_sim.validation.moe_prefill_results import Sizes, mean_and_interval
-from eldr_sim.validation.moe_prefill_setup import COMMON, H100_FP8, MFU, THROUGHPUT, Workloads
-from eldr_sim.validation.moe_prefill_steps import Strategy, each_rate
-from eldr_sim.validation.reproduction import Reproduction, Runner
+from eldr_sim.validation.reproduce.moe_prefill.results import Sizes, mean_and_interval
+from eldr_sim.validation.reproduce.moe_prefill.settings import (
+    COMMON,
+    H100_FP8,
+    MFU,
+    THROUGHPUT,
+    Workloads,
+)
+from eldr_sim.validation.reproduce.moe_prefill.steps import Strategy, each_rate
+from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
 _ASYNC = Strategy("async_ep").fields(8)
 

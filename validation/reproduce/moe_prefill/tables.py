@@ -11,9 +11,9 @@ from eldr_sim.kernel_profiles.communication import STRATEGIES, break_even_tokens
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.traces.bitsets import count_rows
 from eldr_sim.traces.format import open_trace
-from eldr_sim.validation.moe_prefill_setup import CELLS
-from eldr_sim.validation.moe_prefill_steps import BACKENDS, BUDGETS, Strategy, rate
-from eldr_sim.validation.reproduction import Claim, Reproduction
+from eldr_sim.validation.reproduce.moe_prefill.settings import CELLS
+from eldr_sim.validation.reproduce.moe_prefill.steps import BACKENDS, BUDGETS, Strategy, rate
+from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction
 
 _MODELS = {"BF16": "Qwen3-235B-A22B", "FP8": "Qwen3-235B-A22B-FP8"}
 _TOKENS = (2048, 8192, 16_384, 36_864, 65_536)

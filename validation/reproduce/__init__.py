@@ -1,0 +1,1 @@
+"""Papers' evaluations run again, claim by claim; a folder a paper."""

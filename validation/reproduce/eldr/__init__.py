@@ -1,0 +1,1 @@
+"""ELDR: requests routed by the experts that they share."""

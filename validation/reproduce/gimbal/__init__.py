@@ -1,0 +1,1 @@
+"""Gimbal: engines balanced, queues ordered, experts relocated."""

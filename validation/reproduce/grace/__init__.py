@@ -1,0 +1,1 @@
+"""GRACE-MoE: experts grouped by affinity, replicated, routed by topology."""

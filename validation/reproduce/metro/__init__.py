@@ -1,0 +1,1 @@
+"""METRO: which replica computes, by activated experts."""

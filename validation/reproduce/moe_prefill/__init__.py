@@ -1,0 +1,1 @@
+"""MoE-Prefill: prefill-only serving, weights gathered in the background."""
