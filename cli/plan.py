@@ -18,6 +18,7 @@ from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.catalogue import label
+from eldr_sim.simulator.config import parse_topology
 
 if TYPE_CHECKING:
     from eldr_sim.planning.plan import Plan
@@ -103,6 +104,8 @@ def plan(
     if topology is not None:
         if rate is not None:
             raise InputError("topology", "together with --request-rate", "one of the two")
+        if parse_topology(topology)[1] == 0:
+            raise InputError("topology", f"{topology!r} decodes nothing", "xPyD or xC")
         options["topology"] = topology
     check_out(out, force, MARKER)
     worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]

@@ -3,7 +3,7 @@
 Qwen3-235B-A22B on 8 GPUs of a node, requests all at once (arXiv 2605.02960, Sec. 8.1). Every system
 is run with each token budget of `steps.BUDGETS` that it has memory for and keeps its fastest. Only
 DP+EP, whose tokens are counted expert by expert, takes the backend and budget that are fastest in
-closed form. """
+closed form."""
 
 from __future__ import annotations
 
