@@ -216,6 +216,22 @@ def load_table(path: str | os.PathLike[str]) -> LatencyTable:
         raise InputError("table", f"{path}: {error}") from None
 
 
+def load_tables(folder: str | os.PathLike[str] | None) -> tuple[LatencyTable, ...]:
+    """Load the latency tables of a user's folder; none where no folder is given.
+
+    Raises
+    ------
+    InputError
+        The folder holds no latency table, or as `load_table`.
+    """
+    if folder is None:
+        return ()
+    paths = sorted(Path(folder).glob("*.parquet"))
+    if not paths:
+        raise InputError("tables", f"{folder} holds no latency table", "a folder of .parquet files")
+    return tuple(load_table(path) for path in paths)
+
+
 def _read_metadata(path: Path) -> TableMetadata:
     try:
         raw = (pq.read_schema(path).metadata or {}).get(_METADATA_KEY)

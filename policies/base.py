@@ -230,7 +230,8 @@ class PolicyContext:
     rank_moe
         Times of a MoE layer on a GPU that shares experts with others.
     prefill_work
-        What prompts cost a prefill worker, and the work that it needs at once.
+        Function that returns what prompts cost a prefill worker and the work that it needs at
+        once, called only by policies that need it.
     all_to_all
         Times of dispatch and combine between such GPUs.
     placements
@@ -256,7 +257,7 @@ class PolicyContext:
     prefix_block_tokens: int = 16
     step_times: StepCost | None = None
     rank_moe: RankMoE | None = None
-    prefill_work: PrefillWork | None = None
+    prefill_work: Callable[[], PrefillWork] | None = None
     all_to_all: AllToAll | None = None
     placements: Callable[[], Sequence[Placement]] | None = None
     future: Callable[[int], NDArray[np.float64]] | None = None
@@ -297,7 +298,7 @@ class PolicyContext:
         """Return what prompts cost; ``InputError`` naming ``policy`` if that is not known."""
         if self.prefill_work is None:
             raise InputError(policy, "this policy needs the work of prompts and none was given")
-        return self.prefill_work
+        return self.prefill_work()
 
     def require_future(self, policy: str) -> Callable[[int], NDArray[np.float64]]:
         """Return the future; ``InputError`` naming ``policy`` if there is none."""

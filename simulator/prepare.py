@@ -17,7 +17,7 @@ from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
+from eldr_sim.kernel_profiles.tables import load_tables
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
 from eldr_sim.policies.placement import ExpertGroup, Placement
@@ -27,9 +27,7 @@ from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.group_state import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
 from eldr_sim.simulator.memory import kv_blocks
 from eldr_sim.simulator.prompt_layout import blocks_of_whole_prompts, prompt_layout
-from eldr_sim.simulator.replay import (
-    fit_trace,
-)
+from eldr_sim.simulator.replay import fit_trace
 from eldr_sim.simulator.transfer import PRESETS, pull_between
 from eldr_sim.traces.format import RoutingTrace, open_trace
 from eldr_sim.traces.synthetic.drawn import Shape, drawn_trace, wanted_domains
@@ -114,8 +112,7 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
     ranks = parallelism.n_expert_ranks
     _check_experts(pool, role)
     redundant = pool.num_redundant_experts or 0
-    tables = () if config.tables is None else tuple(_tables(Path(config.tables)))
-    layout = prompt_layout(config, role, model, gpu, parallelism, budget, tables)
+    layout = prompt_layout(config, role, model, gpu, parallelism, budget)
     experts = None if layout is None else layout.experts
     slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
     if experts is None:
@@ -143,7 +140,7 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         config.all2all_backend,
         parallelism.n_gpus,
         gpus_per_node=config.gpus_per_node,
-        tables=tables,
+        tables=load_tables(config.tables),
     )
     choice = _replica_choice(config.replica_choice, all_to_all, redundant > 0)
     group = GroupCost(
@@ -339,16 +336,8 @@ def _step_time(
         max_num_batched_tokens=max_num_batched_tokens,
         parallelism=parallelism,
         host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
-        tables=[] if tables is None else _tables(Path(tables)),
+        tables=load_tables(tables),
     )
-
-
-def _tables(folder: Path) -> list[LatencyTable]:
-    """Load the latency tables of a folder; it must hold one at least."""
-    paths = sorted(folder.glob("*.parquet"))
-    if not paths:
-        raise InputError("tables", f"{folder} holds no latency table", "a folder of .parquet files")
-    return [load_table(path) for path in paths]
 
 
 @lru_cache(maxsize=4)

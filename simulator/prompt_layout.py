@@ -13,7 +13,7 @@ from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.pipeline import PipelinePlan, plan_pipeline
-from eldr_sim.kernel_profiles.tables import LatencyTable
+from eldr_sim.kernel_profiles.tables import load_tables
 from eldr_sim.kernel_profiles.weight_streaming import (
     Stream,
     StreamPlan,
@@ -77,7 +77,6 @@ def prompt_layout(
     gpu: GPU,
     parallelism: Parallelism,
     budget: int,
-    tables: tuple[LatencyTable, ...],
 ) -> PromptLayout | None:
     """Return the layout of the workers of a pool; None where each GPU has its layers.
 
@@ -116,7 +115,7 @@ def prompt_layout(
             n_gpus,
             offload_window=config.offload_window,
             interference=config.gather_interference,
-            tables=tables,
+            tables=load_tables(config.tables),
         )
         experts = streamed_experts(model, gpu, n_gpus, stream.window, budget)
     if stages > 1:

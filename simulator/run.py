@@ -204,7 +204,7 @@ def build_cluster(
                 n_workers=spec.n_prefill,
                 rng=stream(config.seed, "prefill policy"),
                 prefix_block_tokens=workload.prefix_block_tokens or config.block_size,
-                prefill_work=work_of(model, spec.prefill),
+                prefill_work=lambda: work_of(model, prepared.spec.prefill),
             ),
         )
     order = queue_order(

@@ -20,14 +20,15 @@ the log's by chance. They keep their output lengths, sessions, prefixes and orde
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, get_args
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Literal, get_args
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.request_logs import RequestLog
-from eldr_sim.traces.streams import stream
+
+if TYPE_CHECKING:  # the names of the shapes are read by every command, the arrays by few
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from eldr_sim.traces.request_logs import RequestLog
 
 __all__ = ["LENGTH_SHAPES", "LengthShape", "draw_by_length", "shaped_log"]
 
@@ -46,6 +47,8 @@ def shaped_log(log: RequestLog, shape: LengthShape, n: int, seed: int) -> Reques
     InputError
         As `draw_by_length`.
     """
+    import numpy as np
+
     chosen = draw_by_length(log.prompt_len, shape, n, seed)
     arrival_s = log.arrival_s[chosen]
     begins, ends = log.prefix_indptr[chosen], log.prefix_indptr[chosen + 1]
@@ -87,6 +90,10 @@ def draw_by_length(
     InputError
         There is no such shape, or the log has too few requests of a length.
     """
+    import numpy as np
+
+    from eldr_sim.traces.streams import stream
+
     if shape not in LENGTH_SHAPES:
         raise InputError("length_shape", repr(shape), ", ".join(LENGTH_SHAPES))
     rng, total = stream(seed, "length-shape"), len(prompt_len)

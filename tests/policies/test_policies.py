@@ -255,7 +255,9 @@ def test_every_built_in_policy_builds_and_selects():
         assert policy.name == name
         assert policy.select(REQUEST, Workers.idle([1, 2, 3])) in range(3)
     for name in registry.names("prefill"):
-        prefill = registry.prefill_policy(name, context(3, prefill_work=PrefillWork(1.0, 1.0)))
+        prefill = registry.prefill_policy(
+            name, context(3, prefill_work=lambda: PrefillWork(1.0, 1.0))
+        )
         assert isinstance(prefill, PrefillPolicy)
         assert prefill.name == name
 

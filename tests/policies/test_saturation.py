@@ -29,7 +29,10 @@ HASHES: dict[tuple, int] = {}
 
 def router(n_workers, choice="saturation", work=WORK):
     context = PolicyContext(
-        n_workers, np.random.default_rng(0), prefix_block_tokens=BLOCK, prefill_work=work
+        n_workers,
+        np.random.default_rng(0),
+        prefix_block_tokens=BLOCK,
+        prefill_work=None if work is None else lambda: work,
     )
     return registry.prefill_policy(choice, context)
 
