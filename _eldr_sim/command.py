@@ -1,10 +1,14 @@
-"""Running a command line: what becomes of bad input and of Ctrl-C."""
+"""Running a command line: what becomes of bad input, Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import warnings
-from typing import TextIO
+from types import FrameType
+from typing import NoReturn, TextIO
 
 import click
 
@@ -13,12 +17,22 @@ from eldr_sim.errors import EldrSimWarning, InputError
 __all__ = ["run_command"]
 
 
-def run_command(command: click.Command) -> None:
-    """Run a command line: bad input is one line and exit code 2, Ctrl-C is 130.
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which unwinds as Ctrl-C does: what cleans up after one does after the other."""
 
-    Our own warnings are one line, too.
+
+def run_command(command: click.Command) -> None:
+    """Run a command line.
+
+    Bad input, and what this machine has too little of, is one line and exit code 2; Ctrl-C is 130,
+    SIGTERM 143. Our own warnings are one line, too.
     """
     show = warnings.showwarning
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # as it is where a shell has closed it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
 
     def show_ours(
         message: Warning | str,
@@ -36,16 +50,48 @@ def run_command(command: click.Command) -> None:
     warnings.showwarning = show_ours
     try:
         command.main(standalone_mode=False)
-    except InputError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(2)
+        sys.stdout.flush()
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except click.ClickException as error:
+        error.message = " ".join(error.message.split())
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted: nothing was written.", err=True)
-        sys.exit(130)
+    except (click.Abort, KeyboardInterrupt) as stopped:
+        terminated = isinstance(stopped.__cause__ or stopped, _Terminated)  # click makes it Abort
+        click.echo(
+            f"{'Terminated' if terminated else 'Interrupted'}: nothing was written.", err=True
+        )
+        sys.exit(143 if terminated else 130)
+    except (InputError, OSError, MemoryError, RecursionError, OverflowError) as error:
+        _fail(_one_line(error))
     finally:
         warnings.showwarning = show
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Terminated
+
+
+def _one_line(error: Exception) -> str:
+    """Say what was wrong, or what this machine has too little of."""
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{error.strerror or error}"
+    if isinstance(error, MemoryError):
+        return f"memory: this takes more than there is. {error}".rstrip(" .")
+    if isinstance(error, RecursionError):
+        return "input: nested too deeply"
+    if isinstance(error, OverflowError):
+        return f"input: a number is too large: {error}"
+    return str(error)
+
+
+def _fail(problem: str) -> NoReturn:
+    """Print an error and end with exit code 2, also where nothing can be printed."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # the disk is full, or nobody reads: Python must not try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    click.echo(f"Error: {' '.join(problem.split())}", err=True)
+    sys.exit(2)

@@ -13,12 +13,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from eldr_sim.inputs import ARRAY_LIMIT, regular_file, within
+
 __all__ = ["numbers", "read_table"]
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a file; raises OSError or ``pyarrow.ArrowException``."""
-    with pq.ParquetFile(path) as file:
+    """Read a file; raises OSError or ``pyarrow.ArrowException``.
+
+    Raises InputError where it is no regular file, or unpacks to too much.
+    """
+    with pq.ParquetFile(regular_file(path, str(path))) as file:
+        groups = range(file.metadata.num_row_groups)
+        unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
+        within(str(path), unpacked, ARRAY_LIMIT, " bytes")
         return file.read()
 
 

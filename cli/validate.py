@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -244,8 +243,6 @@ def vllm(
     Engines are started, calibrated on loads of their own, loaded up to saturation and recorded
     (docs/live.md). Needs vLLM and `pip install 'eldr-sim[live]'`.
     """
-    # Engines are sessions of their own: what stops this process must stop them, too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     extra = ("--scheduling-policy", "priority") if shortest_first else ()
     campaign = Campaign(
         out,

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import read_text
 
 
 class GPU(BaseModel):
@@ -135,9 +136,7 @@ def load_gpu(name: str | os.PathLike[str]) -> GPU:
     if not path.is_file():
         raise InputError("gpu", f"unknown GPU {os.fspath(name)!r}", ", ".join(list_gpus()))
     try:
-        return GPU.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise InputError("gpu", f"cannot read {path}: {error.strerror}") from None
+        return GPU.model_validate_json(read_text(path, "gpu"))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "gpu"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_json, read_text
 
 KVDtype = Literal["bfloat16", "fp8"]
 WeightDtype = Literal["bfloat16", "fp8", "fp8_block", "mxfp4", "int4", "nvfp4"]
@@ -47,6 +48,10 @@ _FAMILIES = (  # model_type of the Hugging Face architectures whose layers are d
 )
 
 
+#: Tokens of the longest context: tables have a row for each.
+LONGEST = 2**24
+
+
 class ModelDims(BaseModel):
     """Everything about a model that decides bytes and FLOPs, and nothing else.
 
@@ -59,13 +64,13 @@ class ModelDims(BaseModel):
     """Short name, as accepted by :func:`load_model`."""
     hf_id: str = ""
     """Hugging Face repository id, empty for a model read from a file."""
-    n_layers: int = Field(ge=1)
+    n_layers: int = Field(ge=1, le=1024)
     """Transformer layers."""
     n_dense_layers: int = Field(default=0, ge=0)
     """Layers with a dense MLP in place of experts: the first ones, every other of Llama 4."""
     hidden_size: int = Field(ge=1)
     """Width of the residual stream."""
-    n_experts: int = Field(ge=1)
+    n_experts: int = Field(ge=1, le=65536)
     """Routed experts per MoE layer."""
     top_k: int = Field(ge=1)
     """Routed experts per token."""
@@ -87,7 +92,7 @@ class ModelDims(BaseModel):
     """Whether lm_head shares the embedding."""
     lm_head_bias: bool = False
     """Whether lm_head has a bias."""
-    max_position_embeddings: int = Field(ge=1)
+    max_position_embeddings: int = Field(ge=1, le=LONGEST)
     """Longest context."""
     attention: Literal["gqa", "mla"] = "gqa"
     """Grouped-query (multi-head included) or multi-head latent attention."""
@@ -373,10 +378,7 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
 
 
 def _from_hf_config(path: Path) -> ModelDims:
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError("model", f"cannot read {path}: {error}") from None
+    raw = parse_json(read_text(path, "model"), "model", str(path))
     if not isinstance(raw, dict):
         raise InputError("model", f"{path} does not hold a JSON object")
     try:
@@ -387,8 +389,10 @@ def _from_hf_config(path: Path) -> ModelDims:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "model"
         raise InputError("model", f"{path}: {where}: {first['msg']}") from None
-    except TypeError as error:
-        raise InputError("model", f"{path}: {error}") from None
+    except InputError:
+        raise
+    except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise InputError("model", f"{path}: a field cannot be: {error}") from None
 
 
 def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:

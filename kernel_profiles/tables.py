@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import regular_file
 from eldr_sim.outputs import whole_file
 from eldr_sim.parquet import numbers, read_table
 
@@ -198,7 +199,7 @@ def load_table(path: str | os.PathLike[str]) -> LatencyTable:
     InputError
         The file is missing, is no latency table, or breaks a rule of the format.
     """
-    path = Path(path)
+    path = regular_file(path, "table")
     metadata = _read_metadata(path)
     try:
         data = read_table(path)

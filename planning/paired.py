@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.planning.intervals import mean_known, paired_percent
 from eldr_sim.planning.runs import Runs, Summary
 from eldr_sim.simulator.catalogue import headline_tags, label
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, number
+
+MOST_SEEDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ def run_paired(
     """
     if n_seeds < 1:
         raise InputError("seeds", str(n_seeds), "1 or more")
+    within("seeds", n_seeds, MOST_SEEDS)
     seeds = {
         name: [with_seed(config, i) for i in range(n_seeds)] for name, config in configs.items()
     }

@@ -99,13 +99,14 @@ def _read(file: IO[bytes], folder: Path, header: Any, resume: bool) -> dict[str,
         if not line.endswith(b"\n"):
             break
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+            records.append(Outcome(**record) if records else record)
+        except (ValueError, TypeError, RecursionError):
             raise InputError(
                 str(folder / FILE_NAME), f"line {number} is damaged", "the file as it was written"
             ) from None
         whole += len(line)
-    outcomes = {record["key"]: Outcome(**record) for record in records[1:]}
+    outcomes = {outcome.key: outcome for outcome in records[1:]}
     if not outcomes:
         file.truncate(0)
         file.write(_line(header))

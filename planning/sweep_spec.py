@@ -22,20 +22,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_yaml, read_text, within
 from eldr_sim.planning.paired import with_seed
 from eldr_sim.simulator.config import RunConfig, get_field, make_config, set_field
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+MOST_RUNS = 100_000
+"""Runs of a sweep."""
 Values = Annotated[list[Any], Field(min_length=1)]
 
 
@@ -46,6 +48,11 @@ class Grid(BaseModel):
 
     type: Literal["grid"]
     parameters: Annotated[dict[str, Values], Field(min_length=1)]
+
+    @property
+    def n_points(self) -> int:
+        """Points, whose number no list has to be made for."""
+        return math.prod(len(values) for values in self.parameters.values())
 
     def changes(self) -> Iterator[tuple[str | None, dict[str, Any]]]:
         """Yield each point's name, if it has one, and its values by dot path."""
@@ -69,6 +76,11 @@ class Zip(BaseModel):
             raise ValueError(f"lists of different lengths: {counts}")
         return self
 
+    @property
+    def n_points(self) -> int:
+        """Points: the length of each list."""
+        return len(next(iter(self.parameters.values())))
+
     def changes(self) -> Iterator[tuple[str | None, dict[str, Any]]]:
         """Yield each point's name, if it has one, and its values by dot path."""
         for values in zip(*self.parameters.values(), strict=True):
@@ -90,6 +102,11 @@ class Scenarios(BaseModel):
 
     type: Literal["scenarios"]
     runs: Annotated[list[Scenario], Field(min_length=1)]
+
+    @property
+    def n_points(self) -> int:
+        """Points: the runs that are named."""
+        return len(self.runs)
 
     @model_validator(mode="after")
     def _check(self) -> Scenarios:
@@ -153,15 +170,7 @@ class SweepSpec:
 
 def read_spec(path: str | os.PathLike[str]) -> SweepSpec:
     """Read a sweep from YAML; raises InputError."""
-    path = Path(path)
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError("sweep", f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        line = " ".join(str(error).split())
-        raise InputError("sweep", f"{path} is not YAML: {line}") from None
-    return make_spec(document)
+    return make_spec(parse_yaml(read_text(path, "sweep"), "sweep", str(path)))
 
 
 def make_spec(document: Any) -> SweepSpec:
@@ -189,6 +198,7 @@ def make_spec(document: Any) -> SweepSpec:
     seed = parsed.randomSeed
     if seed is None:
         seed = make_config(parsed.config).seed
+    within("sweep", parsed.sweep.n_points * parsed.multiRun.numRuns, MOST_RUNS, " runs")
     changes = list(parsed.sweep.changes())
     paths = list(dict.fromkeys(path for _, values in changes for path in values))
     if "seed" in paths:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import yaml
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_yaml
 from eldr_sim.planning.paired import PairedDifference, headline_of, run_paired
 from eldr_sim.planning.runs import Summary
 from eldr_sim.simulator.catalogue import HEADLINE, PREFILL_HEADLINE
@@ -197,8 +197,8 @@ def change_fields(values: dict[str, Any], change: str) -> dict[str, Any]:
         if not (path and equals):
             raise InputError("set", repr(part), "FIELD=VALUE such as decode.gpu=h200")
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
+            value = parse_yaml(text, "set", repr(part))
+        except InputError:
             value = text
         set_field(changed, path, value)
     return changed

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import check_arrays
 from eldr_sim.outputs import whole_file
 from eldr_sim.policies.clustering import METHODS, Method, kmeans
 from eldr_sim.policies.signature import (
@@ -225,15 +226,13 @@ class RoutingArtifact:
             If the file is missing, is no artifact, is of another format version, or if its arrays
             contradict each other.
         """
-        source = Path(path)
+        source = check_arrays(path, "artifact")
         try:
             loaded = np.load(source, allow_pickle=False)
             if not isinstance(loaded, np.lib.npyio.NpzFile):
                 raise ValueError("a single array")
             with loaded as file:
                 arrays = {name: file[name] for name in file.files}
-        except FileNotFoundError as error:
-            raise InputError("artifact", f"no file {source}") from error
         except Exception as error:  # zipfile and numpy raise a dozen kinds on foreign bytes
             raise InputError("artifact", f"{source} is no routing artifact (.npz)") from error
         try:

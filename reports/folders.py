@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_json, read_text
 
 Kind = Literal["run", "comparison", "sweep", "plan"]
 #: Files that identify the kind of a folder, the most specific first.
@@ -84,10 +84,7 @@ def _open(path: Path, name: str) -> Folder:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError("DIR", f"cannot read {path}: {' '.join(str(error).split())}") from None
+    value = parse_json(read_text(path, "DIR"), "DIR", str(path))
     if not isinstance(value, dict):
         raise InputError("DIR", f"{path} holds no JSON object")
     return value

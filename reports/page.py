@@ -103,6 +103,7 @@ def _environment() -> Environment:
 
 def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple[str, Markup]]:
     """Return title and content of each section, in the order of the folders."""
+    import pyarrow as pa
     from jinja2 import UndefinedError
     from markupsafe import Markup
 
@@ -119,7 +120,15 @@ def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple
                 else _SECTIONS[folder.kind](folder, colours)
             )
             content = environment.get_template(f"{folder.kind}.html").render(section=section)
-        except (KeyError, TypeError, IndexError, ValueError, UndefinedError) as error:
+        except (
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            ValueError,
+            UndefinedError,
+            pa.ArrowException,
+        ) as error:
             # The files are readable, but their content is not that of their kind.
             raise InputError(
                 "DIR",

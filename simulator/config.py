@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_yaml, read_text
 from eldr_sim.policies.choice import DECISION_OF, parse
 from eldr_sim.simulator.config_groups import (
     GROUPS,
@@ -222,13 +222,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Paths in YAML lead from the current folder, those of a result from the result's.
     """
     path = Path(path)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError("config", f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        line = " ".join(str(error).split())
-        raise InputError("config", f"{path} is not YAML: {line}") from None
+    values = parse_yaml(read_text(path, "config"), "config", str(path))
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

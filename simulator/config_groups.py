@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import LONGEST
 from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
 from eldr_sim.traces.length_shapes import LengthShape
 
 #: The named workloads; any other is a file.
 WORKLOADS = ("task", "language", "trace")
-_TOPOLOGY = re.compile(r"([1-9]\d*)P(?:([1-9]\d*)D)?|([1-9]\d*)C", re.IGNORECASE)
+_TOPOLOGY = re.compile(r"([1-9]\d{0,3})P(?:([1-9]\d{0,3})D)?|([1-9]\d{0,3})C", re.IGNORECASE)
 
 
 def _number_or_inf(value: Any) -> Any:
@@ -65,7 +66,7 @@ def parse_topology(text: str) -> tuple[int, int]:
         raise InputError(
             "topology",
             repr(text),
-            "xPyD with at least one worker of each kind, such as 8P16D, xC, such as 8C, or xP",
+            "xPyD with 1 to 9999 workers of each kind, such as 8P16D, xC, such as 8C, or xP",
         )
     return (0, int(match[3])) if match[3] else (int(match[1]), int(match[2] or 0))
 
@@ -96,21 +97,21 @@ class Pool(_Fields):
 
     gpu: PathText | None = None
     """Name of a known GPU."""
-    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """GPUs of a worker."""
     enable_expert_parallel: bool | None = None
     """Whether whole experts are spread over a worker's GPUs."""
-    data_parallel_size: int | None = Field(default=None, ge=1)
+    data_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """Engines of a worker."""
-    pipeline_parallel_size: int | None = Field(default=None, ge=1)
+    pipeline_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """Stages of a worker, each with a part of the layers; prefill workers only."""
     num_redundant_experts: int | None = Field(default=None, ge=0)
     """Instances of experts beyond one of each."""
     expert_placement: Annotated[str | None, _policy("placement")] = None
     """Which GPU holds which experts; linear on prefill workers when not given."""
-    max_num_seqs: int | None = Field(default=None, ge=1)
+    max_num_seqs: int | None = Field(default=None, ge=1, le=65536)
     """Running requests of a worker."""
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
     """Tokens computed in one step."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of a GPU-hour."""
@@ -164,7 +165,7 @@ class WorkloadConfig(_Fields):
     request_rate: Rate | None = None
     """Mean requests per second; ``inf`` sends all at once. 60 when not given, the recorded
     timestamps for a file."""
-    burstiness: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    burstiness: float = Field(default=1.0, ge=0.001, allow_inf_nan=False)
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """At most this many requests in flight; the others wait at the client."""
@@ -225,15 +226,15 @@ class ClusterConfig(_Fields):
     workers alone, where a request ends with its prompt."""
     gpu: PathText = "H100"
     """Name of a known GPU."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
     """GPUs of every engine, which share attention heads and layers, and every expert unless
     ``enable_expert_parallel``."""
     enable_expert_parallel: bool = False
     """Spread whole experts over a worker's GPUs; layers wait for the busiest."""
-    data_parallel_size: int = Field(default=1, ge=1)
+    data_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Engines of every worker, each with its own queue, KV cache and batch. They share experts and
     so step together; routers choose the engine."""
-    pipeline_parallel_size: int = Field(default=1, ge=1)
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=1024)
     """Stages of every worker, each with a part of the layers; for prefill workers alone."""
     num_redundant_experts: int = Field(default=0, ge=0)
     """Instances of experts beyond one of each."""
@@ -281,12 +282,12 @@ class EngineConfig(_Fields):
 
     model: PathText = "Qwen3-30B-A3B"
     """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
-    max_model_len: int | None = Field(default=None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=1, le=LONGEST)
     """Most tokens of a request, prompt and output together, that a worker accepts; the model's own
     limit when not given. More is simulated with a warning."""
-    max_num_seqs: int | None = Field(default=None, ge=1)
+    max_num_seqs: int | None = Field(default=None, ge=1, le=65536)
     """Running requests of a worker; vLLM's server default for the GPU when not given."""
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
     """Tokens computed in one step; vLLM's server default for the GPU when not given."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV cache: bfloat16 (``auto``), or ``fp8``, half as large."""
@@ -302,7 +303,7 @@ class EngineConfig(_Fields):
     meanwhile (vLLM's option)."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use."""
-    num_gpu_blocks_override: int | None = Field(default=None, ge=1)
+    num_gpu_blocks_override: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """KV blocks of an engine, however much memory there is (vLLM's option)."""
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Time of a step that no kernel accounts for, ms; the profile's figure when not given."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.all_to_all import COPY_PER, GATHERING, AllToAll, build_all_to_all
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
@@ -31,6 +32,8 @@ from eldr_sim.simulator.replay import fit_trace
 from eldr_sim.simulator.transfer import PRESETS, pull_between
 from eldr_sim.traces.format import RoutingTrace, open_trace
 from eldr_sim.traces.synthetic.drawn import Shape, drawn_trace, wanted_domains
+
+_MOST_PLACES = 2**26  # 5 GB of their state
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ def prepare(config: RunConfig) -> PreparedRun:
     else:
         decode = _engine(config, "decode", model)
         prefill = decode if config.colocated else _engine(config, "prefill", model)
+    places = config.n_prefill * prefill.parallelism.data_parallel_size * prefill.max_num_seqs
+    places += config.n_decode * decode.parallelism.data_parallel_size * decode.max_num_seqs
+    within("topology", places, _MOST_PLACES, " running requests of all engines")
     output_len = config.effective_output_len
     spec = ClusterSpec(
         n_prefill=config.n_prefill * prefill.parallelism.data_parallel_size,

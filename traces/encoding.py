@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import ARRAY_LIMIT, check_arrays
 
 __all__ = ["FILE_NAMES", "Encoding", "check_groups", "load_ids", "save_ids"]
 
@@ -91,10 +92,12 @@ def load_ids(path: Path, encoding: Encoding) -> NDArray[Any]:
     """
     try:
         ids: NDArray[Any]
+        check_arrays(path, str(path))
         if encoding == "npy":
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
-            ids = np.load(BytesIO(lzma.decompress(path.read_bytes())), allow_pickle=False)
+            unpacked = lzma.LZMADecompressor().decompress(path.read_bytes(), ARRAY_LIMIT)
+            ids = np.load(BytesIO(unpacked), allow_pickle=False)
     except OSError as error:
         raise InputError(str(path), error.strerror or "cannot be read") from None
     except (lzma.LZMAError, ValueError, EOFError) as error:

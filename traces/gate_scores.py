@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import check_arrays
 
 __all__ = ["FILE_NAME", "GateScores", "PromptScore", "check", "of_kind", "read", "select", "write"]
 
@@ -113,7 +114,7 @@ def write(path: Path, scores: GateScores) -> None:
 def read(path: Path) -> GateScores:
     """Read the file as it is; :func:`check` tells whether it fits its trace."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with np.load(check_arrays(path, str(path)), allow_pickle=False) as archive:
             arrays: dict[str, NDArray[Any]] = {name: archive[name] for name in archive.files}
     except OSError as error:
         raise InputError(str(path), error.strerror or "cannot be read") from None

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import regular_file
 from eldr_sim.traces.imported import ImportedRouting, Phase
 from eldr_sim.traces.torch_file import load_tensors
 
@@ -211,9 +212,9 @@ def csv_format(path: Path) -> str | None:
     if path.is_dir():
         path = next(iter(sorted(path.glob("*.csv"))), path)
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with regular_file(path, str(path)).open(encoding="utf-8", newline="") as file:
             row = next(csv.reader(file), [])
-    except (OSError, UnicodeDecodeError, csv.Error):
+    except (InputError, OSError, UnicodeDecodeError, csv.Error):
         return None
     if tuple(row) == _MOE_BEYOND:
         return "moe_beyond"
@@ -263,7 +264,7 @@ def read_moe_beyond(path: Path) -> ImportedRouting:
                 if int(batch):
                     raise InputError(f"{file}:{number}", f"batch {batch}", "0: a prompt a file")
                 by_layer[int(layer)].append([int(e) for e in json.loads(listed)])
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 raise InputError(
                     f"{file}:{number}", f"got {','.join(row)!r:.60}", ", ".join(_MOE_BEYOND)
                 ) from None

@@ -43,7 +43,6 @@ from __future__ import annotations
 import base64
 import binascii
 import csv
-import json
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -53,10 +52,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import ARRAY_LIMIT, check_arrays, parse_json, read_text, regular_file
+from eldr_sim.parquet import read_table
 from eldr_sim.traces.gate_scores import GateScores
 from eldr_sim.traces.import_dumps import (
     csv_format,
@@ -104,7 +104,7 @@ def detect_format(path: Path) -> str:
             "a file, or experts.npz with requests.csv",
         )
     try:
-        with path.open("rb") as file:
+        with regular_file(path, str(path)).open("rb") as file:
             head = file.read(64)
     except OSError as error:
         raise InputError(str(path), error.strerror or "cannot be read") from None
@@ -132,10 +132,16 @@ def _first_seen(names: list[str]) -> list[str]:
 
 def _read_npz(path: Path) -> ImportedRouting:
     data = _load_npz(path, _NPZ_KEYS, _NPZ_OPTIONAL)
-    names = [str(name) for name in data["domain_names"]]
-    domain = data["domain"].astype(np.int64)
-    prompt = data["prompt_len"].astype(np.int64)
-    output = data["output_len"].astype(np.int64)
+    names = [str(name) for name in _listed(path, data, "domain_names", "OSU")]
+    domain, prompt, output = (
+        _listed(path, data, key, "iu").astype(np.int64)
+        for key in ("domain", "prompt_len", "output_len")
+    )
+    if data["E"].shape or data["E"].dtype.kind not in "iu":
+        raise InputError(str(path), f"E is {data['E'].dtype} {list(data['E'].shape)}", "an integer")
+    if data["topk"].ndim != 3 or data["topk"].dtype.kind not in "iu":
+        found = f"{data['topk'].dtype} {list(data['topk'].shape)}"
+        raise InputError(str(path), f"topk is {found}", "integers [tokens, layers, top_k]")
     n = len(prompt)
     if len(domain) != n or len(output) != n:
         raise InputError(
@@ -150,11 +156,13 @@ def _read_npz(path: Path) -> ImportedRouting:
     lengths = np.stack([prompt, output], axis=1).ravel()
     if lengths.min() < 1:
         raise InputError(str(path), f"a length is {lengths.min()}", "at least 1")
-    rows = np.repeat(np.arange(2 * n), lengths)
+    # Summed as floats: a length may be whatever 64 bits hold.
+    recorded = lengths.sum(dtype=np.float64) == len(data["topk"])
+    rows = np.repeat(np.arange(2 * n), lengths if recorded else 0)
     if not (
         np.array_equal(data["request_id"], rows // 2)
         and np.array_equal(data["is_decode"].astype(bool), rows % 2 == 1)
-        and len(data["topk"]) == len(rows)
+        and recorded
     ):
         raise InputError(
             str(path),
@@ -171,6 +179,15 @@ def _read_npz(path: Path) -> ImportedRouting:
         n_experts=int(data["E"]),
         gate_scores=_gate_scores(data, n),
     )
+
+
+def _listed(path: Path, data: Mapping[str, NDArray[Any]], key: str, kinds: str) -> NDArray[Any]:
+    """Return an array of one dimension, whose kind of numbers numpy names by one of ``kinds``."""
+    values = data[key]
+    if values.ndim != 1 or values.dtype.kind not in kinds:
+        wanted = "integers" if kinds == "iu" else "texts"
+        raise InputError(str(path), f"{key} is {values.dtype} {list(values.shape)}", wanted)
+    return values
 
 
 def _gate_scores(data: Mapping[str, NDArray[Any]], n_requests: int) -> GateScores | None:
@@ -194,7 +211,7 @@ def _load_npz(
     path: Path, keys: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> dict[str, NDArray[Any]]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with np.load(check_arrays(path, str(path)), allow_pickle=False) as archive:
             missing = [key for key in keys if key not in archive.files]
             if missing:
                 raise InputError(str(path), f"array {missing[0]} is missing", ", ".join(keys))
@@ -212,7 +229,7 @@ def _load_npz(
 
 def _read_parquet(path: Path) -> ImportedRouting:
     try:
-        table = pq.read_table(path)
+        table = read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise InputError(str(path), f"{error}".splitlines()[0], "a Parquet file") from None
     layers = sorted(
@@ -304,18 +321,12 @@ def _read_routed_experts(path: Path) -> ImportedRouting:
     names: list[str] = []
     domains: list[str] = []
     prompts: list[int] = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(str(path), f"cannot be read: {error}") from None
+    lines = read_text(path, str(path), ARRAY_LIMIT).splitlines()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise InputError(where, f"not JSON: {error}") from None
+        entry = parse_json(line, where)
         if not isinstance(entry, dict) or not isinstance(entry.get("domain"), str):
             raise InputError(where, "no domain", "an object with domain and routed_experts")
         rows = _routed_rows(entry, "routed_experts", where, path.parent)
@@ -366,7 +377,7 @@ def _routed_rows(entry: dict[str, Any], key: str, where: str, folder: Path) -> N
         if isinstance(value, list):
             rows = np.array(value)
         elif isinstance(value, str) and value.endswith((".npy", ".npz")):
-            loaded = np.load(folder / value, allow_pickle=False)
+            loaded = np.load(check_arrays(folder / value, where), allow_pickle=False)
             rows = loaded if isinstance(loaded, np.ndarray) else loaded[loaded.files[0]]
         elif isinstance(value, str):
             data = base64.b64decode(value, validate=True)
@@ -409,7 +420,7 @@ def _read_fingerprint(path: Path) -> ImportedRouting:
     ids = _load_npz(path / "experts.npz", ("experts",))["experts"]
     file = path / "requests.csv"
     try:
-        with file.open(encoding="utf-8", newline="") as stream:
+        with regular_file(file, str(file)).open(encoding="utf-8", newline="") as stream:
             rows = list(csv.DictReader(stream))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(str(file), f"cannot be read: {error}") from None
@@ -420,7 +431,7 @@ def _read_fingerprint(path: Path) -> ImportedRouting:
         prompt, output, offset = (
             np.array([int(row[name]) for row in rows], np.int64) for name in _FINGERPRINT[2:]
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(str(file), f"not a number: {error}") from None
     if not np.array_equal(offset, np.cumsum(output) - output) or output.sum() != len(ids):
         raise InputError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_json, read_text
 from eldr_sim.traces.encoding import FILE_NAMES, Encoding, check_groups
 
 __all__ = [
@@ -144,12 +144,7 @@ def read_manifest(path: Path) -> Manifest:
     InputError
         If it cannot be read or says something that cannot be.
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(str(path), error.strerror or "cannot be read") from None
-    except ValueError as error:  # bad JSON or bad UTF-8
-        raise InputError(str(path), f"not valid JSON: {error}") from None
+    raw = parse_json(read_text(path, str(path)), str(path))
     if not isinstance(raw, dict):
         raise InputError(str(path), f"holds a JSON {type(raw).__name__}", "a JSON object")
     version = raw.get("format_version")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import regular_file
 
 __all__ = ["RequestLog", "read_request_log"]
 
@@ -98,7 +100,7 @@ def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
     """
     file = Path(path)
     try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
+        with regular_file(file, str(file)).open(encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()
             lines.seek(0)
             if first.lstrip().startswith("{"):
@@ -141,7 +143,7 @@ def _csv_rows(
                 "" if session is None else row[session],
                 None if priority is None else int(row[priority]),
             )
-        except (ValueError, IndexError):
+        except (ValueError, IndexError, OverflowError):
             raise InputError(
                 f"{file} line {rows.line_num}", f"got {','.join(row)!r:.80}", ",".join(columns)
             ) from None
@@ -154,7 +156,7 @@ def _timestamp_ns(text: str) -> int:
         raise ValueError(text)
     seconds, fraction, zone = match.groups()
     moment = datetime.fromisoformat(seconds + (zone or "+00:00"))
-    return int(moment.timestamp()) * 10**9 + int((fraction or "").ljust(9, "0"))
+    return _checked_ns(int(moment.timestamp()) * 10**9 + int((fraction or "").ljust(9, "0")))
 
 
 def _seconds_ns(text: str) -> int:
@@ -162,9 +164,15 @@ def _seconds_ns(text: str) -> int:
 
 
 def _to_ns(value: float, unit: float) -> int:
-    if not abs(value) * unit < 2**62:  # NaN and infinities too
+    if not math.isfinite(value):
         raise ValueError(value)
-    return round(value * unit)
+    return _checked_ns(round(value * unit))
+
+
+def _checked_ns(ns: int) -> int:
+    if not abs(ns) < 2**62:  # 146 years from 1970: what a difference of two can hold
+        raise ValueError(ns)
+    return ns
 
 
 def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[_Row]:
@@ -183,7 +191,7 @@ def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[_Row]:
                 raise TypeError
             session = str(entry.get("session_id", ""))
             yield _to_ns(float(when), 1e6), *lengths, hashes, session, priority
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise InputError(
                 f"{file} line {number}",
                 f"got {line.strip()!r:.80}",

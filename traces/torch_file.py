@@ -37,7 +37,7 @@ def is_torch_file(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.split("/")[-1] == "data.pkl" for name in archive.namelist())
-    except (OSError, zipfile.BadZipFile):
+    except (OSError, zipfile.BadZipFile, NotImplementedError):
         return False
 
 

@@ -29,7 +29,7 @@ from eldr_sim.traces.streams import stream
 
 __all__ = ["Workload", "draw_arrivals", "make_workload"]
 
-_MAX_REQUESTS = 50_000_000
+_MAX_REQUESTS = 10_000_000
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import read_text
 from eldr_sim.kernel_profiles.gpus import list_gpus
 from eldr_sim.kernel_profiles.kernel_latency import (
     CollectiveLatency,
@@ -97,10 +98,7 @@ class Journal:
         InputError
             The file is missing or is no journal.
         """
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except OSError as error:
-            raise InputError("resume", f"cannot read {path}: {error.strerror}") from None
+        lines = read_text(path, "resume").split("\n")
         cut = lines.pop()  # empty after a whole line
         try:
             header = json.loads(lines[0]) if lines else {}
@@ -111,7 +109,7 @@ class Journal:
                 entry = json.loads(line)
                 records = [Record.from_json(values) for values in entry["records"]]
                 journal.outcomes[entry["task"]] = Outcome(records, entry["note"])
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError("resume", f"{path} is damaged: {error}") from None
         if cut:
             with path.open("r+b") as file:

@@ -191,7 +191,7 @@ def test_options_override_the_config_file(run_cli, tmp_path):
         (["--trace", "no/such/trace"], "trace: "),
         (["--tables", "no/such/folder"], "tables: "),
         (["--workload", "no/such/file"], "workload: "),
-        (["--policy", "eldr:artifact=none.npz"], "artifact: no file none.npz"),
+        (["--policy", "eldr:artifact=none.npz"], "artifact: cannot read none.npz"),
         (["--policy", "eldr:tau=2"], "policy.tau: '2': input should be less than or equal to 1"),
         (["--policy", "jsq:tau=0.2"], "policy.tau: 'jsq' has no such parameter"),
         (["--policy", "elder"], "policy: unknown policy 'elder'"),

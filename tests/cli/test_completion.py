@@ -78,12 +78,3 @@ def test_no_name_is_forgotten():
     assert set(WORKLOADS) == set(NAMED_WORKLOADS)
     for decision in registry.DECISIONS:
         assert BUILT_IN[decision] == tuple(registry._built_in(decision))
-
-
-def test_help_needs_no_arrays():
-    code = (
-        "import sys; from eldr_sim.cli.main import cli; cli(['run', '--help'], 'eldr-sim', "
-        "standalone_mode=False); assert not {'numba', 'numpy', 'scipy'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ EVERYTHING = FIGURES | {"pydantic", "rich", "yaml"}
         ("gpus", COMPILER),
         ("tables --help", FIGURES),
         ("tables list", TABLES),
-        ("run --help", TABLES),
+        ("run --help", FIGURES),
         ("plan --help", PLOTS | {"joblib", "pandas", "scipy.special", "scipy.optimize"}),
         (f"run --policy jsq {SHORT}", PLOTS | {"scipy.optimize", "joblib"}),
     ],

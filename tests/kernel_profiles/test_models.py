@@ -166,7 +166,7 @@ def test_llama4_alternates():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "cannot read"),
+        ("{", "not valid JSON"),
         ("[]", "JSON object"),
         (json.dumps(_config(num_experts=None)), "no routed experts"),
         (json.dumps(_config(model_type="mamba_moe")), "mamba_moe"),

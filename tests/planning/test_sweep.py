@@ -121,7 +121,7 @@ def test_same_bytes_in_this_process_and_on_others(tmp_path):
     assert not list(tmp_path.glob("*/.*"))
     rows = result.points.to_pylist()
     assert {row["status"] for row in rows if row["policy"] == FAILS} == {"failed"}
-    assert all("no file no_such" in r["reason"] for r in rows if r["status"] == "failed")
+    assert all("cannot read no_such" in r["reason"] for r in rows if r["status"] == "failed")
     assert {row["status"] for row in rows if row["policy"] != FAILS} == {"completed"}
     # Paired: one seed, one load, whatever the policy.
     frame = result.points.to_pandas().query("status == 'completed'")

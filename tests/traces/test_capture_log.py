@@ -258,7 +258,7 @@ def test_prompts_are_read(tmp_path):
     ("text", "problem"),
     [
         ("", "holds no prompt"),
-        ("{", r"p\.jsonl:1: not valid JSON"),
+        ("{", r"p\.jsonl:1: is not valid JSON"),
         ("[1]", "holds a JSON list"),
         ('{"prompt": "x"}', "domain is None"),
         ('{"prompt": "x", "domain": 3}', "domain is 3"),

@@ -274,7 +274,7 @@ ROWS = [[[1, 2]], [[3, 4]]]
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("{", "not JSON"),
+        ("{", "is not valid JSON"),
         ({"routed_experts": ROWS}, ":2: no domain"),
         ({"domain": "p"}, "no routed_experts"),
         ({"domain": "p", "routed_experts": ROWS}, "prompt_len 0 of 2"),

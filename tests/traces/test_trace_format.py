@@ -173,7 +173,7 @@ DEFECTS = {
     "no requests": (lambda f: (f / "requests.parquet").unlink(), "requests.parquet: No such file"),
     "no experts": (lambda f: (f / "experts.npy").unlink(), "experts.npy: No such file"),
     "bad json": (lambda f: (f / "manifest.json").write_text("{"), "not valid JSON"),
-    "bad utf-8": (lambda f: (f / "manifest.json").write_bytes(b"\xff"), "not valid JSON"),
+    "bad utf-8": (lambda f: (f / "manifest.json").write_bytes(b"\xff"), "is not UTF-8 text"),
     "json list": (lambda f: (f / "manifest.json").write_text("[]"), "holds a JSON list"),
     "format version": (
         lambda f: edit_manifest(f, format_version=3),

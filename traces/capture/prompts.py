@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import ARRAY_LIMIT, parse_json, read_text
 from eldr_sim.traces.format import SPLITS
 
 __all__ = ["Prompt", "read_prompts", "tokenize"]
@@ -56,22 +56,14 @@ def read_prompts(
         If the file cannot be read, a line is not of this form, or a ``request_id`` comes twice.
     """
     file = Path(path)
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(str(file), error.strerror or "cannot be read") from None
-    except UnicodeDecodeError as error:
-        raise InputError(str(file), f"not UTF-8: {error}") from None
+    lines = read_text(file, str(file), ARRAY_LIMIT).splitlines()
     prompts: list[Prompt] = []
     in_domain: Counter[str] = Counter()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{file}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(where, f"not valid JSON: {error}") from None
+        row = parse_json(line, where)
         if not isinstance(row, dict):
             raise InputError(where, f"holds a JSON {type(row).__name__}", "an object")
         domain = row.get(domain_field)

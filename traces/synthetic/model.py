@@ -38,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import check_arrays
 from eldr_sim.outputs import whole_file
 
 __all__ = ["DRIFT_BLOCK", "RoutingModel"]
@@ -179,7 +180,7 @@ class RoutingModel:
         """
         names = [f.name for f in fields(cls)]
         try:
-            with np.load(Path(path), allow_pickle=False) as archive:
+            with np.load(check_arrays(path, str(path)), allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in names}
             facts = json.loads(str(arrays["facts"]))
             if not isinstance(facts, dict) or facts.pop("format", None) != _FORMAT:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.synthetic.model import Floats, RoutingModel
 
@@ -37,6 +38,7 @@ def with_layers(model: RoutingModel, n_layers: int, seed: int = 0) -> RoutingMod
     """
     if n_layers < 1:
         raise InputError("layers", f"got {n_layers}", "at least 1")
+    within("layers", n_layers, 1024)
     if n_layers == model.n_layers:
         return model
     rng = stream(seed, f"synthetic-layers-{n_layers}")

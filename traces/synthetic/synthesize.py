@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import ARRAY_LIMIT, within
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.manifest import SYNTHETIC
 from eldr_sim.traces.streams import stream
@@ -20,6 +21,7 @@ from eldr_sim.traces.writer import write_trace
 
 __all__ = ["synthesize", "synthesize_like"]
 
+_MOST_REQUESTS = 1_000_000
 Lengths = tuple[int, int]
 Progress = Callable[[float], None]
 
@@ -66,6 +68,7 @@ def synthesize(
     if requests < 0 or calibration < 0 or requests + calibration < 1:
         raise InputError("requests", f"got {requests} and {calibration}", "at least 1 in all")
     n = requests + calibration
+    within("requests", n, _MOST_REQUESTS)
     lengths = []
     for name, (low, high) in (("prompt_len", prompt_len), ("output_len", output_len)):
         if not 1 <= low <= high:
@@ -156,6 +159,9 @@ def _write(
 ) -> RoutingTrace:
     if os.path.lexists(out) and not force:
         raise InputError("out", f"{os.fspath(out)} exists", "a new folder, or --force")
+    tokens = float(prompt_len.sum(dtype=np.float64) + output_len.sum(dtype=np.float64))
+    ids = tokens * model.n_layers * model.top_k
+    within("requests", 2 * ids, ARRAY_LIMIT, " bytes of expert ids")
     used = [name for d, name in enumerate(model.domains) if (domain == d).any()]
     experts = sample_experts(model, domain, prompt_len, output_len, seed, progress)
     return write_trace(

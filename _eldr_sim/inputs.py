@@ -1,0 +1,183 @@
+"""Users' files, read within bounds.
+
+A file is a regular one (a pipe or a device may never end), its size is bounded before it is read,
+what it unpacks to before that is allocated, and what is nested or repeats itself without end is
+refused. Each raises ``InputError`` in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import re
+import stat
+import zipfile
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from eldr_sim.errors import InputError
+
+if TYPE_CHECKING:
+    import yaml
+
+__all__ = ["check_arrays", "parse_json", "parse_yaml", "read_text", "regular_file", "within"]
+
+DOCUMENT_LIMIT = 64 * 2**20
+"""Bytes of a configuration, manifest or result in JSON or YAML."""
+ARRAY_LIMIT = 16 * 2**30
+"""Bytes to which the arrays of a file may unpack."""
+_NODE_LIMIT = 1_000_000  # values of a YAML document, aliases written out
+_NPY_HEADER = 64 * 2**10
+_NPY_MAGIC = b"\x93NUMPY"
+
+
+def within(field: str, value: float, most: float, unit: str = "") -> None:
+    """Raise InputError, which names the limit, where a size is above it.
+
+    For sizes that would take the memory of the machine before anything else said no.
+    """
+    if value > most:
+        raise InputError(
+            field, f"{value:,.15g}{unit} is above the limit", f"at most {most:,}{unit}"
+        )
+
+
+def regular_file(path: str | os.PathLike[str], field: str, limit: int | None = None) -> Path:
+    """Return the path of a regular file that can be read, of at most ``limit`` bytes."""
+    path = Path(path)
+    try:
+        about = path.stat()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(field, _unread(path, field, reason)) from None
+    if stat.S_ISDIR(about.st_mode):
+        raise InputError(field, _unread(path, field, "Is a directory"))
+    if not stat.S_ISREG(about.st_mode):
+        raise InputError(field, _of(path, field, "is a pipe or a device"), "a regular file")
+    if limit is not None and about.st_size > limit:
+        problem = _of(path, field, f"has {about.st_size:,} bytes")
+        raise InputError(field, problem, f"at most {limit:,}")
+    return path
+
+
+def _unread(path: Path, field: str, reason: str | None) -> str:
+    return f"{reason}" if field == str(path) else f"cannot read {path}: {reason}"
+
+
+def _of(path: Path, field: str, problem: str) -> str:
+    """Name a file in a problem, unless the field is the file."""
+    return problem if field == str(path) else f"{path} {problem}"
+
+
+def read_text(path: str | os.PathLike[str], field: str, limit: int = DOCUMENT_LIMIT) -> str:
+    """Return a regular file's text, UTF-8."""
+    path = regular_file(path, field, limit)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(field, _unread(path, field, error.strerror)) from None
+    except UnicodeDecodeError:
+        raise InputError(field, _of(path, field, "is not UTF-8 text")) from None
+
+
+def parse_json(text: str | bytes, field: str, what: str = "") -> Any:
+    """Return a JSON document; ``what`` names it in the error where the field does not."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise InputError(field, f"{what} is nested too deeply".strip()) from None
+    except ValueError as error:  # bad JSON, bad UTF-8, numbers of thousands of digits
+        raise InputError(field, f"{what} is not valid JSON: {_line(error)}".strip()) from None
+
+
+def parse_yaml(text: str, field: str, what: str) -> Any:
+    """Return a YAML document, whose aliases must not make it endless."""
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            if _size(node, {}) > _NODE_LIMIT:
+                raise InputError(field, f"{what} has over {_NODE_LIMIT:,} values, aliases counted")
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except RecursionError:
+        raise InputError(field, f"{what} is nested too deeply") from None
+    except InputError:
+        raise
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also dates that do not exist
+        raise InputError(field, f"{what} is not YAML: {_line(error)}") from None
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return how many values a node has, aliases written out; too many if it holds itself."""
+    number = id(node)
+    if number not in known:
+        known[number] = _NODE_LIMIT + 1  # stands if the node is met inside itself
+        parts: list[Any] = node.value if isinstance(node.value, list) else []
+        if parts and isinstance(parts[0], tuple):
+            parts = [part for pair in parts for part in pair]
+        known[number] = 1 + sum(_size(part, known) for part in parts)
+    return known[number]
+
+
+def check_arrays(path: str | os.PathLike[str], field: str) -> Path:
+    """Return the path of a .npy or .npz file whose arrays may be loaded.
+
+    What is no such file passes: numpy says so.
+    """
+    path = regular_file(path, field)
+    try:
+        with path.open("rb") as file:
+            if zipfile.is_zipfile(file):
+                with zipfile.ZipFile(file) as archive:
+                    total = sum(member.file_size for member in archive.infolist())
+                    _within(total, path, field)
+                    for name in archive.namelist():
+                        with archive.open(name) as member:
+                            _check_header(member, path, field)
+            else:
+                file.seek(0)
+                _check_header(file, path, field)
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise InputError(field, _unread(path, field, _line(error))) from None
+    return path
+
+
+def _check_header(file: IO[bytes], path: Path, field: str) -> None:
+    """Raise InputError where a .npy header is longer than any, or promises too large an array."""
+    import ast
+
+    head = file.read(12)
+    if not head.startswith(_NPY_MAGIC) or len(head) < 12:
+        return
+    short = head[6] == 1
+    length = int.from_bytes(head[8 : 10 if short else 12], "little")
+    if length > _NPY_HEADER:
+        problem = _of(path, field, f"has a header of {length:,} bytes")
+        raise InputError(field, problem, f"at most {_NPY_HEADER:,}")
+    text = (head[10:] if short else b"") + file.read(length - (2 if short else 0))
+    try:
+        entry = ast.literal_eval(re.sub(r"(\d)L", r"\1", text.decode("latin1")).strip())
+        found = re.match(r"[<>|=]?[a-zA-Z](\d*)", entry["descr"])
+        assert found is not None
+        size = int(found[1] or 0) * math.prod(map(operator.index, entry["shape"]))
+    except Exception:  # of a dozen kinds: the header is whatever the bytes say
+        raise InputError(field, _of(path, field, "has a damaged header")) from None
+    _within(size, path, field)
+
+
+def _within(size: int, path: Path, field: str) -> None:
+    if size > ARRAY_LIMIT:
+        problem = _of(path, field, f"unpacks to {size:,} bytes")
+        raise InputError(field, problem, f"at most {ARRAY_LIMIT:,}")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,188 @@
+"""Users' files are read within bounds, and the command line says in a line what went wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import click
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from eldr_sim import inputs
+from eldr_sim.command import run_command
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import check_arrays, parse_json, parse_yaml, read_text, regular_file, within
+
+DEEP = "[" * 100_000
+#: Nine aliases of nine aliases of ..., nine times: 9^10 values where they are written out.
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+)
+
+
+def test_a_pipe_or_a_device_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(InputError, match=r"pipe or a device \(allowed: a regular file\)"):
+            regular_file(path, "config")
+    with pytest.raises(InputError, match="Is a directory"):
+        regular_file(tmp_path, "config")
+    with pytest.raises(InputError, match="null byte"):
+        regular_file("a\0b", "config")
+
+
+def test_sizes_are_checked_before_the_file_is_read(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    file.write_text("[1, 2, 3]")
+    assert read_text(file, "config", limit=9) == "[1, 2, 3]"
+    with pytest.raises(InputError, match=r"has 9 bytes \(allowed: at most 8\)"):
+        read_text(file, "config", limit=8)
+    np.savez_compressed(tmp_path / "a.npz", zeros=np.zeros(1000))
+    pq.write_table(pa.table({"zeros": np.zeros(100_000)}), tmp_path / "a.parquet")
+    monkeypatch.setattr(inputs, "ARRAY_LIMIT", 1000)
+    with pytest.raises(InputError, match="unpacks to 8,1"):
+        check_arrays(tmp_path / "a.npz", "trace")
+
+
+def test_an_array_may_not_promise_what_no_machine_holds(tmp_path):
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (4611686018427387904,), }\n"
+    member = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    (tmp_path / "a.npy").write_bytes(member)
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("a.npy", member)
+    for name in ("a.npy", "a.npz"):
+        with pytest.raises(InputError, match="unpacks to 36,893,488,147,419,103,232 bytes"):
+            check_arrays(tmp_path / name, "trace")
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x02\x00\xff\xff\xff\x7f")
+    with pytest.raises(InputError, match="has a header of 2,147,483,647 bytes"):
+        check_arrays(tmp_path / "a.npy", "trace")
+
+
+@pytest.mark.parametrize("parse", [parse_json, parse_yaml])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (DEEP, "nested too deeply"),
+        ("[1, 2", "is not (valid JSON|YAML)"),
+        ("9" * 5000, "Exceeds the limit"),
+        ('{"a": ' + "9" * 5000 + "}", "Exceeds the limit"),
+    ],
+)
+def test_documents_that_cannot_be_parsed(parse, text, message):
+    with pytest.raises(InputError, match=message) as caught:
+        parse(text, "config", "a.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_aliases_are_counted_and_those_of_themselves_refused():
+    shared = parse_yaml("base: &b {x: 1}\nmore: [*b, *b]", "config", "a.yaml")
+    assert shared == {"base": {"x": 1}, "more": [{"x": 1}, {"x": 1}]}
+    for text in (BOMB, "a: &a [*a]", "a: &a {b: *a}"):
+        with pytest.raises(InputError, match="over 1,000,000 values"):
+            parse_yaml(text, "config", "a.yaml")
+    with pytest.raises(InputError, match="is not YAML"):
+        parse_yaml("when: 2026-13-45", "config", "a.yaml")
+    assert parse_yaml("", "config", "a.yaml") is None
+
+
+def test_limits_are_said():
+    within("seeds", 10, 10)
+    with pytest.raises(InputError, match=r"seeds: 11 is above the limit \(allowed: at most 10\)"):
+        within("seeds", 11, 10)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (InputError("seed", "-1", "0 or more"), 2, "Error: seed: -1 (allowed: 0 or more)\n"),
+        (OSError(errno.ENOSPC, "No space left", "out/a"), 2, "Error: out/a: No space left\n"),
+        (MemoryError("Unable to allocate 7 TiB"), 2, "Error: memory: this takes more than"),
+        (RecursionError(), 2, "Error: input: nested too deeply\n"),
+        (
+            OverflowError("too large\nfor C"),
+            2,
+            "Error: input: a number is too large: too large for",
+        ),
+        (KeyboardInterrupt(), 130, "Interrupted: nothing was written.\n"),
+    ],
+)
+def test_what_ends_a_command_is_one_line(raised, code, said, capsys, monkeypatch):
+    @click.command()
+    def command():
+        raise raised
+
+    monkeypatch.setattr(sys, "argv", ["eldr-sim"])
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_command(command)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    text = capsys.readouterr().err.lstrip("\n")  # click ends the line of ^C
+    assert ended.value.code == code
+    assert text.startswith(said)
+    assert text.count("\n") == 1
+
+
+ELDR_SIM = (sys.executable, "-c", "from eldr_sim.cli.main import main; main()")
+
+
+@pytest.mark.parametrize(
+    ("shell", "code"), [("> /dev/full", 2), ("2>&-", 0), (">&-", 0), (">&- 2>&-", 0)]
+)
+def test_where_nothing_can_be_printed(shell, code):
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {shell}', "sh", *ELDR_SIM, "models"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        ("run", signal.SIGTERM, 143),
+        ("reproduce", signal.SIGTERM, 143),
+        pytest.param("run", signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param("reproduce", signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_leaves_nothing(tmp_path, command, number, code):
+    """Not a file, and no process of the group."""
+    argv = {
+        "run": ["run", "--trace", "reference-moe", "--duration", "3000", "--topology", "1P2D"],
+        "reproduce": ["reproduce", "eldr"],
+    }[command]
+    process = subprocess.Popen(
+        [*ELDR_SIM, *argv, "--out", str(tmp_path / "out")],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    time.sleep(4)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "nothing was written" in said
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(50):
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    pytest.fail("processes go on")
