@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -54,8 +55,10 @@ def run_command(command: click.Command) -> None:
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except click.ClickException as error:
-        error.message = " ".join(error.message.split())
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        usage, error_is, message = shown.getvalue().partition("Error: ")
+        click.echo(f"{usage}{error_is}{' '.join(message.split())}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as stopped:
         terminated = isinstance(stopped.__cause__ or stopped, _Terminated)  # click makes it Abort

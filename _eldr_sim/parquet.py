@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from eldr_sim.errors import InputError
 from eldr_sim.inputs import ARRAY_LIMIT, regular_file, within
 
 __all__ = ["numbers", "read_table"]
@@ -23,16 +24,22 @@ def read_table(path: Path) -> pa.Table:
 
     Raises InputError where it is no regular file, or unpacks to too much.
     """
-    with pq.ParquetFile(regular_file(path, str(path))) as file:
-        groups = range(file.metadata.num_row_groups)
-        unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
-        within(str(path), unpacked, ARRAY_LIMIT, " bytes")
-        return file.read()
+    try:
+        with pq.ParquetFile(regular_file(path, str(path))) as file:
+            groups = range(file.metadata.num_row_groups)
+            unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
+            within(str(path), unpacked, ARRAY_LIMIT, " bytes")
+            return file.read()
+    except UnicodeDecodeError as error:  # of a column's name
+        raise pa.ArrowInvalid(str(error)) from None
 
 
 def numbers(column: pa.ChunkedArray) -> NDArray[Any]:
-    """Return a column of numbers without nulls as an array."""
+    """Return a column of numbers without nulls as an array; text raises InputError if damaged."""
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        return np.array(column.to_pylist())
+        try:
+            return np.array(column.to_pylist())
+        except UnicodeDecodeError:
+            raise InputError("column", "holds text that is not UTF-8") from None
     nothing = np.empty(0, column.type.to_pandas_dtype())
     return np.concatenate([nothing, *(np.from_dlpack(chunk) for chunk in column.chunks)])

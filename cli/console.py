@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -192,7 +193,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["max_concurrency"] is not None:
         figures("max_concurrency")
     figures("duration", "total_input_tokens", "total_output_tokens", "request_throughput")
-    figures("slo_attainment")
+    if summary["slo_attainment_by_metric"]:  # without an SLO there is nothing to attain
+        figures("slo_attainment")
     if alone:
         figures("prefill_throughput", "computed_prompt_throughput", "prefill_mfu")
         figures("makespan_s")
@@ -232,6 +234,14 @@ def print_summary(summary: dict[str, Any]) -> None:
         figures("gpu_hours_per_million_output_tokens")
     if summary["cost_per_million_output_tokens"] is not None:
         figures("cost_per_million_output_tokens")
+    if limits := summary.get("limits"):  # older results have none
+        click.echo("What limits it".center(_WIDTH, "-"))
+        _line("Bottleneck", limits["bottleneck"])
+        click.echo(
+            textwrap.fill(
+                limits["because"], _WIDTH - 2, initial_indent="  ", subsequent_indent="  "
+            )
+        )
     click.echo("Rests on".center(_WIDTH, "-"))
     _line("Weakest latency provenance", summary["weakest_provenance"])
     trace = summary["trace"]

@@ -93,7 +93,7 @@ def _lock(file: IO[bytes], folder: Path) -> None:
 def _read(file: IO[bytes], folder: Path, header: Any, resume: bool) -> dict[str, Outcome]:
     """Read the outcomes, and truncate the file where the next line goes."""
     file.seek(0)
-    records = []
+    records: list[Any] = []
     whole = 0  # bytes of complete lines
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):

@@ -41,8 +41,9 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         for tag in ("ttft", "tpot")
         for name, statistic in (("median", "median"), ("p99", "p99"))
     ]
+    if summary["slo_attainment_by_metric"]:
+        pairs.append(("SLO attainment", percent(summary["slo_attainment"]), "of requests"))
     pairs += [
-        ("SLO attainment", percent(summary["slo_attainment"]), "of requests"),
         ("Output", number(summary["output_throughput"]), "tokens/s"),
         ("Activated experts", number(summary["mean_active_experts_per_step"]), "a layer and step"),
     ]

@@ -33,6 +33,8 @@ _NESTED = (
     "lookups_outside_tables",
     "latency_warnings",
     "trace_warnings",
+    "load_growth",
+    "limits",
     "provenance",
     "trace",
 )
@@ -70,7 +72,7 @@ def sweep_section(folder: Folder, colours: Colours) -> dict[str, Any]:
 
 
 def _summary(run: Row) -> Row:
-    return run | {key: json.loads(run[key]) for key in _NESTED if key in run}
+    return run | {key: json.loads(run[key]) for key in _NESTED if run.get(key) is not None}
 
 
 def _metrics(points: Sequence[Row]) -> dict[str, str]:

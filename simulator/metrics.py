@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.config import RunConfig, ServiceLevel
+from eldr_sim.simulator.limits import is_overload, load_growth
 from eldr_sim.simulator.state import NO_KV_ROOM, OUTCOMES, OVER_BUDGET, TOO_LONG
 
 PERCENTILES = (50, 90, 99)
@@ -157,6 +158,11 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         "max_concurrent_requests": _peak_concurrency(record),
         "in_flight_at_window_start": _in_flight(record, start),
         "in_flight_at_window_end": _in_flight(record, end),
+        "load_growth": load_growth(
+            requests["arrival_s"][~_refused(record)],
+            np.where(record.completed, finish, np.nan)[~_refused(record)],
+            (start, end),
+        ),
         **describe("ttft", times["ttft"][done]),
         **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
         **describe("itl", itl, itl_weights),
@@ -231,11 +237,12 @@ def warnings_of(summary: Mapping[str, Any]) -> list[str]:
     """Return what a reader of a summary's figures must know, a line each."""
     warnings = table_warnings(summary)
     warnings += summary.get("trace_warnings", [])  # older results have none
-    before, after = summary["in_flight_at_window_start"], summary["in_flight_at_window_end"]
-    if after - before > 0.25 * summary["num_prompts"] and summary["max_concurrency"] is None:
+    growth = summary.get("load_growth")  # older results have none
+    if growth is not None and is_overload(growth) and summary["max_concurrency"] is None:
         warnings.append(
-            f"the load is more than the cluster serves: {before} requests were in flight when the "
-            f"window began and {after} when it ended, so latencies grow with its length"
+            f"the load is more than the cluster serves: from {growth['from_s']:.4g} to "
+            f"{growth['to_s']:.4g} s {growth['arrived']} requests came and {growth['ended']} "
+            "ended, so latencies grow with the window's length"
         )
     unserved = summary["failed_reasons"].get("unserved_at_time_limit", 0)
     if unserved:

@@ -15,6 +15,7 @@ from eldr_sim.kernel_profiles.tables import weakest
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.cluster_spec import EngineSpec
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.limits import limits_of
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.prepare import PreparedRun
 from eldr_sim.simulator.relocation import BYTES_ALONE, PROVENANCE
@@ -254,6 +255,7 @@ def summary_of(
         "kv_cache_dtype": model.kv_cache_dtype,
         "seed": config.seed,
         **summarise(record, config, model.n_moe_layers),
+        "limits": limits_of(record, spec),
         "prefill_mfu": _prefill_mfu(config, prepared, record),
         **_workers(spec.decode),
         **(

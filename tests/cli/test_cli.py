@@ -78,11 +78,14 @@ def test_summary_is_golden(capsys):
         "total_output_tokens": 51200,
         "request_throughput": 59.5,
         "slo_attainment": 0.97,
+        "slo_attainment_by_metric": {"ttft": 0.97},
+        "limits": {"bottleneck": "prefill queue", "because": "a request waits 80 ms on average"},
         "output_throughput": 30464.0,
         "total_token_throughput": 36176.0,
         "max_concurrent_requests": 600,
         "in_flight_at_window_start": 500,
         "in_flight_at_window_end": 560,
+        "load_growth": {"from_s": 40.0, "to_s": 150.0, "arrived": 6600, "ended": 5500},
         "mean_decode_batch": 33.25,
         "decode_steps": 4000,
         "mean_active_experts_per_step": 87.5,
@@ -109,8 +112,8 @@ def test_summary_is_golden(capsys):
     assert captured.err.splitlines() == [
         "Warning: 7 of 4000 decode steps lie outside the latency table (moe batch): extrapolated",
         "Warning: attention is a roofline",
-        "Warning: the load is more than the cluster serves: 500 requests were in flight when the "
-        "window began and 560 when it ended, so latencies grow with its length",
+        "Warning: the load is more than the cluster serves: from 40 to 150 s 6600 requests came "
+        "and 5500 ended, so latencies grow with the window's length",
         "Warning: the cluster cannot serve this load: 2 of 100 requests had not ended at the time "
         "limit",
     ]

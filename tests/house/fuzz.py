@@ -160,7 +160,8 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
 def _spoil_array(array: np.ndarray[Any, Any], rng: np.random.Generator) -> np.ndarray[Any, Any]:
     way = rng.integers(7)
     if way == 0:
-        return array.astype(("f4", "i8", "U8", "?", "M8[s]")[rng.integers(5)])
+        with suppress(ValueError):
+            return array.astype(("f4", "i8", "U8", "?", "M8[s]")[rng.integers(5)])
     if way == 1:
         return array[..., None]
     if way == 2:
@@ -391,6 +392,8 @@ def outcome(argv: list[str], folder: Path) -> str:
         return f"traceback or rest: {said[-400:]} {hidden}"
     if code == 0:
         return "done"
+    if code == 1 and "No request completed" in said:
+        return "done"
     if code != 2:
         return f"exit code {code}: {said[-400:]}"
     if (folder / "out").exists() or (folder / "page.html").exists():
@@ -436,6 +439,7 @@ def _compile() -> None:
     simulate(RunConfig(**_config()))
     group = {"topology": "1C", "data_parallel_size": 2, "enable_expert_parallel": True}
     simulate(RunConfig(**_config() | group | {"decode": {}}))
+    simulate(RunConfig(**_config() | {"offload_window": 2}))
 
 
 def fuzz(n: int, seed: int, first: int = 0) -> dict[int, str]:

@@ -1,0 +1,51 @@
+"""``eldr-sim explain``: where time went, and why two results differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from eldr_sim.cli.console import print_table
+from eldr_sim.errors import InputError
+from eldr_sim.reports.explanation import (
+    Explanation,
+    explain_difference,
+    explain_request,
+    explain_run,
+    open_run,
+)
+
+
+@click.command(short_help="Say where time went in a run, or why two runs differ.")
+@click.argument("result", type=click.Path(path_type=Path))
+@click.argument("other", required=False, type=click.Path(path_type=Path))
+@click.option("--request", type=int, metavar="ID", help="One request, beside its like.")
+def explain(result: Path, other: Path | None, request: int | None) -> None:
+    """Say where the time of a run's requests went; of two runs, why their TTFT and TPOT differ.
+
+    RESULT and OTHER are folders of eldr-sim run --out. The parts of a difference sum to it.
+    """
+    run = open_run(result)
+    if other is not None:
+        if request is not None:
+            raise InputError("request", "--request beside two results", "one result")
+        for part in explain_difference(run, open_run(other)):
+            _print(part)
+    elif request is not None:
+        _print(explain_request(run, request))
+    else:
+        _print(explain_run(run))
+
+
+def _print(explanation: Explanation) -> None:
+    for line in explanation.lines:
+        click.echo(line)
+    rows = [[_cell(value) for value in row] for row in explanation.rows]
+    print_table("", list(explanation.columns), rows)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)

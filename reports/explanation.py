@@ -1,0 +1,325 @@
+"""Why a result is as it is: where its requests' time went, and what makes two results differ."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.parquet import numbers
+from eldr_sim.reports.folders import Folder, open_folders
+from eldr_sim.simulator.limits import PHASES, TTFT_PHASES, phases_of
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A table, and what stands above it.
+
+    Attributes
+    ----------
+    lines
+        What is to be said, a line each.
+    columns, rows
+        The table; cells are text or numbers, in ms where a column does not say otherwise.
+    """
+
+    lines: Sequence[str]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+def open_run(path: str | os.PathLike[str]) -> Folder:
+    """Open the folder of a run; raises InputError if it is of anything else."""
+    (folder,) = open_folders([Path(path)])
+    if folder.kind != "run":
+        raise InputError("RESULT", f"{path} is a {folder.kind}", "a folder of eldr-sim run --out")
+    return folder
+
+
+def explain_run(run: Folder) -> Explanation:
+    """Say where the time of a run's requests went, phase by phase."""
+    summary, requests = run.documents["summary"], _requests(run)
+    measured = requests["measured"].astype(bool)
+    spent = phases_of(requests, _end(requests))
+    total = math.fsum(float(np.mean(values[measured])) for values in spent.values())
+    rows = []
+    for name, values in spent.items():
+        own = 1e3 * values[measured]
+        if own.any():
+            middle, high = np.quantile(own, [0.5, 0.99])
+            share = f"{own.mean() / (1e3 * total):.1%}"
+            rows.append([name, float(own.mean()), float(middle), float(high), share])
+    rows.append(["all", 1e3 * total, *(float(q) for q in _quantiles(spent, measured)), "100%"])
+    lines = [f"{summary['label']}, {int(measured.sum())} requests"]
+    if limits := summary.get("limits"):
+        lines.append(f"Bottleneck: {limits['bottleneck']}: {limits['because']}")
+        lines.append(
+            "Utilisation: "
+            + ", ".join(
+                f"{name.replace('_', ' ')} {value:.2f}"
+                if name == "kv_transfers"
+                else f"{name.replace('_', ' ')} {value:.0%}"
+                for name, value in limits["utilisation"].items()
+            )
+        )
+    return Explanation(lines, ["phase", "mean", "median", "p99", "share"], rows)
+
+
+def explain_request(run: Folder, number: int) -> Explanation:
+    """Say where one request's time went, beside the median of its like.
+
+    Its like are the measured requests of its domain whose prompts and outputs are as long within a
+    quarter, or all requests where those are fewer than five.
+
+    Raises
+    ------
+    InputError
+        There is no such request.
+    """
+    requests = _requests(run)
+    n = len(requests["arrival_s"])
+    if not 0 <= number < n:
+        raise InputError("request", str(number), f"0 to {n - 1}")
+    domain = np.array(run.tables["requests"].column("domain").to_pylist())
+    like = requests["measured"].astype(bool) & (domain == domain[number])
+    for name in ("prompt_len", "output_len"):
+        own = requests[name][number]
+        like &= np.abs(requests[name] - own) <= 0.25 * own
+    like[number] = False
+    who = f"{int(like.sum())} requests of {domain[number]} as long within a quarter"
+    if like.sum() < 5:
+        like = requests["measured"].astype(bool)
+        who = f"all {int(like.sum())} measured requests"
+    spent = phases_of(requests, _end(requests))
+    rows = []
+    for name, values in spent.items():
+        if values[like].any() or values[number]:
+            own, others = 1e3 * float(values[number]), 1e3 * float(np.median(values[like]))
+            rows.append([name, own, others, own - others])
+    steps = _steps_of(run)
+    for name, column in (("batch", "batch"), ("activated experts a layer", "active_experts")):
+        each = [_mean_in(steps, column, requests, i) for i in (number, *np.flatnonzero(like)[:500])]
+        if not math.isnan(each[0]):
+            others = float(np.nanmedian(each[1:]))
+            rows.append([f"{name}, mean of its steps", each[0], others, each[0] - others])
+    length = ", ".join(
+        f"{int(requests[name][number])} {what} tokens"
+        for name, what in (("prompt_len", "prompt"), ("output_len", "output"))
+    )
+    outcome = run.tables["requests"].column("outcome")[number].as_py()
+    places = ", ".join(
+        f"{role} worker {int(requests[f'{role}_worker'][number])}"
+        for role in ("prefill", "decode")
+        if requests[f"{role}_worker"][number] >= 0
+    )
+    lines = [
+        f"Request {number} of {domain[number]}, {length}, {places}: {outcome}",
+        f"Beside the median of {who}",
+    ]
+    return Explanation(lines, ["phase", "this request", "its like", "difference"], rows)
+
+
+def explain_difference(first: Folder, second: Folder) -> tuple[Explanation, Explanation]:
+    """Split the differences of mean TTFT and TPOT of two runs into parts that sum to them.
+
+    TTFT is the sum of the phases before the first token. TPOT is the time of steps weighted by the
+    tokens that they make, and what a mean over requests differs from it by (preemption, requests of
+    unequal length). Of a step, the MoE layers' time follows from batch and activated experts: half
+    the change of experts at either batch is theirs, the rest the batch's.
+    """
+    a, b = _parts_of(first), _parts_of(second)
+    rows = [
+        [name, a[name], b[name], b[name] - a[name]] for name in TTFT_PHASES if a[name] or b[name]
+    ]
+    whole = math.fsum(a.values()), math.fsum(b.values())
+    rows.append(["TTFT", *whole, whole[1] - whole[0]])
+    titles = [f"A: {first.name}: {first.documents['summary']['label']}"]
+    titles.append(f"B: {second.name}: {second.documents['summary']['label']}")
+    columns = ["part of mean TTFT", "A", "B", "B - A"]
+    return Explanation(titles, columns, rows), _tpot_difference(first, second)
+
+
+def _tpot_difference(first: Folder, second: Folder) -> Explanation:
+    runs = _StepMeans.of(first), _StepMeans.of(second)
+    a, b = runs
+    experts = (
+        a.moe_at(a.batch, b.active)
+        - a.moe_at(a.batch, a.active)
+        + b.moe_at(b.batch, b.active)
+        - b.moe_at(b.batch, a.active)
+    ) / 2.0
+    rows: list[list[Any]] = [
+        ["MoE: activated experts", None, None, experts],
+        ["MoE: batch", None, None, b.parts["moe"] - a.parts["moe"] - experts],
+        *(
+            [name, a.parts[key], b.parts[key], b.parts[key] - a.parts[key]]
+            for key, name in _STEP_PARTS.items()
+            if key != "moe" and (a.parts[key] or b.parts[key])
+        ),
+    ]
+    rows.append(["TPOT", a.tpot, b.tpot, b.tpot - a.tpot])
+    lines = [
+        f"{name}: batch {run.batch:.1f}, {run.active:.1f} activated experts a layer, by token; "
+        f"MoE layers {run.parts['moe']:.3f} ms"
+        for name, run in zip("AB", runs, strict=True)
+    ]
+    return Explanation(lines, ["part of mean TPOT", "A", "B", "B - A"], rows)
+
+
+#: Parts of a step's time, and of a TPOT beside it.
+_STEP_PARTS = {
+    "moe": "MoE",
+    "attention": "attention",
+    "dense": "dense layers and lm_head",
+    "collectives": "collectives in an engine",
+    "all_to_all": "dispatch and combine",
+    "lock_step": "lock step",
+    "host": "host",
+    "rest": "prompts in the step, what engines share",
+    "queue": "between steps: preemption, unequal lengths",
+}
+
+
+@dataclass(frozen=True)
+class _StepMeans:
+    """Means over the tokens that decode steps of the measured window made; times in ms."""
+
+    batch: float
+    active: float
+    parts: Mapping[str, float]
+    tpot: float
+    moe_s: Floats
+    n_moe_layers: int
+
+    def moe_at(self, batch: float, active: float) -> float:
+        """Return the MoE layers' time of a step, ms."""
+        layer_s = _at(self.moe_s, np.array([batch]), np.array([active]))[0]
+        return 1e3 * self.n_moe_layers * float(layer_s)
+
+    @classmethod
+    def of(cls, run: Folder) -> _StepMeans:
+        """Read the steps of a run, and split their times with its step-time model."""
+        from eldr_sim.simulator.config import make_config
+        from eldr_sim.simulator.prepare import prepare
+
+        summary = run.documents["summary"]
+        if summary["mean_tpot_ms"] is None:
+            raise InputError("RESULT", f"{run.name} has no TPOT", "a run that decodes")
+        model = prepare(make_config(run.documents["config"]["config"])).spec.decode.step_time
+        cost = model.cost
+        steps = _columns(run.tables["steps"])
+        keep = np.array(run.tables["steps"].column("role").to_pylist()) == "decode"
+        requests = _requests(run)
+        own = requests["measured"].astype(bool)
+        keep &= (steps["start_s"] >= requests["arrival_s"][own].min()) & (steps["batch"] > 0)
+        keep &= steps["end_s"] <= np.nanmax(requests["finish_s"][own])
+        steps = {name: values[keep] for name, values in steps.items()}
+        batch, weight = steps["batch"], steps["batch"] / steps["batch"].sum()
+        active = np.nan_to_num(steps["busiest_rank_experts"])
+
+        def mean(values: Floats) -> float:
+            return math.fsum((values * weight).tolist())
+
+        rows = batch.astype(np.int64)
+        context = steps["context_tokens"] / batch / cost.context_stride
+        parts = {
+            "moe": mean(steps["moe_ms"])
+            if "moe_ms" in steps
+            else 1e3 * cost.n_moe_layers * mean(_at(cost.moe_s, batch, active)),
+            "attention": 1e3 * mean(_at(cost.attention_s, batch, context)),
+            "dense": 1e3 * mean(cost.dense_s[rows] + cost.head_s[rows]),
+            "collectives": 1e3 * mean(cost.collectives_s[rows]),
+            "all_to_all": mean(_sum_of(steps, "dispatch_ms", "combine_ms")),
+            "lock_step": mean(_sum_of(steps, "idle_ms")),
+            "host": 1e3 * cost.host_s,
+        }
+        step_ms = 1e3 * mean(steps["end_s"] - steps["start_s"])
+        parts["rest"] = step_ms - math.fsum(parts.values())
+        parts["queue"] = summary["mean_tpot_ms"] - step_ms
+        return cls(
+            mean(batch), mean(active), parts, summary["mean_tpot_ms"], cost.moe_s, cost.n_moe_layers
+        )
+
+
+def _sum_of(steps: Mapping[str, Floats], *names: str) -> Floats:
+    """Return the sum of some columns, 0 where a run has none of them."""
+    known = [np.nan_to_num(steps[name]) for name in names if name in steps]
+    return np.sum(known, axis=0) if known else np.zeros(len(steps["batch"]))
+
+
+def _at(table: Floats, row: Floats, column: Floats) -> Floats:
+    """Read a table between its entries; beyond them the last."""
+    r = np.clip(row, 0, len(table) - 1)
+    c = np.clip(column, 0, table.shape[1] - 1)
+    r0, c0 = np.floor(r).astype(np.int64), np.floor(c).astype(np.int64)
+    r1, c1 = np.minimum(r0 + 1, len(table) - 1), np.minimum(c0 + 1, table.shape[1] - 1)
+    above = table[r0, c0] + (c - c0) * (table[r0, c1] - table[r0, c0])
+    below = table[r1, c0] + (c - c0) * (table[r1, c1] - table[r1, c0])
+    return np.asarray(above + (r - r0) * (below - above))
+
+
+def _parts_of(run: Folder) -> dict[str, float]:
+    """Return the mean of each phase before the first token, ms, over requests that completed."""
+    requests = _requests(run)
+    done = np.array(run.tables["requests"].column("outcome").to_pylist()) == "completed"
+    done &= requests["measured"].astype(bool)
+    if not done.any():
+        raise InputError("RESULT", f"no request of {run.name} completed", "a run that serves")
+    spent = phases_of(requests, _end(requests))
+    return {name: 1e3 * float(np.mean(spent[name][done])) for name in TTFT_PHASES}
+
+
+def _quantiles(spent: Mapping[str, Floats], kept: NDArray[np.bool_]) -> Floats:
+    whole = 1e3 * np.sum([values[kept] for values in spent.values()], axis=0)
+    return np.asarray(np.quantile(whole, [0.5, 0.99]))
+
+
+def _requests(run: Folder) -> dict[str, Floats]:
+    return _columns(run.tables["requests"])
+
+
+def _columns(table: pa.Table) -> dict[str, Floats]:
+    """Return the columns of numbers as floats, NaN for null."""
+    found = {}
+    for name in table.column_names:
+        kind = table.schema.field(name).type
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+            column = table.column(name)
+            column = column.cast("int8") if pa.types.is_boolean(kind) else column
+            found[name] = numbers(column.cast("float64", safe=False).fill_null(math.nan))
+    return found
+
+
+def _end(requests: Mapping[str, Floats]) -> float:
+    times = [requests[name] for name in (*PHASES, "arrival_s") if name in requests]
+    return float(max(np.nan_to_num(values).max(initial=0.0) for values in times))
+
+
+def _steps_of(run: Folder) -> dict[str, Floats]:
+    """Return the decode steps of a run, in order of worker and start."""
+    steps = _columns(run.tables["steps"])
+    keep = np.array(run.tables["steps"].column("role").to_pylist()) == "decode"
+    order = np.lexsort((steps["start_s"][keep], steps["worker"][keep]))
+    return {name: values[keep][order] for name, values in steps.items()}
+
+
+def _mean_in(
+    steps: Mapping[str, Floats], column: str, requests: Mapping[str, Floats], number: int
+) -> float:
+    """Return the mean of a column over the steps of a request's worker while it decodes."""
+    start, end = requests["decode_start_s"][number], requests["finish_s"][number]
+    worker = requests["decode_worker"][number]
+    if math.isnan(start) or math.isnan(end):
+        return math.nan
+    inside = (steps["worker"] == worker) & (steps["start_s"] >= start) & (steps["end_s"] <= end)
+    return float(np.nanmean(steps[column][inside])) if inside.any() else math.nan

@@ -1,0 +1,105 @@
+"""Explanations: parts that sum to what they explain."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.reports.explanation import (
+    _at,
+    explain_difference,
+    explain_request,
+    explain_run,
+    open_run,
+)
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.results import write_result
+from eldr_sim.simulator.run import simulate
+
+BASE = {"trace": "reference-moe", "num_requests": 80, "request_rate": 40, "output_len": 24}
+RUNS = {
+    "pd": {"topology": "2P3D"},
+    "fewer": {"topology": "2P2D", "policy": "jsq"},
+    "colocated": {"topology": "3C"},
+    "group": {
+        "topology": "1C",
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "all2all_backend": "pplx",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name, changes in RUNS.items():
+        write_result(simulate(RunConfig(**BASE | changes)), folder / name)
+    return {name: open_run(folder / name) for name in RUNS}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_phases_of_a_run_sum_to_its_latency(runs, name):
+    rows = {row[0]: row[1] for row in explain_run(runs[name]).rows}
+    total = rows.pop("all")
+    assert sum(rows.values()) == pytest.approx(total)
+    summary = runs[name].documents["summary"]
+    assert total - rows.get("client's limit", 0.0) == pytest.approx(summary["mean_e2el_ms"])
+
+
+@pytest.mark.parametrize(("a", "b"), [("pd", "fewer"), ("pd", "colocated"), ("group", "colocated")])
+def test_the_parts_of_a_difference_sum_to_it(runs, a, b):
+    for part, tag in zip(explain_difference(runs[a], runs[b]), ("ttft", "tpot"), strict=True):
+        *parts, whole = part.rows
+        assert sum(row[3] for row in parts) == pytest.approx(whole[3], abs=1e-9)
+        for name, value in zip((a, b), whole[1:3], strict=True):
+            assert value == pytest.approx(runs[name].documents["summary"][f"mean_{tag}_ms"])
+
+
+def test_a_run_does_not_differ_from_itself(runs):
+    for part in explain_difference(runs["pd"], runs["pd"]):
+        assert all(row[3] == 0.0 for row in part.rows)
+
+
+def test_steps_of_decode_workers_alone_are_their_parts(runs):
+    """Nothing is left over where a step is what the tables say: MoE, attention, dense layers."""
+    _, tpot = explain_difference(runs["pd"], runs["fewer"])
+    (rest,) = [row for row in tpot.rows if row[0].startswith("prompts in the step")]
+    assert rest[1:3] == pytest.approx([0.0, 0.0], abs=0.01 * tpot.rows[-1][1])
+
+
+def test_a_table_is_read_between_its_entries():
+    table = np.array([[0.0, 1.0, 4.0], [10.0, 11.0, 14.0]])
+    found = _at(table, np.array([0.0, 0.5, 1.0, 7.0]), np.array([0.5, 1.0, 1.5, 9.0]))
+    assert found == pytest.approx([0.5, 6.0, 12.5, 14.0])
+
+
+def test_a_request_beside_its_like(runs, run_cli, tmp_path):
+    explanation = explain_request(runs["pd"], 7)
+    rows = {row[0]: row[1:] for row in explanation.rows}
+    assert all(own - like == pytest.approx(gap) for own, like, gap in rows.values())
+    table = runs["pd"].tables["requests"]
+    ttft = table.column("ttft_ms")[7].as_py()
+    assert sum(rows[name][0] for name in rows if "mean of" not in name and name != "decode") == (
+        pytest.approx(ttft)
+    )
+    with pytest.raises(InputError, match=r"request: 80 \(allowed: 0 to 79\)"):
+        explain_request(runs["pd"], 80)
+
+
+def test_the_command(run_cli, tmp_path):
+    argv = ["run", "--trace", "reference-moe", "--num-prompts", 6, "--output-len", 3]
+    for name in "ab":
+        assert run_cli(*argv, "--topology", "1P1D", "--out", tmp_path / name)[0] == 0
+    code, out, _ = run_cli("explain", tmp_path / "a")
+    assert code == 0
+    assert "Bottleneck: " in out
+    assert run_cli("explain", tmp_path / "a", "--request", 2)[0] == 0
+    code, out, _ = run_cli("explain", tmp_path / "a", tmp_path / "b")
+    assert code == 0
+    assert "part of mean TPOT" in out
+    code, _, err = run_cli("explain", tmp_path / "a", tmp_path / "b", "--request", 1)
+    assert code == 2
+    assert err == "Error: request: --request beside two results (allowed: one result)\n"
+    assert run_cli("explain", tmp_path)[0] == 2

@@ -1,0 +1,108 @@
+"""Where requests wait, what is full, and when a load is more than the cluster serves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.limits import PHASES, is_overload, load_growth, phases_of
+from eldr_sim.simulator.run import simulate_summary
+
+NAMES = [name for name, _ in PHASES.values()]
+
+
+@given(
+    st.lists(st.floats(0.0, 9.0), min_size=9, max_size=9),
+    st.lists(st.booleans(), min_size=9, max_size=9),
+    st.floats(0.0, 5.0),
+)
+def test_phases_are_the_gaps_between_known_times(gaps, known, longer):
+    """A twin by hand of one request, which ended or is somewhere on its way."""
+    stamps = np.cumsum(gaps)
+    until = float(stamps[-1]) + longer
+    times = {
+        key: np.array([at if seen else np.nan])
+        for key, at, seen in zip(PHASES, stamps, known, strict=True)
+    }
+    times["arrival_s"] = np.zeros(1)
+    expected, here, place = dict.fromkeys(NAMES, 0.0), 0.0, 0
+    for i, (at, seen) in enumerate(zip(stamps, known, strict=True)):
+        if seen:
+            expected[NAMES[i]], here, place = at - here, at, i + 1
+    if not known[-1]:
+        expected[NAMES[min(place, len(NAMES) - 1)]] += until - here
+    spent = phases_of(times, until)
+    assert {name: float(values[0]) for name, values in spent.items()} == pytest.approx(expected)
+    total = sum(float(values[0]) for values in spent.values())
+    assert total == pytest.approx(stamps[-1] if known[-1] else until)
+
+
+def test_a_place_that_a_run_has_not_takes_no_time():
+    times = {"arrival_s": np.array([1.0]), "finish_s": np.array([4.0])}
+    spent = phases_of(times, 9.0)
+    assert spent.pop("decode") == [3.0]
+    assert all((values == 0.0).all() for values in spent.values())
+
+
+def test_a_cluster_that_fills_is_not_overloaded():
+    """Requests come every second and live for 30: as many end as come once 30 s have passed."""
+    arrival = np.arange(100.0)
+    growth = load_growth(arrival, arrival + 30.0, (0.0, 100.0))
+    assert growth == {"from_s": 30.0, "to_s": 99.0, "arrived": 69, "ended": 69}
+    assert not is_overload(growth)
+    assert load_growth(arrival, arrival + 200.0, (0.0, 100.0)) is None
+    assert not is_overload(load_growth(arrival, np.full(100, np.nan), (0.0, 100.0)))
+
+
+def test_a_queue_that_grows_is():
+    """Of two that come a second one ends, as at a server of half the rate."""
+    arrival = np.arange(0.0, 500.0, 0.5)
+    finish = 1.0 + np.arange(1000.0)
+    growth = load_growth(arrival, np.where(finish < 500.0, finish, np.nan), (0.0, 500.0))
+    assert growth["arrived"] == pytest.approx(2 * growth["ended"], abs=4)
+    assert is_overload(growth)
+
+
+BASE = {"trace": "reference-moe", "num_requests": 150, "policy": "jsq", "output_len": 20}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("decode steps", {"topology": "2P4D", "request_rate": 5}),
+        (
+            "prefill queue",
+            {
+                "topology": "1P8D",
+                "request_rate": 400,
+                "prefill": {"max_num_batched_tokens": 128, "max_num_seqs": 8},
+            },
+        ),
+        ("decode batch", {"topology": "4P1D", "request_rate": 300, "max_num_seqs": 4}),
+        (
+            "decode KV",
+            {"topology": "4P1D", "request_rate": 300, "num_gpu_blocks_override": 60},
+        ),
+        ("client", {"topology": "2P4D", "request_rate": 100, "max_concurrency": 2}),
+    ],
+)
+def test_the_bottleneck_is_what_was_made_scarce(name, changes):
+    limits = simulate_summary(RunConfig(**BASE | changes))["limits"]
+    assert limits["bottleneck"] == name, limits
+    for key, share in limits["utilisation"].items():
+        assert 0.0 <= share <= (np.inf if key == "kv_transfers" else 1.0)
+    if name == "decode KV":
+        assert limits["utilisation"]["decode_kv"] > 0.7  # the last block of each is half empty
+    if name == "decode batch":
+        assert limits["utilisation"]["decode_seats"] > 0.8
+
+
+def test_enough_is_not_called_too_little():
+    """No warm-up, and requests that live as long as the window: a false warning of old."""
+    summary = simulate_summary(
+        RunConfig(**BASE | {"topology": "2P8D", "request_rate": 30, "output_len": 256})
+    )
+    assert not is_overload(summary["load_growth"])
