@@ -19,6 +19,7 @@ _COMMANDS = {
     "profile": ("profile:profile", "Measure the kernels of a GPU, or of the CPU."),
     "report": ("report:report", "Make one HTML page of results."),
     "reproduce": ("reproduce:reproduce", "Rerun a paper's evaluation."),
+    "router": ("router:router", "Route requests to real engines by a policy."),
     "run": ("run:run", "Simulate one cluster."),
     "sweep": ("sweep:sweep", "Run a grid or any other set of runs."),
     "tables": ("listing:tables", "List and import latency tables."),

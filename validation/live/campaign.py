@@ -38,7 +38,7 @@ from eldr_sim.validation.live.http import import_aiohttp
 from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo, RunInfo
 from eldr_sim.validation.live.load import Load, LoadRequest, make_load
 from eldr_sim.validation.live.plugin import FORCED_PREFIX
-from eldr_sim.validation.live.proxy import join_proxy_log
+from eldr_sim.validation.live.proxy_log import join_proxy_log
 from eldr_sim.validation.live.random_model import domain_slices, write_model
 from eldr_sim.validation.live.run_writer import assemble_run, machine, versions, write_trace_of
 from eldr_sim.validation.live.servers import EngineOptions, require_vllm

@@ -16,18 +16,9 @@ from eldr_sim.errors import InputError
 from eldr_sim.validation.live.http import import_aiohttp, open_session
 from eldr_sim.validation.live.live_run import REQUESTS
 from eldr_sim.validation.live.load import Load, LoadRequest
+from eldr_sim.validation.live.router.bodies import prefill_body
 
-__all__ = ["prefill_ahead", "prefill_body", "send_load"]
-
-_LEFT_OUT = ("stream", "stream_options", "min_tokens")
-_NO_CACHE_YET = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+__all__ = ["prefill_ahead", "send_load"]
 
 #: Time to prepare before the first request, s.
 _LEAD_S = 0.2
@@ -69,7 +60,7 @@ def send_load(
     requests
         `live_run.REQUESTS`, a row per request in the order of the load. Times are those of
         `time.monotonic`, a clock that all processes of the machine share. Columns known only to
-        the proxy are null, and ``engine`` is 0, until `proxy.join_proxy_log` fills them.
+        the proxy are null, and ``engine`` is 0, until `proxy_log.join_proxy_log` fills them.
 
     Raises
     ------
@@ -178,12 +169,6 @@ def prefill_ahead(load: Load, url: str, *, model: str, temperature: float = 1.0)
         return found
 
     return replace(load, requests=tuple(asyncio.run(compute())))
-
-
-def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a completion request for a prefill engine: one token, KV cache kept."""
-    asked = {key: value for key, value in body.items() if key not in _LEFT_OUT}
-    return asked | {"max_tokens": 1, "kv_transfer_params": _NO_CACHE_YET}
 
 
 def _body(request: LoadRequest, model: str, temperature: float) -> bytes:

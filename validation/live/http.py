@@ -40,6 +40,7 @@ def open_session(timeout_s: float | None = None) -> Any:
     aiohttp = import_aiohttp()
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+        cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0),
         headers={"Content-Type": "application/json"},
     )

@@ -37,6 +37,7 @@ _CORES = {
 }
 _PROXY_CORES = {"1P2D": 1}
 _PROXY_LIMIT_S = 60.0
+_ANSWER_LIMIT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -180,17 +181,22 @@ def start_proxy(
         "port": port,
         "prefill_urls": [] if setup.prefilled else [e.url for e in setup.prefill],
         "decode_urls": [e.url for e in setup.decode],
+        "prefilled": setup.prefilled,
         "policy": policy if artifact is None else f"{policy}:artifact={artifact}",
         "seed": seed,
         "capture": [str(e.log) for e in setup.prefill],
         "log": str(log),
+        # A run in which an engine fails is none: the client, which waits shorter, is to see it.
+        "retries": 0,
+        "first_token_timeout_s": _ANSWER_LIMIT_S,
+        "token_timeout_s": _ANSWER_LIMIT_S,
     }
     file = log.with_suffix(".config.json")
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     output = log.with_suffix(".txt")
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "eldr_sim.validation.live.proxy", str(file)],
+            [sys.executable, "-m", "eldr_sim.validation.live.router.proxy", str(file)],
             stdout=stream,
             stderr=stream,
             stdin=subprocess.DEVNULL,

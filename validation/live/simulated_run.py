@@ -29,7 +29,7 @@ from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
 from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
-from eldr_sim.validation.live.router import build_decode_policy
+from eldr_sim.validation.live.router.decisions import build_decode_policy
 from eldr_sim.validation.live.timestamps import RequestTimestamps
 
 __all__ = ["SIMULATED_STEPS", "SimulatedRun", "check_run", "simulate_run"]

@@ -13,8 +13,8 @@ import pytest
 from eldr_sim.validation.live.engine_log import read_engine_log
 from eldr_sim.validation.live.live_run import read_live_run
 from eldr_sim.validation.live.report import write_report
+from eldr_sim.validation.live.router.signatures import SignatureReader
 from eldr_sim.validation.live.run_writer import steps_table
-from eldr_sim.validation.live.signatures import SignatureReader
 
 DATA = Path(__file__).parent / "data" / "live_vllm"
 

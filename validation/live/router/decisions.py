@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from eldr_sim.policies.base import (
 from eldr_sim.policies.registry import decode_policy
 from eldr_sim.traces.streams import stream
 
-__all__ = ["EngineSignals", "Router", "build_decode_policy"]
+__all__ = ["EngineSignals", "NoEngine", "Router", "build_decode_policy"]
 
 
 class EngineSignals(NamedTuple):
@@ -36,6 +36,10 @@ class EngineSignals(NamedTuple):
     """Tokens of the blocks in use: the usage of all that ``vllm:cache_config_info`` names."""
 
 
+class NoEngine(Exception):
+    """No engine that a request may go to is healthy."""
+
+
 class Router:
     """Sends requests to engines and counts those in flight, as `simulator.cluster.Cluster` does.
 
@@ -49,8 +53,8 @@ class Router:
     Attributes
     ----------
     workers
-        What the policy sees: ``loads`` are requests in flight, from `dispatch` to `complete`; the
-        rest is what was told to `publish`.
+        What the policy sees: ``loads`` are requests in flight, from `dispatch` to `complete`;
+        ``healthy`` is what was told to `set_health`, the rest what was told to `publish`.
     """
 
     def __init__(self, policy: DecodePolicy | PrefillPolicy, n_engines: int) -> None:
@@ -58,27 +62,67 @@ class Router:
         self._policy = policy
         self._listener = policy if isinstance(policy, CompletionListener) else None
         self._prompts: list[dict[int, int]] = [{} for _ in range(n_engines)]  # in flight, in order
-        self._held: list[tuple[RequestInfo, asyncio.Future[int]]] = []
+        self._held: list[tuple[RequestInfo, Collection[int], asyncio.Future[int]]] = []
 
-    def dispatch(self, request: RequestInfo) -> int | None:
-        """Return the index of the engine that gets a request; None if the policy holds it."""
-        engine = self._policy.select(request, self.workers._replace(now_s=time.monotonic()))
-        if engine is not None:
-            self.workers.loads[engine] += 1
-            self._prompts[engine][request.request_id] = request.prompt_len
+    @property
+    def n_held(self) -> int:
+        """Requests that the policy holds."""
+        return len(self._held)
+
+    def usable(self, without: Collection[int] = ()) -> list[int]:
+        """Return the healthy engines but for some."""
+        return [engine for engine in self.workers.usable() if engine not in without]
+
+    def dispatch(self, request: RequestInfo, without: Collection[int] = ()) -> int | None:
+        """Return the index of the engine that gets a request; None if the policy holds it.
+
+        Parameters
+        ----------
+        request
+            The request.
+        without
+            Engines that it must not go to. The policy sees them as unhealthy; where it names one of
+            them nevertheless, or one that is unhealthy, the least loaded of the others stands in.
+
+        Raises
+        ------
+        NoEngine
+            If none is left.
+        """
+        usable = self.usable(without)
+        if not usable:
+            raise NoEngine
+        view = self.workers._replace(now_s=time.monotonic())
+        if without:
+            healthy = view.healthy.copy()
+            healthy[list(without)] = False
+            view = view._replace(healthy=healthy)
+        engine = self._policy.select(request, view)
+        if engine is None:
+            return None
+        if engine not in usable:
+            engine = min(usable, key=lambda other: int(self.workers.loads[other]))
+        self.workers.loads[engine] += 1
+        self._prompts[engine][request.request_id] = request.prompt_len
         return engine
 
-    async def route(self, request: RequestInfo) -> int:
-        """Return the index of the engine that gets a request, as soon as the policy names one."""
-        engine = self.dispatch(request)
+    async def route(self, request: RequestInfo, without: Collection[int] = ()) -> int:
+        """Return the index of the engine that gets a request, as soon as the policy names one.
+
+        Raises
+        ------
+        NoEngine
+            If no engine is left, at once or while the policy holds the request.
+        """
+        engine = self.dispatch(request, without)
         if engine is not None:
             return engine
         placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._held.append((request, placed))
+        self._held.append((request, without, placed))
         try:
             return await placed
         except asyncio.CancelledError:  # its client has left
-            if placed.done() and not placed.cancelled():
+            if placed.done() and not placed.cancelled() and placed.exception() is None:
                 self.complete(request.request_id, placed.result())
             raise
 
@@ -90,6 +134,11 @@ class Router:
             self._listener.on_complete(request_id, engine)
         self._ask_again()
 
+    def set_health(self, engine: int, healthy: bool) -> None:
+        """Take note that an engine answers, or no longer does."""
+        self.workers.healthy[engine] = healthy
+        self._ask_again()
+
     def publish(self, signals: Sequence[EngineSignals | None]) -> None:
         """Take note of what the engines publish; None of one that does not answer.
 
@@ -98,7 +147,6 @@ class Router:
         """
         workers = self.workers
         for engine, signal in enumerate(signals):
-            workers.healthy[engine] = signal is not None
             if signal is None:
                 continue
             workers.waiting[engine], workers.running[engine] = signal.waiting, signal.running
@@ -112,12 +160,16 @@ class Router:
     def _ask_again(self) -> None:
         """Ask the policy about what it holds, the first that came first."""
         held, self._held = self._held, []
-        for request, placed in held:
-            if placed.cancelled():
+        for request, without, placed in held:
+            if placed.done():
                 continue
-            engine = self.dispatch(request)
+            try:
+                engine = self.dispatch(request, without)
+            except NoEngine as error:
+                placed.set_exception(error)
+                continue
             if engine is None:
-                self._held.append((request, placed))
+                self._held.append((request, without, placed))
             else:
                 placed.set_result(engine)
 

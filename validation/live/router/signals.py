@@ -8,7 +8,7 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.validation.live.http import import_aiohttp
-from eldr_sim.validation.live.router import EngineSignals, Router
+from eldr_sim.validation.live.router.decisions import EngineSignals, Router
 
 __all__ = ["parse_metrics", "watch_engines"]
 
@@ -54,8 +54,8 @@ async def watch_engines(
 ) -> None:
     """Tell a router what its engines publish, every ``interval_s`` seconds, until cancelled.
 
-    An engine that does not answer within the interval (a second at least) is unhealthy until it
-    does.
+    Of an engine that does not answer within the interval (a second at least) what it said before
+    stands; whether it is healthy is told by others.
 
     Parameters
     ----------

@@ -1,0 +1,660 @@
+"""The router before engines that die, freeze, come back, and clients that leave."""
+
+import asyncio
+import json
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.validation.live.router.bodies import parse_body
+from eldr_sim.validation.live.router.config import ProxyConfig, make_config
+from eldr_sim.validation.live.router.counters import OUTCOMES
+from eldr_sim.validation.live.router.engine import Engine
+from eldr_sim.validation.live.servers import free_port
+
+aiohttp = pytest.importorskip("aiohttp", reason="pip install 'eldr-sim[live]'")
+pytest.importorskip("prometheus_client", reason="pip install 'eldr-sim[live]'")
+
+from aiohttp.test_utils import TestServer  # noqa: E402
+
+from eldr_sim.validation.live.router.proxy import make_app  # noqa: E402
+
+from .fake_engine import (  # noqa: E402
+    FakeEngine,
+    fail,
+    fail_in_stream,
+    hang,
+    refuse,
+    reset,
+)
+
+NOWHERE = "http://127.0.0.1:1"
+FAST = {"health_interval_s": 0.05, "health_timeout_s": 0.2, "connect_timeout_s": 1.0}
+
+
+class Scene:
+    """A router, a client, and what the router says of itself."""
+
+    def __init__(self, url, session, said):
+        self.url, self.session, self.said = url, session, said
+
+    async def ask(self, path="/v1/completions", *, headers=None, **body):
+        """Return status and body; a status of 0 for an answer that breaks off."""
+        body = {"prompt": [1, 2, 3], "max_tokens": 4} | body
+        async with self.session.post(self.url + path, json=body, headers=headers) as response:
+            try:
+                return response.status, await response.read()
+            except aiohttp.ClientError:
+                return 0, b""
+
+    async def counted(self, name, **labels):
+        async with self.session.get(self.url + "/metrics") as response:
+            text = await response.text()
+        total = 0.0
+        for line in text.splitlines():
+            found = re.fullmatch(r"eldr_router_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)", line)
+            if found and found[1] == name:
+                have = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
+                if labels.items() <= have.items():
+                    total += float(found[3])
+        return total
+
+    async def outcomes(self):
+        counts = {name: await self.counted("requests", outcome=name) for name in OUTCOMES}
+        return {name: int(n) for name, n in counts.items() if n}
+
+    async def is_at_rest(self):
+        await until(lambda: self.counted("engine_load"), 0)
+        assert await self.counted("held_requests") == 0
+
+
+async def until(found, wanted, limit_s=5.0):
+    """Wait until a function (or coroutine function) gives what is wanted."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        value = found()
+        value = await value if asyncio.iscoroutine(value) else value
+        if value == wanted:
+            return
+        assert time.monotonic() < deadline, f"{value}, not {wanted}"
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(decode, prefill=(), policy=None, **changes):
+    """Run a router before engines, which are `FakeEngine` or URLs."""
+    servers, urls, said = [], [], []
+    for engine in (*decode, *prefill):
+        if not isinstance(engine, str):
+            servers.append(TestServer(engine.app))
+            await servers[-1].start_server()
+            engine.url = engine = str(servers[-1].make_url("/")).rstrip("/")
+        urls.append(engine)
+    n = len(decode)
+    config = {"port": 0, "decode_urls": urls[:n], "prefill_urls": urls[n:], "policy": "jsq"}
+    app = make_app(ProxyConfig(**(config | FAST | changes)), policy, said.append)
+    servers.append(TestServer(app))
+    await servers[-1].start_server()
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Scene(str(servers[-1].make_url("/")).rstrip("/"), session, said)
+    finally:
+        for server in reversed(servers):
+            await server.close()
+
+
+@contextmanager
+def process(port, pace_s=0.001):
+    """Run an engine in a process of its own."""
+    command = [sys.executable, str(Path(__file__).parent / "fake_engine.py"), str(port)]
+    child = subprocess.Popen([*command, str(pace_s)])
+    try:
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                assert child.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        yield child
+    finally:
+        child.send_signal(signal.SIGCONT)
+        child.kill()
+        child.wait()
+
+
+# --- what passes through ---
+
+
+def test_answers_pass_as_they_are():
+    """Text and chat, streamed and not, models, and the API key, which is written nowhere."""
+
+    async def scene(tmp_log):
+        engine = FakeEngine("e")
+        async with running([engine], log=str(tmp_log)) as at:
+            key = {"Authorization": "Bearer sk-secret", "X-Request-Id": "mine"}
+            for path, prompt in (
+                ("/v1/completions", {"prompt": "text"}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+            ):
+                body = {"max_tokens": 3, "n": 2, "unknown": {"to": "the router"}} | prompt
+                for streamed in (False, True):
+                    asked = json.dumps(body | {"stream": streamed}).encode() + b"  "
+                    answers = []
+                    for url in (engine.url, at.url):
+                        async with at.session.post(url + path, data=asked, headers=key) as answer:
+                            answers.append(
+                                (answer.status, answer.content_type, await answer.read())
+                            )
+                    assert answers[0] == answers[1]
+                    assert engine.seen[-1] == engine.seen[-2]
+                    assert engine.headers[-1]["Authorization"] == "Bearer sk-secret"
+                    assert engine.headers[-1]["X-Request-Id"] == "mine"
+            for value, status in (("Bearer sk-secret", 200), ("Bearer wrong", 401)):
+                async with at.session.get(
+                    at.url + "/v1/models", headers={"Authorization": value}
+                ) as answer:
+                    assert answer.status == status
+            async with at.session.get(at.url + "/metrics") as answer:
+                text = await answer.text()
+            assert await at.outcomes() == {"ok": 4}
+            assert "sk-secret" not in text + tmp_log.read_text() + "".join(at.said)
+            assert tmp_log.read_text().count('"mine"') == 4
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(scene(Path(folder) / "log.jsonl"))
+
+
+def test_tokens_pass_as_they_come():
+    """The engine goes on only when the client has its last token."""
+
+    async def scene():
+        from aiohttp import web
+
+        got = asyncio.Event()
+
+        async def in_step(request):
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for token in range(20):
+                got.clear()
+                await response.write(f"data: {token}\n\n".encode())
+                await got.wait()
+            return response
+
+        engine = FakeEngine()
+        engine.trouble = lambda body: in_step
+        async with running([engine]) as at:
+            body = {"prompt": "a", "stream": True}
+            async with at.session.post(at.url + "/v1/completions", json=body) as answer:
+                for token in range(20):
+                    part = await asyncio.wait_for(answer.content.readany(), 5)
+                    assert part == f"data: {token}\n\n".encode()
+                    got.set()
+                assert await answer.read() == b""
+            await at.is_at_rest()
+
+    asyncio.run(scene())
+
+
+# --- engines that fail ---
+
+
+@pytest.mark.parametrize("trouble", [fail, reset, fail_in_stream, None])
+def test_a_dead_engine_costs_no_request(trouble):
+    """With jsq it is the least loaded one. It does not answer, or fails all that it gets."""
+
+    async def scene():
+        bad, good = FakeEngine("bad"), FakeEngine("good")
+        bad.trouble = lambda body: trouble
+        async with running([bad if trouble else NOWHERE, good]) as at:
+            for _ in range(20):
+                status, body = await at.ask(stream=True)
+                assert status == 200
+                assert body.endswith(b"data: [DONE]\n\n")
+            assert await at.outcomes() == {"ok": 20}
+            assert len(good.seen) == 20
+            # It is ejected after three failures in a row, although it answers /health.
+            assert len(bad.seen) == await at.counted("retries") == (3 if trouble else 0)
+            assert await at.counted("engine_up") == 1
+            await at.is_at_rest()
+
+    asyncio.run(scene())
+
+
+def test_health_is_that_of_the_engines():
+    async def scene():
+        engine, prefill = FakeEngine(), FakeEngine()
+        async with running([engine, NOWHERE], [prefill]) as at:
+
+            async def status(path="/health"):
+                async with at.session.get(at.url + path) as answer:
+                    return answer.status
+
+            assert await status() == 200
+            for one in (engine, prefill):
+                one.healthy = False
+                await until(status, 503)
+                code, body = await at.ask()
+                assert (code, json.loads(body)["error"]["code"]) == (503, 503)
+                assert not prefill.seen  # no prompt is computed in vain
+                one.healthy = True
+                await until(status, 200)
+            assert (await at.ask())[0] == 200
+            assert await status("/nowhere") == 404
+            assert await at.outcomes() == {"unavailable": 2, "ok": 1}
+            told = [line for line in at.said if "/health answers 503" in line]
+            assert len(told) == 2
+
+    asyncio.run(scene())
+
+
+def test_retries_are_bounded_and_go_elsewhere():
+    async def scene():
+        engines = [FakeEngine(str(i)) for i in range(4)]
+        for engine in engines:
+            engine.trouble = lambda body: fail
+        async with running(engines, retries=2) as at:
+            status, body = await at.ask()
+            assert (status, json.loads(body)["error"]["message"]) == (500, "EngineCore")
+            assert sorted(len(engine.seen) for engine in engines) == [0, 1, 1, 1]
+            assert await at.outcomes() == {"failed": 1}
+        refusing = [FakeEngine(), FakeEngine()]
+        for engine in refusing:
+            engine.trouble = lambda body: refuse
+        async with running(refusing) as at:  # what is wrong with a request is wrong everywhere
+            assert (await at.ask())[0] == 400
+            assert sum(len(engine.seen) for engine in refusing) == 1
+            assert await at.outcomes() == {"refused": 1}
+
+    asyncio.run(scene())
+
+
+def test_an_engine_that_dies_mid_stream_and_comes_back():
+    """Only the streams that it had begun end, and say so; all others are served."""
+
+    async def scene():
+        ports = free_port(), free_port()
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        with process(ports[1], 0.02), process(ports[0], 0.02) as dying:
+            async with running(urls) as at:
+                begun = [asyncio.create_task(at.ask(stream=True, max_tokens=60)) for _ in range(10)]
+                held = [asyncio.create_task(at.ask(max_tokens=60)) for _ in range(10)]
+                await asyncio.sleep(0.5)
+                dying.kill()
+                later = [asyncio.create_task(at.ask(stream=True)) for _ in range(20)]
+                ends = await asyncio.wait_for(asyncio.gather(*begun, *held, *later), 15)
+                statuses = [status for status, _ in ends]
+                assert sorted(statuses[:10]) == [0] * 5 + [200] * 5
+                assert statuses[10:] == [200] * 30  # not streamed: no token was out
+                assert await at.outcomes() == {"ok": 35, "broken_off": 5}
+                await at.is_at_rest()
+                with process(ports[0]):
+                    await until(lambda: at.counted("engine_up"), 2)
+                    assert [(await at.ask())[0] for _ in range(4)] == [200] * 4
+                    async with at.session.get(urls[0] + "/state") as answer:
+                        assert (await answer.json())["seen"] == 2
+
+    asyncio.run(scene())
+
+
+def test_a_frozen_engine_holds_nobody():
+    """Who waits for a first token goes elsewhere when it is ejected; streams end in time."""
+
+    async def scene():
+        ports = free_port(), free_port()
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        with process(ports[0], 0.02) as frozen, process(ports[1], 0.02):
+            async with running(urls, token_timeout_s=1.0) as at:
+                begun = [asyncio.create_task(at.ask(stream=True, max_tokens=60)) for _ in range(4)]
+                await asyncio.sleep(0.3)
+                frozen.send_signal(signal.SIGSTOP)
+                begun_s = time.monotonic()
+                more = [
+                    asyncio.create_task(at.ask(stream=streamed))
+                    for streamed in (True, False)
+                    for _ in range(4)
+                ]
+                ends = await asyncio.gather(*more)
+                # Two questions of 0.2 s for its health, not 120 s to the first token.
+                assert time.monotonic() - begun_s < 2.0
+                assert [status for status, _ in ends] == [200] * 8
+                ends = await asyncio.gather(*begun)
+                assert sorted(status for status, _ in ends) == [0, 0, 200, 200]
+                assert await at.counted("engine_up") == 1
+                assert any("no answer to /health in 0.2 s" in line for line in at.said)
+                frozen.send_signal(signal.SIGCONT)
+                await until(lambda: at.counted("engine_up"), 2)
+                await at.is_at_rest()
+                async with at.session.get(urls[0] + "/state") as answer:
+                    assert (await answer.json())["in_flight"] == 0
+                assert await at.outcomes() == {"ok": 10, "broken_off": 2}
+
+    asyncio.run(scene())
+
+
+def test_time_is_up():
+    """Nothing comes though /health answers: 504, and the engine stays away, since it is silent."""
+
+    async def scene():
+        engine = FakeEngine()
+        engine.trouble = lambda body: hang
+        limits = {"first_token_timeout_s": 0.2, "answer_timeout_s": 0.3}
+        for streamed in (True, False):
+            async with running([engine], **limits) as at:
+                begun_s = time.monotonic()
+                status, _ = await at.ask(stream=streamed)
+                assert status == 504
+                assert time.monotonic() - begun_s < 1.0
+                assert await at.outcomes() == {"timed_out": 1}
+                assert await at.counted("engine_up") == 0
+                await until(lambda: engine.in_flight, 0)
+                assert (await at.ask(stream=True))[0] == 503
+
+    asyncio.run(scene())
+
+
+def test_a_slow_engine_is_not_ejected():
+    """One request waits too long while others get their tokens: a long queue, no dead engine."""
+
+    async def scene():
+        engine = FakeEngine(pace_s=0.02)
+        engine.trouble = lambda body: hang if body["prompt"] == "late" else None
+        async with running([engine], first_token_timeout_s=0.3) as at:
+            quick = asyncio.create_task(at.ask(stream=True, max_tokens=40))
+            assert (await at.ask(stream=True, prompt="late"))[0] == 504
+            assert await at.counted("engine_up") == 1
+            assert (await quick)[0] == 200
+
+    asyncio.run(scene())
+
+
+def test_an_ejected_engine_stays_away_longer_each_time(monkeypatch):
+    """10, 20, 40 s and at most 300 s; a request that is served makes it 10 s again."""
+
+    async def scene():
+        now = [1000.0]
+        monkeypatch.setattr("eldr_sim.validation.live.router.engine._now_s", lambda: now[0])
+        fake = FakeEngine()
+        server = TestServer(fake.app)
+        await server.start_server()
+        engine = Engine(str(server.make_url("/")).rstrip("/"), "e", lambda engine: None)
+        async with aiohttp.ClientSession() as session:
+
+            async def away_s():
+                begun = now[0]
+                while not engine.up:
+                    now[0] += 1.0
+                    await engine.probe(session, 1.0)
+                return now[0] - begun
+
+            await engine.probe(session, 1.0, first=True)
+            for strike in range(3):
+                assert engine.up, strike
+                engine.failed("answers 500")
+            times = [await away_s()]
+            for _ in range(6):
+                engine.failed("answers 500")  # once is enough now
+                times.append(await away_s())
+            assert times == [10, 20, 40, 80, 160, 300, 300]
+            engine.served()
+            for _ in range(3):
+                engine.failed("answers 500")
+            assert await away_s() == 10
+        await server.close()
+
+    asyncio.run(scene())
+
+
+# --- prefill and decode ---
+
+
+def test_hand_overs_that_fail():
+    """A cache that may have been fetched is freed and computed again; another one is kept."""
+
+    async def scene():
+        caches = {}
+        prefill = FakeEngine("p", caches=caches)
+        bad, good = (FakeEngine(name, caches=caches) for name in ("bad", "good"))
+        bad.trouble = lambda body: fail
+        async with running([bad, good], [prefill]) as at:
+            assert (await at.ask())[0] == 200
+            assert len(prefill.seen) == 2
+            await until(lambda: at.counted("kv_releases", outcome="freed"), 1)
+            assert not caches
+            assert [body["max_tokens"] for body in good.seen] in ([1, 4], [4, 1])
+            assert all(not engine.stale for engine in (bad, good))
+        port = free_port()
+        prefill.seen.clear()
+        with process(port) as dying:
+            async with running(
+                [f"http://127.0.0.1:{port}", good], [prefill], health_interval_s=30
+            ) as at:
+                dying.kill()
+                dying.wait()
+                assert (await at.ask())[0] == 200  # refused: the cache is as it was
+                assert len(prefill.seen) == 1
+                assert await at.counted("retries") == 1
+                assert await at.counted("kv_releases") == 0
+                assert not caches
+
+    asyncio.run(scene())
+
+
+def test_a_client_that_leaves_frees_the_engines():
+    """At every stage: prefill, hand-over, decode, streamed and not."""
+
+    async def scene():
+        caches = {}
+        prefill, decode = FakeEngine("p", caches=caches), FakeEngine("d", caches=caches)
+        held = []
+
+        class Holding:
+            name = "holding"
+
+            def select(self, request, workers):
+                return None if held else 0
+
+        async with running([decode], [prefill], policy=Holding()) as at:
+            stages = (
+                ("prefill", (30, 0), True),
+                ("held", (0, 0), True),
+                ("decode", (0, 30), False),
+                ("decode", (0, 0.01), True),
+            )
+            for left, (stage, pace_s, streamed) in enumerate(stages, 1):
+                prefill.pace_s, decode.pace_s = pace_s
+                held[:] = [True] if stage == "held" else []
+                seen = len(decode.seen)
+                task = asyncio.create_task(at.ask(stream=streamed, max_tokens=1000))
+                if stage == "held":
+                    await until(lambda: at.counted("held_requests"), 1)
+                else:
+                    engine = prefill if stage == "prefill" else decode
+                    await until(lambda engine=engine: engine.in_flight, 1)
+                    await asyncio.sleep(0.05)
+                task.cancel()
+                begun_s = time.monotonic()
+                await until(lambda: prefill.in_flight + decode.in_flight, 0)
+                assert time.monotonic() - begun_s < 1.0
+                await until(at.outcomes, {"client_left": left})
+                await at.is_at_rest()
+                if stage == "held":  # nobody will fetch its cache: it is freed
+                    await until(lambda: at.counted("kv_releases", outcome="freed"), 1)
+                    assert decode.seen[seen]["max_tokens"] == 1
+                assert not caches
+
+    asyncio.run(scene())
+
+
+def test_what_a_decode_engine_would_refuse_is_refused_before_the_prefill():
+    async def scene():
+        prefill, decode = FakeEngine(), FakeEngine()
+        async with running([decode], [prefill]) as at:
+            for wrong in (
+                {"max_tokens": 0},
+                {"max_tokens": -1},
+                {"max_tokens": "many"},
+                {"max_tokens": True},
+                {"max_tokens": 1.5},
+                {"max_completion_tokens": 0},
+                {"min_tokens": 9},
+                {"n": 2},
+                {"prompt": ["a", "b"]},
+                {"prompt": []},
+                {"messages": []},
+                {"stream": "yes"},
+                {"stream_options": {"include_usage": True}},
+            ):
+                status, body = await at.ask(**wrong)
+                assert (status, list(wrong)) == (400, list(wrong))
+                assert next(iter(wrong)) in json.loads(body)["error"]["message"]
+            address = at.url + "/v1/completions"
+            for raw in (
+                b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"a":' * 10**5, b'{"prompt": NaN}',
+                b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}",
+                b'{"prompt": "a", "x": ' + b"[" * 900 + b"]" * 900 + b"}",
+            ):  # fmt: skip
+                async with at.session.post(address, data=raw) as answer:
+                    assert answer.status in (400, 200), raw[:20]
+                    assert "Traceback" not in await answer.text()
+            with suppress(aiohttp.ClientOSError):  # it may stop to listen before all is sent
+                async with at.session.post(address, data=b" " * (65 << 20)) as answer:
+                    assert answer.status == 413
+            assert len(prefill.seen) <= 1
+            outcomes = await at.outcomes()
+            assert sum(outcomes.values()) == 13 + 9 + 1
+            assert set(outcomes) <= {"refused", "ok"}
+            packed = {"Content-Encoding": "gzip"}
+            async with at.session.post(address, data=b"no gzip", headers=packed) as answer:
+                assert answer.status == 400
+
+    asyncio.run(scene())
+
+
+def test_plain_engines_judge_bodies_themselves():
+    asked = parse_body(b'{"prompt": ["a", "b"], "n": 2, "max_tokens": "3"}', handed_over=False)
+    assert (asked.prompt_len, asked.max_tokens, asked.streamed) == (0, None, False)
+    asked = parse_body(b'{"messages": [], "max_completion_tokens": 3}', handed_over=False)
+    assert asked.max_tokens == 3
+
+
+# --- conservation ---
+
+
+@pytest.mark.parametrize("disaggregated", [False, True])
+def test_nothing_is_lost_in_chaos(disaggregated):
+    """Engines fail at random and clients leave at random.
+
+    Every request ends once, no load and no connection remains, every cache is fetched, freed or
+    counted as left, and no answer comes from a cache that was fetched before.
+    """
+
+    async def scene(seed):
+        rng, caches, n = random.Random(seed), {}, 120
+        kinds = [fail, reset, fail_in_stream, refuse, None, None, None, None]
+        decode = [FakeEngine(f"d{i}", caches=caches, pace_s=0.002) for i in range(3)]
+        prefill = [FakeEngine(f"p{i}", caches=caches) for i in range(2)] if disaggregated else []
+        for engine in (*decode, *prefill):
+            engine.trouble = lambda body: rng.choice(kinds)
+        prefill_kinds = [kind for kind in kinds if kind is not fail_in_stream]
+        for engine in prefill:
+            engine.trouble = lambda body: rng.choice(prefill_kinds)
+        async with running(decode, prefill, retries=2) as at:
+
+            async def client():
+                await asyncio.sleep(rng.uniform(0, 1.0))
+                asked = at.ask(stream=rng.random() < 0.5, max_tokens=rng.randint(2, 30))
+                if rng.random() < 0.7:
+                    return (await asked)[0]
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(asked, rng.uniform(0.0, 0.05))
+                return None
+
+            ends = await asyncio.wait_for(asyncio.gather(*(client() for _ in range(n))), 20)
+            await at.is_at_rest()
+            engines = (*decode, *prefill)
+            await until(lambda: sum(engine.in_flight for engine in engines), 0)
+            outcomes = await at.outcomes()
+            arrived = sum(outcomes.values())
+            assert n - sum(end is None for end in ends) <= arrived <= n
+            assert outcomes["ok"] >= sum(end == 200 for end in ends)
+            assert ends.count(0) <= outcomes.get("broken_off", 0)
+            sent = await at.counted("engine_requests")
+            releases = await at.counted("kv_releases")
+            await asyncio.sleep(0.05)
+            seen = sum(len(engine.seen) for engine in engines)
+            assert sent <= seen + 20  # a client may leave before the engine sees its request
+            assert seen <= sent + releases
+            assert not any(engine.stale for engine in decode)
+            if disaggregated:
+                left = await at.counted("kv_releases", outcome="left")
+                # A cache is lost where a decode engine or a prefill engine's answer is cut off.
+                assert len(caches) <= left + outcomes.get("client_left", 0) + outcomes["refused"]
+
+    for seed in range(2):
+        asyncio.run(scene(seed))
+
+
+# --- configuration ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decode_urls": []}, "decode_urls"),
+        ({"decode_urls": ["ftp://a"]}, "no base URL"),
+        ({"decode_urls": ["http://user:secret@a"]}, "user or a password"),
+        ({"decode_urls": ["http://a", "http://a/"]}, "named twice"),
+        ({"decode_urls": ["http://a:99999"]}, "decode_urls.0"),
+        ({"token_timeout_s": 0}, "token_timeout_s"),
+        ({"first_token_timeout_s": float("nan")}, "first_token_timeout_s"),
+    ],
+)
+def test_configurations_that_are_refused(fields, message):
+    with pytest.raises(InputError, match=message) as caught:
+        make_config(**({"port": 1, "decode_urls": ["http://a"]} | fields))
+    assert "secret" not in str(caught.value)
+
+
+def test_the_command(tmp_path):
+    """It says where it listens, routes, and goes when it is told to; bad input is one line."""
+    port = free_port()
+    command = [sys.executable, "-m", "eldr_sim.cli.main", "router"]
+    with process(port):
+        decode = ["--decode", f"http://127.0.0.1:{port}"]
+        with subprocess.Popen(
+            [*command, *decode, "--port", "0"], stderr=subprocess.PIPE, text=True
+        ) as child:
+            lines = [child.stderr.readline() for _ in range(2)]
+            url = next(
+                re.search(r"http://127\.0\.0\.1:\d+$", line)[0]
+                for line in lines
+                if "Routing" in line
+            )
+
+            async def scene():
+                async with aiohttp.ClientSession() as session:
+                    return await Scene(url, session, []).ask()
+
+            assert asyncio.run(scene())[0] == 200
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(10) == 0
+        for wrong in (["--policy", "nonsense"], ["--host", "300.1.1.1"], ["--port", str(port)]):
+            done = subprocess.run([*command, *decode, *wrong], capture_output=True, text=True)
+            assert done.returncode == 2
+            assert done.stderr.startswith("Error: ")
+            assert done.stderr.count("\n") == 1

@@ -1,0 +1,134 @@
+"""Bodies of completion requests: what is passed on, and what is refused before anything is done."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+__all__ = ["Ask", "one_token_body", "parse_body", "prefill_body"]
+
+_LEFT_OUT = ("stream", "stream_options", "min_tokens")
+#: Limits on the output: of completions, and of chat completions besides.
+_LIMITS = ("max_tokens", "max_completion_tokens")
+_NO_CACHE_YET = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class Ask(NamedTuple):
+    """A request for a completion."""
+
+    body: dict[str, Any]
+    """What the client has sent."""
+    raw: bytes
+    """The bytes of it."""
+    streamed: bool
+    """Whether the answer is to come token by token."""
+    prompt_len: int
+    """Tokens of a prompt that is given as token ids; 0 where it is text."""
+    max_tokens: int | None
+    """Most output tokens; None where the client sets no limit."""
+
+
+def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
+    """Read a request's body.
+
+    Parameters
+    ----------
+    raw
+        JSON.
+    handed_over
+        Whether a prefill engine is to compute the prompt. It sees neither the limits of the output
+        nor whether that is streamed: what a decode engine would refuse of them is refused here,
+        before the prompt is computed. Without, engines judge for themselves.
+
+    Raises
+    ------
+    ValueError
+        If it is no JSON object, or cannot be handed over.
+    """
+    try:
+        body = json.loads(raw, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("body: nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"body: no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ValueError("body: no JSON object")
+    if handed_over:
+        _check(body)
+    prompt = body.get("prompt")
+    limits = [body[key] for key in _LIMITS if _is_count(body.get(key))]
+    return Ask(
+        body,
+        raw,
+        bool(body.get("stream")),
+        len(prompt) if _is_ids(prompt) else 0,
+        limits[-1] if limits else None,
+    )
+
+
+def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a request for a prefill engine: one token, KV cache kept."""
+    return one_token_body(body, _NO_CACHE_YET)
+
+
+def one_token_body(body: dict[str, Any], kv_transfer_params: dict[str, Any]) -> dict[str, Any]:
+    """Return the same request for one token, not streamed, with other ``kv_transfer_params``."""
+    asked = {key: value for key, value in body.items() if key not in _LEFT_OUT}
+    asked |= {"max_tokens": 1, "kv_transfer_params": kv_transfer_params}
+    if "max_completion_tokens" in asked:
+        asked["max_completion_tokens"] = 1
+    return asked
+
+
+def _check(body: dict[str, Any]) -> None:
+    """Raise ValueError for what cannot be passed on as one request to two engines."""
+    if "messages" in body:
+        if not isinstance(body["messages"], list) or not body["messages"]:
+            raise ValueError("messages: missing (allowed: a list of messages)")
+    else:
+        prompt = body.get("prompt")
+        if not prompt:
+            raise ValueError("prompt: missing (allowed: one text or one list of token ids)")
+        if not isinstance(prompt, str) and not _is_ids(prompt):
+            raise ValueError("prompt: several (allowed: one text or one list of token ids)")
+    if body.get("n") not in (None, 1):
+        raise ValueError("n: more than one answer (allowed: 1)")
+    for key in _LIMITS:
+        if body.get(key) is not None and not (_is_count(body[key]) and body[key] >= 1):
+            raise ValueError(f"{key}: {_shown(body[key])} (allowed: a whole number, 1 or more)")
+    least = body.get("min_tokens")
+    if least is not None:
+        most = min((body[key] for key in _LIMITS if body.get(key) is not None), default=least)
+        if not _is_count(least) or not 0 <= least <= most:
+            raise ValueError(
+                f"min_tokens: {_shown(least)} (allowed: a whole number up to max_tokens)"
+            )
+    if body.get("stream") not in (None, True, False):
+        raise ValueError(f"stream: {_shown(body['stream'])} (allowed: true, false)")
+    if body.get("stream_options") is not None and not (
+        body.get("stream") and isinstance(body["stream_options"], dict)
+    ):
+        raise ValueError("stream_options: without stream, or no object")
+
+
+def _is_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:40]
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")

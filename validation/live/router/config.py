@@ -1,0 +1,118 @@
+"""What the router is started with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_sim.errors import InputError
+
+__all__ = ["ProxyConfig", "make_config", "read_config"]
+
+
+def _engine_url(url: str) -> str:
+    """Return an engine's base URL; ValueError if it is none, or holds a password."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} is no base URL such as http://127.0.0.1:8000")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("a URL with a user or a password; clients send their API key themselves")
+    if parts.port is None and parts.netloc.endswith(":"):
+        raise ValueError(f"{url!r} has no port behind the colon")
+    return url.rstrip("/")
+
+
+def _each_once(urls: list[str]) -> list[str]:
+    twice = sorted({url for url in urls if urls.count(url) > 1})
+    if twice:
+        raise ValueError(f"{twice[0]} is named twice")
+    return urls
+
+
+Urls = Annotated[list[Annotated[str, AfterValidator(_engine_url)]], AfterValidator(_each_once)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ProxyConfig(BaseModel):
+    """What the router is started with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    """Where it listens."""
+    port: int = Field(ge=0, le=65535)
+    """Where it listens; 0 takes a free one."""
+    prefill_urls: Urls = []
+    """Prefill engines; none where the others compute prompts too."""
+    decode_urls: Urls = Field(min_length=1)
+    """Engines that the policy chooses among."""
+    policy: str = "round_robin"
+    """Decode policy with its parameters, such as ``eldr:artifact=fit.npz``."""
+    prefill_policy: str = "round_robin"
+    """Chooses among the prefill engines."""
+    seed: int = Field(default=0, ge=0)
+    """Of a policy that draws."""
+    capture: list[str] = []
+    """What ``ELDR_SIM_CAPTURE`` names in the prefill engines; for policies that read signatures."""
+    prefilled: bool = False
+    """Whether clients have their prompts computed themselves, by prefill engines that are not named
+    here, and send ``kv_transfer_params``."""
+    signal_interval_ms: float = Field(default=100.0, gt=0)
+    """How often the engines' metrics are read, ms, for policies that may look at more than the
+    requests in flight."""
+    log: str | None = None
+    """File that gets a line of JSON for each request when it is routed to a decode engine."""
+    retries: int = Field(default=1, ge=0)
+    """How often a request goes to another engine when one fails before its first token."""
+    connect_timeout_s: Seconds = 5.0
+    """Longest time until an engine accepts a connection."""
+    first_token_timeout_s: Seconds = 120.0
+    """Longest time until the first token of a streamed answer, and of a prefill."""
+    token_timeout_s: Seconds = 60.0
+    """Longest time between tokens, and until a client takes what was sent to it."""
+    answer_timeout_s: Seconds = 1800.0
+    """Longest time of an answer that is not streamed."""
+    health_interval_s: Seconds = 1.0
+    """Time between two questions for an engine's health."""
+    health_timeout_s: Seconds = 3.0
+    """Longest time of an answer to them; two that fail in a row eject the engine."""
+
+
+def make_config(**fields: Any) -> ProxyConfig:
+    """Return a configuration.
+
+    Raises
+    ------
+    InputError
+        If a field is not valid.
+    """
+    try:
+        return ProxyConfig(**fields)
+    except ValidationError as error:
+        raise _input_error(error) from None
+
+
+def read_config(path: str | os.PathLike[str]) -> ProxyConfig:
+    """Read a JSON file with a `ProxyConfig`.
+
+    Raises
+    ------
+    InputError
+        If it cannot be read or is not valid.
+    """
+    try:
+        return ProxyConfig.model_validate_json(Path(path).read_bytes())
+    except OSError as error:
+        raise InputError("config", f"cannot read {path}: {error.strerror}") from None
+    except ValidationError as error:
+        raise _input_error(error, f"{path}: ") from None
+
+
+def _input_error(error: ValidationError, where: str = "") -> InputError:
+    first = error.errors()[0]
+    field = ".".join(map(str, first["loc"])) or "config"
+    return InputError(field, where + first["msg"].removeprefix("Value error, "))
