@@ -5,19 +5,16 @@ import json
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.validation.live.router.bodies import parse_body
-from eldr_sim.validation.live.router.config import ProxyConfig, make_config
-from eldr_sim.validation.live.router.counters import OUTCOMES
+from eldr_sim.validation.live.router.config import make_config
 from eldr_sim.validation.live.router.engine import Engine
 from eldr_sim.validation.live.servers import free_port
 
@@ -26,123 +23,23 @@ pytest.importorskip("prometheus_client", reason="pip install 'eldr-sim[live]'")
 
 from aiohttp.test_utils import TestServer  # noqa: E402
 
-from eldr_sim.validation.live.router.proxy import make_app  # noqa: E402
-
-from .fake_engine import (  # noqa: E402
-    FakeEngine,
-    fail,
-    fail_in_stream,
-    hang,
-    refuse,
-    reset,
-)
+from .fake_engine import FakeEngine, fail, fail_in_stream, hang, refuse, reset  # noqa: E402
+from .router_scene import Scene, process, running, until  # noqa: E402
 
 NOWHERE = "http://127.0.0.1:1"
-FAST = {"health_interval_s": 0.05, "health_timeout_s": 0.2, "connect_timeout_s": 1.0}
-
-
-class Scene:
-    """A router, a client, and what the router says of itself."""
-
-    def __init__(self, url, session, said):
-        self.url, self.session, self.said = url, session, said
-
-    async def ask(self, path="/v1/completions", *, headers=None, **body):
-        """Return status and body; a status of 0 for an answer that breaks off."""
-        body = {"prompt": [1, 2, 3], "max_tokens": 4} | body
-        async with self.session.post(self.url + path, json=body, headers=headers) as response:
-            try:
-                return response.status, await response.read()
-            except aiohttp.ClientError:
-                return 0, b""
-
-    async def counted(self, name, **labels):
-        async with self.session.get(self.url + "/metrics") as response:
-            text = await response.text()
-        total = 0.0
-        for line in text.splitlines():
-            found = re.fullmatch(r"eldr_router_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)", line)
-            if found and found[1] == name:
-                have = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
-                if labels.items() <= have.items():
-                    total += float(found[3])
-        return total
-
-    async def outcomes(self):
-        counts = {name: await self.counted("requests", outcome=name) for name in OUTCOMES}
-        return {name: int(n) for name, n in counts.items() if n}
-
-    async def is_at_rest(self):
-        await until(lambda: self.counted("engine_load"), 0)
-        assert await self.counted("held_requests") == 0
-
-
-async def until(found, wanted, limit_s=5.0):
-    """Wait until a function (or coroutine function) gives what is wanted."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        value = found()
-        value = await value if asyncio.iscoroutine(value) else value
-        if value == wanted:
-            return
-        assert time.monotonic() < deadline, f"{value}, not {wanted}"
-        await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def running(decode, prefill=(), policy=None, **changes):
-    """Run a router before engines, which are `FakeEngine` or URLs."""
-    servers, urls, said = [], [], []
-    for engine in (*decode, *prefill):
-        if not isinstance(engine, str):
-            servers.append(TestServer(engine.app))
-            await servers[-1].start_server()
-            engine.url = engine = str(servers[-1].make_url("/")).rstrip("/")
-        urls.append(engine)
-    n = len(decode)
-    config = {"port": 0, "decode_urls": urls[:n], "prefill_urls": urls[n:], "policy": "jsq"}
-    app = make_app(ProxyConfig(**(config | FAST | changes)), policy, said.append)
-    servers.append(TestServer(app))
-    await servers[-1].start_server()
-    try:
-        async with aiohttp.ClientSession() as session:
-            yield Scene(str(servers[-1].make_url("/")).rstrip("/"), session, said)
-    finally:
-        for server in reversed(servers):
-            await server.close()
-
-
-@contextmanager
-def process(port, pace_s=0.001):
-    """Run an engine in a process of its own."""
-    command = [sys.executable, str(Path(__file__).parent / "fake_engine.py"), str(port)]
-    child = subprocess.Popen([*command, str(pace_s)])
-    try:
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert child.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-        yield child
-    finally:
-        child.send_signal(signal.SIGCONT)
-        child.kill()
-        child.wait()
 
 
 # --- what passes through ---
 
 
-def test_answers_pass_as_they_are():
+def test_answers_pass_as_they_are(tmp_path):
     """Text and chat, streamed and not, models, and the API key, which is written nowhere."""
 
-    async def scene(tmp_log):
+    log = tmp_path / "log.jsonl"
+
+    async def scene():
         engine = FakeEngine("e")
-        async with running([engine], log=str(tmp_log)) as at:
+        async with running([engine], log=str(log)) as at:
             key = {"Authorization": "Bearer sk-secret", "X-Request-Id": "mine"}
             for path, prompt in (
                 ("/v1/completions", {"prompt": "text"}),
@@ -169,13 +66,10 @@ def test_answers_pass_as_they_are():
             async with at.session.get(at.url + "/metrics") as answer:
                 text = await answer.text()
             assert await at.outcomes() == {"ok": 4}
-            assert "sk-secret" not in text + tmp_log.read_text() + "".join(at.said)
-            assert tmp_log.read_text().count('"mine"') == 4
+            assert "sk-secret" not in text + log.read_text() + "".join(at.said)
+            assert log.read_text().count('"mine"') == 4
 
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(scene(Path(folder) / "log.jsonl"))
+    asyncio.run(scene())
 
 
 def test_tokens_pass_as_they_come():

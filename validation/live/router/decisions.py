@@ -122,6 +122,7 @@ class Router:
         try:
             return await placed
         except asyncio.CancelledError:  # its client has left
+            self._held = [held for held in self._held if held[2] is not placed]
             if placed.done() and not placed.cancelled() and placed.exception() is None:
                 self.complete(request.request_id, placed.result())
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -163,7 +164,8 @@ class Engine:
 def what(error: BaseException) -> str:
     """Say in a few words what happened to a connection, without addresses."""
     cause = getattr(error, "os_error", None) or error
-    return getattr(cause, "strerror", None) or type(cause).__name__
+    number = getattr(cause, "errno", None)
+    return os.strerror(number) if number else type(cause).__name__
 
 
 def out_of_files(error: BaseException) -> bool:
