@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
 from eldr_sim.cli.completion import complete, policies
 
+_Command = TypeVar("_Command", bound=Callable[..., object])
 _SECONDS = click.FloatRange(0.0, min_open=True)
 
 
-def _timed(name: str, default: float, text: str) -> Any:
+def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Command]:
     return click.option(
         f"--{name}", type=_SECONDS, default=default, show_default=True, metavar="S", help=text
     )

@@ -190,6 +190,7 @@ def start_proxy(
         "retries": 0,
         "first_token_timeout_s": _ANSWER_LIMIT_S,
         "token_timeout_s": _ANSWER_LIMIT_S,
+        "health_timeout_s": _PROXY_LIMIT_S,
     }
     file = log.with_suffix(".config.json")
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -294,9 +294,10 @@ def test_aiohttp_is_optional():
     """The modules import without it; using them says in one line what to install."""
     code = (
         "import sys; sys.modules['aiohttp'] = None\n"
-        "from eldr_sim.validation.live import client, proxy\n"
+        "from eldr_sim.validation.live import client\n"
+        "from eldr_sim.validation.live.router import config, proxy\n"
         "from eldr_sim.errors import InputError\n"
-        "config = proxy.ProxyConfig(port=1, decode_urls=['http://x'], log='x')\n"
+        "config = config.make_config(port=1, decode_urls=['http://x'])\n"
         "try:\n    proxy.make_app(config)\n"
         "except InputError as error:\n    print(error)\n"
     )

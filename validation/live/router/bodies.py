@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 __all__ = ["Ask", "one_token_body", "parse_body", "prefill_body"]
 
@@ -118,7 +118,7 @@ def _check(body: dict[str, Any]) -> None:
         raise ValueError("stream_options: without stream, or no object")
 
 
-def _is_ids(prompt: object) -> bool:
+def _is_ids(prompt: object) -> TypeGuard[list[int]]:
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
 
 

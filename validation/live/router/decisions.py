@@ -115,8 +115,16 @@ class Router:
             If no engine is left, at once or while the policy holds the request.
         """
         engine = self.dispatch(request, without)
-        if engine is not None:
-            return engine
+        return await self.hold(request, without) if engine is None else engine
+
+    async def hold(self, request: RequestInfo, without: Collection[int] = ()) -> int:
+        """Return the index of the engine that gets a request which the policy has just held.
+
+        Raises
+        ------
+        NoEngine
+            If no engine is left.
+        """
         placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._held.append((request, without, placed))
         try:

@@ -38,6 +38,9 @@ class Engine:
         Name in messages, such as ``decode engine 1``.
     changed
         Called with the engine when it is ejected and when it returns.
+    is_last
+        Whether no other engine is up: then failed requests do not eject it, lest bad requests of
+        one client take all engines from all others.
 
     Attributes
     ----------
@@ -47,11 +50,17 @@ class Engine:
         Why not.
     """
 
-    def __init__(self, url: str, name: str, changed: Callable[[Engine], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        changed: Callable[[Engine], None],
+        is_last: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.url, self.name = url, name
         self.up = False
         self.problem = "not asked yet"
-        self._changed = changed
+        self._changed, self._is_last = changed, is_last
         self._waiting: set[asyncio.Timeout] = set()
         self._heard_s = 0.0
         self._probes = self._strikes = self._relapses = 0
@@ -88,7 +97,7 @@ class Engine:
         if not self.up:
             return
         self._strikes += 1
-        if self._strikes >= _STRIKES or lately_heard_s is not None:
+        if lately_heard_s is not None or (self._strikes >= _STRIKES and not self._is_last()):
             away_s = min(_AWAY_S * 2**self._relapses, _MOST_AWAY_S)
             self._relapses += 1
             self._strikes = _STRIKES - 1  # the next failure ejects it again

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, RequestInfo
@@ -49,7 +51,7 @@ class Pool:
         self.name = name
         self.router = Router(policy, len(urls))
         self.engines = [
-            Engine(url, f"{name} engine {i}", lambda engine, i=i: self._changed(i, engine))  # type: ignore[misc]
+            Engine(url, f"{name} engine {i}", partial(self._changed, i), self._is_last)
             for i, url in enumerate(urls)
         ]
         self.reads_signals = not picks_from_shortlists(policy)
@@ -67,18 +69,26 @@ class Pool:
             self.router.set_health(i, False)
 
     @asynccontextmanager
-    async def place(self, info: RequestInfo, without: Collection[int]) -> AsyncIterator[int]:
+    async def place(
+        self, info: RequestInfo, without: Collection[int]
+    ) -> AsyncIterator[tuple[int, float]]:
         """Give the index of the engine that the policy names, and count the request there.
+
+        And for how long the policy has held the request, s.
 
         Raises
         ------
         NoEngine
             If none is up but for ``without``.
         """
-        index = await self.router.route(info, without)
+        index, held_s = self.router.dispatch(info, without), 0.0
+        if index is None:
+            begun_s = time.monotonic()
+            index = await self.router.hold(info, without)
+            held_s = time.monotonic() - begun_s
         try:
             self._sent[index]()
-            yield index
+            yield index, held_s
         finally:
             self.router.complete(info.request_id, index)
 
@@ -87,6 +97,9 @@ class Pool:
         usable = self.router.usable(without)
         loads = self.router.workers.loads
         return self.engines[min(usable, key=lambda i: int(loads[i]))] if usable else None
+
+    def _is_last(self) -> bool:
+        return len(self.router.usable()) <= 1
 
     def _changed(self, index: int, engine: Engine) -> None:
         if not engine.up and self.router.workers.healthy[index]:

@@ -227,9 +227,8 @@ class Passage:
     @asynccontextmanager
     async def _placed(self, pool: Pool) -> AsyncIterator[int]:
         """Give the index of the engine; time that the policy holds the request is not ours."""
-        begun_s = time.monotonic()
-        async with pool.place(self._info, self._without[pool.name]) as index:
-            self._elsewhere_s += time.monotonic() - begun_s
+        async with pool.place(self._info, self._without[pool.name]) as (index, held_s):
+            self._elsewhere_s += held_s
             yield index
 
     async def _ask(

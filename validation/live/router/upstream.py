@@ -85,7 +85,9 @@ class Reply:
             engine.heard()
             self.broken = self.broken or ERROR_EVENT in part
             yield part
-        if not self.broken:
+        if self.broken:
+            engine.failed("says in a stream that something went wrong")
+        else:
             engine.served()
 
     def close(self) -> None:
