@@ -371,7 +371,7 @@ def test_engines_that_fail(serve_app, tmp_path):
         ({"policy": "domain"}, "needs calibration requests"),
         ({"policy": "eldr:artifact=fit.npz"}, "prefill: missing"),
         ({"policy": "eldr:artifact=fit.npz", "prefilled": True}, "capture: missing"),
-        ({"policy": "eldr:artifact=none.npz"}, "no file"),
+        ({"policy": "eldr:artifact=none.npz"}, "none.npz"),
         ({"policy": "eldr:tau=2"}, "tau"),
     ],
 )

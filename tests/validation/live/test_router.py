@@ -556,7 +556,7 @@ def test_the_command():
     ("options", "message"),
     [
         (["--policy", "nonsense"], "unknown policy"),
-        (["--policy", "eldr:artifact=none.npz"], "no file"),
+        (["--policy", "eldr:artifact=none.npz"], "none.npz"),
         (["--decode", "http://a:b@c"], "user or a password"),
         (["--host", "300.1.1.1"], "300.1.1.1:8080"),
         (["--log", "/nowhere/log"], "/nowhere/log"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple, TypeGuard
 
+from eldr_sim.inputs import parse_json
+
 __all__ = ["Ask", "one_token_body", "parse_body", "prefill_body"]
 
 _LEFT_OUT = ("stream", "stream_options", "min_tokens")
@@ -50,14 +52,9 @@ def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
     Raises
     ------
     ValueError
-        If it is no JSON object, or cannot be handed over.
+        If it is no JSON object, or cannot be handed over; also InputError, which is one.
     """
-    try:
-        body = json.loads(raw, parse_constant=_no_number)
-    except RecursionError:
-        raise ValueError("body: nested too deep") from None
-    except ValueError as error:
-        raise ValueError(f"body: no JSON: {error}") from None
+    body = parse_json(raw, "body")
     if not isinstance(body, dict):
         raise ValueError("body: no JSON object")
     if handed_over:
@@ -128,7 +125,3 @@ def _is_count(value: object) -> bool:
 
 def _shown(value: object) -> str:
     return json.dumps(value)[:40]
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import read_text
 
 __all__ = ["ProxyConfig", "make_config", "read_config"]
 
@@ -105,9 +105,7 @@ def read_config(path: str | os.PathLike[str]) -> ProxyConfig:
         If it cannot be read or is not valid.
     """
     try:
-        return ProxyConfig.model_validate_json(Path(path).read_bytes())
-    except OSError as error:
-        raise InputError("config", f"cannot read {path}: {error.strerror}") from None
+        return ProxyConfig.model_validate_json(read_text(path, "config"))
     except ValidationError as error:
         raise _input_error(error, f"{path}: ") from None
 

@@ -112,7 +112,7 @@ class Passage:
                 message = f"no {pool.name} engine is up"
                 return error_answer(503, message, {"Retry-After": "1"}), "unavailable"
             except RecursionError:
-                return error_answer(400, "body: nested too deep"), "refused"
+                return error_answer(400, "body: is nested too deeply"), "refused"
             except InputError as error:
                 return error_answer(502, str(error)), "failed"
             except EngineFailure as failure:
