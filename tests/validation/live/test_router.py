@@ -17,6 +17,7 @@ from eldr_sim.validation.live.router.bodies import parse_body
 from eldr_sim.validation.live.router.config import make_config
 from eldr_sim.validation.live.router.engine import Engine
 from eldr_sim.validation.live.servers import free_port
+from eldr_sim.validation.live.setups import existing_setup, start_proxy
 
 aiohttp = pytest.importorskip("aiohttp", reason="pip install 'eldr-sim[live]'")
 pytest.importorskip("prometheus_client", reason="pip install 'eldr-sim[live]'")
@@ -550,6 +551,21 @@ def test_the_command():
             assert asyncio.run(scene())[0] == 200
             child.send_signal(signal.SIGTERM)
             assert child.wait(10) == 0
+
+
+def test_validate_runs_the_same_router(serve_app, tmp_path):
+    urls = [(serve_app(FakeEngine(str(i)).app), tmp_path) for i in range(3)]
+    log = tmp_path / "proxy.jsonl"
+    with start_proxy(existing_setup(tmp_path, urls[:1], urls[1:]), "jsq", log) as url:
+
+        async def scene():
+            async with aiohttp.ClientSession() as session:
+                return await Scene(url, session, []).ask(headers={"X-Request-Id": "one"})
+
+        assert asyncio.run(scene())[0] == 200
+    entry = json.loads(log.read_text())
+    assert entry["request_id"] == "one"
+    assert entry["prefilled_s"] <= entry["routed_s"]
 
 
 @pytest.mark.parametrize(
