@@ -29,7 +29,9 @@ from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.compiled import Callback
 from eldr_sim.simulator.engine import Engines
 from eldr_sim.simulator.expert_loads import make_expert_loads
-from eldr_sim.simulator.expert_union import PromptRows
+from eldr_sim.simulator.expert_union import PromptRows, no_prompts
+from eldr_sim.simulator.fault_actions import FaultActions
+from eldr_sim.simulator.faults import FaultPlan
 from eldr_sim.simulator.group_state import (
     Groups,
     Replicas,
@@ -71,6 +73,8 @@ class RunRecord:
         ``relocation.RELOCATION``: whenever experts moved.
     streamed_s, stall_s
         Seconds that steps took which streamed weights, and of which they waited for these.
+    retries
+        How often each request was sent again; None where nothing went wrong.
     window
         The measured window, s.
     end_s
@@ -88,6 +92,7 @@ class RunRecord:
     end_s: float
     streamed_s: float = 0.0
     stall_s: float = 0.0
+    retries: NDArray[np.int32] | None = None
 
     @property
     def completed(self) -> NDArray[np.bool_]:
@@ -131,6 +136,8 @@ class Cluster:
         Experts with several instances, which ``expert_masks`` leave out; None where there are none.
     relocations
         What moves the experts of groups while they run; None leaves them where they are.
+    faults
+        What goes wrong; None: nothing.
     """
 
     def __init__(
@@ -149,6 +156,7 @@ class Cluster:
         queue_keys: NDArray[np.float64] | None = None,
         replicas: Replicas | None = None,
         relocations: Relocations | None = None,
+        faults: FaultPlan | None = None,
     ) -> None:
         self.spec = spec
         self.workload = workload
@@ -180,6 +188,7 @@ class Cluster:
         self.group_logs = tuple(np.zeros(1 << (12 if g else 0), state.GROUP_STEP) for g in grouped)
         self.gaps = np.zeros(1 << 12, state.GAP)
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
+        self.faults = faults
         self.relocations = relocations
         if relocations is not None:
             relocations.bind(self.arrays.masks, replicas)
@@ -191,7 +200,6 @@ class Cluster:
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
         self._now, self._signals_s = self.arrays.clock["now"], self.arrays.clock["signals_s"]
-        self._decode_worker = self.requests["decode_worker"]
 
     def _arrays(
         self,
@@ -241,10 +249,10 @@ class Cluster:
             ),
             routers=(self.routers[0].arrays, self.routers[1].arrays),
             net=make_network(n_requests, n_workers),
-            reported=np.zeros(n_requests, np.int32),
+            reported=np.zeros((n_requests, 2), np.int32),
             bits=replay.bits,
             masks=masks,
-            prompts=_no_prompts() if prompts is None else prompts,
+            prompts=no_prompts() if prompts is None else prompts,
             costs=(spec.prefill.step_time.cost, spec.decode.step_time.cost),
             scratch=Scratch(
                 rows=np.zeros(most_seqs, np.int64),
@@ -300,12 +308,15 @@ class Cluster:
         env = Clock()
         if np.isfinite(self.time_limit_s):
             env.at(self.time_limit_s, lambda _event: None)
+        acts = None if self.faults is None else FaultActions(self.faults, self, env)
         while env.now < self.time_limit_s:
             why = self.advance(env.peek())
             if why == loop.ENDED:
                 break
             if why == loop.UNTIL:
                 if env.peek() == np.inf:
+                    if acts is not None and acts.nobody_left():
+                        break
                     self._check_held()
                     raise RuntimeError(
                         f"no event left at {clock['now'][0]:.3f} s "
@@ -316,7 +327,8 @@ class Cluster:
                 progress(1.0 - int(clock["open_measured"][0]) / total)
         if progress is not None:
             progress(1.0)
-        return self._record(max(env.now, float(clock["now"][0])))
+        record = self._record(max(env.now, float(clock["now"][0])))
+        return record if acts is None else acts.recorded(record)
 
     def advance(self, until: float) -> int:
         """Let happen what happens before ``until`` seconds; returns why the loop stopped.
@@ -410,11 +422,7 @@ class Cluster:
             self.arrays = self.arrays._replace(routers=arrays)
             return int(loop.RETURN)
         workers = router.workers(float(self._now[0]), float(self._signals_s[0]))
-        worker = router.policy.select(self._info(pool, request), workers)
-        if worker is None:
-            return int(loop.HOLD)
-        router.check(worker)
-        return int(worker)
+        return router.select(self._info(pool, request), workers)
 
     def _info(self, pool: int, request: int) -> RequestInfo:
         """Return a request as a router sees it."""
@@ -440,8 +448,8 @@ class Cluster:
         if self._listener is None:
             return
         reported = int(self._n_reported[0])
-        for index in self.arrays.reported[self._heard : reported].tolist():
-            self._listener.on_complete(index, int(self._decode_worker[index]))
+        for index, worker in self.arrays.reported[self._heard : reported].tolist():
+            self._listener.on_complete(index, worker)
         self._heard = reported
 
     def _tell_prefill_listener(self) -> None:
@@ -573,6 +581,7 @@ def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[
 def _workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray[np.void]:
     workers = np.zeros(len(pool_of), state.WORKER)
     workers["n_blank"] = pools["n_blocks"][pool_of]
+    workers["slowdown"] = 1.0
     size, first = pools["group_size"][pool_of], pools["first_worker"][pool_of]
     workers["leader"] = first + (np.arange(len(pool_of)) - first) // size * size
     for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "oldest", "newest",
@@ -584,12 +593,3 @@ def _workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray[np.
 def _with_room(log: NDArray[np.void], needed: int) -> NDArray[np.void]:
     """Return a log for so many records; the same one if it has room."""
     return log if len(log) >= needed else _with_room(grown(log), needed)
-
-
-def _no_prompts() -> PromptRows:
-    bits = np.zeros((1, 1), np.uint64)
-    bits.flags.writeable = False
-    none = np.zeros(1, np.int64)
-    return PromptRows(
-        bits, none, none.astype(np.int32), none, none.astype(np.int32), 0, np.zeros(1, np.uint64)
-    )

@@ -120,7 +120,7 @@ def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Non
     worker, requests = engines.workers[w], engines.requests
     if not requests[request].kv_here:
         worker.n_waiting += 1
-        worker.waiting_tokens += requests[request].prompt_len
+        worker.waiting_tokens += requests[request].prompt_len + requests[request].generated
         requests[request].queued_s = clock[0].now
     busy = worker.batch + worker.prefilling > 0
     if engines.pools[engines.pool_of[w]].async_scheduling and busy:
@@ -427,7 +427,7 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> N
         first = worker.batch
         for i in range(worker.batch + worker.prefilling, first, -1):
             engines.sequences[w, i] = engines.sequences[w, i - 1]
-        context = requests[request].prompt_len - 1
+        context = requests[request].prompt_len + requests[request].generated - 1
         _begin(engines, w, first, request, context, context)
         worker.prefilling += 1
         _join(engines, w)
@@ -467,7 +467,7 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
     """Let a request compute its prompt, or fetch it; False if its blocks are not free."""
     worker, requests, now = engines.workers[w], engines.requests, clock[0].now
     role = engines.pools[engines.pool_of[w]].role
-    prompt = requests[request].prompt_len
+    prompt = requests[request].prompt_len + requests[request].generated
     if engines.pools[engines.pool_of[w]].whole_prompts:
         budget = engines.pools[engines.pool_of[w]].max_num_batched_tokens
         if prompt > budget - worker.chunk_tokens:

@@ -32,6 +32,16 @@ class PromptRows(NamedTuple):
     scratch: NDArray[np.uint64]  #: ``[trace layers * words]``
 
 
+def no_prompts() -> PromptRows:
+    """Return the rows where nobody knows them."""
+    bits = np.zeros((1, 1), np.uint64)
+    bits.flags.writeable = False
+    none = np.zeros(1, np.int64)
+    return PromptRows(
+        bits, none, none.astype(np.int32), none, none.astype(np.int32), 0, np.zeros(1, np.uint64)
+    )
+
+
 @njit(_nrt=False)
 def union_rows(bits: Any, rows: Any, n: int, union: Any) -> None:
     """OR the rows ``rows[:n]`` of ``bits`` into ``union``; eight a pass to spare the stores."""

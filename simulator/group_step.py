@@ -78,7 +78,7 @@ def group_step(
         return False
     ranks = size * group.ranks_per_engine
     tokens_max, rows_max, attention_max, n_busy = np.int64(0), np.int64(0), 0.0, 0
-    wait, computes = 0.0, False
+    wait, computes, slowdown = 0.0, False, 1.0
     for w in range(leader, leader + size):
         worker = workers[w]
         needed = blocks_needed(engines, w, scratch)
@@ -86,6 +86,7 @@ def group_step(
             take_blank(engines.kv, workers, w, needed)
         n_chunks, rows = list_chunks(engines, w, scratch)
         tokens = worker.batch + worker.chunk_tokens
+        slowdown = max(slowdown, worker.slowdown)  # all wait for it, whether it has tokens or not
         if tokens == 0:
             continue
         n_busy += 1
@@ -108,7 +109,7 @@ def group_step(
         shared.moe_s, attention_max, cost.dense_s[tokens_max], cost.head_s[rows_max],
         cost.collectives_s[tokens_max], cost.host_s, shared.dispatch_s, shared.combine_s, choice_s,
     )  # fmt: skip
-    end = start + (total_s(parts) + pool.capture_s)
+    end = start + (total_s(parts) + pool.capture_s) * slowdown
     workers[leader].n_group_steps += 1
     stall = end_step(loads, leader, workers[leader].n_group_steps, end, decide)
     if stall < 0.0:

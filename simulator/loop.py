@@ -85,6 +85,7 @@ class Router(NamedTuple):
 
     loads: NDArray[np.int64]  #: ``[workers]``: requests in flight, as the router knows
     signals: NDArray[np.void]  #: ``SIGNALS [workers]``, as old as ``CLOCK.signals_s``
+    healthy: NDArray[np.bool_]  #: ``[workers]``: may be chosen, as the router knows
     held: NDArray[np.void]  #: ``HELD [1]``
     class_of: NDArray[np.int32]  #: ``[requests]``: requests of a class have one shortlist; -1: ask
     list_of: NDArray[np.int32]  #: ``[classes]``: shortlist of a class, -1 while unknown
@@ -103,7 +104,8 @@ class Run(NamedTuple):
     engines: Engines
     routers: tuple[Router, Router]  #: prefill, decode
     net: network.Network
-    reported: NDArray[np.int32]  #: ``[requests]``: completions in the order of their reports
+    #: ``[requests, 2]``: requests that have left decode workers, and these, as they were reported.
+    reported: NDArray[np.int32]
     bits: NDArray[np.uint64]  #: replay windows
     masks: NDArray[np.uint64]  #: ``[workers, ranks, layers * words]``
     prompts: Any  #: `expert_union.PromptRows`
@@ -133,21 +135,33 @@ def _choose(
 def _pick(router: Router, rule: int) -> Any:
     """Return the worker that a shortlist chooses, as `Shortlist.pick` does."""
     size = router.size[rule]
-    best, place = -1, router.turn[rule]
-    if not router.by_load[rule]:
-        best = place
-    else:
-        least = np.int64(0)
-        for _ in range(size):
-            load = router.loads[router.members[rule, place]]
+    best, place, least = -1, router.turn[rule], np.int64(0)
+    for _ in range(size):
+        worker = router.members[rule, place]
+        if router.healthy[worker]:
+            load = router.loads[worker]
             if best < 0 or load < least:
                 best, least = place, load
-            place += 1
-            if place == size:
-                place = 0
+            if not router.by_load[rule]:
+                break
+        place += 1
+        if place == size:
+            place = 0
+    if best < 0:
+        return _stand_in(router)
     if router.in_turn[rule]:
         router.turn[rule] = best + 1 if best + 1 < size else 0
     return int(router.members[rule, best])
+
+
+@compiled()
+def _stand_in(router: Router) -> Any:
+    """Return the least loaded healthy worker, or HOLD."""
+    best = HOLD
+    for worker in range(router.loads.shape[0]):
+        if router.healthy[worker] and (best < 0 or router.loads[worker] < router.loads[best]):
+            best = np.int64(worker)
+    return best
 
 
 @compiled()
@@ -186,7 +200,8 @@ def _hear(
     routers[1].loads[record.decode_worker] -= 1
     _ask_again(routers[1])
     if engines.settings[0].listens:
-        reported[clock[0].n_reported] = request
+        reported[clock[0].n_reported, 0] = request
+        reported[clock[0].n_reported, 1] = record.decode_worker
         clock[0].n_reported += 1
 
 
@@ -272,6 +287,9 @@ def drain(
     while True:
         if clock[0].sent < clock[0].arrived and (limit < 0 or clock[0].in_flight < limit):
             request = clock[0].sent
+            if requests[request].outcome:  # its client has not waited for so long
+                clock[0].sent += 1
+                continue
             requests[request].sent_s = clock[0].now
             reason = _refusal(engines, request)
             if reason:
@@ -341,7 +359,8 @@ def _start_transfer(clock: Any, events: Any, engines: Engines, net: Any, request
     parts at the same time, each over its own NIC: one of them stands for all.
     """
     settings, record = engines.settings[0], engines.requests[request]
-    blocks = blocks_of(record.prompt_len - record.decode_cached_tokens, settings.block_size)
+    context = record.prompt_len + record.generated
+    blocks = blocks_of(context - record.decode_cached_tokens, settings.block_size)
     n_bytes = blocks * settings.block_size * settings.kv_bytes_per_token
     egress = engines.pools[1].n_workers + record.prefill_worker
     network.begin(

@@ -25,6 +25,7 @@ class Network(NamedTuple):
     flows: NDArray[np.void]  #: ``FLOW``
     done: NDArray[np.int64]  #: requests whose transfer has just ended
     capacity: NDArray[np.float64]  #: ``[links]``
+    share: NDArray[np.float64]  #: ``[links]``: of its bandwidth that a link has, 1 but for faults
     users: NDArray[np.int64]  #: ``[links]``
     touched: NDArray[np.bool_]  #: ``[links]``: rates on them may change
     links: NDArray[np.int64]  #: ``[links]``: those touched, ascending
@@ -36,6 +37,7 @@ def make_network(n_requests: int, n_links: int) -> Network:
         np.zeros(n_requests + 1, FLOW),
         np.zeros(n_requests + 1, np.int64),
         np.zeros(n_links),
+        np.ones(n_links),
         np.zeros(n_links, np.int64),
         np.zeros(n_links, np.bool_),
         np.zeros(n_links, np.int64),
@@ -83,6 +85,36 @@ def end(clock: Any, events: Any, net: Any, out_rate: float, in_rate: float) -> A
     clock[0].n_flows = kept
     _share(clock, events, net, out_rate, in_rate)
     return n_done
+
+
+@compiled()
+def drop(clock: Any, events: Any, net: Any, request: int, out_rate: float, in_rate: float) -> None:
+    """Take a transfer out whose bytes have not all flowed, if it is in flight."""
+    _progress(clock, net)
+    net.touched[:] = False
+    kept = 0
+    for i in range(clock[0].n_flows):
+        if net.flows[i].request == request:
+            net.touched[net.flows[i].egress] = net.touched[net.flows[i].ingress] = True
+            continue
+        if kept != i:
+            net.flows[kept] = net.flows[i]
+        kept += 1
+    if kept < clock[0].n_flows:
+        clock[0].n_flows = kept
+        _share(clock, events, net, out_rate, in_rate)
+
+
+@compiled()
+def scale(
+    clock: Any, events: Any, net: Any, link: int, share: float, out_rate: float, in_rate: float
+) -> None:  # fmt: skip
+    """Let a link have a share of its bandwidth from now on."""
+    _progress(clock, net)
+    net.share[link] = share
+    net.touched[:] = False
+    net.touched[link] = True
+    _share(clock, events, net, out_rate, in_rate)
 
 
 @compiled()
@@ -140,7 +172,8 @@ def share_links(net: Any, n: int, out_rate: float, in_rate: float) -> None:
         flow = flows[i]
         flow.open = net.touched[flow.egress]
         if flow.open:
-            capacity[flow.egress], capacity[flow.ingress] = out_rate, in_rate
+            capacity[flow.egress] = out_rate * net.share[flow.egress]
+            capacity[flow.ingress] = in_rate * net.share[flow.ingress]
             users[flow.egress] += 1
             users[flow.ingress] += 1
             left += 1

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, Workers
+from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, RequestInfo, Workers
 from eldr_sim.policies.shortlist import Shortlist, picks_from_shortlists
 from eldr_sim.simulator import loop, state
 from eldr_sim.traces.workload import Workload
@@ -53,6 +53,7 @@ class PolicyRouter:
         self.arrays = loop.Router(
             loads=loads,
             signals=self.signals,
+            healthy=healthy,
             held=held,
             class_of=kind,
             list_of=np.full(len(self._first), -1, np.int32),
@@ -71,6 +72,23 @@ class PolicyRouter:
         """Raise ValueError if there is no such worker: compiled code would not notice."""
         if not 0 <= worker < len(self.arrays.loads):
             raise ValueError(f"policy {self.policy.name!r} chose worker {worker}")
+
+    def select(self, request: RequestInfo, workers: Workers) -> int:
+        """Return the policy's choice, or HOLD.
+
+        Where it chooses a worker that is known not to answer, the least loaded one that does stands
+        in.
+        """
+        if not workers.healthy.any():
+            return int(loop.HOLD)
+        worker = self.policy.select(request, workers)
+        if worker is None:
+            return int(loop.HOLD)
+        self.check(worker)
+        if workers.healthy[worker]:
+            return int(worker)
+        usable = workers.usable()
+        return usable[int(np.argmin(workers.loads[usable]))]
 
     def unknown(self, request: int) -> list[int]:
         """Return a request, and one of each of the next classes whose shortlist is not known."""

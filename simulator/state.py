@@ -21,7 +21,7 @@ PREFILL_ONLY = np.int64(3)
 
 # --- how a request ended: ``REQUEST.outcome`` is an index into OUTCOMES ---
 OPEN, COMPLETED, TOO_LONG, NO_KV_ROOM, AFTER_WINDOW, OVERLOADED = map(np.int64, range(6))
-OVER_BUDGET = np.int64(6)
+OVER_BUDGET, WORKER_LOST, CANCELLED, NO_WORKER = map(np.int64, range(6, 10))
 OUTCOMES = (
     "",
     #: It generated all its tokens.
@@ -36,6 +36,12 @@ OUTCOMES = (
     "unserved_at_time_limit",
     #: Its prompt is larger than a step may be, where prompts are not computed in chunks.
     "exceeds_token_budget",
+    #: Its worker died, and the retry rule gave it up.
+    "worker_lost",
+    #: Its client gave up.
+    "cancelled",
+    #: No worker was left to serve it.
+    "no_worker_left",
 )
 
 #: Times are seconds of simulated time, negative while still to come.
@@ -68,7 +74,7 @@ REQUEST = np.dtype(
         ("queue_key", np.float64),  # what the queue order makes of it: the lowest is served next
         ("ticket", np.int64),  # its place among equals; then in the order of arriving KV caches
         ("queued_s", np.float64),  # came to the engine that it waits at, or waited at last
-        ("generated", np.int64),  # output tokens, kept up to date at preemption only
+        ("generated", np.int64),  # output tokens, kept up to date where their KV is lost only
         ("next", np.int64),  # request behind it in a queue of a worker, or its next sibling
         # In the heap of those who wait for the first time: its first child, and its elder sibling
         # or, of a first child, the parent; and in their line, who came before it and after it.
@@ -139,6 +145,7 @@ WORKER = np.dtype(
         ("ended", np.bool_),  # the last step completed a sequence
         ("n_group_steps", np.int64),  # steps that the group has made, at its leader
         ("leader", np.int64),  # first engine of its group: holds the start of the group's step
+        ("slowdown", np.float64),  # its steps take so many times as long: 1 but for stragglers
         ("one_step", np.bool_),  # the next step was scheduled ahead, without who came since
         ("blocked", np.bool_),  # who is next has no KV blocks, and another may soon be next
         ("joined", np.int64),  # last sequences of the batch, new since the last step

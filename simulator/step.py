@@ -64,7 +64,7 @@ def step(
         cost, batch, worker.context + batch, scratch.cached, scratch.new, n_chunks, rows,
         scratch.activated, not pool.own_experts,
     )  # fmt: skip
-    end = worker.next_start + (total_s(parts) + pool.capture_s)
+    end = worker.next_start + (total_s(parts) + pool.capture_s) * worker.slowdown
     finish_step(clock, events, engines, w, end, n_chunks, active, busiest, logs, gaps)
 
 

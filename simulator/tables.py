@@ -51,7 +51,7 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
             "transfer_end_s": at("transfer_end_s"),
             "decode_start_s": at("decode_start_s"),
             "first_token_s": at("first_token_s"),
-            "finish_s": at("finish_s"),
+            "finish_s": _known(np.where(record.completed, requests["finish_s"], -1.0)),
             "ttft_ms": _figures(1e3 * times["ttft"]),
             "tpot_ms": _figures(1e3 * times["tpot"]),
             "e2el_ms": _figures(1e3 * times["e2el"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from functools import partial
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from eldr_sim.policies.base import RequestInfo, Workers
 
 from .engine import COLOCATED, DECODE, PREFILL, PREFILL_ONLY, Pool, Worker
 from .experts import TraceSets, expert_set, prompt_sources, prompt_token_experts
+from .faults import TwinFaults
 from .links import Links
 from .requests import Request
 
@@ -20,7 +22,7 @@ class Twin:
     def __init__(
         self, spec, model, workload, replay, prefill_policy, decode_policy, window, time_limit_s,
         expert_masks=None, replicas=None, prompts=None, queue_keys=None, placements=None,
-        relocations=None,
+        relocations=None, faults=None,
     ):  # fmt: skip
         self.spec, self.model, self.time_limit_s = spec, model, time_limit_s
         self.placements = placements  # of each worker, where engines share experts
@@ -52,6 +54,8 @@ class Twin:
         self.views = [Workers.idle(loads) for loads in self.loads]
         self.publish_due = False
         self.links = Links(self)
+        self.healthy = [np.ones(pool.size, bool) for pool in self.pools]
+        self.faults = faults and TwinFaults(self, faults)
         if self.requests:
             self.schedule(self.requests[0].arrival_s, lambda: self.arrive(0))
 
@@ -133,12 +137,14 @@ class Twin:
     def run(self):
         """Run until all measured requests have ended, or to the time limit."""
         while self.open_measured and self.events and self.events[0][0] < self.time_limit_s:
-            if self.spec.signal_interval_s > 0 and not self.publish_due:
+            if self.spec.signal_interval_s > 0 and not self.publish_due and self.events[0][1] > 0:
                 self.publish_due = True
                 self.schedule(self.now + self.spec.signal_interval_s, self.publish)
             self.now, _, act = self.events.pop(0)
             act()
             self.settle()
+        if self.faults and not self.events and self.time_limit_s == np.inf:
+            self.faults.nobody_left()
         for request in self.requests[: self.arrived]:
             if not request.outcome:
                 request.outcome = (
@@ -166,6 +172,8 @@ class Twin:
 
     def send(self, request):
         self.sent += 1
+        if request.outcome:
+            return  # its client has not waited for so long
         request.sent_s = self.now
         reason = self.refusal(request)
         if reason:
@@ -190,11 +198,16 @@ class Twin:
         """Let a router pick the worker, or hold the request."""
         if self.spec.signal_interval_s == 0:
             self.publish_pool(pool)
-        view = self.views[pool]._replace(loads=self.loads[pool], now_s=self.now)
-        worker = self.policies[pool].select(request.info, view)
+        healthy = self.healthy[pool]
+        view = self.views[pool]._replace(
+            loads=self.loads[pool], now_s=self.now, healthy=healthy.copy()
+        )
+        worker = self.policies[pool].select(request.info, view) if healthy.any() else None
         if worker is None:
             self.held[pool].append(request)
             return
+        if not healthy[worker]:
+            worker = min(np.flatnonzero(healthy), key=lambda w: (self.loads[pool][w], w))
         self.loads[pool][worker] += 1
         if pool == 0:
             request.prefill_worker = worker
@@ -209,8 +222,10 @@ class Twin:
         if delay == 0:
             self.dispatch(request, 1)
         else:
-            later = (lambda who: self.dispatch(who, 1)), request
-            self.schedule(self.now + delay, lambda: self.todo.append(later))
+            self.schedule(self.now + delay, partial(self.ask_for_decode, request))
+
+    def ask_for_decode(self, request):
+        self.todo.append((lambda who: self.dispatch(who, 1), request))
 
     def complete(self, request):
         self.report(request, 1 if self.spec.n_decode else 0)
@@ -226,7 +241,7 @@ class Twin:
             self.hear(request, pool)
         else:
             at = self.now + self.spec.load_report_delay_s
-            self.schedule(at, lambda: self.hear(request, pool))
+            self.schedule(at, partial(self.hear, request, pool))
 
     def publish(self):
         """All engines publish; the routers are asked again about what they hold."""
@@ -262,7 +277,8 @@ class Twin:
 
     def transfer_blocks(self, request):
         """How many KV blocks a decode worker fetches: those of the prompt that it lacks."""
-        return -(-(request.prompt - request.decode_cached_tokens) // self.spec.block_size)
+        fetched = request.prompt + request.generated - request.decode_cached_tokens
+        return -(-fetched // self.spec.block_size)
 
     def fetch(self, request):
         """Post the descriptors, one a block and KV tensor; then the bytes flow."""
@@ -272,7 +288,7 @@ class Twin:
         transfer, blocks = self.spec.transfer, self.transfer_blocks(request)
         latency = transfer.setup_s + blocks * self.model.n_kv_tensors * transfer.descriptor_s
         n_bytes = blocks * self.spec.block_size * self.model.kv_bytes_per_token
-        self.schedule(self.now + latency, lambda: self.links.begin(request, n_bytes))
+        self.schedule(self.now + latency, partial(self.links.begin, request, n_bytes))
 
     def transferred(self, request):
         """The prefill worker's blocks are free, and the request can decode."""

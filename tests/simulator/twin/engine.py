@@ -57,6 +57,8 @@ class Worker:
         self.due = False  # the start of a step is scheduled
         self.group = [self]  # the engines that step with it
         self.group_steps = 0  # of its group, where it is the first
+        self.alive, self.slowdown = True, 1.0
+        self.last = None  # its last step: the record, who got a token, who for the first time
 
     # --- who waits ---
 
@@ -87,6 +89,8 @@ class Worker:
 
     def wake(self):
         """Look at the queues at the end of the step in progress, or now if there is none."""
+        if not self.alive:
+            return
         at = max(self.twin.now, self.step_end)
         if at != self.boundary_at:
             self.boundary_at = at
@@ -152,6 +156,9 @@ class Worker:
         self.decoding = [s for s in self.decoding if s not in done]
         for sequence in done:
             sequence.request.finish_s = now
+            if self.role == COLOCATED:
+                request = sequence.request
+                request.prefill_end_s = request.decode_start_s = request.first_token_s
             self.requests.remove(sequence.request)
             self.release(sequence.request)
             twin.todo.append((twin.complete, sequence.request))
@@ -220,7 +227,8 @@ class Worker:
     def admit_arrived(self, request):
         """Its KV cache is here but for the last prompt token, which is decoded."""
         request.decode_start_s = self.twin.now
-        self.join(Sequence(request, request.prompt - 1, request.prompt - 1))
+        context = request.prompt + request.generated - 1
+        self.join(Sequence(request, context, context))
 
     def admit_preempted(self, request):
         """It recomputes its context but for the last token, which is decoded."""
@@ -234,7 +242,8 @@ class Worker:
 
     def admit_new(self, request):
         """It computes its prompt, or fetches it into the blocks reserved for it."""
-        cached = self.allocate(request, request.prompt)
+        tokens = request.prompt + request.generated  # those that it had where it has been before
+        cached = self.allocate(request, tokens)
         if cached is None:
             return False
         if self.role == DECODE:
@@ -245,7 +254,7 @@ class Worker:
         request.cached_tokens = cached
         if self.role == COLOCATED:
             request.prefill_worker = request.decode_worker
-        context = request.prompt if self.role in ONLY_PROMPTS else request.prompt - 1
+        context = tokens if self.role in ONLY_PROMPTS else tokens - 1
         self.prefilling.append(Sequence(request, cached, context))
         self.fill()
         return True
@@ -358,7 +367,7 @@ class Worker:
         seconds = step_seconds(
             self.cost, self.pool.own_experts, len(batch), context, chunks, rows, activated
         )
-        end = self.twin.now + (seconds + self.pool.capture_s)
+        end = self.twin.now + (seconds + self.pool.capture_s) * self.slowdown
         self.move(batch, chunked, end, active, sum(activated))
 
     def move(self, batch, chunked, end, active, busiest):
@@ -370,6 +379,7 @@ class Worker:
             | {"active": active, "busiest": busiest, "chunks": len(chunked)}
             | {"chunk_tokens": sum(s.chunk for s in chunked)}
         )
+        self.last = twin.steps[-1], batch, self.joined
         n_chunks = len(chunked)
         for sequence in chunked:
             sequence.cached += sequence.chunk
@@ -377,6 +387,7 @@ class Worker:
         for sequence in batch:
             sequence.cached = sequence.context = sequence.context + 1
             sequence.request.generated += 1
+            sequence.request.token_s.append(end)
         for sequence in self.joined:
             request = sequence.request
             if request.first_token_s < 0:

@@ -225,7 +225,7 @@ def group_step(twin, group):
     choosing = 0.0 if replaced else shared.choice_s * len(layers)
     slowest = [max(part) for part in zip(*own, strict=True)]
     seconds = sum(slowest) + cost.host_s + moe + dispatch + combine + choosing
-    end = now + (seconds + pool.capture_s)
+    end = now + (seconds + pool.capture_s) * max(worker.slowdown for worker in group)
     if twin.relocations:
         chosen = [pair for _, _, experts in routed for pair in experts]
         end += twin.relocations.stepped(leader, chosen, end)
@@ -242,6 +242,7 @@ def group_step(twin, group):
         | {"busiest_pairs": int(pairs.max(axis=1).sum()), "pairs": int(pairs.sum())}
         | {"n_busy": len(busy), "pool": pool.role}
     )
+    group[0].last_group_step = twin.group_steps[-1]
     active = sum(map(sum, counts))
     busiest = sum(map(max, counts))
     group[0].group_steps += 1

@@ -43,11 +43,25 @@ class Links:
 
     def __init__(self, twin):
         self.twin, self.flows, self.updated, self.timer = twin, [], 0.0, 0
+        self.shares = {}  # of its bandwidth that a link has
 
     def begin(self, request, n_bytes):
         self.progress()
         links = ("out", request.prefill_worker), ("in", request.decode_worker)
         self.flows.append(Flow(request, links, n_bytes))
+        self.share()
+
+    def drop(self, request):
+        """Take a transfer out whose bytes have not all flowed."""
+        self.progress()
+        left = [flow for flow in self.flows if flow.request is not request]
+        if len(left) < len(self.flows):
+            self.flows = left
+            self.share()
+
+    def scale(self, link, share):
+        self.progress()
+        self.shares[link] = share
         self.share()
 
     def progress(self):
@@ -61,7 +75,7 @@ class Links:
             return
         transfer = self.twin.spec.transfer
         bandwidth = {"out": transfer.bandwidth, "in": transfer.ingress}
-        rates = fair_rates([flow.links for flow in self.flows], lambda link: bandwidth[link[0]])
+        rates = fair_rates([flow.links for flow in self.flows], lambda link: bandwidth[link[0]] * self.shares.get(link, 1.0))
         for flow, rate in zip(self.flows, rates, strict=True):
             flow.rate = rate
         soonest = min(flow.bytes_left / flow.rate for flow in self.flows)

@@ -41,6 +41,7 @@ class Request:
     generated: int = 0
     outcome: str = ""
     kv_here: bool = False
+    token_s: list = field(default_factory=list)  #: when each token came
     tables: dict = field(default_factory=dict)  #: worker -> its KV blocks there
 
     def experts(self, position):

@@ -1,0 +1,658 @@
+"""Lets a `faults.FaultPlan` happen, between two calls of the compiled loop.
+
+What happens at a fault's time happens after the fault, so no worker has planned a step that has not
+begun. A worker that died has no next step (``next_start`` is infinite): it takes what routers send
+that do not know yet, and does nothing. Its step in progress is cut: nobody gets its tokens.
+
+What is bound to a dead worker is taken out of all that it waits in: requests that wait or run
+there, those on the way to it, and those whose KV cache it still has. The routers hear of them with
+the worker's death, ``health_delay_s`` later, and then send them again or give them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.jit import njit
+from eldr_sim.simulator import network, state
+from eldr_sim.simulator.clock import Clock
+from eldr_sim.simulator.engine import wake
+from eldr_sim.simulator.faults import Fault, FaultPlan
+from eldr_sim.simulator.kv_cache import blocks_of, release
+from eldr_sim.simulator.queues import line_remove, queue_remove
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.cluster import Cluster, RunRecord
+
+#: Events about a request that is on its way to the next worker.
+_OF_REQUESTS = state.DISPATCH, state.TRANSFER_START, state.PROMPT_END
+#: Fields of a request that say how far it has come.
+_PROGRESS = (
+    "prefill_worker", "decode_worker", "prefill_start_s", "prefill_end_s", "transfer_start_s",
+    "transfer_end_s", "decode_start_s", "cached_tokens", "decode_cached_tokens",
+)  # fmt: skip
+_QUEUES = ("new_head", "oldest", "newest", "arrived_head", "preempted_head", "late_head")
+_NOTHING = (
+    "batch", "prefilling", "joined", "filled", "chunk_tokens", "context", "n_idle", "n_made",
+    "n_waiting", "waiting_tokens", "n_queued", "n_group_steps", "exit_s", "ended", "one_step",
+    "blocked", "step_due",
+)  # fmt: skip
+
+
+@njit(_nrt=False)
+def _give_back(engines: Any, w: int, pool: int, request: int, context: int) -> None:
+    """Give KV blocks back; of a running sequence those of ``context`` tokens, else negative."""
+    if context >= 0:
+        table = engines.tables[request, pool]
+        table.private = blocks_of(context, engines.settings[0].block_size) - table.listed
+    release(engines.kv, engines.tables, engines.workers, w, pool, request)
+
+
+@njit(_nrt=False)
+def _leave_queue(requests: Any, workers: Any, w: int, request: int) -> None:
+    """Take a request out of the queue of those who wait for the first time."""
+    worker = workers[w]
+    worker.new_head = queue_remove(requests, worker.new_head, request)
+    line_remove(requests, worker, request)
+
+
+@njit(_nrt=False)
+def _wake(clock: Any, events: Any, workers: Any, w: int) -> None:
+    wake(clock, events, workers, w)
+
+
+@njit(_nrt=False)
+def _drop_flow(
+    clock: Any, events: Any, net: Any, request: int, out_rate: float, in_rate: float
+) -> None:  # fmt: skip
+    network.drop(clock, events, net, request, out_rate, in_rate)
+
+
+@njit(_nrt=False)
+def _scale_link(
+    clock: Any, events: Any, net: Any, link: int, share: float, out_rate: float, in_rate: float
+) -> None:  # fmt: skip
+    network.scale(clock, events, net, link, share, out_rate, in_rate)
+
+
+class FaultActions:
+    """What a run's faults do; made when it begins.
+
+    Parameters
+    ----------
+    plan, cluster
+        What goes wrong, and where.
+    env
+        The clock on which it happens.
+    """
+
+    def __init__(self, plan: FaultPlan, cluster: Cluster, env: Clock) -> None:
+        self.plan, self.cluster, self.env = plan, cluster, env
+        engines = cluster.arrays.engines
+        self.requests, self.workers, self.pools = engines.requests, engines.workers, engines.pools
+        self.clock = cluster.arrays.clock
+        self.retries = np.zeros(len(self.requests), np.int32)
+        self.lost: dict[int, int] = {}  # request -> first engine of the worker that lost it
+        self.dead: set[int] = set()  # first engines of dead workers
+        self.known: set[int] = set()  # of those that the routers know to be dead
+        self.troubles = np.zeros(len(self.workers), np.int64)  # why routers avoid an engine
+        for fault in plan.faults:
+            getattr(self, f"_plan_{fault.kind}")(fault)
+        if plan.cancel_s is not None:
+            for request in np.flatnonzero(np.isfinite(plan.cancel_s)).tolist():
+                self._at(float(plan.cancel_s[request]), self._cancel, request)
+
+    def _at(self, time_s: float, act: Callable[..., None], *args: Any) -> None:
+        """Let something happen before all else of its instant."""
+        if not np.isfinite(time_s):
+            return
+
+        def happen(_event: Any) -> None:
+            self.clock["now"] = self.env.now
+            self._make_room()
+            act(*args)
+
+        self.env.at(time_s, happen)
+
+    def _make_room(self) -> None:
+        """Have room for the events that requests schedule which are sent again."""
+        arrays, n = self.cluster.arrays, len(self.requests)
+        if len(arrays.events) < int(self.clock["n_events"][0]) + 6 * n + 64:
+            events = np.zeros(2 * len(arrays.events) + 64, state.EVENT)
+            events[: len(arrays.events)] = arrays.events
+            self.cluster.arrays = arrays = arrays._replace(events=events)
+        if len(arrays.reported) < int(self.clock["n_reported"][0]) + 2 * n:
+            reported = np.zeros((2 * len(arrays.reported) + n, 2), np.int32)
+            reported[: len(arrays.reported)] = arrays.reported
+            self.cluster.arrays = arrays._replace(reported=reported)
+
+    # --- what is planned ---
+
+    def _engines(self, fault: Fault) -> range:
+        pool = self.pools[fault.pool]
+        first = int(pool["first_worker"] + fault.worker * pool["group_size"])
+        return range(first, first + int(pool["group_size"]))
+
+    def _plan_fail(self, fault: Fault) -> None:
+        engines, delay = self._engines(fault), self.plan.health_delay_s
+        self._at(fault.at_s, self._die, engines)
+        self._at(fault.at_s + delay, self._hear_of_death, engines)
+        self._at(fault.end_s, self._come_back, engines)
+        self._at(fault.end_s + delay, self._trouble, engines, -1)
+
+    def _plan_join(self, fault: Fault) -> None:
+        engines = self._engines(fault)
+        self.dead.add(engines[0])
+        self.known.add(engines[0])
+        for w in engines:
+            self.workers[w]["next_start"] = np.inf
+        self._trouble(engines, 1)
+        self._at(fault.end_s, self._come_back, engines)
+        self._at(fault.end_s + self.plan.health_delay_s, self._trouble, engines, -1)
+
+    def _plan_hang(self, fault: Fault) -> None:
+        engines, delay = self._engines(fault), self.plan.health_delay_s
+        self._at(fault.at_s, self._hang, engines, fault.for_s)
+        if delay < fault.for_s:  # else it is over before anybody has noticed
+            self._at(fault.at_s + delay, self._trouble, engines, 1)
+            self._at(fault.end_s + delay, self._trouble, engines, -1)
+
+    def _plan_drain(self, fault: Fault) -> None:
+        engines = self._engines(fault)
+        self._at(fault.at_s, self._trouble, engines, 1)
+        self._at(fault.end_s, self._trouble, engines, -1)
+
+    def _plan_slow(self, fault: Fault) -> None:
+        engines = self._engines(fault)
+        self._at(fault.at_s, self._slow, engines, fault.factor)
+        self._at(fault.end_s, self._slow, engines, 1.0)
+
+    def _plan_link(self, fault: Fault) -> None:
+        engines = self._engines(fault)
+        self._at(fault.at_s, self._scale, engines, fault.factor)
+        self._at(fault.end_s, self._scale, engines, 1.0)
+
+    # --- what happens ---
+
+    def _trouble(self, engines: range, more: int) -> None:
+        """Let the router of a worker avoid it, or no longer."""
+        pool = int(self.cluster.arrays.engines.pool_of[engines[0]])
+        router = self.cluster.routers[pool].arrays
+        for w in engines:
+            self.troubles[w] += more
+            router.healthy[w - self.pools[pool]["first_worker"]] = self.troubles[w] == 0
+        self._ask_again(pool)
+
+    def _slow(self, engines: range, factor: float) -> None:
+        for w in engines:
+            self.workers[w]["slowdown"] = factor
+
+    def _scale(self, engines: range, share: float) -> None:
+        arrays, settings = self.cluster.arrays, self.cluster.arrays.engines.settings[0]
+        n_prefill, n_decode = self.pools["n_workers"].tolist()
+        for w in engines:
+            link = w + n_decode if w < n_prefill else w - n_prefill
+            _scale_link(
+                self.clock, arrays.events, arrays.net, link, share, settings["egress"],
+                settings["ingress"],
+            )  # fmt: skip
+
+    def _hang(self, engines: range, seconds: float) -> None:
+        """Let a worker stand still: whatever it does ends later."""
+        now, arrays = float(self.clock["now"][0]), self.cluster.arrays
+        events = arrays.events[: int(self.clock["n_events"][0])]
+        mine = np.isin(events["kind"], (state.BOUNDARY, state.STEP_START))
+        mine &= np.isin(events["subject"], engines)
+        events["time"][mine] += seconds
+        events.sort(order=("time", "order"))  # sorted events are a heap
+        for w in engines:
+            worker = self.workers[w]
+            worker["wake"] += seconds if worker["wake"] >= 0.0 else 0.0
+            worker["next_start"] = max(worker["next_start"], now) + seconds
+            last = self._steps_of(w)[-1:]
+            if not last or last[0]["end"] <= now:
+                continue
+            end = last[0]["end"] + seconds
+            for request, joined in self._running(w):
+                if joined and request["first_token_s"] == last[0]["end"]:
+                    request["first_token_s"] = end
+                elif joined:
+                    self._gap(request, last[0]["end"], end)
+            last[0]["end"] = end
+        pool = int(arrays.engines.pool_of[engines[0]])
+        self._move_group_step(pool, engines, now, seconds)
+
+    def _die(self, engines: range) -> None:
+        """Let a worker lose all it has."""
+        cluster, arrays = self.cluster, self.cluster.arrays
+        pool = int(arrays.engines.pool_of[engines[0]])
+        cluster._tell_prefill_listener()
+        done: list[int] = []
+        for w in engines:
+            done += self._cut_step(w, pool)
+        self._move_group_step(pool, engines, float(self.clock["now"][0]), np.inf)
+        for request in done:
+            self._complete(request, pool)
+        bound = self._bound_to(engines, pool)
+        self._forget_events(bound, engines)
+        dead = set(engines)
+        for request in bound:
+            self._take_out(request, dead)
+            self.lost[request] = engines[0]
+        for w in engines:
+            self._empty(w)
+        cluster._tell_prefill_listener()
+        self.dead.add(engines[0])
+
+    def _hear_of_death(self, engines: range) -> None:
+        """Let the routers know that a worker has died, and send its requests again."""
+        self._trouble(engines, 1)
+        if engines[0] in self.dead:
+            self.known.add(engines[0])
+            self._lose_again(engines)
+        self._send_again(engines[0])
+
+    def _come_back(self, engines: range) -> None:
+        """Let a new worker take the place of a dead one."""
+        self._lose_again(engines)
+        self._forget_events([], engines)
+        for w in engines:
+            self.workers[w]["next_start"], self.workers[w]["wake"] = self.clock["now"][0], -1.0
+        self.dead.remove(engines[0])
+        if engines[0] in self.known:
+            self.known.remove(engines[0])
+            self._send_again(engines[0])
+
+    def _lose_again(self, engines: range) -> None:
+        """Take out the requests that have come to a worker since it died."""
+        bound = self._bound_to(engines, int(self.cluster.arrays.engines.pool_of[engines[0]]))
+        self._forget_events(bound, range(0))
+        for request in bound:
+            self._take_out(request, set())
+            self.lost[request] = engines[0]
+
+    def _cancel(self, request: int) -> None:
+        """Let a client give up; who runs leaves at the end of the step in progress."""
+        record = self.requests[request]
+        if record["outcome"] != state.OPEN:
+            return
+        if request in self.lost:
+            del self.lost[request]
+        elif request < int(self.clock["sent"][0]):
+            w = self._engine_of(record)
+            place = -1 if w is None else self._place(w, request)
+            if w is not None and place >= 0:
+                if self.workers[w]["next_start"] > self.clock["now"][0]:
+                    self._at(float(self.workers[w]["next_start"]), self._cancel, request)
+                    return
+                if self._is_done(w, place):
+                    return  # it ends now
+            self._forget_events([request], range(0))
+            self._take_out(request, set())
+        else:
+            self._end(request, state.CANCELLED)
+            return
+        self._hear(request)
+        self._give_up(request, state.CANCELLED)
+
+    # --- a worker dies ---
+
+    def _steps_of(self, w: int) -> list[Any]:
+        """Return the last two steps of an engine, the last one behind; as records to change."""
+        pool = int(self.cluster.arrays.engines.pool_of[w])
+        log = self.cluster.logs[pool][: int(self.pools[pool]["n_steps"])]
+        own = np.flatnonzero(log["worker"] == w - self.pools[pool]["first_worker"])
+        return [log[i] for i in own[np.isfinite(log["end"][own])][-2:].tolist()]
+
+    def _running(self, w: int) -> list[tuple[Any, bool]]:
+        """Return the requests that got a token in an engine's last step, and which had joined."""
+        last = self._steps_of(w)[-1:]
+        if not last:
+            return []
+        sequences, batch = self.cluster.arrays.engines.sequences[w], int(self.workers[w]["batch"])
+        joined = batch - int(last[0]["joined"])
+        return [(self.requests[sequences[i]["request"]], i >= joined) for i in range(batch)]
+
+    def _gap(self, request: Any, resumed_s: float, other_s: float) -> None:
+        """Move the end of the gap that a request's last step closed."""
+        gaps = self.cluster.gaps[: int(self.clock["n_gaps"][0])]
+        same = (gaps["last_token_s"] == request["last_token_s"]) & (gaps["resumed_s"] == resumed_s)
+        gaps["resumed_s"][np.flatnonzero(same)[-1:]] = other_s
+
+    def _move_group_step(self, pool: int, engines: range, now: float, seconds: float) -> None:
+        """Let the step in progress of engines that share experts end later; never, if infinite."""
+        if len(engines) == 1:
+            return
+        log = self.cluster.group_logs[pool][: int(self.pools[pool]["n_group_steps"])]
+        number = (engines[0] - int(self.pools[pool]["first_worker"])) // len(engines)
+        last = np.flatnonzero(log["group"] == number)[-1:]
+        if len(last) and log["end"][last[0]] > now:
+            log["end"][last[0]] += seconds
+
+    def _cut_step(self, w: int, pool: int) -> list[int]:
+        """Take back what the step in progress of an engine has not brought; who has all tokens.
+
+        Notes what each sequence has generated.
+        """
+        now, worker = float(self.clock["now"][0]), self.workers[w]
+        sequences, batch = self.cluster.arrays.engines.sequences[w], int(worker["batch"])
+        steps = self._steps_of(w)
+        if not steps:
+            return []
+        end = float(steps[-1]["end"])
+        if end > now:
+            for i, (request, joined) in enumerate(self._running(w)):
+                sequences[i]["tokens_left"] += 1
+                if not joined:
+                    request["last_token_s"] = steps[-2]["end"]
+                elif request["first_token_s"] == end:
+                    request["first_token_s"] = -1.0
+                else:
+                    self._gap(request, end, np.inf)
+            steps[-1]["end"] = np.inf
+        else:
+            for i in range(batch):
+                self.requests["last_token_s"][sequences[i]["request"]] = end
+        done = []
+        for i in range(batch + int(worker["prefilling"])):
+            request = int(sequences[i]["request"])
+            if end <= now and self._is_done(w, i):
+                done.append(request)
+            elif self.pools[pool]["role"] in (state.DECODE, state.COLOCATED):
+                left = int(sequences[i]["tokens_left"])
+                self.requests[request]["generated"] = self.requests[request]["output_len"] - left
+        return done
+
+    def _is_done(self, w: int, place: int) -> bool:
+        """Whether a running sequence has got its last token with the step that ends now."""
+        engines = self.cluster.arrays.engines
+        sequence, role = engines.sequences[w, place], self.pools[engines.pool_of[w]]["role"]
+        if role in (state.DECODE, state.COLOCATED):
+            return bool(sequence["tokens_left"] == 0)
+        return bool(role == state.PREFILL_ONLY and sequence["todo"] == 0)
+
+    def _complete(self, request: int, pool: int) -> None:
+        """End a request with the step whose last token it got."""
+        record = self.requests[request]
+        record["finish_s"] = self.clock["now"][0]
+        role = self.pools[pool]["role"]
+        if role == state.COLOCATED:
+            record["prefill_end_s"] = record["decode_start_s"] = record["first_token_s"]
+        if role == state.PREFILL_ONLY:
+            record["prefill_end_s"] = record["first_token_s"] = record["finish_s"]
+        self._hear_one(request, pool)
+        self.clock["in_flight"] -= 1
+        self._end(request, state.COMPLETED)
+
+    def _bound_to(self, engines: range, pool: int) -> list[int]:
+        """Return the requests that a worker's death would take along."""
+        sent = self.requests[: int(self.clock["sent"][0])]
+        worker = sent["decode_worker"] if pool else sent["prefill_worker"]
+        first = int(self.pools[pool]["first_worker"])
+        bound = (sent["outcome"] == state.OPEN) & np.isin(worker + first, engines) & (worker >= 0)
+        if pool == 0:
+            bound &= ~sent["kv_here"]
+        return [r for r in np.flatnonzero(bound).tolist() if r not in self.lost]
+
+    def _forget_events(self, requests: Iterable[int], engines: range) -> None:
+        """Take out the events of engines, and of requests on their way."""
+        events, n = self.cluster.arrays.events, int(self.clock["n_events"][0])
+        kind, subject = events["kind"][:n], events["subject"][:n]
+        gone = np.isin(kind, _OF_REQUESTS) & np.isin(subject, list(requests))
+        gone |= np.isin(kind, (state.BOUNDARY, state.STEP_START)) & np.isin(subject, engines)
+        self._keep_events(~gone)
+
+    def _keep_events(self, kept: NDArray[np.bool_]) -> None:
+        events, n = self.cluster.arrays.events, int(self.clock["n_events"][0])
+        left = events[:n][kept]
+        left.sort(order=("time", "order"))  # sorted events are a heap
+        events[: len(left)] = left
+        self.clock["n_events"] = len(left)
+
+    def _empty(self, w: int) -> None:
+        """Leave an engine without requests, KV cache and next step."""
+        cluster, worker = self.cluster, self.workers[w]
+        kv, pool = cluster.arrays.engines.kv, cluster.arrays.engines.pool_of[w]
+        if w < len(kv.hash_slots):
+            if w < kv.listened:
+                self._tell_lost_blocks(w)
+            kv.hash_slots[w] = 0
+        for name in _NOTHING:
+            worker[name] = 0
+        for name in (*_QUEUES, "spare", "idle_head", "idle_tail"):
+            worker[name] = -1
+        worker["n_blank"] = self.pools[pool]["n_blocks"]
+        worker["wake"], worker["next_start"] = -1.0, np.inf
+
+    def _tell_lost_blocks(self, w: int) -> None:
+        """Note for the prefill router that an engine's KV blocks are gone."""
+        kv = self.cluster.arrays.engines.kv
+        for slot in kv.hash_slots[w, np.flatnonzero(kv.hash_slots[w])].tolist():
+            block = kv.blocks[w, slot - 1]
+            end = ((int(block["block_hash"]) & 0xFFFFFFFF) + 1) * kv.block_size
+            if end % kv.prefix_block_tokens == 0:
+                at = int(kv.prefix_indptr[block["writer"]]) + end // kv.prefix_block_tokens - 1
+                kv.events[int(kv.n_events[0])] = w, at, 0
+                kv.n_events[0] += 1
+
+    # --- a request is taken out ---
+
+    def _engine_of(self, record: Any) -> int | None:
+        """Return the engine that has a request; None while it is between two."""
+        if record["decode_worker"] >= 0:
+            return int(self.pools[1]["first_worker"] + record["decode_worker"])
+        if record["prefill_worker"] >= 0 and record["prefill_end_s"] < 0.0:
+            return int(record["prefill_worker"])
+        return None
+
+    def _place(self, w: int, request: int) -> int:
+        """Return a request's place among the running sequences of an engine; -1: none."""
+        n = int(self.workers[w]["batch"] + self.workers[w]["prefilling"])
+        mine = self.cluster.arrays.engines.sequences[w]["request"][:n] == request
+        return int(np.flatnonzero(mine)[0]) if mine.any() else -1
+
+    def _take_out(self, request: int, dead: set[int]) -> None:
+        """Take a request out of all that it waits in, and its KV cache from all but dead engines."""
+        record, arrays = self.requests[request], self.cluster.arrays
+        for router in self.cluster.routers:
+            self._unhold(router.arrays.held[0], request)
+        if record["transfer_start_s"] >= 0.0 and not record["kv_here"]:
+            settings = arrays.engines.settings[0]
+            _drop_flow(
+                self.clock, arrays.events, arrays.net, request, settings["egress"],
+                settings["ingress"],
+            )  # fmt: skip
+        w = self._engine_of(record)
+        if w is not None and w not in dead:
+            self._leave_engine(w, request)
+        source = int(record["prefill_worker"])
+        handed_over = source >= 0 and w != source and self.pools[0]["n_workers"] > 0
+        if handed_over and not record["kv_here"] and source not in dead:
+            self._release(source, request)
+        arrays.engines.tables[request] = 0
+
+    def _leave_engine(self, w: int, request: int) -> None:
+        """Take a request out of an engine's queues or batch."""
+        worker, record = self.workers[w], self.requests[request]
+        role = self.pools[self.cluster.arrays.engines.pool_of[w]]["role"]
+        place, context = self._place(w, request), -1
+        if place >= 0:
+            context = self._leave_batch(w, place)
+            if role not in (state.DECODE, state.COLOCATED):
+                context = -1
+        else:
+            queues = "late_head", "arrived_head", "preempted_head"
+            begun = "transfer_start_s" if role == state.DECODE else "prefill_start_s"
+            queued = any([self._unlink(worker, queue, request) for queue in queues])
+            if not queued and record[begun] < 0.0:
+                _leave_queue(self.requests, self.workers, w, request)
+            if queued or role in (state.DECODE, state.COLOCATED) or record[begun] < 0.0:
+                worker["n_waiting"] -= 1
+                worker["waiting_tokens"] -= record["prompt_len"] + record["generated"]
+        self._release(w, request, context)
+
+    def _leave_batch(self, w: int, place: int) -> int:
+        """Take a running sequence out; returns the context that it has blocks for, or -1."""
+        worker, engines = self.workers[w], self.cluster.arrays.engines
+        sequences, n = engines.sequences[w], int(worker["batch"] + worker["prefilling"])
+        sequence = sequences[place].copy()
+        context = -1
+        record = self.requests[sequence["request"]]
+        if self.pools[engines.pool_of[w]]["role"] in (state.DECODE, state.COLOCATED):
+            record["generated"] = record["output_len"] - sequence["tokens_left"]
+        if place < worker["batch"]:
+            context = int(record["prompt_len"] - 1 + record["generated"])
+            worker["batch"] -= 1
+            worker["context"] -= context
+        else:
+            worker["prefilling"] -= 1
+        sequences[place : n - 1] = sequences[place + 1 : n].copy()
+        return context
+
+    def _unlink(self, worker: Any, queue: str, request: int) -> bool:
+        """Take a request out of a linked queue, if it is there."""
+        before, at = -1, int(worker[queue])
+        while at >= 0 and at != request:
+            before, at = at, int(self.requests[at]["next"])
+        if at < 0:
+            return False
+        behind = self.requests[at]["next"]
+        if before < 0:
+            worker[queue] = behind
+        else:
+            self.requests[before]["next"] = behind
+        if queue == "late_head" and worker["late_tail"] == request:
+            worker["late_tail"] = before
+        return True
+
+    def _unhold(self, held: Any, request: int) -> None:
+        """Take a request out of those that a router holds, if it is there."""
+        before, at = -1, int(held["head"]) if held["n"] else -1
+        for place in range(int(held["n"])):
+            behind = int(self.requests[at]["next"])
+            if at == request:
+                if before < 0:
+                    held["head"] = behind
+                else:
+                    self.requests[before]["next"] = behind
+                if held["tail"] == request:
+                    held["tail"] = before
+                held["n"] -= 1
+                held["to_ask"] -= place < held["to_ask"]
+                return
+            before, at = at, behind
+
+    def _release(self, w: int, request: int, context: int = -1) -> None:
+        """Give a request's KV blocks back, and let the engine look who can have them."""
+        arrays = self.cluster.arrays
+        pool = arrays.engines.pool_of[w]
+        _give_back(arrays.engines, w, pool, request, context)
+        if np.isfinite(self.workers[w]["next_start"]):
+            _wake(self.clock, arrays.events, self.workers, w)
+
+    # --- a request goes on ---
+
+    def _ask_again(self, pool: int) -> None:
+        held = self.cluster.routers[pool].arrays.held[0]
+        held["to_ask"] = held["n"]
+
+    def _hear_one(self, request: int, pool: int) -> None:
+        """Let a router know now that a worker has one request less."""
+        record, arrays = self.requests[request], self.cluster.arrays
+        worker = record["decode_worker"] if pool else record["prefill_worker"]
+        arrays.routers[pool].loads[worker] -= 1
+        self._ask_again(pool)
+        if pool and arrays.engines.settings[0]["listens"]:
+            arrays.reported[int(self.clock["n_reported"][0])] = request, worker
+            self.clock["n_reported"] += 1
+
+    def _hear(self, request: int) -> None:
+        """Let the routers know that a request is nowhere any more."""
+        record = self.requests[request]
+        if self.pools[0]["n_workers"] and record["prefill_worker"] >= 0:
+            n = int(self.clock["n_events"][0])
+            events = self.cluster.arrays.events[:n]
+            pending = (events["kind"] == state.REPORT) & (events["subject"] == 2 * request)
+            if record["prefill_end_s"] < 0.0 or pending.any():
+                self._keep_events(~pending)
+                self._hear_one(request, 0)
+        if record["decode_worker"] >= 0:
+            self._hear_one(request, 1)
+
+    def _end(self, request: int, outcome: int) -> None:
+        self.requests[request]["outcome"] = outcome
+        self.clock["open_measured"] -= self.requests[request]["measured"]
+        if outcome != state.COMPLETED:
+            self.requests[request]["finish_s"] = self.clock["now"][0]
+
+    def _give_up(self, request: int, outcome: int) -> None:
+        self.clock["in_flight"] -= 1
+        self._end(request, outcome)
+
+    def _send_again(self, first: int) -> None:
+        """Send the requests again that a worker has lost, or give them up."""
+        for request in sorted(r for r, by in self.lost.items() if by == first):
+            del self.lost[request]
+            self._hear(request)
+            if not self._may_retry(request):
+                self._give_up(request, state.WORKER_LOST)
+                continue
+            self.retries[request] += 1
+            record = self.requests[request]
+            for name in _PROGRESS:
+                record[name] = -1
+            record["kv_here"] = False
+            pool = 0 if self.pools[0]["n_workers"] else 1
+            held = self.cluster.routers[pool].arrays.held[0]
+            record["next"] = -1
+            if held["n"] == 0:
+                held["head"] = request
+            else:
+                self.requests[held["tail"]]["next"] = request
+            held["tail"] = request
+            held["n"] += 1
+            self._ask_again(pool)
+
+    def _may_retry(self, request: int) -> bool:
+        """Whether a request is sent again: as the rule says, and if its context fits."""
+        plan, record = self.plan, self.requests[request]
+        if plan.retry == "never" or self.retries[request] >= plan.max_retries:
+            return False
+        if plan.retry == "before_first_token" and record["first_token_s"] >= 0.0:
+            return False
+        size = self.cluster.arrays.engines.settings[0]["block_size"]
+        context = record["prompt_len"] + record["generated"]
+        return bool(context <= self.pools[0]["n_blocks"] * size)
+
+    # --- the end of the run ---
+
+    def nobody_left(self) -> bool:
+        """End what no worker is left to serve; False if there is nothing that waits for one."""
+        if not (self.troubles > 0).any():
+            return False
+        arrived = self.requests[: int(self.clock["arrived"][0])]
+        waits = np.flatnonzero(arrived["outcome"] == state.OPEN).tolist()
+        for request in waits:
+            self._end(request, state.NO_WORKER)
+        return bool(waits)
+
+    def recorded(self, record: RunRecord) -> RunRecord:
+        """Return a run's record without the steps that were cut, and with what was sent again."""
+
+        def whole(log: NDArray[np.void], end: str) -> NDArray[np.void]:
+            return log[np.isfinite(log[end])]
+
+        return replace(
+            record,
+            prefill_steps=whole(record.prefill_steps, "end"),
+            decode_steps=whole(record.decode_steps, "end"),
+            prefill_group_steps=whole(record.prefill_group_steps, "end"),
+            decode_group_steps=whole(record.decode_group_steps, "end"),
+            gaps=whole(record.gaps, "resumed_s"),
+            retries=self.retries[: len(record.requests)],
+        )

@@ -1,0 +1,98 @@
+"""What goes wrong in a run: workers that die, hang, slow down, drain or join, and slower links.
+
+A `FaultPlan` is what `cluster.Cluster` takes; `fault_spellings` makes it from a configuration and
+`fault_actions` lets it happen.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+
+__all__ = ["KINDS", "Fault", "FaultPlan", "Kind", "Retry", "check_overlaps"]
+
+Kind = Literal["fail", "hang", "slow", "drain", "join", "link"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+#: What becomes of the requests of a worker that died: they go on elsewhere with the tokens that
+#: they have; those that have none begin anew and the others fail; all fail.
+Retry = Literal["migrate", "before_first_token", "never"]
+POOLS = "prefill", "decode"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a worker.
+
+    Attributes
+    ----------
+    kind
+        ``fail``: it loses all it has, and with an end a new one takes its place then. ``hang``: it
+        stands still, and goes on. ``slow``: its steps take ``factor`` times as long. ``drain``:
+        routers send it nothing new. ``join``: it is not there before the end. ``link``: its link
+        for KV transfers has ``factor`` of its bandwidth.
+    pool, worker
+        0 for prefill workers, 1 for decode or co-located ones; its number in the topology. All
+        engines of a worker that share experts share its fate.
+    at_s, for_s
+        When, s, and for how long; ``inf``: to the end of the run.
+    factor
+        Of ``slow`` and ``link``.
+    """
+
+    kind: Kind
+    pool: int
+    worker: int
+    at_s: float
+    for_s: float = math.inf
+    factor: float = 1.0
+
+    @property
+    def end_s(self) -> float:
+        """When it is over, s."""
+        return self.at_s + self.for_s
+
+    def __str__(self) -> str:
+        factor = f" x{self.factor:g}" if self.kind in ("slow", "link") else ""
+        until = "" if math.isinf(self.for_s) else f"+{self.for_s:g}s"
+        return f"{self.kind} {POOLS[self.pool]}:{self.worker}{factor} @{self.at_s:g}s{until}"
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """All that goes wrong in a run, and what routers do about it.
+
+    Attributes
+    ----------
+    faults
+        What happens to workers.
+    cancel_s
+        float64 ``[requests]``: when each client gives up, s; ``inf``: never. None: nobody does.
+    health_delay_s
+        How long after a worker has died, hangs or is back the routers know it.
+    retry, max_retries
+        What becomes of requests whose worker died, and how often.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    cancel_s: NDArray[np.float64] | None = None
+    health_delay_s: float = 0.0
+    retry: Retry = "before_first_token"
+    max_retries: int = 5
+
+
+def check_overlaps(faults: tuple[Fault, ...]) -> None:
+    """Raise InputError where two things happen to a worker at once that do not mix."""
+    order = sorted(faults, key=lambda f: (f.pool, f.worker, f.kind in ("slow", "link"), f.at_s))
+    for one, other in zip(order, order[1:], strict=False):
+        alike = {one.kind, other.kind}
+        mixes = len(alike) == 2 and alike & {"slow", "link"}
+        start = 0.0 if other.kind == "join" else other.at_s
+        same = (one.pool, one.worker) == (other.pool, other.worker)
+        if same and not mixes and start <= one.end_s:
+            raise InputError("events", f"{one} and {other} overlap", "one after the other")
