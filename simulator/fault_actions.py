@@ -587,7 +587,7 @@ class FaultActions:
     def _end(self, request: int, outcome: int) -> None:
         self.requests[request]["outcome"] = outcome
         self.clock["open_measured"] -= self.requests[request]["measured"]
-        if outcome != state.COMPLETED:
+        if outcome in (state.WORKER_LOST, state.CANCELLED):
             self.requests[request]["finish_s"] = self.clock["now"][0]
 
     def _give_up(self, request: int, outcome: int) -> None:

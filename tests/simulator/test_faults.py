@@ -5,15 +5,26 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.simulator import cluster as cluster_module
 from eldr_sim.simulator import state
 from eldr_sim.simulator.cluster import Cluster
 from eldr_sim.simulator.faults import Fault, FaultPlan, check_overlaps
 
-from .random_clusters import POLICIES, RANDOM_CLUSTER, policies_of, random_cluster
+from ..random_rows import random_prompts
+from .random_clusters import (
+    LONGEST,
+    N_TRACE,
+    POLICIES,
+    RANDOM_CLUSTER,
+    policies_of,
+    random_cluster,
+    random_workload,
+)
 from .test_engine import assert_same
 from .test_groups import GROUPED, grouped_cluster
 from .twin.cluster import Twin
@@ -75,19 +86,7 @@ def make_pair(arguments, prefill, decode):
     )
 
 
-def assert_kept(cluster, record, retries=0):
-    """Every request has ended once, and every token is somewhere."""
-    requests = record.requests
-    assert (requests["outcome"] != state.OPEN).all()
-    steps = record.decode_steps
-    done = record.completed
-    if cluster.spec.n_decode:
-        assert steps["batch"].sum() == (
-            requests["output_len"][done].sum() + requests["generated"][~done].sum()
-        )
-
-
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     prefill=POLICIES["prefill"], decode=st.sampled_from(["jsq", "round_robin", "p2c", "holds"]),
     **RANDOM_CLUSTER,
@@ -102,3 +101,123 @@ def test_faults_equal_their_twin(prefill, decode, **drawn):
     assert_same(record, twin.run())
     for router, policy in zip(cluster.routers, twin.policies, strict=True):
         assert getattr(router.policy, "seen", None) == getattr(policy, "seen", None)
+
+
+@settings(max_examples=25, deadline=None)
+@given(decode=st.sampled_from(["jsq", "round_robin", "holds"]), **GROUPED)
+def test_faults_of_groups_equal_their_twin(decode, **drawn):
+    """A worker is all its engines: they die, hang and slow down together."""
+    arguments = grouped_cluster(**drawn)
+    rng = np.random.default_rng([drawn["seed"], 7])
+    until = max(0.05, 2 * float(arguments["workload"].arrival_s[-1]))
+    plan = random_plan(rng, arguments["spec"], arguments["workload"], until, drawn["size"])
+    cluster, twin = make_pair(arguments | {"faults": plan}, "least_loaded", decode)
+    record = cluster.run()
+    assert_same(record, twin.run())
+    for role, steps in (
+        ("prefill", record.prefill_group_steps),
+        ("decode", record.decode_group_steps),
+    ):
+        twins = [
+            step["end"]
+            for step in twin.group_steps
+            if (step["pool"] == "prefill") == (role == "prefill")
+        ]
+        if role == "prefill":
+            twins = [end for end in twins if end <= record.end_s]
+        np.testing.assert_allclose(steps["end"], twins, rtol=1e-12)
+
+
+# -- conservation ------------------------------------------------------------------------------
+
+
+def free_of(cluster):
+    """KV blocks that nobody holds, running sequences, and what the routers believe."""
+    engines = cluster.arrays.engines
+    idle = engines.workers["n_blank"] + engines.workers["n_idle"]
+    idle -= engines.pools["n_blocks"][engines.pool_of]
+    loads = [router.loads.sum() for router in cluster.arrays.routers]
+    waiting = engines.workers["n_waiting"].sum(), engines.workers["waiting_tokens"].sum()
+    return idle.any(), engines.workers["batch"].sum(), *waiting, *loads
+
+
+def small(topology):
+    """Two prefill workers and two decode workers, or two co-located ones; nine requests."""
+    arguments = random_cluster(3, topology, 4, 0, 1, False, True, True)
+    rng, spec = np.random.default_rng(5), arguments["spec"]
+    few = {"n_blocks": 30, "max_num_seqs": 3}
+    arguments["spec"] = dataclasses.replace(
+        spec, block_size=3, prefill=dataclasses.replace(spec.prefill, **few),
+        decode=dataclasses.replace(spec.decode, **few), max_concurrency=None,
+        max_model_len=LONGEST, enable_prefix_caching=True, load_report_delay_s=0.002,
+    )  # fmt: skip
+    arguments["workload"] = random_workload(rng, 9, 0.004, 4, 24, 12)
+    arguments["prompts"] = None if topology[0] else random_prompts(
+        rng, arguments["workload"], N_TRACE, 1, spec.decode.step_time.cost.n_experts
+    )  # fmt: skip
+    return arguments | {"window": (0.0, np.inf), "time_limit_s": np.inf, "queue_keys": None}
+
+
+def run_with(arguments, plan):
+    first, second = policies_of(arguments["spec"], "least_loaded", "jsq", 4)
+    cluster = Cluster(
+        **arguments, prefill_policy=first, decode_policy=second,
+        signatures=lambda ranges: (0, None), faults=plan,
+    )  # fmt: skip
+    return cluster, cluster.run()
+
+
+def instants(arguments):
+    """All times at which anything happens without faults, and those just behind."""
+    times = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster_module, "_EVENTS_A_CALL", 1)
+        first, second = policies_of(arguments["spec"], "least_loaded", "jsq", 4)
+        cluster = Cluster(
+            **arguments, prefill_policy=first, decode_policy=second,
+            signatures=lambda ranges: (0, None),
+        )  # fmt: skip
+        cluster.run(lambda _share: times.add(float(cluster.arrays.clock["now"][0])))
+    return sorted(times | {float(np.nextafter(at, np.inf)) for at in times})
+
+
+#: Known at once and for good, known when the new worker is there already, and known before.
+HEARD = (0.0, np.inf), (0.004, 0.002), (0.003, 0.02)
+
+
+@pytest.mark.parametrize("topology", [(2, 2), (0, 2)])
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_death_at_any_event_loses_no_request(topology, each):
+    """At every event, and just behind: any worker; each worker in each way if slow."""
+    arguments = small(topology)
+    lengths, tried, again = arguments["workload"].output_len, 0, 0
+    workers = [(1, 0), (1, 1)] + [(0, 0), (0, 1)] * (topology[0] > 0)
+    cases = [(worker, way) for worker in workers for way in HEARD]
+    for i, at in enumerate(instants(arguments)):
+        for (pool, worker), (delay, lasts) in cases if each else [cases[i % len(cases)]]:
+            fault = Fault("fail", pool, worker, at, lasts)
+            _, record = run_with(arguments, FaultPlan((fault,), None, delay, "migrate"))
+            assert record.completed.all(), (fault, delay)
+            # Every request has got each of its tokens once.
+            assert record.decode_steps["batch"].sum() == lengths.sum(), (fault, delay)
+            assert record.retries.max() <= 1
+            tried, again = tried + 1, again + int(record.retries.sum())
+    assert again > tried / 2  # most of them hit requests
+
+
+def test_a_client_that_gives_up_at_any_event_leaves_nothing():
+    arguments = small((2, 2))
+    n = len(arguments["workload"])
+    for i, at in enumerate(instants(arguments)):
+        cancel = np.full(n, np.inf)
+        cancel[i % n] = at
+        if at <= arguments["workload"].arrival_s[i % n]:
+            continue
+        cluster, record = run_with(arguments, FaultPlan((), cancel))
+        gone = ~record.completed
+        assert gone.sum() <= 1
+        assert (record.requests["outcome"][gone] == state.CANCELLED).all()
+        tokens = arguments["workload"].output_len[~gone].sum()
+        assert record.decode_steps["batch"].sum() == tokens + record.requests["generated"][gone].sum()
+        # The loads of requests that ended last are still to be reported.
+        assert free_of(cluster)[:4] == (False, 0, 0, 0)

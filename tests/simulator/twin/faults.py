@@ -310,5 +310,4 @@ class TwinFaults:
         if any((troubles > 0).any() for troubles in self.troubles):
             for request in self.twin.requests[: self.twin.arrived]:
                 if not request.outcome:
-                    request.finish_s = self.twin.now
                     self.twin.end(request, "no_worker_left")
