@@ -229,6 +229,14 @@ def print_summary(summary: dict[str, Any]) -> None:
         _line("Gather of a layer (ms)", streaming["gather_ms"])
         _line("Copy of a layer from the host (ms)", streaming["host_copy_ms"])
         _line("Share of step time waited", streaming["wait_share"])
+    if faults := summary.get("faults"):
+        click.echo("Faults".center(_WIDTH, "-"))
+        for event in faults["events"]:
+            click.echo(event["event"])
+            for when in ("before", "during", "after"):
+                _line(f"  Goodput {when} (req/s)", event[f"goodput_{when}"])
+            _line("  Time to recover (s)", event["time_to_recover_s"])
+        _line("Requests sent again", faults["retried"])
     figures("preemptions")
     if not alone:
         figures("gpu_hours_per_million_output_tokens")

@@ -84,6 +84,8 @@ def _pool_option(option: str) -> Callable[[F], F]:
 
 def _option(name: str) -> Callable[[F], F]:
     flag = "--" + name.replace("_", "-")
+    if name == "fail":
+        return click.option(flag, name, multiple=True, metavar="POOL:N@S[+S]", help=_help(name))
     if RunConfig.model_fields[name].annotation is bool:
         flag = f"{flag}/--no-{flag[2:]}"
         return click.option(flag, name, default=None, help=_help(name))
@@ -108,6 +110,7 @@ def _completer(name: str) -> Completer | None:
         "trace": complete(traces, "dir"),
         "workload": complete(workloads, "file"),
         "tables": complete(tuple, "dir"),
+        "events": complete(tuple, "file"),
     }.get(name)
 
 
@@ -123,7 +126,7 @@ def _choices(name: str) -> tuple[str, ...]:
 
 def config_from_options(options: dict[str, Any]) -> RunConfig:
     """Build the configuration from ``--config`` and the options given; raises InputError."""
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     file = given.pop("config_file", None)
     bounds = given.pop("goodput", ())
     values = read_config(file) if file is not None else {}
@@ -157,6 +160,7 @@ def _metavar(name: str) -> str:
         "workload": "task|language|trace|FILE",
         "trace": "NAME|DIR",
         "tables": "DIR",
+        "events": "FILE",
         "tensor_parallel_size": "N",
         "data_parallel_size": "N",
         "pipeline_parallel_size": "N",
@@ -174,4 +178,4 @@ def _help(name: str) -> str:
     text = (field.description or "").replace("``", "")
     if name in DECISION_OF:
         text += f" Built in: {', '.join(BUILT_IN[DECISION_OF[name]])}."
-    return text if field.default is None else f"{text}  [default: {field.default}]"
+    return text if field.default in (None, ()) else f"{text}  [default: {field.default}]"

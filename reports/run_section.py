@@ -29,6 +29,7 @@ def runs_section(folders: Sequence[Folder], colours: Colours) -> dict[str, Any]:
         "latencies": _latencies(summaries),
         "figures": _figures(folders, summaries),
         "failed": _failed(summaries),
+        "faults": _faults(summaries),
         "pictures": run_pictures(folders, colours),
         "configuration": _configuration(folders),
     }
@@ -103,6 +104,21 @@ def _failed(summaries: Summaries) -> Table | None:
     if not rows:
         return None
     return table("Requests that did not complete", ["run", "reason", "requests"], rows)
+
+
+def _faults(summaries: Summaries) -> Table | None:
+    """Return what each fault did to the requests that came before, while and after it lasted."""
+    names = [f"{figure}_{when}" for figure in ("goodput", "attainment")
+             for when in ("before", "during", "after")]  # fmt: skip
+    rows = [
+        [name, event["event"], *(event[tag] for tag in names), event["time_to_recover_s"]]
+        for name, summary in summaries.items()
+        for event in summary.get("faults", {}).get("events", ())
+    ]
+    if not rows:
+        return None
+    columns = ["run", "fault", *(name.replace("_", " ") for name in names), "time to recover, s"]
+    return table("Faults: goodput, requests/s, and SLO attainment", columns, rows)
 
 
 def _configuration(folders: Sequence[Folder]) -> dict[str, Table | None]:

@@ -31,7 +31,7 @@ from eldr_sim.simulator.engine import Engines
 from eldr_sim.simulator.expert_loads import make_expert_loads
 from eldr_sim.simulator.expert_union import PromptRows, no_prompts
 from eldr_sim.simulator.fault_actions import FaultActions
-from eldr_sim.simulator.faults import FaultPlan
+from eldr_sim.simulator.faults import Fault, FaultPlan
 from eldr_sim.simulator.group_state import (
     Groups,
     Replicas,
@@ -73,8 +73,8 @@ class RunRecord:
         ``relocation.RELOCATION``: whenever experts moved.
     streamed_s, stall_s
         Seconds that steps took which streamed weights, and of which they waited for these.
-    retries
-        How often each request was sent again; None where nothing went wrong.
+    retries, faults
+        How often each request was sent again, None where nothing went wrong; what did.
     window
         The measured window, s.
     end_s
@@ -93,6 +93,7 @@ class RunRecord:
     streamed_s: float = 0.0
     stall_s: float = 0.0
     retries: NDArray[np.int32] | None = None
+    faults: tuple[Fault, ...] = ()
 
     @property
     def completed(self) -> NDArray[np.bool_]:

@@ -17,6 +17,7 @@ from eldr_sim.simulator.config_groups import (
     WORKLOADS,
     ClusterConfig,
     EngineConfig,
+    FaultConfig,
     OutputConfig,
     PolicyConfig,
     Pool,
@@ -44,6 +45,7 @@ __all__ = [
 
 class RunConfig(
     OutputConfig,
+    FaultConfig,
     StreamingConfig,
     RelocationConfig,
     EngineConfig,

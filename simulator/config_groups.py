@@ -38,6 +38,12 @@ def _policy(decision: str) -> BeforeValidator:
     return BeforeValidator(canonical)
 
 
+def _fail(value: Any) -> Any:
+    from eldr_sim.simulator.fault_spellings import spelled  # most runs have none
+
+    return spelled(value) if value else ()
+
+
 def _path_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
@@ -342,6 +348,24 @@ class StreamingConfig(_Fields):
     instead. For prefill workers alone."""
 
 
+class FaultConfig(_Fields):
+    """What goes wrong, and what routers do about it."""
+
+    fail: Annotated[tuple[str, ...], BeforeValidator(_fail)] = ()
+    """A worker that dies, ``decode:3@60s+30s``: when, and how long it takes until a new one serves
+    in its place (never when not given). Times are those of the run, the warm-up included. Repeat
+    for more, or separate by commas."""
+    events: PathText | None = None
+    """File of all that goes wrong (docs/faults.md)."""
+    health_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How long after a worker has died, hangs or is back the routers know it, ms."""
+    retry: Literal["migrate", "before_first_token", "never"] = "before_first_token"
+    """What becomes of a dead worker's requests: all go on elsewhere with their tokens (Dynamo's
+    migration), only those without a token begin anew (a gateway's retries), or none."""
+    max_retries: int = Field(default=5, ge=0)
+    """How often a request is sent again."""
+
+
 class OutputConfig(_Fields):
     """What a result says beside the figures that every one has."""
 
@@ -357,5 +381,6 @@ GROUPS: dict[str, type[BaseModel]] = {
     "engine": EngineConfig,
     "relocation": RelocationConfig,
     "streaming": StreamingConfig,
+    "faults": FaultConfig,
     "output": OutputConfig,
 }

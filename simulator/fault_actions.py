@@ -11,7 +11,7 @@ the worker's death, ``health_delay_s`` later, and then send them again or give t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +21,12 @@ from numpy.typing import NDArray
 from eldr_sim.jit import njit
 from eldr_sim.simulator import network, state
 from eldr_sim.simulator.clock import Clock
-from eldr_sim.simulator.engine import wake
 from eldr_sim.simulator.faults import Fault, FaultPlan
-from eldr_sim.simulator.kv_cache import blocks_of, release
-from eldr_sim.simulator.queues import line_remove, queue_remove
+from eldr_sim.simulator.removal import Removal
 
 if TYPE_CHECKING:
     from eldr_sim.simulator.cluster import Cluster, RunRecord
 
-#: Events about a request that is on its way to the next worker.
-_OF_REQUESTS = state.DISPATCH, state.TRANSFER_START, state.PROMPT_END
 #: Fields of a request that say how far it has come.
 _PROGRESS = (
     "prefill_worker", "decode_worker", "prefill_start_s", "prefill_end_s", "transfer_start_s",
@@ -42,35 +38,6 @@ _NOTHING = (
     "n_waiting", "waiting_tokens", "n_queued", "n_group_steps", "exit_s", "ended", "one_step",
     "blocked", "step_due",
 )  # fmt: skip
-
-
-@njit(_nrt=False)
-def _give_back(engines: Any, w: int, pool: int, request: int, context: int) -> None:
-    """Give KV blocks back; of a running sequence those of ``context`` tokens, else negative."""
-    if context >= 0:
-        table = engines.tables[request, pool]
-        table.private = blocks_of(context, engines.settings[0].block_size) - table.listed
-    release(engines.kv, engines.tables, engines.workers, w, pool, request)
-
-
-@njit(_nrt=False)
-def _leave_queue(requests: Any, workers: Any, w: int, request: int) -> None:
-    """Take a request out of the queue of those who wait for the first time."""
-    worker = workers[w]
-    worker.new_head = queue_remove(requests, worker.new_head, request)
-    line_remove(requests, worker, request)
-
-
-@njit(_nrt=False)
-def _wake(clock: Any, events: Any, workers: Any, w: int) -> None:
-    wake(clock, events, workers, w)
-
-
-@njit(_nrt=False)
-def _drop_flow(
-    clock: Any, events: Any, net: Any, request: int, out_rate: float, in_rate: float
-) -> None:  # fmt: skip
-    network.drop(clock, events, net, request, out_rate, in_rate)
 
 
 @njit(_nrt=False)
@@ -95,7 +62,7 @@ class FaultActions:
         self.plan, self.cluster, self.env = plan, cluster, env
         engines = cluster.arrays.engines
         self.requests, self.workers, self.pools = engines.requests, engines.workers, engines.pools
-        self.clock = cluster.arrays.clock
+        self.clock, self.removal = cluster.arrays.clock, Removal(cluster)
         self.retries = np.zeros(len(self.requests), np.int32)
         self.lost: dict[int, int] = {}  # request -> first engine of the worker that lost it
         self.dead: set[int] = set()  # first engines of dead workers
@@ -239,14 +206,14 @@ class FaultActions:
         for request in done:
             self._complete(request, pool)
         bound = self._bound_to(engines, pool)
-        self._forget_events(bound, engines)
+        self.removal.forget_events(bound, engines)
         dead = set(engines)
         for request in bound:
-            self._take_out(request, dead)
+            self.removal.take_out(request, dead)
             self.lost[request] = engines[0]
         for w in engines:
             self._empty(w)
-        cluster._tell_prefill_listener()
+        self._tell_lost_work(engines, pool)
         self.dead.add(engines[0])
 
     def _hear_of_death(self, engines: range) -> None:
@@ -260,7 +227,7 @@ class FaultActions:
     def _come_back(self, engines: range) -> None:
         """Let a new worker take the place of a dead one."""
         self._lose_again(engines)
-        self._forget_events([], engines)
+        self.removal.forget_events([], engines)
         for w in engines:
             self.workers[w]["next_start"], self.workers[w]["wake"] = self.clock["now"][0], -1.0
         self.dead.remove(engines[0])
@@ -270,10 +237,12 @@ class FaultActions:
 
     def _lose_again(self, engines: range) -> None:
         """Take out the requests that have come to a worker since it died."""
-        bound = self._bound_to(engines, int(self.cluster.arrays.engines.pool_of[engines[0]]))
-        self._forget_events(bound, range(0))
+        pool = int(self.cluster.arrays.engines.pool_of[engines[0]])
+        bound = self._bound_to(engines, pool)
+        self._tell_lost_work(engines, pool)
+        self.removal.forget_events(bound, range(0))
         for request in bound:
-            self._take_out(request, set())
+            self.removal.take_out(request, set())
             self.lost[request] = engines[0]
 
     def _cancel(self, request: int) -> None:
@@ -284,16 +253,16 @@ class FaultActions:
         if request in self.lost:
             del self.lost[request]
         elif request < int(self.clock["sent"][0]):
-            w = self._engine_of(record)
-            place = -1 if w is None else self._place(w, request)
+            w = self.removal.engine_of(record)
+            place = -1 if w is None else self.removal.place(w, request)
             if w is not None and place >= 0:
                 if self.workers[w]["next_start"] > self.clock["now"][0]:
                     self._at(float(self.workers[w]["next_start"]), self._cancel, request)
                     return
                 if self._is_done(w, place):
                     return  # it ends now
-            self._forget_events([request], range(0))
-            self._take_out(request, set())
+            self.removal.forget_events([request], range(0))
+            self.removal.take_out(request, set())
         else:
             self._end(request, state.CANCELLED)
             return
@@ -399,21 +368,6 @@ class FaultActions:
             bound &= ~sent["kv_here"]
         return [r for r in np.flatnonzero(bound).tolist() if r not in self.lost]
 
-    def _forget_events(self, requests: Iterable[int], engines: range) -> None:
-        """Take out the events of engines, and of requests on their way."""
-        events, n = self.cluster.arrays.events, int(self.clock["n_events"][0])
-        kind, subject = events["kind"][:n], events["subject"][:n]
-        gone = np.isin(kind, _OF_REQUESTS) & np.isin(subject, list(requests))
-        gone |= np.isin(kind, (state.BOUNDARY, state.STEP_START)) & np.isin(subject, engines)
-        self._keep_events(~gone)
-
-    def _keep_events(self, kept: NDArray[np.bool_]) -> None:
-        events, n = self.cluster.arrays.events, int(self.clock["n_events"][0])
-        left = events[:n][kept]
-        left.sort(order=("time", "order"))  # sorted events are a heap
-        events[: len(left)] = left
-        self.clock["n_events"] = len(left)
-
     def _empty(self, w: int) -> None:
         """Leave an engine without requests, KV cache and next step."""
         cluster, worker = self.cluster, self.workers[w]
@@ -427,7 +381,16 @@ class FaultActions:
         for name in (*_QUEUES, "spare", "idle_head", "idle_tail"):
             worker[name] = -1
         worker["n_blank"] = self.pools[pool]["n_blocks"]
+        worker["computed_tokens"] = worker["begun_tokens"]
         worker["wake"], worker["next_start"] = -1.0, np.inf
+
+    def _tell_lost_work(self, engines: range, pool: int) -> None:
+        """Let a prefill router that counts tokens know that a worker has none to compute."""
+        listener = self.cluster._prefill_listener
+        if pool == 0 and listener is not None:
+            self.cluster._tell_prefill_listener()
+            for w in engines:
+                listener.on_tokens(w, 1 << 40)
 
     def _tell_lost_blocks(self, w: int) -> None:
         """Note for the prefill router that an engine's KV blocks are gone."""
@@ -439,121 +402,6 @@ class FaultActions:
                 at = int(kv.prefix_indptr[block["writer"]]) + end // kv.prefix_block_tokens - 1
                 kv.events[int(kv.n_events[0])] = w, at, 0
                 kv.n_events[0] += 1
-
-    # --- a request is taken out ---
-
-    def _engine_of(self, record: Any) -> int | None:
-        """Return the engine that has a request; None while it is between two."""
-        if record["decode_worker"] >= 0:
-            return int(self.pools[1]["first_worker"] + record["decode_worker"])
-        if record["prefill_worker"] >= 0 and record["prefill_end_s"] < 0.0:
-            return int(record["prefill_worker"])
-        return None
-
-    def _place(self, w: int, request: int) -> int:
-        """Return a request's place among the running sequences of an engine; -1: none."""
-        n = int(self.workers[w]["batch"] + self.workers[w]["prefilling"])
-        mine = self.cluster.arrays.engines.sequences[w]["request"][:n] == request
-        return int(np.flatnonzero(mine)[0]) if mine.any() else -1
-
-    def _take_out(self, request: int, dead: set[int]) -> None:
-        """Take a request out of all that it waits in, and its KV cache from all but dead engines."""
-        record, arrays = self.requests[request], self.cluster.arrays
-        for router in self.cluster.routers:
-            self._unhold(router.arrays.held[0], request)
-        if record["transfer_start_s"] >= 0.0 and not record["kv_here"]:
-            settings = arrays.engines.settings[0]
-            _drop_flow(
-                self.clock, arrays.events, arrays.net, request, settings["egress"],
-                settings["ingress"],
-            )  # fmt: skip
-        w = self._engine_of(record)
-        if w is not None and w not in dead:
-            self._leave_engine(w, request)
-        source = int(record["prefill_worker"])
-        handed_over = source >= 0 and w != source and self.pools[0]["n_workers"] > 0
-        if handed_over and not record["kv_here"] and source not in dead:
-            self._release(source, request)
-        arrays.engines.tables[request] = 0
-
-    def _leave_engine(self, w: int, request: int) -> None:
-        """Take a request out of an engine's queues or batch."""
-        worker, record = self.workers[w], self.requests[request]
-        role = self.pools[self.cluster.arrays.engines.pool_of[w]]["role"]
-        place, context = self._place(w, request), -1
-        if place >= 0:
-            context = self._leave_batch(w, place)
-            if role not in (state.DECODE, state.COLOCATED):
-                context = -1
-        else:
-            queues = "late_head", "arrived_head", "preempted_head"
-            begun = "transfer_start_s" if role == state.DECODE else "prefill_start_s"
-            queued = any([self._unlink(worker, queue, request) for queue in queues])
-            if not queued and record[begun] < 0.0:
-                _leave_queue(self.requests, self.workers, w, request)
-            if queued or role in (state.DECODE, state.COLOCATED) or record[begun] < 0.0:
-                worker["n_waiting"] -= 1
-                worker["waiting_tokens"] -= record["prompt_len"] + record["generated"]
-        self._release(w, request, context)
-
-    def _leave_batch(self, w: int, place: int) -> int:
-        """Take a running sequence out; returns the context that it has blocks for, or -1."""
-        worker, engines = self.workers[w], self.cluster.arrays.engines
-        sequences, n = engines.sequences[w], int(worker["batch"] + worker["prefilling"])
-        sequence = sequences[place].copy()
-        context = -1
-        record = self.requests[sequence["request"]]
-        if self.pools[engines.pool_of[w]]["role"] in (state.DECODE, state.COLOCATED):
-            record["generated"] = record["output_len"] - sequence["tokens_left"]
-        if place < worker["batch"]:
-            context = int(record["prompt_len"] - 1 + record["generated"])
-            worker["batch"] -= 1
-            worker["context"] -= context
-        else:
-            worker["prefilling"] -= 1
-        sequences[place : n - 1] = sequences[place + 1 : n].copy()
-        return context
-
-    def _unlink(self, worker: Any, queue: str, request: int) -> bool:
-        """Take a request out of a linked queue, if it is there."""
-        before, at = -1, int(worker[queue])
-        while at >= 0 and at != request:
-            before, at = at, int(self.requests[at]["next"])
-        if at < 0:
-            return False
-        behind = self.requests[at]["next"]
-        if before < 0:
-            worker[queue] = behind
-        else:
-            self.requests[before]["next"] = behind
-        if queue == "late_head" and worker["late_tail"] == request:
-            worker["late_tail"] = before
-        return True
-
-    def _unhold(self, held: Any, request: int) -> None:
-        """Take a request out of those that a router holds, if it is there."""
-        before, at = -1, int(held["head"]) if held["n"] else -1
-        for place in range(int(held["n"])):
-            behind = int(self.requests[at]["next"])
-            if at == request:
-                if before < 0:
-                    held["head"] = behind
-                else:
-                    self.requests[before]["next"] = behind
-                if held["tail"] == request:
-                    held["tail"] = before
-                held["n"] -= 1
-                held["to_ask"] -= place < held["to_ask"]
-                return
-            before, at = at, behind
-
-    def _release(self, w: int, request: int, context: int = -1) -> None:
-        """Give a request's KV blocks back, and let the engine look who can have them."""
-        arrays = self.cluster.arrays
-        pool = arrays.engines.pool_of[w]
-        _give_back(arrays.engines, w, pool, request, context)
-        if np.isfinite(self.workers[w]["next_start"]):
-            _wake(self.clock, arrays.events, self.workers, w)
 
     # --- a request goes on ---
 
@@ -579,7 +427,7 @@ class FaultActions:
             events = self.cluster.arrays.events[:n]
             pending = (events["kind"] == state.REPORT) & (events["subject"] == 2 * request)
             if record["prefill_end_s"] < 0.0 or pending.any():
-                self._keep_events(~pending)
+                self.removal.keep_events(~pending)
                 self._hear_one(request, 0)
         if record["decode_worker"] >= 0:
             self._hear_one(request, 1)
@@ -655,4 +503,5 @@ class FaultActions:
             decode_group_steps=whole(record.decode_group_steps, "end"),
             gaps=whole(record.gaps, "resumed_s"),
             retries=self.retries[: len(record.requests)],
+            faults=self.plan.faults,
         )

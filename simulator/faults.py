@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -87,12 +88,17 @@ class FaultPlan:
 
 
 def check_overlaps(faults: tuple[Fault, ...]) -> None:
-    """Raise InputError where two things happen to a worker at once that do not mix."""
-    order = sorted(faults, key=lambda f: (f.pool, f.worker, f.kind in ("slow", "link"), f.at_s))
-    for one, other in zip(order, order[1:], strict=False):
-        alike = {one.kind, other.kind}
-        mixes = len(alike) == 2 and alike & {"slow", "link"}
-        start = 0.0 if other.kind == "join" else other.at_s
-        same = (one.pool, one.worker) == (other.pool, other.worker)
-        if same and not mixes and start <= one.end_s:
+    """Raise InputError where two things happen to a worker at once that do not mix.
+
+    Slow steps and slow links mix with all but their like.
+    """
+
+    def of(fault: Fault) -> tuple[int, int, str]:
+        return fault.pool, fault.worker, fault.kind if fault.kind in ("slow", "link") else ""
+
+    def start(fault: Fault) -> float:
+        return 0.0 if fault.kind == "join" else fault.at_s
+
+    for one, other in pairwise(sorted(faults, key=lambda fault: (of(fault), start(fault)))):
+        if of(one) == of(other) and start(other) <= one.end_s:
             raise InputError("events", f"{one} and {other} overlap", "one after the other")

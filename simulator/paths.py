@@ -16,7 +16,7 @@ from eldr_sim.policies.choice import parse
 __all__ = ["portable", "resolved"]
 
 #: Fields that may be paths, or hold one as the policy's parameter ``artifact`` is.
-_FIELDS = ("tables", "workload", "trace", "model", "gpu", "artifact")
+_FIELDS = ("tables", "workload", "trace", "model", "gpu", "artifact", "events")
 
 
 def portable(record: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def resolved(values: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[
 
 def _is_path(field: str, text: str) -> bool:
     """Say whether a field's value is a path; names win over paths, as where they are read."""
-    if field in ("tables", "artifact"):
+    if field in ("tables", "artifact", "events"):
         return True
     return text.lower() not in {name.lower() for name in _names(field)} and Path(text).exists()
 

@@ -37,6 +37,8 @@ from eldr_sim.simulator.catalogue import headline_tags, label
 from eldr_sim.simulator.cluster import Cluster, RunRecord
 from eldr_sim.simulator.cluster_spec import ClusterSpec
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.fault_spellings import check_fits, parse_fail, read_events
+from eldr_sim.simulator.faults import FaultPlan
 from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.prepare import PreparedRun, hold_instances, prepare
 from eldr_sim.simulator.prompt_layout import work_of
@@ -264,6 +266,36 @@ def build_cluster(
         prompts=prompt_rows(trace, workload) if trace.has_prompts else None,
         queue_keys=_queue_keys(order, workload),
         relocations=relocations,
+        faults=_faults(config, spec, workload),
+    )
+
+
+def _faults(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPlan | None:
+    """Return what goes wrong; None where nothing does."""
+    if not config.fail and config.events is None:
+        return None
+    faults, cancels = read_events(config.events) if config.events else ([], [])
+    faults += [parse_fail(text) for text in config.fail]
+    check_fits(faults, (config.n_prefill, config.n_decode))
+    for fault in faults:
+        layout = spec.decode.layout if fault.pool else spec.prefill.layout
+        own = layout is not None and layout.has_steps_of_its_own
+        if own and fault.kind not in ("drain", "link"):
+            problem = "workers that stream weights or have stages are not simulated"
+            raise InputError("events", f"{fault}: faults of {problem}")
+        if config.eplb_interval is not None and fault.kind in ("fail", "join"):
+            problem = "beside experts that move (eplb_interval) are not simulated"
+            raise InputError("events", f"{fault}: dead workers {problem}")
+    rng, cancel_s = stream(config.seed, "cancel"), np.full(len(workload), np.inf)
+    for cancel in cancels:
+        gives_up = rng.random(len(workload)) < cancel.share
+        cancel_s[gives_up] = np.minimum(cancel_s, workload.arrival_s + cancel.after_s)[gives_up]
+    return FaultPlan(
+        tuple(faults),
+        cancel_s if cancels else None,
+        config.health_delay_ms / 1e3,
+        config.retry,
+        config.max_retries,
     )
 
 

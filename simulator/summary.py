@@ -15,6 +15,7 @@ from eldr_sim.kernel_profiles.tables import weakest
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.cluster_spec import EngineSpec
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.fault_metrics import fault_figures
 from eldr_sim.simulator.limits import limits_of
 from eldr_sim.simulator.metrics import summarise
 from eldr_sim.simulator.prepare import PreparedRun
@@ -273,6 +274,11 @@ def summary_of(
             else {"prefill_workers": _workers(spec.prefill) | _group(spec.prefill, groups[0])}
         ),
         **({} if config.eplb_interval is None else {"relocation_events": _events(record)}),
+        **(
+            {}
+            if record.retries is None
+            else {"faults": fault_figures(record, config, record.faults)}
+        ),
         "kv_transfer": f"none: {'co-located' if config.colocated else 'prefill'} workers alone"
         if config.colocated or config.prefill_only
         else f"{config.kv_transfer}: {spec.transfer.source}",

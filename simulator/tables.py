@@ -43,6 +43,7 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
             "prefill_worker": plain("prefill_worker", "int16"),
             "decode_worker": plain("decode_worker", "int16"),
             "preemptions": plain("preemptions"),
+            **({} if record.retries is None else {"retries": pa.array(record.retries)}),
             "arrival_s": at("arrival_s"),
             "sent_s": at("sent_s"),
             "prefill_start_s": at("prefill_start_s"),

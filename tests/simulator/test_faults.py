@@ -34,6 +34,7 @@ RETRIES = "migrate", "before_first_token", "never"
 
 def random_plan(rng, spec, workload, until_s, size=1):
     """Return what goes wrong in a run that lasts about ``until_s``; much at the same time."""
+
     def whole(seconds):
         return round(seconds * 4096) / 4096 or 1 / 4096
 
@@ -218,6 +219,8 @@ def test_a_client_that_gives_up_at_any_event_leaves_nothing():
         assert gone.sum() <= 1
         assert (record.requests["outcome"][gone] == state.CANCELLED).all()
         tokens = arguments["workload"].output_len[~gone].sum()
-        assert record.decode_steps["batch"].sum() == tokens + record.requests["generated"][gone].sum()
+        assert (
+            record.decode_steps["batch"].sum() == tokens + record.requests["generated"][gone].sum()
+        )
         # The loads of requests that ended last are still to be reported.
         assert free_of(cluster)[:4] == (False, 0, 0, 0)

@@ -75,7 +75,10 @@ class Links:
             return
         transfer = self.twin.spec.transfer
         bandwidth = {"out": transfer.bandwidth, "in": transfer.ingress}
-        rates = fair_rates([flow.links for flow in self.flows], lambda link: bandwidth[link[0]] * self.shares.get(link, 1.0))
+        rates = fair_rates(
+            [flow.links for flow in self.flows],
+            lambda link: bandwidth[link[0]] * self.shares.get(link, 1.0),
+        )
         for flow, rate in zip(self.flows, rates, strict=True):
             flow.rate = rate
         soonest = min(flow.bytes_left / flow.rate for flow in self.flows)

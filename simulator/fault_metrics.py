@@ -1,0 +1,95 @@
+"""What faults do to a run's figures: goodput before, during and after, and the time to recover."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.cluster import RunRecord
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.faults import POOLS, Fault
+from eldr_sim.simulator.metrics import good_requests, request_times
+from eldr_sim.simulator.state import CANCELLED, WORKER_LOST
+
+#: A stretch of arrivals, s, is as good as before the fault if so large a share of that share is.
+_STRETCH_S, _AS_GOOD = 5.0, 0.95
+
+
+def fault_figures(
+    record: RunRecord, config: RunConfig, faults: tuple[Fault, ...]
+) -> dict[str, Any]:
+    """Return ``faults`` of a summary: each event, and the requests that they hit.
+
+    Requests count where they arrive. Those that arrived while a fault lasted are ``during`` it;
+    ``before`` is from the window's start, ``after`` to its end.
+    """
+    requests, measured = record.requests, record.requests["measured"]
+    good = good_requests(request_times(record), config.goodput)[measured]
+    arrival = requests["arrival_s"][measured]
+    start, end = record.window[0], min(record.window[1], record.end_s)
+    retries = record.retries
+    return {
+        "retried": 0 if retries is None else int((retries[measured] > 0).sum()),
+        "retries": 0 if retries is None else int(retries[measured].sum()),
+        "worker_lost": int((requests["outcome"][measured] == WORKER_LOST).sum()),
+        "cancelled": int((requests["outcome"][measured] == CANCELLED).sum()),
+        "events": [_event(fault, arrival, good, start, end) for fault in faults],
+    }
+
+
+def _event(
+    fault: Fault, arrival: NDArray[np.float64], good: NDArray[np.bool_], start: float, end: float
+) -> dict[str, Any]:
+    begin = 0.0 if fault.kind == "join" else fault.at_s
+    begin, over = (min(max(at, start), end) for at in (begin, fault.end_s))
+    figures: dict[str, Any] = {
+        "event": str(fault),
+        "kind": fault.kind,
+        "worker": f"{POOLS[fault.pool]}:{fault.worker}",
+        "at_s": fault.at_s,
+        "for_s": None if math.isinf(fault.for_s) else fault.for_s,
+    }
+    for name, since, until in (
+        ("before", start, begin), ("during", begin, over), ("after", over, end),
+    ):  # fmt: skip
+        inside = good[(arrival >= since) & (arrival < until)]
+        figures[f"goodput_{name}"] = (
+            float(inside.sum()) / (until - since) if until > since else None
+        )
+        figures[f"attainment_{name}"] = float(inside.mean()) if len(inside) else None
+    figures["time_to_recover_s"] = time_to_recover(arrival, good, start, begin, over, end)
+    return figures
+
+
+def time_to_recover(
+    arrival: NDArray[np.float64],
+    good: NDArray[np.bool_],
+    start: float,
+    begin: float,
+    over: float,
+    end: float,
+) -> float | None:
+    """Return the s from a fault's begin until as large a share of requests is good as before it.
+
+    Requests that arrive in 5 s from each whole second after the fault's begin on are as good as
+    before if their share of good ones is at least 95% of that from ``start`` to ``begin``. The
+    first such second behind the first that is not, if that is before the fault is over; 0 where
+    there is none, None where it does not recover before ``end`` or nothing came before the fault.
+    """
+    before = good[(arrival >= start) & (arrival < begin)]
+    if len(before) == 0 or not before.any():
+        return None
+    dipped = False
+    for second in range(max(0, math.floor(end - begin - _STRETCH_S)) + 1):
+        since = begin + second
+        inside = good[(arrival >= since) & (arrival < since + _STRETCH_S)]
+        as_good = len(inside) == 0 or inside.mean() >= _AS_GOOD * before.mean()
+        if not dipped and since > over:
+            return 0.0
+        if dipped and as_good:
+            return float(second)
+        dipped = dipped or not as_good
+    return None if dipped else 0.0
