@@ -14,7 +14,8 @@ from eldr_sim.simulator.faults import POOLS, Fault
 from eldr_sim.simulator.metrics import good_requests, request_times
 from eldr_sim.simulator.state import CANCELLED, WORKER_LOST
 
-#: A stretch of arrivals, s, is as good as before the fault if so large a share of that share is.
+#: Requests that end in so many s are as good as before the fault if their share of good ones is so
+#: large a part of that share.
 _STRETCH_S, _AS_GOOD = 5.0, 0.95
 
 
@@ -23,12 +24,12 @@ def fault_figures(
 ) -> dict[str, Any]:
     """Return ``faults`` of a summary: each event, and the requests that they hit.
 
-    Requests count where they arrive. Those that arrived while a fault lasted are ``during`` it;
-    ``before`` is from the window's start, ``after`` to its end.
+    Requests count where they end, whether they complete, are lost or give up: in the window before
+    the fault, while it lasts, and after it. Retries are those of the measured requests.
     """
     requests, measured = record.requests, record.requests["measured"]
-    good = good_requests(request_times(record), config.goodput)[measured]
-    arrival = requests["arrival_s"][measured]
+    good = good_requests(request_times(record), config.goodput)
+    ended = np.where(requests["finish_s"] >= 0.0, requests["finish_s"], np.inf)
     start, end = record.window[0], min(record.window[1], record.end_s)
     retries = record.retries
     return {
@@ -36,12 +37,12 @@ def fault_figures(
         "retries": 0 if retries is None else int(retries[measured].sum()),
         "worker_lost": int((requests["outcome"][measured] == WORKER_LOST).sum()),
         "cancelled": int((requests["outcome"][measured] == CANCELLED).sum()),
-        "events": [_event(fault, arrival, good, start, end) for fault in faults],
+        "events": [_event(fault, ended, good, start, end) for fault in faults],
     }
 
 
 def _event(
-    fault: Fault, arrival: NDArray[np.float64], good: NDArray[np.bool_], start: float, end: float
+    fault: Fault, ended: NDArray[np.float64], good: NDArray[np.bool_], start: float, end: float
 ) -> dict[str, Any]:
     begin = 0.0 if fault.kind == "join" else fault.at_s
     begin, over = (min(max(at, start), end) for at in (begin, fault.end_s))
@@ -55,17 +56,17 @@ def _event(
     for name, since, until in (
         ("before", start, begin), ("during", begin, over), ("after", over, end),
     ):  # fmt: skip
-        inside = good[(arrival >= since) & (arrival < until)]
+        inside = good[(ended >= since) & (ended < until)]
         figures[f"goodput_{name}"] = (
             float(inside.sum()) / (until - since) if until > since else None
         )
         figures[f"attainment_{name}"] = float(inside.mean()) if len(inside) else None
-    figures["time_to_recover_s"] = time_to_recover(arrival, good, start, begin, over, end)
+    figures["time_to_recover_s"] = time_to_recover(ended, good, start, begin, over, end)
     return figures
 
 
 def time_to_recover(
-    arrival: NDArray[np.float64],
+    ended: NDArray[np.float64],
     good: NDArray[np.bool_],
     start: float,
     begin: float,
@@ -74,18 +75,18 @@ def time_to_recover(
 ) -> float | None:
     """Return the s from a fault's begin until as large a share of requests is good as before it.
 
-    Requests that arrive in 5 s from each whole second after the fault's begin on are as good as
+    Requests that end in 5 s from each whole second after the fault's begin on are as good as
     before if their share of good ones is at least 95% of that from ``start`` to ``begin``. The
     first such second behind the first that is not, if that is before the fault is over; 0 where
     there is none, None where it does not recover before ``end`` or nothing came before the fault.
     """
-    before = good[(arrival >= start) & (arrival < begin)]
+    before = good[(ended >= start) & (ended < begin)]
     if len(before) == 0 or not before.any():
         return None
     dipped = False
     for second in range(max(0, math.floor(end - begin - _STRETCH_S)) + 1):
         since = begin + second
-        inside = good[(arrival >= since) & (arrival < since + _STRETCH_S)]
+        inside = good[(ended >= since) & (ended < since + _STRETCH_S)]
         as_good = len(inside) == 0 or inside.mean() >= _AS_GOOD * before.mean()
         if not dipped and since > over:
             return 0.0

@@ -224,3 +224,64 @@ def test_a_client_that_gives_up_at_any_event_leaves_nothing():
         )
         # The loads of requests that ended last are still to be reported.
         assert free_of(cluster)[:4] == (False, 0, 0, 0)
+
+
+class Stubborn:
+    """Always chooses worker 0."""
+
+    name = "stubborn"
+
+    def select(self, request, workers):
+        return 0
+
+
+def test_no_policy_reaches_a_worker_that_is_known_to_be_dead():
+    arguments = small((2, 2))
+    fault = Fault("fail", 1, 0, 0.01)
+    for decode in (Stubborn(), *(policies_of(arguments["spec"], "least_loaded", name, 4)[1]
+                                 for name in ("jsq", "round_robin", "p2c"))):  # fmt: skip
+        cluster = Cluster(
+            **arguments, prefill_policy=Stubborn(), decode_policy=decode,
+            signatures=lambda ranges: (0, None), faults=FaultPlan((fault,), None, 0.0, "migrate"),
+        )  # fmt: skip
+        requests = cluster.run().requests
+        late = requests["prefill_end_s"] > fault.at_s
+        assert late.any()
+        assert (requests["decode_worker"][late] == 1).all()
+        assert (requests["prefill_worker"] == 0).all()
+
+
+def test_a_worker_that_joins_serves_from_then_on():
+    arguments = small((2, 2))
+    joined = 0.05
+    plan = FaultPlan((Fault("join", 1, 0, 0.02, 0.03),), None, 0.0, "migrate")
+    _, record = run_with(arguments, plan)
+    assert record.completed.all()
+    first = record.decode_steps[record.decode_steps["worker"] == 0]["start"].min(initial=np.inf)
+    assert first >= joined
+
+
+def test_a_hang_delays_what_is_under_way_and_no_more(make_cluster, make_workload, make_step_time):
+    """Four tokens of 1 s each; the worker stands still from 2.5 s for 10 s."""
+    workload = make_workload([0.0], 4, 4)
+    step_time = make_step_time(1, constant=1.0, prefill=(0.0, 0.0))
+    for kind, factor, ends in (("hang", 1.0, 14.0), ("slow", 3.0, 6.0)):
+        cluster = make_cluster(workload, step_time=step_time, max_num_seqs=1)
+        cluster.faults = FaultPlan((Fault(kind, 1, 0, 2.5, 10.0, factor),))
+        record = cluster.run()
+        assert record.requests["finish_s"].tolist() == [ends]
+
+
+def test_a_dead_workers_request_begins_anew_or_goes_on(make_cluster, make_workload, make_step_time):
+    """Tokens of 1 s; the worker dies in its third step, and another prefill takes no time."""
+    workload = make_workload([0.0], 4, 5)
+    step_time = make_step_time(1, constant=1.0, prefill=(0.0, 0.0))
+    fault = Fault("fail", 1, 0, 2.5)
+    for retry, tokens, finish in (("migrate", 5, 5.5), ("before_first_token", 2, 2.5)):
+        cluster = make_cluster(workload, step_time=step_time, max_num_seqs=1, n_decode=2)
+        cluster.faults = FaultPlan((fault,), None, 0.0, retry)
+        record = cluster.run()
+        assert record.completed.all() == (retry == "migrate")
+        assert record.requests["finish_s"].tolist() == [finish]
+        assert record.decode_steps["batch"].sum() == tokens
+        assert record.gaps.tolist() == ([(2.0, 3.5)] if retry == "migrate" else [])

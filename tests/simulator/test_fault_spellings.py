@@ -1,0 +1,124 @@
+"""How faults are written, which are refused, and what is said of their effects."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.fault_metrics import time_to_recover
+from eldr_sim.simulator.fault_spellings import Cancel, check_fits, parse_fail, read_events
+from eldr_sim.simulator.faults import Fault
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("decode:3@60s+30s", Fault("fail", 1, 3, 60.0, 30.0)),
+        ("Prefill:0@1.5", Fault("fail", 0, 0, 1.5)),
+        (" decode:12@0s+2.5 ", Fault("fail", 1, 12, 0.0, 2.5)),
+    ],
+)
+def test_the_short_spelling(text, fault):
+    assert parse_fail(text) == fault
+
+
+def test_a_fault_is_said_as_it_is_spelled():
+    assert str(parse_fail("decode:3@60s+30s")) == "fail decode:3 @60s+30s"
+
+
+@pytest.mark.parametrize("text", ["decode3@60", "decode:3", "gpu:1@2", "decode:-1@2", "decode:1@x"])
+def test_a_bad_spelling_is_an_input_error(text):
+    with pytest.raises(InputError, match="fail"):
+        make_config({"fail": text})
+
+
+def test_spellings_of_several_are_one():
+    one = make_config({"fail": "decode:1@2s, prefill:0@3s+1s"})
+    assert one == make_config({"fail": ["decode:1@2s", "prefill:0@3s+1s"]})
+    assert one == make_config(json.loads(one.model_dump_json()))
+    assert make_config({"fail": None}) == make_config({"fail": []}) == make_config({})
+
+
+EVENTS = [
+    {"fail": "decode:3", "at_s": 60, "for_s": 30},
+    {"hang": "decode:1", "at_s": 20, "for_s": 5},
+    {"slow": "prefill:2", "factor": 1.5, "at_s": 10},
+    {"drain": "prefill:0", "at_s": 40},
+    {"join": "decode:4", "at_s": 60, "start_up_s": 45},
+    {"link": "prefill:1", "bandwidth": 0.25, "at_s": 5, "for_s": 9},
+    {"cancel": 0.05, "after_s": 10},
+]
+
+
+def test_a_file_of_events(tmp_path):
+    path = tmp_path / "events.yaml"
+    path.write_text(json.dumps(EVENTS))
+    faults, cancels = read_events(str(path))
+    assert faults == [
+        Fault("fail", 1, 3, 60, 30), Fault("hang", 1, 1, 20, 5),
+        Fault("slow", 0, 2, 10, math.inf, 1.5), Fault("drain", 0, 0, 40),
+        Fault("join", 1, 4, 60, 45), Fault("link", 0, 1, 5, 9, 0.25),
+    ]  # fmt: skip
+    assert cancels == [Cancel(0.05, 10)]
+    check_fits(faults, (3, 5))
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ("fail", "mapping"),
+        ({"at_s": 1}, "not one of them"),
+        ({"fail": "decode:0", "hang": "decode:1", "at_s": 1}, "not one of them"),
+        ({"fail": "decode", "at_s": 1}, "no worker"),
+        ({"fail": "decode:0"}, "at_s"),
+        ({"fail": "decode:0", "at_s": "1"}, "at_s"),
+        ({"fail": "decode:0", "at_s": math.nan}, "at_s"),
+        ({"hang": "decode:0", "at_s": 1}, "for_s"),
+        ({"slow": "decode:0", "at_s": 1}, "factor"),
+        ({"link": "decode:0", "at_s": 1, "bandwidth": 0}, "bandwidth"),
+        ({"fail": "decode:0", "at_s": 1, "until_s": 3}, "until_s"),
+        ({"cancel": 2, "after_s": 1}, "share"),
+    ],
+)
+def test_a_bad_event_is_an_input_error(tmp_path, event, said):
+    path = tmp_path / "events.yaml"
+    path.write_text(json.dumps([event]))
+    with pytest.raises(InputError, match=said):
+        read_events(str(path))
+
+
+@pytest.mark.parametrize(
+    ("texts", "topology"),
+    [
+        (["decode:2@1s"], (1, 2)),
+        (["prefill:0@1s"], (0, 2)),
+        (["decode:0@1s", "decode:0@9s"], (1, 1)),
+        (["decode:0@1s+8s", "decode:0@9s"], (1, 1)),
+    ],
+)
+def test_what_cannot_be_is_an_input_error(texts, topology):
+    with pytest.raises(InputError, match="events"):
+        check_fits([parse_fail(text) for text in texts], topology)
+
+
+def test_slow_steps_mix_with_a_death():
+    slow = Fault("slow", 1, 0, 2.0, 5.0, 2.0)
+    check_fits([slow, parse_fail("decode:0@3s+1s"), Fault("link", 1, 0, 4.0, 9.0, 0.5)], (1, 1))
+    with pytest.raises(InputError, match="overlap"):
+        check_fits([slow, Fault("link", 1, 0, 2.5, 1.0, 0.5), slow], (1, 1))
+
+
+def test_time_to_recover_is_where_goodness_returns():
+    """One request ends each 0.1 s; those of [20, 27) s are bad."""
+    ended = np.arange(0.0, 60.0, 0.1)
+    good = (ended < 20.0) | (ended >= 27.0)
+    # 95% of the 5 s from second 26.9 on are good: the next whole second is the 27th.
+    assert time_to_recover(ended, good, 0.0, 20.0, 25.0, 60.0) == 7.0
+    assert time_to_recover(ended, np.ones(600, bool), 0.0, 20.0, 25.0, 60.0) == 0.0
+    assert time_to_recover(ended, ended < 20.0, 0.0, 20.0, 25.0, 60.0) is None
+    assert time_to_recover(ended, good, 20.0, 20.0, 25.0, 60.0) is None
