@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +15,7 @@ from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import make_config
 
 if TYPE_CHECKING:
+    from eldr_sim.planning.runs import Summary
     from eldr_sim.planning.what_if import Change
 
 
@@ -79,12 +82,34 @@ def _print_change(change: Change) -> None:
             for e in told
         ],
     )
+    _print_faults(change.summaries)
     if change.other_requests:
         click.echo(
             f"Warning: {change.name}: {', '.join(change.other_requests)} makes other requests: "
             "pairs share their seed only",
             err=True,
         )
+
+
+def _print_faults(summaries: Sequence[Summary]) -> None:
+    """Print what each fault did, means over the seeds."""
+    seeds = [summary.get("faults", {}).get("events", []) for summary in summaries]
+    for events in zip(*seeds, strict=True):
+        goodput = ", ".join(
+            f"{_mean(event[f'goodput_{when}'] for event in events)} {when}"
+            for when in ("before", "during", "after")
+        )
+        times = [event["time_to_recover_s"] for event in events]
+        recovered = [time for time in times if time is not None]
+        click.echo(
+            f"{events[0]['event']}: goodput {goodput} req/s; {len(recovered)} of {len(times)} "
+            f"seeds recover, in {_mean(recovered)} s"
+        )
+
+
+def _mean(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return _number(fmean(known) if known else None)
 
 
 def _number(value: float | None) -> str:
