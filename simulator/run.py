@@ -37,8 +37,8 @@ from eldr_sim.simulator.catalogue import headline_tags, label
 from eldr_sim.simulator.cluster import Cluster, RunRecord
 from eldr_sim.simulator.cluster_spec import ClusterSpec
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.fault_spellings import check_fits, parse_fail, read_events
-from eldr_sim.simulator.faults import FaultPlan
+from eldr_sim.simulator.fault_spellings import Cancel, check_fits, parse_fail, read_events
+from eldr_sim.simulator.faults import Fault, FaultPlan
 from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.prepare import PreparedRun, hold_instances, prepare
 from eldr_sim.simulator.prompt_layout import work_of
@@ -274,7 +274,10 @@ def _faults(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
     """Return what goes wrong; None where nothing does."""
     if not config.fail and config.events is None:
         return None
-    faults, cancels = read_events(config.events) if config.events else ([], [])
+    faults: list[Fault] = []
+    cancels: list[Cancel] = []
+    if config.events is not None:
+        faults, cancels = read_events(config.events)
     faults += [parse_fail(text) for text in config.fail]
     check_fits(faults, (config.n_prefill, config.n_decode))
     for fault in faults:
