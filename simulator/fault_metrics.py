@@ -17,6 +17,8 @@ from eldr_sim.simulator.state import CANCELLED, WORKER_LOST
 #: Requests that end in so many s are as good as before the fault if their share of good ones is so
 #: large a part of that share.
 _STRETCH_S, _AS_GOOD = 5.0, 0.95
+#: Where no request ends in so many s although so many did before, nobody is served.
+_EXPECTED = 5
 
 
 def fault_figures(
@@ -76,18 +78,20 @@ def time_to_recover(
     """Return the s from a fault's begin until as large a share of requests is good as before it.
 
     Requests that end in 5 s from each whole second after the fault's begin on are as good as
-    before if their share of good ones is at least 95% of that from ``start`` to ``begin``. The
+    before if their share of good ones is at least 95% of that from ``start`` to ``begin``; none at
+    all where 5 or more are expected are not. The
     first such second behind the first that is not, if that is before the fault is over; 0 where
     there is none, None where it does not recover before ``end`` or nothing came before the fault.
     """
     before = good[(ended >= start) & (ended < begin)]
     if len(before) == 0 or not before.any():
         return None
+    busy = len(before) * _STRETCH_S >= _EXPECTED * (begin - start)
     dipped = False
     for second in range(max(0, math.floor(end - begin - _STRETCH_S)) + 1):
         since = begin + second
         inside = good[(ended >= since) & (ended < since + _STRETCH_S)]
-        as_good = len(inside) == 0 or inside.mean() >= _AS_GOOD * before.mean()
+        as_good = inside.mean() >= _AS_GOOD * before.mean() if len(inside) else not busy
         if not dipped and since > over:
             return 0.0
         if dipped and as_good:

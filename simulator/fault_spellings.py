@@ -51,11 +51,12 @@ def spelled(value: Any) -> Any:
     """Return a list of deaths from whatever spelling; `InputError` names a bad one."""
     if value is None:
         return ()
-    parts = value.split(",") if isinstance(value, str) else value
-    if isinstance(parts, Sequence) and all(isinstance(part, str) for part in parts):
-        parts = tuple(part.strip() for part in parts if part.strip())
-        for part in parts:
-            parse_fail(part)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise InputError("fail", repr(value), _ALLOWED)
+    parts = tuple(part.strip() for part in ",".join(texts).split(",") if part.strip())
+    for part in parts:
+        parse_fail(part)
     return parts
 
 

@@ -31,7 +31,9 @@ def test_a_fault_is_said_as_it_is_spelled():
     assert str(parse_fail("decode:3@60s+30s")) == "fail decode:3 @60s+30s"
 
 
-@pytest.mark.parametrize("text", ["decode3@60", "decode:3", "gpu:1@2", "decode:-1@2", "decode:1@x"])
+@pytest.mark.parametrize(
+    "text", ["decode3@60", "decode:3", "gpu:1@2", "decode:-1@2", "decode:1@x", 7, {"a": 1}, [3]]
+)
 def test_a_bad_spelling_is_an_input_error(text):
     with pytest.raises(InputError, match="fail"):
         make_config({"fail": text})
@@ -40,6 +42,7 @@ def test_a_bad_spelling_is_an_input_error(text):
 def test_spellings_of_several_are_one():
     one = make_config({"fail": "decode:1@2s, prefill:0@3s+1s"})
     assert one == make_config({"fail": ["decode:1@2s", "prefill:0@3s+1s"]})
+    assert one == make_config({"fail": ["decode:1@2s,prefill:0@3s+1s"]})
     assert one == make_config(json.loads(one.model_dump_json()))
     assert make_config({"fail": None}) == make_config({"fail": []}) == make_config({})
 
@@ -121,4 +124,7 @@ def test_time_to_recover_is_where_goodness_returns():
     assert time_to_recover(ended, good, 0.0, 20.0, 25.0, 60.0) == 7.0
     assert time_to_recover(ended, np.ones(600, bool), 0.0, 20.0, 25.0, 60.0) == 0.0
     assert time_to_recover(ended, ended < 20.0, 0.0, 20.0, 25.0, 60.0) is None
+    stalled = ended[good]  # nothing ends in these 7 s: bad where nothing ends in 5 s from then on
+    none_bad = np.ones(len(stalled), bool)
+    assert time_to_recover(stalled, none_bad, 0.0, 20.0, 25.0, 60.0) == 3.0
     assert time_to_recover(ended, good, 20.0, 20.0, 25.0, 60.0) is None
