@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_yaml, read_text, within
 from eldr_sim.simulator.faults import KINDS, POOLS, Fault, check_overlaps
 
 __all__ = ["Cancel", "check_fits", "parse_fail", "read_events", "spelled"]
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
-_WORKER = re.compile(r"(prefill|decode):(\d+)", re.IGNORECASE)
+_WORKER = re.compile(r"(prefill|decode):(\d{1,9})", re.IGNORECASE)
 _FAIL = re.compile(rf"([a-z]+:\d+)@({_NUMBER})s?(?:\+({_NUMBER})s?)?", re.IGNORECASE)
 _ALLOWED = "POOL:NUMBER@SECONDS, +SECONDS until a new one serves, such as decode:3@60s+30s"
+_LATEST_S = 1e9
 #: What an event has beside its kind and ``at_s``: the field that is not ``for_s``, and its bounds.
 _FACTOR = {"slow": ("factor", 1.0, 1e6), "link": ("bandwidth", 1e-6, 1.0)}
 
@@ -43,8 +42,11 @@ def parse_fail(text: str) -> Fault:
     if match is None:
         raise InputError("fail", repr(text), _ALLOWED)
     pool, worker = _worker("fail", match[1])
-    lasts = {} if match[3] is None else {"for_s": float(match[3])}
-    return Fault("fail", pool, worker, float(match[2]), **lasts)
+    at, lasts = float(match[2]), math.inf if match[3] is None else float(match[3])
+    within("fail", at, _LATEST_S, " s")
+    if match[3] is not None:
+        within("fail", lasts, _LATEST_S, " s")
+    return Fault("fail", pool, worker, at, lasts)
 
 
 def spelled(value: Any) -> Any:
@@ -68,12 +70,7 @@ def read_events(path: str) -> tuple[list[Fault], list[Cancel]]:
     InputError
         Names the first event that is none.
     """
-    try:
-        events = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("events", f"cannot read {path}: {error}") from None
-    except yaml.YAMLError as error:
-        raise InputError("events", f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    events = parse_yaml(read_text(path, "events"), "events", path)
     if not isinstance(events, list):
         raise InputError("events", f"{path} holds no list", "- fail: decode:3 lines")
     faults, cancels = [], []
@@ -106,13 +103,13 @@ def _event(where: str, event: Mapping[Any, Any]) -> Fault | Cancel:
         share = event["cancel"]
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise InputError(f"{where}.cancel", repr(share), "a share of the requests, 0 to 1")
-        made: Fault | Cancel = Cancel(float(share), number("after_s", 1e-6, 1e9))
+        made: Fault | Cancel = Cancel(float(share), number("after_s", 1e-6, _LATEST_S))
     else:
         pool, worker = _worker(f"{where}.{kind}", event[kind])
-        at, factor = number("at_s", 0.0, 1e9), 1.0
+        at, factor = number("at_s", 0.0, _LATEST_S), 1.0
         name, lasts = "start_up_s" if kind == "join" else "for_s", math.inf
         if name in left or kind in ("hang", "join"):  # who hangs for good has died
-            lasts = number(name, 1e-9, 1e9)
+            lasts = number(name, 1e-9, _LATEST_S)
         if kind in _FACTOR:
             name, low, high = _FACTOR[kind]
             factor = number(name, low, high)
