@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_yaml, read_text, within
-from eldr_sim.simulator.faults import KINDS, POOLS, Fault, check_overlaps
+from eldr_sim.simulator.faults import KINDS, POOLS, Fault, Kind, check_overlaps
 
 __all__ = ["Cancel", "check_fits", "parse_fail", "read_events", "spelled"]
 
@@ -113,7 +113,7 @@ def _event(where: str, event: Mapping[Any, Any]) -> Fault | Cancel:
         if kind in _FACTOR:
             name, low, high = _FACTOR[kind]
             factor = number(name, low, high)
-        made = Fault(kind, pool, worker, at, lasts, factor)  # type: ignore[arg-type]
+        made = Fault(cast("Kind", kind), pool, worker, at, lasts, factor)
     if left:
         raise InputError(f"{where}.{next(iter(left))}", f"no such field of {kind!r}")
     return made
