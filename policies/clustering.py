@@ -3,13 +3,16 @@ vanilla, whose clusters may be of any size."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
 from eldr_sim.errors import InputError
+from eldr_sim.jit import njit
 from eldr_sim.policies.signature import Floats, Ints, unit_rows
 
 Method = Literal["balanced", "vanilla"]
@@ -23,6 +26,12 @@ RESTARTS = 8
 
 MAX_ITERATIONS = 100
 """Bound on the assign-and-update rounds of one restart; they stop as soon as nothing improves."""
+
+_GRID = float(1 << 32)
+"""Dot products are rounded to its inverse, so that sums over a cluster are exact in any order."""
+
+Assign = Callable[[Floats], Ints]
+"""Gives each point its cluster, from their distances ``[n, K]``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,28 +96,31 @@ def kmeans(
         raise InputError("clusters", f"{n_clusters} clusters of {n} points", f"1 to {n}")
     if not points.any():
         raise InputError("signatures", "all are zero: no expert distinguishes the requests")
-    assign = assign_balanced if method == "balanced" else assign_nearest
-    runs = [_lloyd(points, _seeds(points, n_clusters, rng), assign) for _ in range(restarts)]
-    best = min(runs, key=lambda run: run.cost)
-    return _ordered(best)
+    assign = _balanced if method == "balanced" else _nearest
+    between = points @ points.T
+    seeds = [_seeds(between, n_clusters, rng) for _ in range(restarts)]
+    between = np.rint(between * _GRID) / _GRID
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
+        runs = list(threads.map(lambda chosen: _lloyd(between, chosen, assign), seeds))
+    member, _ = min(runs, key=lambda run: run[1])
+    centroids = unit_rows(member.T @ points)
+    return _ordered(Clustering(centroids, *_priced(points, centroids, assign)))
 
 
 def assign_balanced(points: Floats, centroids: Floats) -> tuple[Ints, float]:
     """Assign points to centroids at the least total cosine distance, at most ceil(n / K) to each.
 
-    Each centroid offers ceil(n / K) places, filled by the Hungarian method.
+    The optimum that the Hungarian method finds with ceil(n / K) places a centroid, as a flow of
+    least cost between the K clusters: every point starts at its nearest centroid, and one point too
+    many after the other leaves along the shortest path to a cluster with room. A step of a path is
+    the cheapest move of a point from one cluster to another.
 
     Returns
     -------
     labels, cost
         Shape [n]: the centroid of each point; and the total distance.
     """
-    from scipy.optimize import linear_sum_assignment  # takes long to import
-
-    capacity = -(-len(points) // len(centroids))
-    distance = _distance(points, centroids)
-    _, place = linear_sum_assignment(np.repeat(distance, capacity, axis=1))
-    return _priced(distance, np.asarray(place // capacity, dtype=np.int64))
+    return _priced(points, centroids, _balanced)
 
 
 def assign_nearest(points: Floats, centroids: Floats) -> tuple[Ints, float]:
@@ -116,49 +128,139 @@ def assign_nearest(points: Floats, centroids: Floats) -> tuple[Ints, float]:
 
     No assignment to the same centroids costs less. Returns what :func:`assign_balanced` does.
     """
-    distance = _distance(points, centroids)
-    return _priced(distance, np.argmin(distance, axis=1))
+    return _priced(points, centroids, _nearest)
 
 
-def _distance(points: Floats, centroids: Floats) -> Floats:
+def _priced(points: Floats, centroids: Floats, assign: Assign) -> tuple[Ints, float]:
+    distance = _distance(points @ centroids.T)
+    labels = assign(distance)
+    return labels, _cost(distance, labels)
+
+
+def _distance(similar: Floats) -> Floats:
     """Cosine distances in whole numbers of 1e-9: their sums and comparisons are exact."""
-    return np.rint((1.0 - points @ centroids.T) * 1e9)
+    return np.rint((1.0 - similar) * 1e9)
 
 
-def _priced(distance: Floats, labels: Ints) -> tuple[Ints, float]:
-    return labels, float(distance[np.arange(len(labels)), labels].sum()) / 1e9
+def _cost(distance: Floats, labels: Ints) -> float:
+    return float(distance[np.arange(len(labels)), labels].sum()) / 1e9
 
 
-def _seeds(points: Floats, k: int, rng: np.random.Generator) -> Floats:
-    usable = points.any(axis=1)
+def _nearest(distance: Floats) -> Ints:
+    return np.asarray(np.argmin(distance, axis=1), dtype=np.int64)
+
+
+def _balanced(distance: Floats) -> Ints:
+    n, k = distance.shape
+    capacity = -(-n // k)
+    labels = _nearest(distance)
+    size = np.bincount(labels, minlength=k)
+    too_many = int(np.maximum(size - capacity, 0).sum())
+    if too_many:
+        move, mover = np.empty((k, k)), np.empty((k, k), np.int64)
+        path, state = np.empty(k), np.ones((2, k), np.int64)
+        _relieve(distance, labels, size, capacity, too_many, move, mover, path, state)
+    return labels
+
+
+@njit(nogil=True)
+def _relieve(
+    distance: Floats,
+    labels: Ints,
+    size: Ints,
+    capacity: int,
+    too_many: int,
+    move: Floats,
+    mover: Ints,
+    path: Floats,
+    state: Ints,
+) -> None:
+    """Move points out of clusters beyond their capacity, at the least cost.
+
+    Successive shortest paths (Ahuja, Magnanti and Orlin 1993, Network Flows, 9.7), which keep the
+    assignment the best one for its cluster sizes: no circle of moves saves anything. ``move`` is
+    what the cheapest move from a cluster to another costs, ``mover`` the point that makes it,
+    ``state`` which clusters have changed, and each cluster's predecessor on its path.
+    """
+    n, k = distance.shape
+    changed, before = state
+    for _ in range(too_many):
+        for a in range(k):
+            for b in range(k):
+                if changed[a]:
+                    move[a, b] = np.inf
+        for p in range(n):
+            a = labels[p]
+            if changed[a]:
+                for b in range(k):
+                    cost = distance[p, b] - distance[p, a]
+                    if cost < move[a, b] and a != b:
+                        move[a, b], mover[a, b] = cost, p
+        for a in range(k):
+            path[a] = 0.0 if size[a] > capacity else np.inf
+            before[a] = -1
+            changed[a] = 0
+        shorter = True
+        while shorter:  # Bellman and Ford
+            shorter = False
+            for a in range(k):
+                for b in range(k):
+                    if path[a] + move[a, b] < path[b]:
+                        path[b], before[b] = path[a] + move[a, b], a
+                        shorter = True
+        end = -1
+        for a in range(k):
+            if size[a] < capacity and (end < 0 or path[a] < path[end]):
+                end = a
+        size[end] += 1
+        changed[end] = 1
+        while before[end] >= 0:
+            labels[mover[before[end], end]] = end
+            end = before[end]
+            changed[end] = 1
+        size[end] -= 1
+
+
+def _seeds(between: Floats, k: int, rng: np.random.Generator) -> list[int]:
+    """Draw k points, whose dot products are ``between [n, n]``."""
+    usable = between.diagonal() > 0
     nearest = np.where(usable, 2.0, 0.0)  # the distance of opposite vectors: none is larger
     chosen: list[int] = []
     for _ in range(k):
         weight = np.cumsum(nearest if nearest.any() else usable.astype(np.float64))
         draw = int(np.searchsorted(weight, rng.random() * weight[-1], side="right"))
         chosen.append(draw)
-        distance = np.round(1.0 - points @ points[draw], 9)
+        distance = np.round(1.0 - between[draw], 9)
         nearest = np.where(usable, np.clip(distance, 0.0, nearest), 0.0)
-    return points[chosen]
+    return chosen
 
 
-def _lloyd(
-    points: Floats, centroids: Floats, assign: Callable[[Floats, Floats], tuple[Ints, float]]
-) -> Clustering:
-    labels, cost = assign(points, centroids)
+def _lloyd(between: Floats, chosen: list[int], assign: Assign) -> tuple[Floats, float]:
+    """Return whose sum each centroid is, ``[n, K]`` of 0 and 1, and the total distance from them.
+
+    Sums of points are never made: their dot products are sums of ``between``.
+    """
+    n, k = len(between), len(chosen)
+    member = np.zeros((n, k))
+    member[chosen, np.arange(k)] = 1.0
+    similar = between @ member
+    distance = _distance(similar)
+    labels = assign(distance)
+    cost = _cost(distance, labels)
     for _ in range(MAX_ITERATIONS):
-        moved = _centroids(points, labels, centroids)
-        new_labels, new_cost = assign(points, moved)
+        moved = (labels[:, None] == np.arange(k)).astype(np.float64)
+        sums = between @ moved
+        square = np.einsum("nk,nk->k", moved, sums)
+        stays = square <= 0  # a cluster without any point, or only zeros
+        moved, sums = np.where(stays, member, moved), np.where(stays, similar, sums)
+        moved_similar = sums / np.where(stays, 1.0, np.sqrt(np.abs(square)))
+        distance = _distance(moved_similar)
+        labels = assign(distance)
+        new_cost = _cost(distance, labels)
         if new_cost >= cost:
             break
-        centroids, labels, cost = moved, new_labels, new_cost
-    return Clustering(centroids, labels, cost)
-
-
-def _centroids(points: Floats, labels: Ints, previous: Floats) -> Floats:
-    """Unit sums of the members; a cluster without any (or only zeros) stays where it was."""
-    sums = np.stack([points[labels == cluster].sum(axis=0) for cluster in range(len(previous))])
-    return np.where(sums.any(axis=1, keepdims=True), unit_rows(sums), previous)
+        member, similar, cost = moved, moved_similar, new_cost
+    return member, cost
 
 
 def _ordered(run: Clustering) -> Clustering:

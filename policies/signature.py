@@ -13,6 +13,8 @@ that the fit and every routing decision are the same bits on any machine and any
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -187,25 +189,45 @@ def centred_ranks(values: NDArray[Any]) -> Floats:
 
     Whole numbers, so that sums of their products are exact.
     """
-    n = len(values)
     order = np.argsort(values)
     ordered = values[order]
-    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    last = np.append(first[1:], n) - 1
-    ranks = np.empty(n)
-    # Ranks first + 1 .. last + 1 average to (first + last) / 2 + 1; the mean of all is (n + 1) / 2.
-    ranks[order] = np.repeat(first + last + 1 - n, last - first + 1)
+    ranks = np.empty(len(values))
+    ranks[order] = _shared_ranks(ordered[1:] != ordered[:-1])
     return ranks
+
+
+def _sorted_ranks(values: Ints) -> tuple[Ints, Floats]:
+    """Return the order that sorts whole numbers below 2^31, and their `centred_ranks` in it.
+
+    Numbers and their positions are sorted as one, which is faster than an argsort.
+    """
+    n, bits = len(values), len(values).bit_length()
+    ordered = np.sort((values << bits) | np.arange(n))
+    values = ordered >> bits
+    return ordered & ((1 << bits) - 1), _shared_ranks(values[1:] != values[:-1])
+
+
+def _shared_ranks(rises: NDArray[np.bool_]) -> Floats:
+    """Return the centred ranks of sorted values, from where they rise from one to the next."""
+    n = len(rises) + 1
+    first = np.flatnonzero(np.concatenate(([True], rises)))
+    last = np.append(first[1:], n) - 1
+    # Ranks first + 1 .. last + 1 average to (first + last) / 2 + 1; the mean of all is (n + 1) / 2.
+    return np.repeat(first + last + 1 - n, last - first + 1).astype(np.float64)
 
 
 def spearman(a: NDArray[Any], b: NDArray[Any]) -> float:
     """Spearman's rank correlation, ties by average rank; 0 where either side is constant."""
-    return _correlation(centred_ranks(a), centred_ranks(b))
+    x, y = centred_ranks(a), centred_ranks(b)
+    return _scaled(_summed(x, y), _summed(x, x), _summed(y, y))
 
 
-def _correlation(a: Floats, b: Floats) -> float:
+def _summed(a: Floats, b: Floats) -> float:
     # Not BLAS: sums of whole numbers are exact in any order, and its threads wait for each other.
-    ab, aa, bb = (float(np.einsum("p,p->", x, y)) for x, y in ((a, b), (a, a), (b, b)))
+    return float(np.einsum("p,p->", a, b))
+
+
+def _scaled(ab: float, aa: float, bb: float) -> float:
     return ab / float(np.sqrt(aa * bb)) if aa * bb > 0 else 0.0
 
 
@@ -259,7 +281,7 @@ def decode_overlap(
 def _products(rows: Floats, i: Ints, j: Ints) -> Floats:
     """Dot products of pairs of rows, parts of unit vectors: exact, so in whatever way is faster."""
     rows = np.ascontiguousarray(rows)
-    if len(rows) ** 2 <= 8 * len(i):
+    if len(rows) ** 2 <= 64 * len(i):
         return np.asarray((rows @ rows.T)[i, j])
     return np.asarray(np.einsum("pe,pe->p", rows[i], rows[j]))
 
@@ -326,24 +348,27 @@ def select_layers(
         dots[layer] = _products(unit[:, layer], i, j)
 
     dot, square = np.zeros(len(i)), np.zeros(n)
+    spread = _summed(overlap.ranks, overlap.ranks)
 
     def rho_with(layer: int) -> float:
         cosine = _cosine(dot + dots[layer], square + squares[layer], i, j)
-        return _correlation(centred_ranks(-cosine), overlap.ranks)
+        order, ranks = _sorted_ranks(-cosine)
+        return _scaled(_summed(ranks, overlap.ranks[order]), _summed(ranks, ranks), spread)
 
     given = None if mask == "greedy" else _order(mask, n_layers)
     left = list(range(n_layers))
     order: list[int] = []
     curve: list[float] = []
-    while left:
-        candidates = left if given is None else [given[len(order)]]
-        rho = [rho_with(layer) for layer in candidates]
-        best = candidates[int(np.argmax(rho))]
-        left.remove(best)
-        order.append(best)
-        curve.append(max(rho))
-        dot += dots[best]
-        square += squares[best]
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
+        while left:
+            candidates = left if given is None else [given[len(order)]]
+            rho = list(threads.map(rho_with, candidates))
+            best = candidates[int(np.argmax(rho))]
+            left.remove(best)
+            order.append(best)
+            curve.append(max(rho))
+            dot += dots[best]
+            square += squares[best]
     if mask == "greedy":
         n_kept = int(np.argmax(curve)) + 1
     else:
@@ -361,7 +386,7 @@ def _order(mask: Literal["all"] | tuple[int, ...], n_layers: int) -> list[int]:
     return sorted(range(n_layers), key=lambda layer: (layer not in kept, layer))
 
 
-def _cosine(dot: Floats, square: Floats, i: Ints, j: Ints) -> Floats:
-    """Cosine of the pairs, rounded to 1e-9; 0 where either side is a row of zeros."""
+def _cosine(dot: Floats, square: Floats, i: Ints, j: Ints) -> Ints:
+    """Cosine of the pairs in whole numbers of 1e-9; 0 where either side is a row of zeros."""
     scale = square[i] * square[j]
-    return np.asarray(np.round(dot / np.sqrt(np.where(scale > 0, scale, 1.0)), 9))
+    return np.rint(dot / np.sqrt(np.where(scale > 0, scale, 1.0)) * 1e9).astype(np.int64)

@@ -103,7 +103,9 @@ def _unit(counts: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @njit()
-def _windows(ids, tokens, n_experts, out):  # type: ignore[no-untyped-def]
+def _windows(
+    ids: NDArray[np.unsignedinteger], tokens: int, n_experts: int, out: NDArray[np.int64]
+) -> None:
     """Add up the distinct experts of all layers of windows that overlap by half, and count them."""
     seen = np.full(n_experts, -1, np.int64)
     mark = 0

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.clustering import METHODS, assign_balanced, assign_nearest, kmeans
@@ -53,6 +54,23 @@ def test_assignment_is_optimal(n, k, seed):
     assert cost == pytest.approx(distance[np.arange(n), labels].sum(), abs=1e-8)
     best = min(distance[np.arange(n), other].sum() for other in partitions(n, k))
     assert cost == pytest.approx(best, abs=1e-8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 24), st.integers(0, 2**32))
+@example(1000, 16, 0)
+@example(90, 89, 1)
+def test_assignment_costs_what_the_hungarian_method_finds(n, k, seed):
+    k = min(n, k)
+    near = rng(seed).gamma(0.2, 3.0, (4, 12))[rng(seed).integers(0, 4, n)]  # points in clusters
+    x = unit_rows(near + rng(seed + 1).gamma(0.4, 1.0, (n, 12)))
+    centroids = x[rng(seed).choice(n, k, replace=False)]
+    labels, cost = assign_balanced(x, centroids)
+    places = -(-n // k)
+    distance = np.rint((1 - x @ centroids.T) * 1e9)
+    rows, place = linear_sum_assignment(np.repeat(distance, places, axis=1))
+    assert np.bincount(labels, minlength=k).max() <= places
+    assert cost * 1e9 == pytest.approx(distance[rows, place // places].sum(), abs=0.5)
 
 
 @settings(max_examples=25, deadline=None)

@@ -124,7 +124,9 @@ def test_every_order_of_experts_is_as_likely_as_plackett_and_luce_say():
 def test_the_samplers_exponential_is_within_float32():
     base = np.linspace(-30, 30, 4001, dtype=np.float32)
     out = np.empty_like(base)
-    _exponential(base, np.zeros(2, np.float32), np.zeros((2, len(base)), np.float32), out)
+    bits = np.empty(len(base), np.int32)
+    still = np.zeros((3, 2), np.float32), np.zeros((2, len(base)), np.float32)
+    _exponential(base, *still, bits, bits.view(np.float32), out)
     exact = np.exp(np.clip(base.astype(np.float64), -20, 20))
     assert np.abs(out / exact - 1).max() < 2e-6
 
@@ -132,11 +134,13 @@ def test_the_samplers_exponential_is_within_float32():
 def test_the_drift_is_standard_and_falls_as_told():
     """A block's values have mean 0 and variance 1; two blocks correlate by the decay."""
     cells, decay = 40_000, 0.5
-    step = np.array([decay, np.sqrt(1 - decay**2)], np.float32)
-    moved = np.zeros(cells, np.float32)
-    _drift(np.uint64(1), True, step, moved)
-    before = moved.copy()
-    _drift(np.uint64(2), False, step, moved)
+    drift = np.array([[1, 1], [decay, 0], [np.sqrt(1 - decay**2), 1]], np.float32)
+    both = np.zeros((2, cells), np.float32)
+    _drift(np.uint64(1), True, drift, 0, both)
+    before = both[0].copy()
+    _drift(np.uint64(2), False, drift, 0, both)
+    moved = both[0]
+    assert not both[1].any()
     for values in (before, moved):
         assert abs(values.mean()) < 5 / np.sqrt(cells)
         assert values.std() == pytest.approx(1, abs=0.02)

@@ -372,7 +372,7 @@ def _nearness(real: _Real, ids: NDArray[Any]) -> float:
 
 
 @njit()
-def _shared(ids, request, lag, out):  # type: ignore[no-untyped-def]
+def _shared(ids: NDArray[Any], request: NDArray[np.int64], lag: int, out: Floats) -> int:
     """Add up, by layer, experts that a token shares with that so far before; return the pairs."""
     pairs = 0
     for t in range(lag, len(ids)):

@@ -177,7 +177,9 @@ def _self_overlap(
 
 
 @njit()
-def _count(experts, prompt, counts, shared, joint):  # type: ignore[no-untyped-def]
+def _count(
+    experts: NDArray[Any], prompt: int, counts: Floats, shared: Floats, joint: Floats
+) -> None:
     """Add up the choices of one request by phase, their repetition, and pairs of layers."""
     tokens, layers, top_k = experts.shape
     for t in range(tokens):
@@ -196,7 +198,7 @@ def _count(experts, prompt, counts, shared, joint):  # type: ignore[no-untyped-d
 
 
 @njit()
-def _count_blocks(experts, counts):  # type: ignore[no-untyped-def]
+def _count_blocks(experts: NDArray[Any], counts: Floats) -> None:
     """Add up the choices of one request block by block."""
     tokens, layers, top_k = experts.shape
     for t in range(tokens):

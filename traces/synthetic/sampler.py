@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +30,10 @@ _CHUNK = 16
 """Requests that a thread draws before it reports."""
 
 Progress = Callable[[float], None]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Narrow = NDArray[np.int32]
+Ints = NDArray[np.int64]
 
 
 def sample_experts(
@@ -93,6 +98,7 @@ def sample_kinds_and_experts(
 
     def draw(first: int) -> int:
         last = min(first + _CHUNK, n)
+        room = _room(*spread.shape)
         for request in range(first, last):
             rng = stream(seed, f"synthetic-request-{request}")
             c, rows = topics[request], slice(end[request] - length[request], end[request])
@@ -104,13 +110,14 @@ def sample_kinds_and_experts(
             chosen = np.empty((int(length[request]), model.n_layers, model.top_k), np.uint16)
             _sample_request(
                 rng.integers(1 << 64, dtype=np.uint64),
-                base,
+                base.ravel(),
                 drift,
                 *weights,
                 reuse,
                 model.topic_kinds[c],
                 model.succession,
                 int(prompt[request]),
+                *room,
                 kinds[rows],
                 chosen,
             )
@@ -121,6 +128,23 @@ def sample_kinds_and_experts(
         for last in threads.map(draw, range(0, n, _CHUNK)):
             progress(float(end[last - 1]) / total)
     return kinds, experts
+
+
+def _room(width: int, layers: int) -> tuple[NDArray[Any], ...]:
+    """Return what `_sample_request` works in: its parameters ``moved`` to ``state``."""
+    bits, topic = np.empty(width * layers, np.int32), np.empty((width, layers), np.float32)
+    return (
+        np.zeros((2, topic.size), np.float32),
+        bits,
+        bits.view(np.float32),
+        topic.ravel(),  # the same numbers
+        topic,
+        np.empty_like(topic),
+        np.empty((_COLUMNS, layers)),
+        np.empty(layers),
+        np.empty(layers, np.int64),
+        np.empty(1, np.uint64),
+    )
 
 
 def _clipped(log_weight: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -139,31 +163,46 @@ def _transposed(part: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 @njit(nogil=True)
-def _sample_request(  # type: ignore[no-untyped-def]
-    seed, base, drift, phases, kinds, reuse, shares, succession, prompt, kind_of, out
-):
-    """Fill ``out [tokens, layers, top_k]`` with the experts of one request."""
+def _sample_request(
+    seed: np.uint64,
+    base: Floats,
+    drift: Floats,
+    phases: Floats,
+    kinds: Floats,
+    reuse: Floats,
+    shares: Doubles,
+    succession: Doubles,
+    prompt: int,
+    moved: Floats,
+    bits: Narrow,
+    power: Floats,
+    flat: Floats,
+    topic: Floats,
+    weight: Floats,
+    before: Doubles,
+    target: Doubles,
+    column: Ints,
+    state: NDArray[np.uint64],
+    kind_of: Ints,
+    out: NDArray[np.uint16],
+) -> None:
+    """Fill ``out [tokens, layers, top_k]`` with the experts of one request, ``kind_of`` with kinds.
+
+    ``base`` and ``moved`` are tables ``[E, L]`` that lie flat; ``moved`` to ``state`` are room to
+    work in, of `_room`.
+    """
     tokens, layers, top_k = out.shape
-    width = len(base)
-    flat = base.reshape(base.size)
-    state = np.empty(1, np.uint64)
     state[0] = seed
-    moved = np.zeros((2, base.size), np.float32)
-    topic = np.empty(base.shape, np.float32)
-    weight = np.empty(base.shape, np.float32)
-    before = np.empty((_COLUMNS, layers), np.float64)
-    target = np.empty(layers, np.float64)
-    column = np.empty(layers, np.int64)
     for t in range(tokens):
         if t % DRIFT_BLOCK == 0:
             for process in range(2):
                 if drift[0, process] > 0:
-                    _drift(_random(state), t == 0, drift[1:, process], moved[process])
-            _exponential(flat, drift[0], moved, topic.reshape(base.size))
+                    _drift(_random(state), t == 0, drift, process, moved)
+            _exponential(base, drift, moved, bits, power, flat)
         kind = _next_kind(_uniform(state), shares, succession, kind_of, t)
         kind_of[t] = kind
         phase = 0 if t < prompt else 1
-        for e in range(width):
+        for e in range(len(topic)):
             for layer in range(layers):
                 popular = kinds[kind, e, layer] * phases[phase, e, layer]
                 weight[e, layer] = topic[e, layer] * popular
@@ -173,11 +212,11 @@ def _sample_request(  # type: ignore[no-untyped-def]
                     weight[out[t - 1, layer, slot], layer] *= reuse[layer]
         _sum_up(weight, before)
         for slot in range(top_k):
-            _choose(state, weight, before, target, column, out[t, :, slot])
+            _choose(state, weight, before, target, column, out, t, slot)
 
 
 @njit()
-def _random(state):  # type: ignore[no-untyped-def]
+def _random(state: NDArray[np.uint64]) -> np.uint64:
     """Return the next 64 random bits: SplitMix64 (Steele, Lea and Flood 2014, OOPSLA)."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
@@ -187,12 +226,12 @@ def _random(state):  # type: ignore[no-untyped-def]
 
 
 @njit()
-def _uniform(state):  # type: ignore[no-untyped-def]
+def _uniform(state: NDArray[np.uint64]) -> float:
     return float(np.int64(_random(state) >> np.uint64(11))) * 2.0**-53
 
 
 @njit()
-def _next_kind(random, shares, succession, kind_of, t):  # type: ignore[no-untyped-def]
+def _next_kind(random: float, shares: Doubles, succession: Doubles, kind_of: Ints, t: int) -> int:
     total = 0.0
     for kind in range(len(shares)):
         total += shares[kind] * (succession[kind_of[t - 1], kind] if t > 0 else 1.0)
@@ -206,7 +245,7 @@ def _next_kind(random, shares, succession, kind_of, t):  # type: ignore[no-untyp
 
 
 @njit()
-def _drift(key, first, step, moved):  # type: ignore[no-untyped-def]
+def _drift(key: np.uint64, first: bool, drift: Floats, process: int, moved: Floats) -> None:
     """Move a process of the drift on by a block; its first values are normal.
 
     The noise is the sum of the four bytes of a hash, which is as normal as the drift needs: the
@@ -214,11 +253,11 @@ def _drift(key, first, step, moved):  # type: ignore[no-untyped-def]
     functions").
     """
     low, high = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
-    decay, new = step[0], step[1]
+    decay, new = drift[1, process], drift[2, process]
     if first:
         decay, new = np.float32(0.0), np.float32(1.0)
     scale = np.float32(new / 147.8005412)
-    for i in range(len(moved)):
+    for i in range(moved.shape[1]):
         # ufuncs keep to 32 bits, which a processor multiplies beside each other; `*` would not.
         h = np.add(np.multiply(np.uint32(i), np.uint32(0x9E3779B9)), low)
         h = np.multiply(_folded(h, np.uint32(16)), np.uint32(0x7FEB352D))
@@ -228,21 +267,26 @@ def _drift(key, first, step, moved):  # type: ignore[no-untyped-def]
         pairs = np.add(np.bitwise_and(h, even), np.bitwise_and(odd, even))
         low_pair = np.bitwise_and(pairs, np.uint32(0xFFFF))
         summed = np.add(low_pair, np.right_shift(pairs, np.uint32(16)))
-        moved[i] = decay * moved[i] + scale * (np.float32(np.int32(summed)) - np.float32(510))
+        moved[process, i] = decay * moved[process, i] + scale * (
+            np.float32(np.int32(summed)) - np.float32(510)
+        )
 
 
 @njit()
-def _folded(h, by):  # type: ignore[no-untyped-def]
+def _folded(h: np.uint32, by: np.uint32) -> np.uint32:
     return np.bitwise_xor(h, np.right_shift(h, by))
 
 
 @njit()
-def _exponential(base, sd, moved, out):  # type: ignore[no-untyped-def]
-    """Set ``out`` to the exponential of topic and drift, within float32's rounding."""
-    bits = np.empty(len(base), np.int32)
-    power = bits.view(np.float32)
+def _exponential(
+    base: Floats, drift: Floats, moved: Floats, bits: Narrow, power: Floats, out: Floats
+) -> None:
+    """Set ``out`` to the exponential of topic and drift, within float32's rounding.
+
+    ``power`` is ``bits`` read as floating-point numbers, as long as the others.
+    """
     for i in range(len(base)):
-        x = base[i] + sd[0] * moved[0, i] + sd[1] * moved[1, i]
+        x = base[i] + drift[0, 0] * moved[0, i] + drift[0, 1] * moved[1, i]
         x = min(max(x, np.float32(-_LIMIT)), np.float32(_LIMIT)) * np.float32(1.4426950408889634)
         whole = np.int32(x + np.float32(64.5)) - np.int32(64)
         x -= np.float32(np.int32(whole))
@@ -260,7 +304,7 @@ def _exponential(base, sd, moved, out):  # type: ignore[no-untyped-def]
 
 
 @njit()
-def _sum_up(weight, before):  # type: ignore[no-untyped-def]
+def _sum_up(weight: Floats, before: Doubles) -> None:
     """Set ``before [_COLUMNS, layers]`` to the weights of all columns up to and with one."""
     width, layers = weight.shape
     for c in range(_COLUMNS):
@@ -276,7 +320,16 @@ def _sum_up(weight, before):  # type: ignore[no-untyped-def]
 
 
 @njit()
-def _choose(state, weight, before, target, column, out):  # type: ignore[no-untyped-def]
+def _choose(
+    state: NDArray[np.uint64],
+    weight: Floats,
+    before: Doubles,
+    target: Doubles,
+    column: Ints,
+    out: NDArray[np.uint16],
+    t: int,
+    slot: int,
+) -> None:
     """Draw an expert in each layer, in proportion to its weight among those left; take it away.
 
     A search counts the sums that do not exceed its target: of columns, then within one. Sums in
@@ -300,7 +353,7 @@ def _choose(state, weight, before, target, column, out):  # type: ignore[no-unty
         if weight[found, layer] == 0:
             found = _search(_uniform(state), weight, layer)
             column[layer] = found % _COLUMNS
-        out[layer] = found
+        out[t, layer, slot] = found
         target[layer] = weight[found, layer]
         weight[found, layer] = 0.0
     for c in range(_COLUMNS):
@@ -309,7 +362,7 @@ def _choose(state, weight, before, target, column, out):  # type: ignore[no-unty
 
 
 @njit()
-def _search(random, weight, layer):  # type: ignore[no-untyped-def]
+def _search(random: float, weight: Floats, layer: int) -> int:
     """Draw an expert of a layer by the weights alone."""
     total = 0.0
     for e in range(len(weight)):

@@ -96,7 +96,7 @@ def count_groups(
 
 
 @njit()
-def _gather(ids, basis, out):  # type: ignore[no-untyped-def]
+def _gather(ids: NDArray[Any], basis: Floats, out: Floats) -> None:
     for t in range(len(ids)):
         for layer in range(ids.shape[1]):
             for slot in range(ids.shape[2]):
@@ -104,7 +104,7 @@ def _gather(ids, basis, out):  # type: ignore[no-untyped-def]
 
 
 @njit()
-def _scatter(ids, scores, out):  # type: ignore[no-untyped-def]
+def _scatter(ids: NDArray[Any], scores: Floats, out: Floats) -> None:
     for t in range(len(ids)):
         for layer in range(ids.shape[1]):
             for slot in range(ids.shape[2]):
@@ -112,7 +112,7 @@ def _scatter(ids, scores, out):  # type: ignore[no-untyped-def]
 
 
 @njit()
-def _count(ids, group, out):  # type: ignore[no-untyped-def]
+def _count(ids: NDArray[Any], group: NDArray[np.int64], out: Floats) -> None:
     for t in range(len(ids)):
         for layer in range(ids.shape[1]):
             for slot in range(ids.shape[2]):
