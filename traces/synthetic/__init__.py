@@ -14,6 +14,8 @@ reshape
     Models of another shape, strength or set of domains.
 presets
     `FITTED`: models that come with the package; `PRESETS`: known models made of them.
+prompt_lengths
+    `draw_prompt_lengths`: how long the prompts of the workloads are.
 moments
     `measure`: statistics by which a trace and its twin are compared.
 synthesize

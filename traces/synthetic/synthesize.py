@@ -16,6 +16,7 @@ from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.manifest import SYNTHETIC
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.synthetic.model import RoutingModel
+from eldr_sim.traces.synthetic.prompt_lengths import draw_prompt_lengths
 from eldr_sim.traces.synthetic.sampler import sample_experts
 from eldr_sim.traces.writer import write_trace
 
@@ -32,7 +33,7 @@ def synthesize(
     *,
     requests: int,
     calibration: int,
-    prompt_len: Lengths,
+    prompt_len: Lengths | None,
     output_len: Lengths,
     seed: int,
     shares: Sequence[float] | None = None,
@@ -50,7 +51,8 @@ def synthesize(
     requests, calibration
         Requests of the serving and the calibration split.
     prompt_len, output_len
-        Least and greatest number of tokens, drawn uniformly.
+        Least and greatest number of tokens, drawn uniformly. Without ``prompt_len``, prompts are as
+        long as those of their domains' data sets (`prompt_lengths`).
     seed
         Non-negative integer. The same model, lengths and seed give the same trace.
     shares
@@ -63,30 +65,37 @@ def synthesize(
     Raises
     ------
     InputError
-        If a number is out of range, or ``out`` exists and may not be replaced.
+        If a number is out of range, a domain has no data set whose prompts to follow, or ``out``
+        exists and may not be replaced.
     """
     if requests < 0 or calibration < 0 or requests + calibration < 1:
         raise InputError("requests", f"got {requests} and {calibration}", "at least 1 in all")
     n = requests + calibration
     within("requests", n, _MOST_REQUESTS)
-    lengths = []
-    for name, (low, high) in (("prompt_len", prompt_len), ("output_len", output_len)):
-        if not 1 <= low <= high:
-            raise InputError(name, f"got {low}:{high}", "1 or more, the lesser first")
-        lengths.append(stream(seed, f"synthetic-{name}").integers(low, high, n, endpoint=True))
+    if shares is None:
+        domain = np.arange(n) % len(model.domains)
+    else:
+        domain = np.concatenate([_turns(shares, count) for count in (calibration, requests)])
     return _write(
         model,
         out,
-        domain=np.arange(n) % len(model.domains)
-        if shares is None
-        else np.concatenate([_turns(shares, count) for count in (calibration, requests)]),
-        prompt_len=lengths[0],
-        output_len=lengths[1],
+        domain=domain,
+        prompt_len=draw_prompt_lengths([model.domains[d] for d in domain], seed)
+        if prompt_len is None
+        else _uniform("prompt_len", prompt_len, n, seed),
+        output_len=_uniform("output_len", output_len, n, seed),
         is_calibration=np.arange(n) < calibration,
         seed=seed,
         force=force,
         progress=progress,
     )
+
+
+def _uniform(name: str, span: Lengths, n: int, seed: int) -> NDArray[np.int64]:
+    low, high = span
+    if not 1 <= low <= high:
+        raise InputError(name, f"got {low}:{high}", "1 or more, the lesser first")
+    return stream(seed, f"synthetic-{name}").integers(low, high, n, endpoint=True)
 
 
 def _turns(shares: Sequence[float], n: int) -> NDArray[np.int64]:

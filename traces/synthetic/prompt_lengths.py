@@ -1,0 +1,119 @@
+"""How long the prompts of the workloads ``task`` and ``language`` are, by the data sets of ELDR.
+
+ELDR (Sec. 6, Datasets) names the data sets and their prompts, not how long these are. Each data set
+here has a median and a spread, measured or from a published mean, at `CHARACTERS` a token where the
+figure counts characters; the model's chat template is not counted. Lengths are lognormal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.streams import stream
+
+__all__ = ["CHARACTERS", "DATA_SETS", "LONGEST", "SHORTEST", "DataSet", "draw_prompt_lengths"]
+
+CHARACTERS = 4.0
+"""Characters of English text or code a token."""
+SHORTEST, LONGEST = 8, 512
+"""Tokens beyond which lengths are cut: a drawn token costs time, and few prompts are longer."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Prompts of one source: how many of a domain's, their median length and its spread.
+
+    Attributes
+    ----------
+    name, prompts
+        The data set, and its prompts in ELDR's mix: its weight in the domain.
+    median
+        Tokens.
+    spread
+        Standard deviation of the logarithm of the length.
+    source
+        Where the figures are from.
+    """
+
+    name: str
+    prompts: float
+    median: float
+    spread: float
+    source: str
+
+
+def _of_mean(tokens: float, spread: float) -> float:
+    """Return the median of a lognormal length of this mean."""
+    return tokens * math.exp(-(spread**2) / 2)
+
+
+_USUAL = 0.5  # spread of HumanEval, for data sets of which only a mean is known
+_MEDQA = _of_mean(1.3 * (116.6 + 4 * 3.5), _USUAL)
+# Of user messages of 295.58 tokens in the mean, 1609.18 standard deviation (Zhao et al. 2024,
+# WildChat, Table 2).
+_WILD = math.sqrt(math.log(1 + (1609.18 / 295.58) ** 2))
+_WILDCHAT = DataSet(
+    "WildChat", 1, _of_mean(295.58, _WILD), _WILD, "mean and deviation of a message, Zhao 2024"
+)
+
+DATA_SETS: dict[str, tuple[DataSet, ...]] = {
+    "code": (
+        DataSet("HumanEval", 164, 396 / CHARACTERS, 0.51, "measured, 5-95% 173-915 characters"),
+        DataSet(
+            "BigCodeBench",
+            1140,
+            _of_mean(663.2 / CHARACTERS, _USUAL),
+            _USUAL,
+            "mean characters of the instructions, its data card",
+        ),
+    ),
+    "math": (DataSet("GSM8K", 1319, 222 / CHARACTERS, 0.39, "measured, 5-95% 119-431 characters"),),
+    "medical": (
+        DataSet("PubMedQA", 1000, 91 / CHARACTERS, 0.32, "measured, 5-95% 52-148 characters"),
+        DataSet("MedQA", 1273, _MEDQA, _USUAL, "mean words, question and options, Jin 2021"),
+        DataSet("MMLU, professional medicine", 272, _MEDQA, _USUAL, "MedQA's: the same exam"),
+    ),
+    "legal": (
+        DataSet(
+            "CaseHOLD",
+            3600,
+            _of_mean(5_989_952 / 3600 / CHARACTERS, _USUAL),
+            _USUAL,
+            "bytes of LexGLUE's test set, which has 3,600 prompts as ELDR's domain",
+        ),
+    ),
+    **dict.fromkeys(("en", "zh", "ru", "fr"), (_WILDCHAT,)),
+}
+"""By domain. Of code, 1,475 prompts (DS-1000, MBPP) have no figure, of math 1,425 (MATH-500,
+OlympiadBench and others); the rest of their domain stands for them. WildChat's languages are not
+told apart."""
+
+
+def draw_prompt_lengths(domain: Sequence[str], seed: int) -> NDArray[np.int64]:
+    """Draw the prompt tokens of requests, by the data sets of their domains.
+
+    Every request draws for itself, so the first ones are the same however many follow.
+
+    Raises
+    ------
+    InputError
+        If a domain has no data set.
+    """
+    lengths = np.empty(len(domain), np.int64)
+    rng = stream(seed, "synthetic-prompt-data-set")
+    which, normal = rng.random(len(domain)), stream(seed, "synthetic-prompt-length")
+    for i, name in enumerate(domain):
+        sets = DATA_SETS.get(name)
+        if sets is None:
+            raise InputError("prompt_len", f"no data set of domain {name!r}", ", ".join(DATA_SETS))
+        until = np.cumsum([one.prompts for one in sets])
+        one = sets[int(np.searchsorted(until, which[i] * until[-1], side="right"))]
+        tokens = one.median * math.exp(one.spread * float(normal.standard_normal()))
+        lengths[i] = round(min(max(tokens, SHORTEST), LONGEST))
+    return lengths
