@@ -62,7 +62,7 @@ _OURS = {
     BITSETS: ("*.bits", ".*.bits-*"),
     FITS: ("*.npz", ".*.npz-*"),
     NUMBA: ("*/*/*.nbi", "*/*/*.nbc", "*/*/*.nb[ic].tmp.*"),
-    TRACES: ("*/experts.npy", "*/manifest.json", "*/requests.parquet"),
+    TRACES: ("*/experts.npy", "*/gate_scores.npz", "*/manifest.json", "*/requests.parquet"),
 }
 _DEFAULT_LIMIT = 2 << 30
 _ABANDONED_S = 24 * 3600.0  # nobody is still writing an unfinished file of this age

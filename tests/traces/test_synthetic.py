@@ -16,6 +16,12 @@ from eldr_sim.traces.synthetic.model import RoutingModel
 from eldr_sim.traces.synthetic.model_fit import fit_routing_model, requests_of
 from eldr_sim.traces.synthetic.moments import Requests, information, measure
 from eldr_sim.traces.synthetic.presets import FITTED, PRESETS, fitted_model, preset_model
+from eldr_sim.traces.synthetic.prompt_lengths import (
+    DATA_SETS,
+    LONGEST,
+    SHORTEST,
+    draw_prompt_lengths,
+)
 from eldr_sim.traces.synthetic.reshape import scaled, with_domains, with_experts, with_layers
 from eldr_sim.traces.synthetic.sampler import (
     _drift,
@@ -24,7 +30,7 @@ from eldr_sim.traces.synthetic.sampler import (
     sample_kinds_and_experts,
 )
 from eldr_sim.traces.synthetic.synthesize import synthesize, synthesize_like
-from eldr_sim.traces.synthetic.token_kinds import token_kinds
+from eldr_sim.traces.synthetic.token_kinds import count_groups, token_kinds
 from eldr_sim.traces.writer import write_trace
 from eldr_sim.validation.synthetic_twin import compare_with_twin
 
@@ -303,6 +309,21 @@ def test_fit_recovers_the_statistics_of_a_known_model(tmp_path):
         assert rows[name].synthetic == pytest.approx(rows[name].real, rel=tolerance), name
     assert not rows["reuse at lag 8"].fitted
     assert rows["reuse at lag 1"].fitted
+    # A request that was not fitted is as far from the nearest that was.
+    real, drawn_ = (nearest(one, trace) for one in (other, twin))
+    assert drawn_ == pytest.approx(real, abs=0.02)
+    assert real < nearest(trace, trace) - 0.02  # which is each itself
+
+
+def nearest(requests, among):
+    """Mean cosine of a request's expert counts with the most similar one's."""
+    directions = []
+    for trace in (requests, among):
+        of = np.repeat(np.arange(trace.n_requests), trace.prompt_len + trace.output_len)
+        counts = count_groups(trace.experts, of, trace.n_requests, trace.n_experts)
+        flat = counts.reshape(trace.n_requests, -1)
+        directions.append(flat / np.linalg.norm(flat, axis=1, keepdims=True))
+    return (directions[0] @ directions[1].T).max(axis=1).mean()
 
 
 @pytest.mark.parametrize("name", FITTED)
@@ -494,3 +515,40 @@ def test_commands_fit_and_draw_and_the_trace_runs(run_cli, tmp_path, monkeypatch
     code, _, err = run_cli("trace", "fit-synthetic", small, "--out", model)
     assert code == 2
     assert "exists" in err
+
+
+def test_gate_scores_rank_the_chosen_experts_and_change_none():
+    """Of prompts of one token: probabilities of all experts, the chosen ones first, in order."""
+    model = model_of(experts=20, top_k=4, layers=3)
+    n = 40
+    gate = np.full((n, 3, 20), np.nan, np.float32)
+    lengths = np.zeros(n, int), np.ones(n, int), np.full(n, 2)
+    scored = sample_experts(model, *lengths, 5, gate=gate)
+    np.testing.assert_array_equal(scored, sample_experts(model, *lengths, 5))
+    np.testing.assert_allclose(gate.sum(axis=2), 1, atol=1e-5)
+    assert (gate > 0).all()
+    order = np.argsort(-gate, axis=2)[:, :, :4]
+    np.testing.assert_array_equal(order, scored[::3])
+    # Scores are weight and Gumbel noise: of even weights the greatest of 20 has this mean share.
+    noise = np.random.default_rng(0).gumbel(size=(20_000, 20))
+    share = np.exp(noise - np.log(np.exp(noise).sum(axis=1, keepdims=True))).max(axis=1)
+    assert gate.max(axis=2).mean() == pytest.approx(share.mean(), abs=5 * share.std() / 11)
+
+
+def test_prompts_are_as_long_as_their_data_sets():
+    names = [name for name in DATA_SETS for _ in range(400)]
+    lengths = draw_prompt_lengths(names, 3)
+    assert lengths.min() >= SHORTEST
+    assert lengths.max() <= LONGEST
+    np.testing.assert_array_equal(lengths[:500], draw_prompt_lengths(names[:500], 3))
+    own = lengths.reshape(len(DATA_SETS), 400)
+    for name, drawn in zip(DATA_SETS, own, strict=True):
+        sets = DATA_SETS[name]
+        if len(sets) == 1:  # the median's standard error is 1.25 of the mean's
+            error = 1.25 * sets[0].spread / np.sqrt(400)
+            assert abs(np.log(np.median(drawn) / sets[0].median)) < 4 * error
+    short = [s for s in DATA_SETS["medical"] if s.median < 50]
+    share = sum(s.prompts for s in short) / sum(s.prompts for s in DATA_SETS["medical"])
+    assert (own[list(DATA_SETS).index("medical")] < 45).mean() == pytest.approx(share, abs=0.1)
+    with pytest.raises(InputError, match="prompt_len: no data set of domain 'sports'"):
+        draw_prompt_lengths(["sports"], 0)

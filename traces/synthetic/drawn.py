@@ -100,7 +100,13 @@ def wanted_domains(
     return tuple(weights.items())
 
 
-def drawn_trace(model: str, shape: Shape, domains: tuple[tuple[str, float], ...]) -> RoutingTrace:
+def drawn_trace(
+    model: str,
+    shape: Shape,
+    domains: tuple[tuple[str, float], ...],
+    *,
+    gate_scores: bool = False,
+) -> RoutingTrace:
     """Draw the routing of a model, or open what was drawn before on this machine.
 
     Parameters
@@ -109,15 +115,17 @@ def drawn_trace(model: str, shape: Shape, domains: tuple[tuple[str, float], ...]
         Name and shape of the served model.
     domains
         Domains and their weights, see `wanted_domains`.
+    gate_scores
+        Whether to draw the gate's probabilities, too; the experts are the same either way.
     """
     preset = nearest_preset(model, shape)
     fitted = hashlib.sha256(fitted_path(PRESETS[preset].fitted).read_bytes()).hexdigest()
-    what = [preset, asdict(shape), domains, cache.stamp(_SOURCES), fitted]
+    what = [preset, asdict(shape), domains, gate_scores, cache.stamp(_SOURCES), fitted]
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     name = f"{re.sub('[^a-z0-9.]+', '-', model.lower())}-{digest[:16]}"
 
     def draw(folder: Path) -> None:
-        _draw(preset, shape, domains, folder)
+        _draw(preset, shape, domains, gate_scores, folder)
 
     found = cache.find(cache.TRACES, name)
     if found is not None and found.is_dir():
@@ -133,7 +141,13 @@ def drawn_trace(model: str, shape: Shape, domains: tuple[tuple[str, float], ...]
     return open_trace(kept, verify_checksum=False)
 
 
-def _draw(preset: str, shape: Shape, domains: tuple[tuple[str, float], ...], folder: Path) -> None:
+def _draw(
+    preset: str,
+    shape: Shape,
+    domains: tuple[tuple[str, float], ...],
+    gate_scores: bool,
+    folder: Path,
+) -> None:
     wanted = asdict(shape)
     own = {name: getattr(PRESETS[preset], name) for name in wanted}
     model = preset_model(preset, **(wanted if wanted != own else {}))
@@ -148,5 +162,6 @@ def _draw(preset: str, shape: Shape, domains: tuple[tuple[str, float], ...], fol
         output_len=_OUTPUT_LEN,
         seed=0,
         shares=[weights.get(name, 0.0) / total for name in model.domains],
+        gate_scores=gate_scores,
         force=True,
     )

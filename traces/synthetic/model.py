@@ -12,9 +12,11 @@ gate. The logarithm of an expert's weight is a sum of terms::
                 + reuse[l]                      if the token before chose e in layer l
 
 A request's topic is one of ``topics``, drawn from its domain's, not a point of a normal
-distribution: real requests come in clusters. Of its variance the share ``own^2`` is the request's
-own, normal with the variance that the topics have (the variance-correcting smoothed bootstrap of
-Silverman and Young 1987, Biometrika 74:469): without it two requests of a topic would be copies.
+distribution: real requests come in clusters. Of its variance in the domain the share ``o^2`` is the
+request's own, normal with the variance that the domain's topics have (the variance-correcting
+smoothed bootstrap of Silverman and Young 1987, Biometrika 74:469): without it two requests of a
+topic would be copies. Some real requests are nearly copies and some are like no other, so every
+request draws ``o`` between 0 and twice ``own``, at most 1.
 
 The kind of a token is drawn from its topic's ``topic_kinds``, times ``succession[before, kind]``:
 how much likelier a kind is after another than it would be by chance. A kind holds in all layers:
@@ -74,7 +76,8 @@ class RoutingModel:
     topic_domain
         ``[C]``: domain of a topic; each domain has one or more.
     own
-        Standard deviation of what is a request's own, over that of the topics; 0 to 1.
+        Standard deviation of what is a request's own, over that of its domain's topics, in the
+        mean; 0 to 1.
     drift_sd, drift_tokens
         ``[2]`` each: standard deviation of a process of the drift, and the tokens after which its
         autocorrelation has fallen to 1/e.

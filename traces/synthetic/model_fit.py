@@ -14,7 +14,7 @@ topics         the same of a request's tokens, as far as it lasts (`_lasting`)
 phase          the same of prompts and of generated tokens
 reuse          share of a token's experts that the token before chose, by layer
 drift_sd       how that share falls from 2 to 16 tokens apart, and from 16 to 64
-own            cosine of a request's counts and those of the nearest other one
+own            cosine of a request's counts and those of the nearest fitted one
 ============== ==================================================================
 """
 
@@ -53,7 +53,7 @@ _PRIOR_TOKENS = 4.0
 _TOPIC_PRIOR_TOKENS = 6.0
 """The same for a request's, whose tokens are fewer and depend on each other."""
 _LAGS = (1, 2, 16, 64)
-_OWN = (0.0, 0.2, 0.4, 0.6)
+_OWN = (0.0, 0.2, 0.4, 0.6, 0.8)
 
 
 def requests_of(trace: RoutingTrace) -> Requests:
@@ -350,25 +350,30 @@ def _odds(share: Floats) -> Floats:
 
 
 def _own(model: RoutingModel, real: _Real, seed: int) -> float:
-    """Return the share of a request's own at which requests are as near each other as real ones."""
-    want = _nearness(real, real.ids)
-    gaps = []
+    """Return the share of a request's own at which a new request is as far from those fitted.
+
+    A drawn request has a fitted one's topic, so without anything of its own it is nearer to that
+    one than a real request is to any other.
+    """
+    counts = _directions(real, real.ids)
+    others = np.einsum("ra,sa->rs", counts, counts)
+    np.fill_diagonal(others, -1.0)
+    want = float(others.max(axis=1).mean())
+    near = []
     for own in _OWN:
         trial = replace(model, own=own)
         ids = sample_experts(trial, real.domain, real.prompt_len, real.output_len, seed)
-        gaps.append(abs(_nearness(real, ids) - want))
-    return float(_OWN[int(np.argmin(gaps))])
+        near.append(float((_directions(real, ids) @ counts.T).max(axis=1).mean()))
+    # The more of its own, the farther.
+    return round(float(np.interp(-want, -np.minimum.accumulate(near), _OWN)), 2)
 
 
-def _nearness(real: _Real, ids: NDArray[Any]) -> float:
-    """Return the mean over requests of the cosine to the nearest other, counts of all layers."""
+def _directions(real: _Real, ids: NDArray[Any]) -> Floats:
+    """Return the requests' counts in all layers, scaled to length 1, ``[requests, L E]``."""
     n = len(real.domain)
     counts = real.counts(np.ascontiguousarray(ids, dtype=np.uint16), real.request, n)
     flat = counts.reshape(n, -1)
-    flat = flat / np.linalg.norm(flat, axis=1, keepdims=True)
-    cosine = np.einsum("ra,sa->rs", flat, flat)
-    np.fill_diagonal(cosine, -1.0)
-    return float(cosine.max(axis=1).mean())
+    return np.asarray(flat / np.linalg.norm(flat, axis=1, keepdims=True))
 
 
 @njit()

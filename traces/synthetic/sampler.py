@@ -8,6 +8,7 @@ bytes on any machine.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ def sample_experts(
     output_len: ArrayLike,
     seed: int,
     progress: Progress = lambda share: None,
+    gate: Floats | None = None,
 ) -> NDArray[np.uint8] | NDArray[np.uint16]:
     """Draw the experts of every token of some requests.
 
@@ -58,6 +60,9 @@ def sample_experts(
         Non-negative integer.
     progress
         Called with the share of the tokens done.
+    gate
+        ``[n, L, E]``: where to put the gate's probabilities, summed over each prompt, if wanted.
+        The experts are the same either way.
 
     Returns
     -------
@@ -70,7 +75,7 @@ def sample_experts(
         int(stream(seed, f"synthetic-topic-{i}").choice(topics[int(d)]))
         for i, d in enumerate(np.asarray(domain).tolist())
     ]
-    return sample_kinds_and_experts(model, choice, prompt_len, output_len, seed, progress)[1]
+    return sample_kinds_and_experts(model, choice, prompt_len, output_len, seed, progress, gate)[1]
 
 
 def sample_kinds_and_experts(
@@ -80,6 +85,7 @@ def sample_kinds_and_experts(
     output_len: ArrayLike,
     seed: int,
     progress: Progress = lambda share: None,
+    gate: Floats | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8] | NDArray[np.uint16]]:
     """Draw requests of given topics: the kind of every token, and its experts."""
     prompt = np.asarray(prompt_len, dtype=np.int64)
@@ -92,22 +98,26 @@ def sample_kinds_and_experts(
     terms = model.phase, model.kinds.transpose(1, 0, 2)
     weights = [_transposed(np.exp(_clipped(part))) for part in terms]
     reuse = np.exp(_clipped(model.reuse)).astype(np.float32)
-    topic_terms, spread = _transposed(model.topics), _transposed(model.topics.std(axis=0))
+    topic_terms = _transposed(model.topics)
+    usual, spread = _domains(model)
     decay = np.exp(-DRIFT_BLOCK / model.drift_tokens)
     drift = np.stack([model.drift_sd, decay, np.sqrt(1 - decay**2)]).astype(np.float32)
 
     def draw(first: int) -> int:
         last = min(first + _CHUNK, n)
-        room = _room(*spread.shape)
+        room = _room(*topic_terms.shape[1:])
         for request in range(first, last):
             rng = stream(seed, f"synthetic-request-{request}")
             c, rows = topics[request], slice(end[request] - length[request], end[request])
             base = topic_terms[c]
             if model.own:
-                noise = spread * rng.standard_normal(spread.shape, dtype=np.float32)
-                base = base * np.float32(np.sqrt(1 - model.own**2)) + np.float32(model.own) * noise
+                d, own = model.topic_domain[c], min(2 * model.own * rng.random(), 1.0)
+                noise = spread[d] * rng.standard_normal(base.shape, dtype=np.float32)
+                shrunk = np.float32(math.sqrt(1 - own**2)) * (base - usual[d])
+                base = usual[d] + shrunk + np.float32(own) * noise
             # One type for the compiler; ids become narrow afterwards.
             chosen = np.empty((int(length[request]), model.n_layers, model.top_k), np.uint16)
+            summed = None if gate is None else np.zeros(base.shape)
             _sample_request(
                 rng.integers(1 << 64, dtype=np.uint64),
                 base.ravel(),
@@ -120,14 +130,24 @@ def sample_kinds_and_experts(
                 *room,
                 kinds[rows],
                 chosen,
+                summed,
             )
             experts[rows] = chosen
+            if gate is not None and summed is not None:
+                gate[request] = summed[: model.n_experts].T
         return last
 
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
         for last in threads.map(draw, range(0, n, _CHUNK)):
             progress(float(end[last - 1]) / total)
     return kinds, experts
+
+
+def _domains(model: RoutingModel) -> tuple[Floats, Floats]:
+    """Return mean and standard deviation of each domain's topics, ``[D, E, L]``."""
+    own = [model.topics[model.topic_domain == d] for d in range(len(model.domains))]
+    mean, deviation = (np.stack([of(t, axis=0) for t in own]) for of in (np.mean, np.std))
+    return _transposed(mean), _transposed(deviation)
 
 
 def _room(width: int, layers: int) -> tuple[NDArray[Any], ...]:
@@ -185,14 +205,17 @@ def _sample_request(
     state: NDArray[np.uint64],
     kind_of: Ints,
     out: NDArray[np.uint16],
+    gate: Doubles | None,
 ) -> None:
     """Fill ``out [tokens, layers, top_k]`` with the experts of one request, ``kind_of`` with kinds.
 
     ``base`` and ``moved`` are tables ``[E, L]`` that lie flat; ``moved`` to ``state`` are room to
-    work in, of `_room`.
+    work in, of `_room`. ``gate [E, L]`` takes the probabilities of prompt tokens, if given.
     """
     tokens, layers, top_k = out.shape
     state[0] = seed
+    if gate is not None:
+        noise, before_choice = np.array([~seed]), np.empty_like(weight)
     for t in range(tokens):
         if t % DRIFT_BLOCK == 0:
             for process in range(2):
@@ -211,8 +234,12 @@ def _sample_request(
                 for slot in range(top_k):
                     weight[out[t - 1, layer, slot], layer] *= reuse[layer]
         _sum_up(weight, before)
+        if gate is not None:
+            before_choice[:] = weight
         for slot in range(top_k):
             _choose(state, weight, before, target, column, out, t, slot)
+        if gate is not None and t < prompt:
+            _add_gate(noise, before_choice, out, t, gate)
 
 
 @njit()
@@ -359,6 +386,43 @@ def _choose(
     for c in range(_COLUMNS):
         for layer in range(layers):
             before[c, layer] -= target[layer] if column[layer] <= c else 0.0
+
+
+@njit()
+def _add_gate(
+    noise: NDArray[np.uint64],
+    weight: Floats,
+    out: NDArray[np.uint16],
+    t: int,
+    gate: Doubles,
+) -> None:
+    """Add a token's softmax over all experts, of scores that rank the chosen ones as they are.
+
+    A choice by weights is a race: who arrives first after exponential times is chosen first. Given
+    the order, the times between the chosen are exponential in the weight of all that are left, and
+    the others arrive after them. The score, weight and Gumbel noise, is minus the time's logarithm.
+    """
+    width, layers = weight.shape
+    time = np.empty(width)
+    for layer in range(layers):
+        left = 0.0
+        for e in range(width):
+            left += weight[e, layer]
+            time[e] = 0.0
+        last = 0.0
+        for slot in range(out.shape[2]):
+            e = out[t, layer, slot]
+            last -= math.log(1.0 - _uniform(noise)) / max(left, 1e-30)
+            left -= weight[e, layer]
+            time[e] = last
+        total = 0.0
+        for e in range(width):
+            if time[e] == 0.0:
+                after = -math.log(1.0 - _uniform(noise))
+                time[e] = last + after / weight[e, layer] if weight[e, layer] > 0 else math.inf
+            total += 1.0 / time[e]
+        for e in range(width):
+            gate[e, layer] += 1.0 / time[e] / total
 
 
 @njit()

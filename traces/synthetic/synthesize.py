@@ -13,6 +13,7 @@ from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import ARRAY_LIMIT, within
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.gate_scores import GateScores
 from eldr_sim.traces.manifest import SYNTHETIC
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.synthetic.model import RoutingModel
@@ -37,6 +38,7 @@ def synthesize(
     output_len: Lengths,
     seed: int,
     shares: Sequence[float] | None = None,
+    gate_scores: bool = False,
     force: bool = False,
     progress: Progress = lambda share: None,
 ) -> RoutingTrace:
@@ -57,6 +59,8 @@ def synthesize(
         Non-negative integer. The same model, lengths and seed give the same trace.
     shares
         Share of each of the model's domains in both splits, which sum to 1; by default all alike.
+    gate_scores
+        Whether to draw the gate's probabilities, too; the experts are the same either way.
     force
         Replace ``out`` if it is a trace.
     progress
@@ -86,6 +90,7 @@ def synthesize(
         output_len=_uniform("output_len", output_len, n, seed),
         is_calibration=np.arange(n) < calibration,
         seed=seed,
+        gate_scores=gate_scores,
         force=force,
         progress=progress,
     )
@@ -163,6 +168,7 @@ def _write(
     output_len: NDArray[Any],
     is_calibration: NDArray[np.bool_],
     seed: int,
+    gate_scores: bool = False,
     force: bool,
     progress: Progress,
 ) -> RoutingTrace:
@@ -172,7 +178,9 @@ def _write(
     ids = tokens * model.n_layers * model.top_k
     within("requests", 2 * ids, ARRAY_LIMIT, " bytes of expert ids")
     used = [name for d, name in enumerate(model.domains) if (domain == d).any()]
-    experts = sample_experts(model, domain, prompt_len, output_len, seed, progress)
+    n = len(domain)
+    prob = np.empty((n, model.n_layers, model.n_experts), np.float32) if gate_scores else None
+    experts = sample_experts(model, domain, prompt_len, output_len, seed, progress, prob)
     return write_trace(
         out,
         experts=experts,
@@ -189,6 +197,7 @@ def _write(
         tool_versions={"eldr-sim": __version__, "numpy": np.__version__},
         provenance="synthetic",
         notes=f"{SYNTHETIC}{model.facts['source']}.",
+        gate_scores=None if prob is None else GateScores(np.arange(n), prob),
         rank_groups=[1] * experts.shape[-1],  # in the order in which they were drawn
         force=force,
     )
