@@ -62,7 +62,7 @@ def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
             with_costs[TTFT],
             "ms",
             7.0,
-            "prompts of 64 to 96 tokens, shorter than the benchmarks' of the paper",
+            "prompts as long as the data sets', without chat templates",
         ),
         Claim(
             "routing decision (tau-JSQ at the proxy)",
@@ -125,7 +125,7 @@ def figure_17(runner: Runner) -> Reproduction:
     ]
     rr_off, eldr_off, rr_on, eldr_on = summaries
     reason = (
-        f"hit rate {100 * rr_on['prefix_cache_hit_rate']:.0f}% of prompts of 64 to 96 tokens; a "
+        f"hit rate {100 * rr_on['prefix_cache_hit_rate']:.0f}% of the prompts' tokens; a "
         "step for the uncached tokens still reads all experts, so TTFT does not collapse"
     )
     claims = [
