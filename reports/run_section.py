@@ -46,7 +46,11 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         pairs.append(("SLO attainment", percent(summary["slo_attainment"]), "of requests"))
     pairs += [
         ("Output", number(summary["output_throughput"]), "tokens/s"),
-        ("Activated experts", number(summary["mean_active_experts_per_step"]), "a layer and step"),
+        (
+            "Activated experts",
+            number(summary["mean_active_experts_per_step"]),
+            f"a layer and step, {number(summary['mean_active_experts_per_token'])} by token",
+        ),
     ]
     cost = summary["cost_per_million_output_tokens"]
     if cost is not None:
