@@ -249,7 +249,7 @@ def _random(state: NDArray[np.uint64]) -> np.uint64:
     z = state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    return np.uint64(z ^ (z >> np.uint64(31)))
 
 
 @njit()
@@ -301,7 +301,8 @@ def _drift(key: np.uint64, first: bool, drift: Floats, process: int, moved: Floa
 
 @njit()
 def _folded(h: np.uint32, by: np.uint32) -> np.uint32:
-    return np.bitwise_xor(h, np.right_shift(h, by))
+    mixed: np.uint32 = np.bitwise_xor(h, np.right_shift(h, by))
+    return mixed
 
 
 @njit()
