@@ -7,6 +7,7 @@ import pytest
 
 from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
+from eldr_sim.traces.synthetic import drawn
 from eldr_sim.validation.reproduce.eldr import evaluation as eldr_evaluation
 from eldr_sim.validation.reproduce.eldr.results import mean_difference, run_grid
 from eldr_sim.validation.reproduce.reproduction import Claim, Runner, choose, write_reproduction
@@ -67,11 +68,15 @@ def test_mean_difference_is_the_mean_over_rates_of_paired_runs():
 
 
 @pytest.fixture(scope="module")
-def reproductions():
+def reproductions(tmp_path_factory):
     # Half as long, of one model, and in this process, which fits once for all runs.
     shorter = {"gpu": "MI300X", "duration": 1, "warmup": 0.5, "output_len": 8}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eldr_evaluation, "MODELS", eldr_evaluation.MODELS[:1])
+        # Figure 14's routing with gate scores is drawn: few requests, kept out of the user's cache.
+        patch.setenv("ELDR_SIM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(drawn, "SERVING", 24)
+        patch.setattr(drawn, "CALIBRATION", 24)
         known = eldr_evaluation.figures(Runner(TINY | shorter, 1), quick=True)
         return {name: make() for name, make in known.items()}
 
