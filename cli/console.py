@@ -190,8 +190,14 @@ def print_summary(summary: dict[str, Any]) -> None:
         _line(f"  {reason}", count)
     rate = summary["request_rate"]
     _line(label("request_rate"), "recorded" if rate is None else rate)
+    if "arrivals" in summary["trace"]:
+        _line("Arrivals", summary["trace"]["arrivals"])
     if summary["max_concurrency"] is not None:
         figures("max_concurrency")
+    for name in ("isl", "osl"):
+        if lengths := summary["trace"].get(name):  # older results have none
+            mean, middle, p99 = (f"{lengths[key]:.0f}" for key in ("mean", "p50", "p99"))
+            _line(f"{name.upper()}: mean, median, p99 (tokens)", f"{mean}, {middle}, {p99}")
     figures("duration", "total_input_tokens", "total_output_tokens", "request_throughput")
     if summary["slo_attainment_by_metric"]:  # without an SLO there is nothing to attain
         figures("slo_attainment")
@@ -256,6 +262,10 @@ def print_summary(summary: dict[str, Any]) -> None:
     _line("Routing trace", f"{trace['name']} ({trace['provenance']})")
     click.echo(f"  {trace['rests_on']}")
     click.echo(f"  {trace['layers']}")
+    if beyond := trace.get("prompt_tokens_beyond_recorded_share"):
+        click.echo(
+            f"  {100 * beyond:.0f}% of the prompt tokens repeat recorded ones: prompts are longer"
+        )
     click.echo("=" * _WIDTH)
     for warning in warnings_of(summary):
         click.echo(f"Warning: {warning}", err=True)

@@ -7,6 +7,10 @@ __all__ = ["ALIASES", "TENSOR_PARALLEL_SIZE"]
 #: By field of a run's configuration.
 ALIASES = {
     "num_requests": ("--num-prompts",),
+    "input_len": ("--random-input-len",),
+    "output_len": ("--random-output-len",),
+    "prefix_len": ("--random-prefix-len", "--prefix-repetition-prefix-len"),
+    "num_prefixes": ("--prefix-repetition-num-prefixes",),
     "tensor_parallel_size": ("-tp", "--tp"),
     "data_parallel_size": ("-dp", "--dp"),
 }

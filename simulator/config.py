@@ -18,6 +18,7 @@ from eldr_sim.simulator.config_groups import (
     ClusterConfig,
     EngineConfig,
     FaultConfig,
+    LengthConfig,
     OutputConfig,
     PolicyConfig,
     Pool,
@@ -50,6 +51,7 @@ class RunConfig(
     RelocationConfig,
     EngineConfig,
     ClusterConfig,
+    LengthConfig,
     WorkloadConfig,
     PolicyConfig,
 ):
@@ -87,7 +89,11 @@ class RunConfig(
     @property
     def effective_output_len(self) -> int | Literal["recorded"]:
         """Output tokens of every request, or ``recorded``; 1 where they end with their prompts."""
-        return 1 if self.prefill_only else super().effective_output_len
+        if self.prefill_only:
+            return 1
+        if self.output_len is not None:
+            return self.output_len
+        return 512 if self.workload in ("task", "language") else "recorded"
 
     @property
     def n_gpus(self) -> int:

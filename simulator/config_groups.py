@@ -159,9 +159,13 @@ class WorkloadConfig(_Fields):
 
     workload: PathText = "task"
     """``task``, ``language``, ``trace`` (domains and lengths of the routing trace's own requests),
-    or a file of recorded requests (Azure, Mooncake, BurstGPT)."""
-    length_shape: LengthShape | None = None
-    """Draw a file's requests by prompt length, in one of Gimbal's shapes."""
+    or a file of requests (Azure, Mooncake, BurstGPT, ``vllm bench serve``, AIPerf, or any table
+    with ``columns``)."""
+    columns: str | None = None
+    """Columns of a table (CSV, JSON lines, Parquet): ``time_s=start,input=prompts,output=outputs``;
+    also ``time``, ``time_ms``, ``session``, ``priority``."""
+    arrivals: Literal["recorded", "poisson"] | None = None
+    """Of a file's requests: ``recorded``, stretched evenly to a rate, or drawn at that rate."""
     domain_mix: dict[str, float] | None = None
     """Share of each domain of the routing trace among the requests; the workload's own when not
     given."""
@@ -181,9 +185,6 @@ class WorkloadConfig(_Fields):
     """Time before the measured window; 30, or 0 with ``num_requests``."""
     num_requests: int | None = Field(default=None, ge=1)
     """Send this many requests instead of sending for a duration."""
-    output_len: Annotated[int, Field(ge=1)] | Literal["recorded"] | None = None
-    """Output tokens of every request, ignoring end-of-sequence, or ``recorded``. 512 for the task
-    and language workloads, ``recorded`` for ``trace`` and a file."""
     trace: PathText | None = None
     """Name of an embedded routing trace or a trace folder; drawn for the model and the workload's
     domains when not given (docs/synthetic.md)."""
@@ -211,16 +212,30 @@ class WorkloadConfig(_Fields):
         return 60.0
 
     @property
-    def effective_output_len(self) -> int | Literal["recorded"]:
-        """Output tokens of every request, or ``recorded``."""
-        if self.output_len is not None:
-            return self.output_len
-        return 512 if self.workload in ("task", "language") else "recorded"
-
-    @property
     def from_file(self) -> bool:
         """Whether the workload is a file of recorded requests."""
         return self.workload not in WORKLOADS
+
+
+class LengthConfig(_Fields):
+    """How long the requests are, where not as recorded."""
+
+    input_len: int | None = Field(default=None, ge=1)
+    """Prompt tokens of every request, beside a prefix; those of the routing
+    trace, or of the file, when not given. Longer ones replay its tokens more than once."""
+    output_len: Annotated[int, Field(ge=1)] | Literal["recorded"] | None = None
+    """Output tokens of every request, ignoring end-of-sequence, or ``recorded``. 512 for the task
+    and language workloads, ``recorded`` for ``trace`` and a file."""
+    random_range_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Draw input and output lengths that are given evenly from length * (1 - ratio) to length * (1
+    + ratio), as ``vllm bench serve`` does."""
+    prefix_len: int = Field(default=0, ge=0)
+    """Tokens with which all prompts begin alike, before the input length: prefix caches find
+    them."""
+    num_prefixes: int = Field(default=1, ge=1)
+    """Number of different prefixes, as many requests of each on average."""
+    length_shape: LengthShape | None = None
+    """Draw a file's requests by prompt length, in one of Gimbal's shapes."""
 
 
 class ClusterConfig(_Fields):
@@ -377,6 +392,7 @@ class OutputConfig(_Fields):
 GROUPS: dict[str, type[BaseModel]] = {
     "policies": PolicyConfig,
     "workload": WorkloadConfig,
+    "lengths": LengthConfig,
     "cluster": ClusterConfig,
     "engine": EngineConfig,
     "relocation": RelocationConfig,

@@ -93,7 +93,9 @@ def prepare(config: RunConfig) -> PreparedRun:
         load_report_delay_s=config.load_report_delay_ms / 1e3,
         signal_interval_s=config.signal_interval_ms / 1e3,
         max_concurrency=config.max_concurrency,
-        max_tokens=output_len if isinstance(output_len, int) else None,
+        max_tokens=output_len
+        if isinstance(output_len, int) and not config.random_range_ratio
+        else None,
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=config.async_scheduling,
         prefill_schedule_interval=config.prefill_schedule_interval,

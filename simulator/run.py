@@ -170,6 +170,15 @@ def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tupl
         trace_replay=config.trace_replay,
         prompts=config.prompts,
         length_shape=config.length_shape,
+        columns=config.columns,
+        arrivals=config.arrivals,
+        input_len=config.input_len,
+        # Requests that end with their prompts have one output token, whatever the range.
+        range_ratios=(config.random_range_ratio, 0.0)
+        if config.prefill_only
+        else (config.random_range_ratio, config.random_range_ratio),
+        prefix_len=config.prefix_len,
+        num_prefixes=config.num_prefixes,
     )
     arrivals = workload.arrival_s
     if not ((arrivals >= window[0]) & (arrivals < window[1])).any():

@@ -13,6 +13,9 @@ Mooncake JSONL
     write the same lines with smaller, full blocks, so the block size is found from the data.
 
 All three may have a ``priority``, an integer as in vLLM's API: the lowest is served first.
+
+Results of benchmarks are read too (`benchmark_logs`), and any table whose columns are named
+(`column_logs`).
 """
 
 from __future__ import annotations
@@ -20,19 +23,21 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import math
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from itertools import chain
 from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
+from eldr_sim.traces.benchmark_logs import aiperf_rows, is_aiperf, is_vllm_result, vllm_rows
+from eldr_sim.traces.column_logs import column_rows
+from eldr_sim.traces.log_rows import Row, scaled_ns, timestamp_ns
 
 __all__ = ["RequestLog", "read_request_log"]
 
@@ -40,12 +45,8 @@ _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 _SESSION = "Session ID"
 _PRIORITY = "priority"
-_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)?")
 _BLOCK_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 1024, 2048)
 _MAX_TOKENS = 2**31 - 1
-
-# time in ns since any origin, prompt tokens, output tokens, block hashes, session, priority
-_Row = tuple[int, int, int, Sequence[int], str, int | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,8 @@ class RequestLog:
     Attributes
     ----------
     path, format
-        Where the log was read from, and as what: ``azure``, ``burstgpt`` or ``mooncake``.
+        Where the log was read from, and as what: ``azure``, ``burstgpt``, ``mooncake``, ``vllm
+        bench``, ``aiperf``, or the kind of a table whose columns were named.
     arrival_s
         float64 ``[n]``, seconds since the first request, rounded to 1 ns.
     prompt_len, output_len
@@ -90,8 +92,15 @@ class RequestLog:
     checksum: str
 
 
-def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
+def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -> RequestLog:
     """Read a request log in the format that its first line shows.
+
+    Parameters
+    ----------
+    path
+        The file.
+    columns
+        Which columns of any other table are what, see `column_logs`.
 
     Raises
     ------
@@ -100,14 +109,17 @@ def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
     """
     file = Path(path)
     try:
-        with regular_file(file, str(file)).open(encoding="utf-8-sig", newline="") as lines:
+        source = regular_file(file, str(file))
+        if columns is not None:
+            return _assemble(file, *column_rows(file, columns))
+        with source.open(encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()
-            lines.seek(0)
             if first.lstrip().startswith("{"):
-                return _assemble(file, "mooncake", _mooncake_rows(file, lines))
+                return _assemble(file, *_json_rows(file, first, lines))
+            lines.seek(0)
             header = [cell.strip() for cell in first.split(",")]
             if all(name in header for name in _AZURE):
-                return _assemble(file, "azure", _csv_rows(file, lines, _AZURE, _timestamp_ns))
+                return _assemble(file, "azure", _csv_rows(file, lines, _AZURE, timestamp_ns))
             if all(name in header for name in _BURSTGPT):
                 return _assemble(file, "burstgpt", _csv_rows(file, lines, _BURSTGPT, _seconds_ns))
     except OSError as error:
@@ -119,13 +131,38 @@ def read_request_log(path: str | os.PathLike[str]) -> RequestLog:
     raise InputError(
         str(file),
         f"unknown format, first line {first.strip()!r:.80}",
-        f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL",
+        f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL, a "
+        "result of vllm bench serve or AIPerf, or --columns",
     )
+
+
+def _json_rows(file: Path, first: str, lines: TextIO) -> tuple[str, Iterator[Row]]:
+    """Return the format of a file of JSON, and its requests; ``first`` is its first line."""
+    record = _json(first)
+    if record is None:  # one result over many lines?
+        record, whole = _json(first + lines.read()), True
+    else:
+        whole = False
+    if is_vllm_result(record):
+        if not whole and any(line.strip() for line in lines):
+            raise InputError(str(file), "holds more than one result", "one result a file")
+        return "vllm bench", vllm_rows(file, record)
+    if is_aiperf(record):
+        return "aiperf", aiperf_rows(file, chain([record], map(_json, filter(str.strip, lines))))
+    lines.seek(0)
+    return "mooncake", _mooncake_rows(file, lines)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _csv_rows(
     file: Path, lines: Iterator[str], columns: tuple[str, str, str], to_ns: Callable[[str], int]
-) -> Iterator[_Row]:
+) -> Iterator[Row]:
     rows = csv.reader(lines)
     header = [cell.strip() for cell in next(rows)]
     when, prompt, output = (header.index(name) for name in columns)
@@ -135,7 +172,7 @@ def _csv_rows(
         if not row:
             continue
         try:
-            yield (
+            yield Row(
                 to_ns(row[when]),
                 int(row[prompt]),
                 int(row[output]),
@@ -149,33 +186,11 @@ def _csv_rows(
             ) from None
 
 
-def _timestamp_ns(text: str) -> int:
-    # By hand for the fraction: Azure writes 100 ns digits, which datetime would drop.
-    match = _TIMESTAMP.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(text)
-    seconds, fraction, zone = match.groups()
-    moment = datetime.fromisoformat(seconds + (zone or "+00:00"))
-    return _checked_ns(int(moment.timestamp()) * 10**9 + int((fraction or "").ljust(9, "0")))
-
-
 def _seconds_ns(text: str) -> int:
-    return _to_ns(float(text), 1e9)
+    return scaled_ns(float(text), 1e9)
 
 
-def _to_ns(value: float, unit: float) -> int:
-    if not math.isfinite(value):
-        raise ValueError(value)
-    return _checked_ns(round(value * unit))
-
-
-def _checked_ns(ns: int) -> int:
-    if not abs(ns) < 2**62:  # 146 years from 1970: what a difference of two can hold
-        raise ValueError(ns)
-    return ns
-
-
-def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[_Row]:
+def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[Row]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -190,7 +205,7 @@ def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[_Row]:
             if priority is not None and type(priority) is not int:
                 raise TypeError
             session = str(entry.get("session_id", ""))
-            yield _to_ns(float(when), 1e6), *lengths, hashes, session, priority
+            yield Row(scaled_ns(float(when), 1e6), *lengths, hashes, session, priority)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise InputError(
                 f"{file} line {number}",
@@ -199,8 +214,8 @@ def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[_Row]:
             ) from None
 
 
-def _assemble(file: Path, kind: str, rows: Iterator[_Row]) -> RequestLog:
-    kept: list[_Row] = []
+def _assemble(file: Path, kind: str, rows: Iterator[Row]) -> RequestLog:
+    kept: list[Row] = []
     dropped = 0
     for row in rows:
         if min(row[1], row[2]) < 0 or max(row[1], row[2]) > _MAX_TOKENS:

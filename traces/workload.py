@@ -20,16 +20,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.arrivals import (
+    MAX_REQUESTS,
+    Arrivals,
+    describe_arrivals,
+    draw_arrivals,
+    recorded_arrivals,
+    repeated,
+)
 from eldr_sim.traces.domains import NAMED_WORKLOADS, resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.length_shapes import LengthShape, shaped_log
+from eldr_sim.traces.lengths import check_lengths, describe_lengths, draw_lengths, share_prefixes
 from eldr_sim.traces.prompts import Ranges, assign_blocks, chain_blocks, join_ranges
 from eldr_sim.traces.request_logs import RequestLog, read_request_log
 from eldr_sim.traces.streams import stream
 
-__all__ = ["Workload", "draw_arrivals", "make_workload"]
-
-_MAX_REQUESTS = 10_000_000
+__all__ = ["Workload", "make_workload"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +135,12 @@ def make_workload(
     trace_replay: Literal["own", "same_domain"] = "own",
     prompts: Literal["unique", "shared"] = "unique",
     length_shape: LengthShape | None = None,
+    columns: str | None = None,
+    arrivals: Arrivals | None = None,
+    input_len: int | None = None,
+    range_ratios: tuple[float, float] = (0.0, 0.0),
+    prefix_len: int = 0,
+    num_prefixes: int = 1,
 ) -> Workload:
     """Make a workload. The same arguments give the same bits on every machine.
 
@@ -176,6 +189,20 @@ def make_workload(
         log, the blocks say so.
     length_shape
         Draw ``num_requests`` of a log by their prompt lengths, see `length_shapes`.
+    columns
+        Names of a log's columns, see `column_logs`.
+    arrivals
+        ``poisson`` draws the arrivals of a log's requests at ``request_rate``, as those of a named
+        workload are; a log that is too short begins again, with sessions and prefixes of its own.
+        ``recorded``, the default, keeps or stretches those of the log.
+    input_len
+        Prompt tokens of every request, beside a prefix; as recorded when None. A prompt that is
+        longer than that of its trace request replays this once more (`prompts`).
+    range_ratios
+        Draw the input and output lengths given from a range of this half-width, as a share
+        (`lengths`).
+    prefix_len, num_prefixes
+        Every prompt begins with so many tokens more, of one of so many prefixes by chance.
 
     Returns
     -------
@@ -196,19 +223,24 @@ def make_workload(
     """
     name = os.fspath(workload)
     _check_arguments(
-        name, request_rate, burstiness, horizon_s, num_requests, output_len, trace_replay, prompts
-    )
-    log = None if name in NAMED_WORKLOADS else _read_log(name)
+        name, request_rate, burstiness, horizon_s, num_requests, output_len, trace_replay, prompts,
+        drawn := arrivals == "poisson",
+    )  # fmt: skip
+    check_lengths(input_len, prefix_len, num_prefixes, range_ratios, output_len != "recorded")
+    log = None if name in NAMED_WORKLOADS else _read_log(name, columns)
+    _check_log(name, log, arrivals, columns, input_len, prefix_len, prompts)
     if length_shape is not None:
         if log is None or num_requests is None:
             problem = "without a request log" if log is None else "without num_requests"
             raise InputError("length_shape", problem, "a request log and num_requests")
         log = shaped_log(log, length_shape, num_requests, seed)
-    if log is None:
+    log_requests = None if log is None else len(log.arrival_s)
+    if log is None or drawn:
         rate = request_rate or math.nan
         arrival_s = draw_arrivals(rate, burstiness, horizon_s, num_requests, seed)
+        log = log and repeated(log, len(arrival_s))
     else:
-        arrival_s = _recorded_arrivals(log, request_rate, horizon_s, num_requests)
+        arrival_s = recorded_arrivals(log, request_rate, horizon_s, num_requests)
     n = len(arrival_s)
     if not n:
         raise InputError(
@@ -225,32 +257,44 @@ def make_workload(
         drift = end, _progress(arrival_s, drift_s)
     trace_request = _deal_requests(trace, shares, n, seed, drift)
     blocks, indptr, block_tokens = _prefix_blocks(trace, trace_request, log, prompts)
-    if log is None:
-        source, sharing = trace_request[: len(blocks)], {"prompts": prompts}
+    sharing: dict[str, Any] = {"prompts": prompts}
+    if prefix_len:
+        blocks, indptr, source = share_prefixes(trace_request, num_prefixes, seed)
+        block_tokens = prefix_len
+        sharing |= {"prefix_len": prefix_len, "num_prefixes": num_prefixes}
+    elif log is None:
+        source = trace_request[: len(blocks)]
     else:
         source, trace_request, sharing = assign_blocks(blocks, indptr, trace_request)
     decode_request = trace_request
     if trace_replay == "same_domain":
         decode_request = _others_of_domain(trace, shares, trace_request, seed)
     prompt = trace.prompt_len[trace_request] if log is None else log.prompt_len[:n]
+    if input_len is not None:
+        prompt = draw_lengths(input_len, range_ratios[0], n, seed, "input-length")
+    prompt = prompt.astype(np.int32) + np.int32(prefix_len)
     if output_len != "recorded":
-        output = np.full(n, output_len, dtype=np.int32)
+        output = draw_lengths(output_len, range_ratios[1], n, seed, "output-length")
     else:
         output = trace.output_len[trace_request] if log is None else log.output_len[:n]
     _, window = trace.decode_window(decode_request)
 
     described = {
         "workload": name if log is None else Path(name).name,
-        "arrivals": _describe_arrivals(log, request_rate, burstiness),
+        "arrivals": describe_arrivals(log, request_rate, burstiness, drawn),
         "request_rate": _json_rate(request_rate),
-        "burstiness": burstiness if log is None else None,
+        "burstiness": burstiness if log is None or drawn else None,
         "seed": seed,
         "n_requests": n,
         "log_checksum": None if log is None else log.checksum,
         **({} if length_shape is None else {"length_shape": length_shape}),
         "n_dropped_from_log": 0 if log is None else log.n_dropped,
         "last_arrival_s": float(arrival_s[-1]),
+        **({"log_repeats": round(n / log_requests, 3)} if drawn and log_requests else {}),
+        **({} if input_len is None else {"input_len": input_len}),
         "output_len": output_len,
+        **({"random_range_ratios": list(range_ratios)} if any(range_ratios) else {}),
+        **describe_lengths(trace, trace_request, prompt, output),
         "trace_replay": trace_replay,
         **sharing,
         "domain_mix": {k: round(v, 6) for k, v in shares.items()},
@@ -260,7 +304,7 @@ def make_workload(
     }
     return Workload(
         arrival_s=arrival_s,
-        prompt_len=prompt.astype(np.int32),
+        prompt_len=prompt,
         output_len=output.astype(np.int32),
         trace_request=trace_request.astype(np.int32),
         decode_request=decode_request.astype(np.int32),
@@ -276,14 +320,39 @@ def make_workload(
     )
 
 
-def _read_log(name: str) -> RequestLog:
+def _check_log(
+    name: str,
+    log: RequestLog | None,
+    arrivals: Arrivals | None,
+    columns: str | None,
+    input_len: int | None,
+    prefix_len: int,
+    prompts: str,
+) -> None:
+    """Raise InputError where a named workload is treated as a log, or a log as none."""
+    if arrivals not in (None, "recorded", "poisson"):
+        raise InputError("arrivals", f"got {arrivals!r}", "recorded, poisson")
+    if log is None:
+        if columns is not None:
+            raise InputError("columns", f"workload {name} has none", "the path of a request log")
+        if arrivals == "recorded":
+            raise InputError("arrivals", f"workload {name} has no recorded ones", "poisson")
+        if prefix_len and prompts == "shared":
+            raise InputError("prefix_len", "whole prompts are shared", "--prompts unique")
+    elif log.prefix_block_tokens and (input_len is not None or prefix_len):
+        field = "prefix_len" if input_len is None else "input_len"
+        problem = f"the blocks of {log.path.name} say how long prompts are and what they share"
+        raise InputError(field, problem, "a log without hash_ids")
+
+
+def _read_log(name: str, columns: str | None) -> RequestLog:
     if not Path(name).is_file():
         raise InputError(
             "workload",
             f"{name!r} is neither a named workload nor a file",
             ", ".join([*NAMED_WORKLOADS, "path of a request log"]),
         )
-    return read_request_log(name)
+    return read_request_log(name, columns)
 
 
 def _check_arguments(
@@ -295,28 +364,31 @@ def _check_arguments(
     output_len: object,
     trace_replay: str,
     prompts: str,
+    drawn: bool,
 ) -> None:
     named = name in NAMED_WORKLOADS
+    if rate is None and drawn and not named:
+        problem = "missing: arrivals that are drawn need it"
+        raise InputError("request_rate", problem, "a number > 0, inf")
     if rate is None and named:
         raise InputError("request_rate", f"missing, workload {name} needs it", "a number > 0, inf")
     if rate is not None and not rate > 0:
         raise InputError("request_rate", f"got {rate}", "a number > 0, inf")
     if not (burstiness > 0 and math.isfinite(burstiness)):
         raise InputError("burstiness", f"got {burstiness}", "a finite number > 0")
-    if not named and burstiness != 1:
-        raise InputError(
-            "burstiness", f"got {burstiness}, but a request log's arrivals are recorded", "1"
-        )
+    if not (named or drawn) and burstiness != 1:
+        problem = f"got {burstiness}, but a request log's arrivals are recorded"
+        raise InputError("burstiness", problem, "1, or --arrivals poisson")
     if horizon_s is not None and num_requests is not None:
         raise InputError("horizon_s", "given together with num_requests", "one of the two")
-    if named and horizon_s is None and num_requests is None:
+    if (named or drawn) and horizon_s is None and num_requests is None:
         raise InputError("horizon_s", "missing", "horizon_s or num_requests")
     if horizon_s is not None and not (horizon_s > 0 and math.isfinite(horizon_s)):
         raise InputError("horizon_s", f"got {horizon_s}", "a finite number > 0")
     if horizon_s is not None and rate is not None and math.isinf(rate):
         raise InputError("horizon_s", "does not bound an infinite request_rate", "num_requests")
-    if num_requests is not None and not 1 <= num_requests <= _MAX_REQUESTS:
-        raise InputError("num_requests", f"got {num_requests}", f"1..{_MAX_REQUESTS}")
+    if num_requests is not None and not 1 <= num_requests <= MAX_REQUESTS:
+        raise InputError("num_requests", f"got {num_requests}", f"1..{MAX_REQUESTS}")
     if output_len != "recorded" and not (
         isinstance(output_len, int | np.integer)
         and not isinstance(output_len, bool)
@@ -329,72 +401,6 @@ def _check_arguments(
         raise InputError("prompts", f"got {prompts!r}", "unique, shared")
     if prompts == "shared" and not named:
         raise InputError("prompts", "got 'shared', but a request log's blocks say it", "unique")
-
-
-def draw_arrivals(
-    rate: float, burstiness: float, horizon_s: float | None, num_requests: int | None, seed: int
-) -> NDArray[np.float64]:
-    """Draw arrival times, s, with gamma-distributed gaps (see `make_workload`) up to one bound."""
-    if math.isinf(rate):
-        return np.zeros(num_requests or 0)
-    rng = stream(seed, "arrivals")
-
-    def gaps_ns(count: int) -> NDArray[np.int64]:
-        # Whole nanoseconds: sums are then exact, and a last-bit difference between the
-        # machines' log or pow does not show.
-        gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), count)
-        if not float(gaps.max()) < 2**63 / 1e9 / max(count, 1):
-            raise InputError(
-                "request_rate", f"got {rate}: arrivals lie centuries apart", "a higher rate"
-            )
-        return np.rint(gaps * 1e9).astype(np.int64)
-
-    if num_requests is not None:
-        arrivals = np.cumsum(gaps_ns(num_requests))
-    else:
-        assert horizon_s is not None
-        expected = rate * horizon_s
-        if expected > _MAX_REQUESTS:
-            raise InputError(
-                "horizon_s",
-                f"{horizon_s} s at {rate}/s are {expected:.0f} requests",
-                f"at most {_MAX_REQUESTS}",
-            )
-        arrivals = np.empty(0, np.int64)
-        last, end = 0, horizon_s * 1e9
-        while last < end:
-            more = last + np.cumsum(gaps_ns(int(expected / 8) + 64))
-            arrivals = np.concatenate([arrivals, more])
-            last = int(more[-1])
-        arrivals = arrivals[arrivals < end]
-    return arrivals / 1e9
-
-
-def _recorded_arrivals(
-    log: RequestLog, rate: float | None, horizon_s: float | None, num_requests: int | None
-) -> NDArray[np.float64]:
-    arrival_s = log.arrival_s
-    if num_requests is not None:
-        if num_requests > len(arrival_s):
-            raise InputError(
-                "num_requests",
-                f"got {num_requests}",
-                f"1..{len(arrival_s)}, the requests of {log.path.name}",
-            )
-        arrival_s = arrival_s[:num_requests]
-    if rate is not None:
-        span = float(arrival_s[-1])
-        if math.isinf(rate):
-            return np.zeros(len(arrival_s))
-        if len(arrival_s) > 1 and span <= 0:
-            raise InputError(
-                "request_rate",
-                f"got {rate}, but all requests of {log.path.name} arrive at once",
-                "inf",
-            )
-        scale = (len(arrival_s) - 1) / (rate * span) if span else 1.0
-        arrival_s = np.rint(arrival_s * scale * 1e9) / 1e9
-    return arrival_s if horizon_s is None else arrival_s[arrival_s < horizon_s]
 
 
 def _progress(arrival_s: NDArray[np.float64], drift_s: float | None) -> NDArray[np.float64]:
@@ -484,14 +490,6 @@ def _prefix_blocks(
         longest = int(trace.prompt_len[~trace.is_calibration].max())
         return request.astype(np.uint64), np.arange(n + 1, dtype=np.int64), longest
     return np.empty(0, np.uint64), np.zeros(n + 1, np.int64), 0
-
-
-def _describe_arrivals(log: RequestLog | None, rate: float | None, burstiness: float) -> str:
-    if rate is not None and math.isinf(rate):
-        return "all at 0"
-    if log is None:
-        return "Poisson" if burstiness == 1 else f"gamma with shape {burstiness:g}"
-    return f"recorded ({log.format})" + ("" if rate is None else ", stretched to the rate")
 
 
 def _json_rate(rate: float | None) -> float | str | None:

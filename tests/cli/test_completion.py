@@ -57,7 +57,7 @@ DECODE = BUILT_IN["decode"]
         (["run", "--decode-gpu", "h2"], [("file", "h2"), ("plain", "H200")]),
         (["run", "--trace", "r"], [("dir", "r"), ("plain", "reference-moe")]),
         (["run", "--workload", "t"], [("file", "t"), ("plain", "task"), ("plain", "trace")]),
-        (["run", "--num-p"], plain(["--num-prompts"])),
+        (["run", "--num-pro"], plain(["--num-prompts"])),
         (["compare", "--policy", "jsq,el"], plain(["jsq,eldr"])),
         (["plan", "--gpu", "h100,mi"], [("file", "h100,mi"), ("plain", "h100,MI300X")]),
         (["fit", "--workload", "l"], [("file", "l"), ("plain", "language")]),

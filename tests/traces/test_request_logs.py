@@ -248,3 +248,120 @@ def test_bad_priorities(tmp_path, given):
     line = f'{{"timestamp": 0, "input_length": 5, "output_length": 6, "priority": {given}}}'
     with pytest.raises(InputError):
         read_request_log(write(tmp_path, line))
+
+
+# -- results of benchmarks, and tables with named columns -----------------------------------------
+
+
+VLLM = {
+    "backend": "vllm",
+    "completed": 2,
+    "total_input_tokens": 300,
+    "input_lens": [100, 200, 150],
+    "output_lens": [7, 9, 0],
+    "start_times": [50.5, 50.25, 51.0],
+    "ttfts": [0.1, 0.2, 0.0],
+    "errors": ["", "", "refused"],
+}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_result_of_vllm_bench(tmp_path, indent):
+    log = read_request_log(write(tmp_path, json.dumps(VLLM, indent=indent)))
+    assert log.format == "vllm bench"
+    assert log.arrival_s.tolist() == [0.0, 0.25]
+    assert log.prompt_len.tolist() == [200, 100]
+    assert log.output_len.tolist() == [9, 7]
+    assert log.n_dropped == 1
+
+
+def test_an_older_result_of_vllm_bench_has_no_times(tmp_path):
+    older = {key: value for key, value in VLLM.items() if key != "start_times"}
+    log = read_request_log(write(tmp_path, json.dumps(older)))
+    assert log.arrival_s.tolist() == [0.0, 0.0]
+    assert log.prompt_len.tolist() == [100, 200]
+
+
+def aiperf(start, prompt, output, **metadata):
+    lengths = {"input_sequence_length": prompt, "output_sequence_length": output}
+    return {
+        "metadata": {"request_start_ns": start, "benchmark_phase": "profiling"} | metadata,
+        "metrics": {k: {"value": v, "unit": "tokens"} for k, v in lengths.items() if v is not None},
+        "error": None,
+    }
+
+
+def test_records_of_aiperf(tmp_path):
+    records = [
+        aiperf(1_000, 9, 9, benchmark_phase="warmup"),
+        aiperf(2_000_000_000, 550, 62, conversation_id="a"),
+        aiperf(2_500_000_000, 600, None, conversation_id="b"),
+        aiperf(3_500_000_000, 700, 63.0, conversation_id="a"),
+    ]
+    log = read_request_log(write(tmp_path, "\n".join(map(json.dumps, records)) + "\n"))
+    assert log.format == "aiperf"
+    assert log.arrival_s.tolist() == [0.0, 1.5]
+    assert log.prompt_len.tolist() == [550, 700]
+    assert log.output_len.tolist() == [62, 63]
+    assert log.session.tolist() == [0, 0]
+    assert log.n_dropped == 1
+
+
+def test_columns_of_any_table(tmp_path):
+    import pandas as pd
+
+    table = pd.DataFrame(
+        {
+            "started": [3.5, 1.0, 2.0],
+            "in": [10, 20, 30],
+            "out": [1, 2, 3],
+            "user": ["x", "y", "x"],
+            "importance": [0, 1, 2],
+            "when": pd.to_datetime([1767225603500, 1767225601000, 1767225602000], unit="ms"),
+        }
+    )  # fmt: skip
+    table.to_csv(tmp_path / "csv", index=False)
+    table.to_parquet(tmp_path / "parquet")
+    (tmp_path / "json").write_text(
+        table.to_json(orient="records", lines=True, date_format="epoch", date_unit="ms")
+    )
+    for name, times in (
+        ("csv", ("time_s=started", "time=when")),
+        ("parquet", ("time_s=started", "time=when")),
+        ("json", ("time_s=started", "time_ms=when")),
+    ):
+        for time in times:
+            columns = f"{time}, input=in, output=out, session=user, priority=importance"
+            log = read_request_log(tmp_path / name, columns)
+            assert log.arrival_s.tolist() == [0.0, 1.0, 2.5]
+            assert log.prompt_len.tolist() == [20, 30, 10]
+            assert log.output_len.tolist() == [2, 3, 1]
+            assert log.session.tolist() == [0, 1, 1]
+            assert log.priority.tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "message"),
+    [
+        ("a,b\n1,2\n", "input=a", "columns: no output"),
+        ("a,b\n1,2\n", "input=a,output=c", "has no column 'c'"),
+        ("a,b\n1,2\n", "input=a,output=b,inputs=a", "columns: 'inputs=a'"),
+        ("a,b\n1,2\n", "input=a,output=b,time_s=a,time=b", "columns: more than one time"),
+        ("a,b\n1,2\n1,x\n", "input=a,output=b", "row 2: could not convert"),
+        ("a,b\n1,2\n1\n", "input=a,output=b", "row 2: "),
+        ("a,b\n1.5,2\n", "input=a,output=b", "row 1: '1.5' is no whole number"),
+        ('{"a": 1, "b": 2}\n{"a": 1}\n', "input=a,output=b", "row 2: no column 'b'"),
+        ("{]\n", "input=a,output=b", "an object a line"),
+        ("PAR1x", "input=a,output=b", "no Parquet file"),
+        (json.dumps(VLLM | {"output_lens": [1]}), None, "differ in length"),
+        (json.dumps(VLLM) + "\n" + json.dumps(VLLM), None, "more than one result"),
+        ('{"total_input_tokens": 3}', None, "--save-detailed"),
+        (json.dumps(VLLM | {"start_times": ["x", 1, 2]}), None, "request 0: got 100"),
+        (json.dumps(aiperf("soon", 1, 2)), None, "line 1: got"),
+    ],
+)
+def test_bad_tables_and_results(tmp_path, text, columns, message):
+    with pytest.raises(InputError) as error:
+        read_request_log(write(tmp_path, text), columns)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

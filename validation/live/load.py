@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.arrivals import draw_arrivals
 from eldr_sim.traces.request_logs import read_request_log
 from eldr_sim.traces.streams import stream
-from eldr_sim.traces.workload import draw_arrivals
 from eldr_sim.validation.live.live_run import LoadInfo
 
 __all__ = ["Load", "LoadRequest", "make_load"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.workload import draw_arrivals
+from eldr_sim.traces.arrivals import draw_arrivals
 from eldr_sim.validation.live.client import send_load
 from eldr_sim.validation.live.live_run import REQUESTS, LoadInfo
 from eldr_sim.validation.live.load import make_load
