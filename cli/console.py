@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,33 @@ if TYPE_CHECKING:
     from eldr_sim.planning.sweep import SweepProgress
 
 _WIDTH = 64
+_LINE_EVERY_S = 10.0
+
+
+class _Lines:
+    """A line on standard error now and then, where that is no terminal: done, and time left."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._start = title, time.monotonic()
+        self._next = self._start + _LINE_EVERY_S
+
+    def update(self, share: float, said: str) -> None:
+        now = time.monotonic()
+        if now < self._next or not 0.0 < share < 1.0:
+            return
+        self._next = now + _LINE_EVERY_S
+        passed = now - self._start
+        left = passed * (1.0 - share) / share
+        text = f"{self._title}: {said}, {passed:.0f} s so far, about {left:.0f} s left"
+        click.echo(text, err=True)
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on the terminal's standard error; yields a function of the share done."""
+    """Show a progress bar on standard error; yields a function of the share done.
+
+    Where that is no terminal, a line every ten seconds.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -42,6 +65,7 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
         TimeRemainingColumn(),
     )
     console, shown = Console(stderr=True), sys.stderr.isatty()
+    lines = None if shown else _Lines(title)
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         first = title
         if shown:
@@ -52,6 +76,8 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
         task = progress.add_task(first, total=1.0)
 
         def update(share: float) -> None:
+            if lines is not None:
+                lines.update(share, f"{100 * share:.0f}% done")
             progress.update(task, completed=share, description=title)
 
         yield update
@@ -90,20 +116,27 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
 
 @contextmanager
 def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Count the runs of a search of unknown length on the terminal's standard error."""
+    """Count the runs of a search, of those expected, on standard error, and estimate its time.
+
+    Where that is no terminal, a line every ten seconds.
+    """
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}: {task.completed:.0f} of {task.total:.0f} runs so far"),
+        TextColumn("{task.description}: {task.completed:.0f} of about {task.total:.0f} runs"),
         TimeElapsedColumn(),
+        TextColumn("about"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
     )
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
-    ) as progress:
+    console, shown = Console(stderr=True), sys.stderr.isatty()
+    lines = None if shown else _Lines(title)
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task(title, total=0)
 
-        def update(done: int, asked: int) -> None:
-            progress.update(task, completed=done, total=asked)
+        def update(done: int, expected: int) -> None:
+            if lines is not None:
+                lines.update(done / max(expected, 1), f"{done} of about {expected} runs")
+            progress.update(task, completed=done, total=expected)
 
         yield update
 

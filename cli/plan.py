@@ -18,7 +18,7 @@ from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.catalogue import label
-from eldr_sim.simulator.config import parse_topology
+from eldr_sim.simulator.config import RunConfig, parse_topology
 
 if TYPE_CHECKING:
     from eldr_sim.planning.plan import Plan
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from eldr_sim.planning.runs import Summary
     from eldr_sim.planning.slo import Objective
     from eldr_sim.planning.trial import Trial
+
+
+#: Measured window of a run where none is given, s: a plan makes many.
+_DURATION = 30.0
 
 
 @click.command(cls=GroupedCommand, short_help="Find the cheapest cluster that meets an SLO.")
@@ -51,14 +55,18 @@ if TYPE_CHECKING:
 @click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU.")
 @click.option(
     *TENSOR_PARALLEL_SIZE, "sizes", metavar="N,...",
-    help="GPUs of a worker to choose from.  [default: the fewest that hold the model, more if "
-    "the SLO needs them]",
+    help="GPUs of a worker to choose from, for each pool.  [default: all powers of two up to a "
+    "node]",
 )  # fmt: skip
 @click.option(
     "--num-redundant-experts", "redundant", metavar="N,...",
     help="Numbers of redundant experts to choose from, where engines share experts.  [default: 0]",
 )  # fmt: skip
 @click.option("--topology", metavar="xPyD", help="Find the highest rate of this cluster instead.")
+@click.option(
+    "--gpus", "n_gpus", type=int, metavar="N",
+    help="Find the cluster of up to N GPUs with the highest rate instead.",
+)  # fmt: skip
 @click.option(
     "--seeds", type=int, default=8, show_default=True,
     help="Most seeds per cluster; fewer if they suffice.",
@@ -82,25 +90,30 @@ def plan(
     sizes: str | None,
     redundant: str | None,
     topology: str | None,
+    n_gpus: int | None,
     seeds: int,
     jobs: int | None,
     out: Path | None,
     force: bool,
     **options: Any,
 ) -> None:
-    """Find the cheapest xPyD cluster that meets an SLO at a rate.
+    """Find the cheapest xPyD or xC cluster that meets an SLO at a rate.
 
-    With --topology, find the highest rate of this cluster within the SLO. Exit code 1 if there is
-    none.
+    With --topology, find the highest rate of this cluster within the SLO; with --gpus N, the
+    shape and split of N GPUs that carry the highest rate. Exit code 1 if there is none.
     """
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.plan import plan as plan_cluster
     from eldr_sim.planning.plan_files import MARKER
     from eldr_sim.planning.rates import RatePlan, plan_rate
     from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
+    from eldr_sim.planning.split import plan_split
 
     objective = Objective(parse_slo(slo), attainment, looks_up_to(seeds))
     rate = options.get("request_rate")
+    if n_gpus is not None and (topology is not None or rate is not None):
+        other = "--request-rate" if topology is None else "--topology"
+        raise InputError("gpus", f"together with {other}", "one of the two")
     if topology is not None:
         if rate is not None:
             raise InputError("topology", "together with --request-rate", "one of the two")
@@ -119,7 +132,11 @@ def plan(
             raise InputError("num_redundant_experts", f"{redundant} for one cluster", "one number")
         options["num_redundant_experts"] = counts[0]
     config = config_from_options(options)
-    if topology is None and config.request_rate is None and not config.from_file:
+    bounded = any(options[name] is not None for name in ("duration", "num_requests"))
+    if not bounded and options.get("config_file") is None:
+        config = config.model_copy(update={"duration": _DURATION})
+    asked = topology is not None or n_gpus is not None or config.from_file
+    if not asked and config.request_rate is None:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
     chosen: dict[str, Any] = {
         "policies": [name for text in policies for name in split(text)],
@@ -129,7 +146,12 @@ def plan(
     }
     found: Plan | RatePlan
     with run_counter("planning") as count:
-        if topology is None:
+        if n_gpus is not None:
+            found = plan_split(
+                config, objective, n_gpus, tensor_parallel_sizes=worker_sizes, progress=count,
+                **chosen,
+            )  # fmt: skip
+        elif topology is None:
             found = plan_cluster(
                 config, objective, max_gpus=max_gpus, tensor_parallel_sizes=worker_sizes,
                 redundant_experts=counts, progress=count, **chosen,
@@ -196,6 +218,8 @@ def _print_plan(plan: Plan) -> bool:
             for result in plan.candidates
         ],
     )
+    click.echo()
+    _print_shapes(plan)
     for result in plan.candidates:
         if result.trial is None:
             for reason in result.reasons:
@@ -215,8 +239,10 @@ def _print_plan(plan: Plan) -> bool:
         f"carries {least}{interval_text(*margin.rate, '.1f')} requests/s, "
         f"{interval_text(*margin.percent, '+.1f')}% of the load",
     )
-    _line("One decode worker less", _lost(margin.lost_decode))
-    _line("One prefill worker less", _lost(margin.lost_prefill))
+    together = plan.best.trial.config.colocated
+    _line(f"One {'' if together else 'decode '}worker less", _lost(margin.lost_decode))
+    if not together:
+        _line("One prefill worker less", _lost(margin.lost_prefill))
     for each in plan.savings:
         click.echo(
             f"{each.policy} against {each.reference} on {each.gpu}: saves "
@@ -240,6 +266,36 @@ def _print_plan(plan: Plan) -> bool:
     return True
 
 
+def _print_shapes(plan: Plan) -> None:
+    """Print what became of every shape of the clusters, and say what was not searched."""
+    print_table(
+        "Shapes of clusters in the order of the search; each must be cheaper than those before",
+        ["policy", "GPU", "shape", "at least", "estimated", "cheapest", "why none"],
+        [
+            [
+                result.policy,
+                result.gpu,
+                each.shape,
+                f"{each.least_cost:g}",
+                f"{each.estimated_cost:g}",
+                each.topology or "-",
+                each.reason,
+            ]
+            for result in plan.candidates
+            for each in result.shapes
+        ],
+    )
+    config, left = plan.config, []
+    if config.data_parallel_size == 1:
+        left.append("engines that share experts (--data-parallel-size)")
+    left.append("expert parallelism in one pool alone")
+    if config.max_num_batched_tokens is None:
+        left.append("token budgets of prefill workers (--max-num-batched-tokens)")
+    if any(not each.is_searched for result in plan.candidates for each in result.shapes):
+        left.append("the shapes above that were not simulated")
+    click.echo(f"Not searched: {', '.join(left)}")
+
+
 def _price_column(plan: Plan) -> list[str]:
     return ["price/h", "per M tokens"] if plan.has_prices else []
 
@@ -260,7 +316,7 @@ def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
     return [
         policy_label(config),
         _gpu(trial),
-        _workers(trial),
+        _workers(trial.config),
         str(config.n_gpus),
         *([number_text(price, ".2f") for price in prices] if plan.has_prices else []),
         *[number_text(trial.mean("kv_blocks_per_worker"), ".0f") for _ in _memory_column(plan)],
@@ -278,14 +334,18 @@ def _gpu(trial: Trial) -> str:
     return str(trial.summaries[0]["gpu"])
 
 
-def _workers(trial: Trial) -> str:
+def _workers(config: RunConfig) -> str:
     from eldr_sim.planning.candidates import worker_gpus
 
-    config, size = trial.config, worker_gpus(trial.config)
-    ranks = f", EP {size}" if config.enable_expert_parallel and size > 1 else ""
     engines = config.data_parallel_size
     shared = f"{engines} engines, " if engines > 1 else ""
-    return config.topology + (f" of {shared}{size} GPUs{ranks}" if size > 1 else "")
+    size, apart = worker_gpus(config), config.pool("prefill").parallelism.n_gpus
+    ranks = f", EP {size}" if config.enable_expert_parallel and size > 1 else ""
+    sizes = f"{size}" if config.colocated or apart == size else f"{apart} + {size}"
+    many = max(size, 0 if config.colocated else apart) > 1
+    budget = config.max_num_batched_tokens
+    tokens = f", {budget} tokens a step" if config.colocated and budget else ""
+    return config.topology + (f" of {shared}{sizes} GPUs{ranks}" if many else "") + tokens
 
 
 def _name(trial: Trial) -> str:
@@ -294,7 +354,7 @@ def _name(trial: Trial) -> str:
     price = trial.config.price_per_hour
     cost = "" if price is None else f", {price:.2f} an hour"
     return (
-        f"{_workers(trial)} on {_gpu(trial)} under {policy_label(trial.config)}: "
+        f"{_workers(trial.config)} on {_gpu(trial)} under {policy_label(trial.config)}: "
         f"{trial.config.n_gpus} GPUs{cost}"
     )
 
@@ -306,7 +366,7 @@ def _line(label: str, text: str) -> None:
 def _lost(trial: Trial | None) -> str:
     if trial is None:
         return "serves nothing"
-    tail = ", in a short run" if trial.hopeless else ""
+    tail = ", under one seed" if trial.hopeless else ""
     return (
         f"attains {100 * trial.attainment.mean:.1f}%, TTFT p99 "
         f"{number_text(trial.mean('p99_ttft_ms'), '.0f')} ms, TPOT p99 "
@@ -317,14 +377,17 @@ def _lost(trial: Trial | None) -> str:
 def _print_rates(plan: RatePlan) -> bool:
     """Print the highest rates; return whether there is one."""
     print_table(
-        f"Highest rate within {_goal(plan.objective)}, mean over {plan.objective.seeds} seeds",
-        ["policy", "GPU", "cluster", "requests/s"],
+        f"Highest rate within {_goal(plan.objective)}, mean over seeds",
+        ["policy", "GPU", "cluster", "GPUs", "requests/s", "seeds", "step times"],
         [
             [
                 each.config.policy,
                 each.gpu,
-                each.config.topology,
+                _workers(each.config),
+                str(each.config.n_gpus),
                 f"none: {each.reason}" if each.rate is None else interval_text(*each.rate, ".2f"),
+                str(len(each.by_seed)),
+                each.summary["weakest_provenance"] if each.summary else "",
             ]
             for each in plan.rates
         ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ _SLACK = 0.9
 
 @dataclass(frozen=True)
 class Bounds:
-    """Fewest workers that could serve a load.
+    """Fewest workers that could serve a load; co-located ones are ``n_decode``.
 
     ``rate`` is the offered load, requests per second; ``impossible`` says why no number of workers
     can serve it, and is empty otherwise.
@@ -44,6 +45,7 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     - A decode worker generates at best ``batch / step`` tokens per second, over the batches whose
       step is within the TPOT bound. A step activates at least the model's top-k experts (under
       expert parallelism, at least their share per rank).
+    - A co-located worker does both, one after the other.
     - Workers of engines that share experts have no bound: a step's time is that of all of them.
     - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster, and
       any cluster rejects a request longer than ``max_model_len``.
@@ -68,14 +70,15 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
         share = f"{100 * (1.0 - accepted.mean()):.1f}% of the requests"
         return Bounds(1, 1, rate, f"{share} are longer than {longest} tokens (max_model_len)")
     lengths = lengths[accepted]
-    n_prefill = 1
+    n_prefill, prompts = 0 if config.colocated else 1, 0.0
     if not cached and prefill.group is None:
         mean = max(1, int(lengths.mean()))
         n = max(1, min(prefill.max_num_batched_tokens // mean, prefill.max_num_seqs))
         each_s = prefill.step_time.prompt_s(mean)
         if n > 1:
             each_s = prefill.step_time.prefill_s([mean] * n, [0] * n) / n
-        n_prefill = _workers(rate * each_s)
+        prompts = rate * each_s
+        n_prefill = 0 if config.colocated else _workers(prompts)
         late = 0.0 if level.ttft is None else _late(prefill.step_time, lengths, level.ttft / 1e3)
         if 1.0 - late < objective.attainment:
             return Bounds(
@@ -91,7 +94,7 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
         decode.step_time,
         config.pool("decode").parallelism.n_expert_ranks,
         prepared.model.top_k,
-        lengths.mean(),
+        float(lengths.mean()),
     )
     alone_ms = 1e3 * float(step_s[0])
     if level.tpot is not None and alone_ms > level.tpot:
@@ -105,9 +108,8 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     within = step_s <= (math.inf if level.tpot is None else level.tpot / 1e3)
     batch = np.arange(1, len(step_s) + 1)
     tokens_per_s = float((batch[within] / step_s[within]).max())
-    return Bounds(
-        n_prefill, _workers(rate * float(workload.output_len[accepted].mean()) / tokens_per_s), rate
-    )
+    outputs = rate * float(workload.output_len[accepted].mean()) / tokens_per_s
+    return Bounds(n_prefill, _workers(outputs + (prompts if config.colocated else 0.0)), rate)
 
 
 def _workers(load: float) -> int:
@@ -121,6 +123,7 @@ def _late(step_time: StepTimeModel, lengths: NDArray[np.int64], bound_s: float) 
     return float(counts[late].sum() / counts.sum())
 
 
+@lru_cache(maxsize=64)
 def _fastest_steps(
     step_time: StepTimeModel, n_ranks: int, top_k: int, context: float
 ) -> NDArray[np.float64]:

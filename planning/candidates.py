@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from eldr_sim.errors import InputError
@@ -11,6 +13,7 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.planning.bounds import Bounds, bounds
 from eldr_sim.planning.search import SearchSpace
+from eldr_sim.planning.shapes import estimate, shapes
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies.choice import parse
 from eldr_sim.policies.registry import canonical
@@ -32,45 +35,80 @@ class ClusterTemplate:
         Lower bounds on the numbers of workers.
     max_gpus
         Most GPUs of the cluster.
+    estimate
+        Prefill and decode (or co-located) workers that it likely takes, see `shapes.estimate`.
     """
 
     config: RunConfig
     bounds: Bounds
     max_gpus: int
+    estimate: tuple[int, int] = (1, 1)
+
+    @property
+    def worker_sizes(self) -> tuple[int, int]:
+        """GPUs of a prefill and of a decode worker."""
+        prefill, decode = (self.config.pool(role).parallelism for role in ("prefill", "decode"))
+        return prefill.n_gpus, decode.n_gpus
+
+    @property
+    def unit(self) -> int:
+        """GPUs that `max_workers` counts as one worker: those of the smaller kind, or a part."""
+        return math.gcd(*self.worker_sizes)
 
     @property
     def max_workers(self) -> int:
-        """Most workers."""
-        return self.max_gpus // worker_gpus(self.config)
+        """Most workers; where sizes differ, a larger one counts as several."""
+        return self.max_gpus // self.unit
 
     def at(self, x: int, y: int) -> RunConfig:
-        """Return the cluster of x prefill and y decode workers."""
-        return self.config.model_copy(update={"topology": f"{x}P{y}D"})
+        """Return the cluster of x prefill and y decode workers; y co-located ones if x is 0."""
+        return self.config.model_copy(update={"topology": f"{x}P{y}D" if x else f"{y}C"})
 
     def cost(self, x: int, y: int) -> float:
         """Return the price per hour of x prefill and y decode workers, or their GPUs."""
-        return cost(self.at(x, y))
+        pools = zip((x, y), ("prefill", "decode"), self.worker_sizes, strict=True)
+        prices = [(n * gpus, self.config.pool(role).price_per_gpu_hour) for n, role, gpus in pools]
+        if any(n and price is None for n, price in prices):
+            return sum(n for n, _ in prices)
+        return sum(n * (price or 0.0) for n, price in prices)
+
+    @property
+    def least_cost(self) -> float:
+        """The least that a cluster costs, by arithmetic."""
+        return self.cost(self.bounds.n_prefill, self.bounds.n_decode)
+
+    @property
+    def estimated_cost(self) -> float:
+        """What the estimate costs."""
+        return self.cost(*self.estimate)
 
     def search_space(self, below: float) -> SearchSpace:
         """Return the clusters that cost less than ``below``."""
         return SearchSpace(
-            self.bounds.n_prefill, self.bounds.n_decode, self.max_workers, self.cost, below
+            self.bounds.n_prefill,
+            self.bounds.n_decode,
+            self.max_workers,
+            _remembered(self.cost),
+            below,
+            *(gpus // self.unit for gpus in self.worker_sizes),
         )
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy on a GPU (or a pair of GPUs), with every worker size that can hold the model.
+    """A policy on a GPU (or a pair of GPUs), with every shape that can hold the model.
 
-    ``reasons`` says why other worker sizes cannot. With ``larger_if_needed`` a larger worker is
-    tried only if no cluster of smaller ones meets the objective.
+    The shape that likely costs least comes first. ``reasons`` says why others cannot.
     """
 
     gpu: str
     policy: str
     templates: tuple[ClusterTemplate, ...]
     reasons: tuple[str, ...]
-    larger_if_needed: bool
+
+
+def _remembered(cost: Callable[[int, int], float]) -> Callable[[int, int], float]:
+    return lru_cache(maxsize=None)(cost)
 
 
 def cost(config: RunConfig) -> float:
@@ -79,8 +117,25 @@ def cost(config: RunConfig) -> float:
 
 
 def worker_gpus(config: RunConfig) -> int:
-    """Return the GPUs of a worker: those of all its engines."""
-    return config.tensor_parallel_size * config.data_parallel_size
+    """Return the GPUs of a decode (or co-located) worker: those of all its engines."""
+    return config.pool("decode").parallelism.n_gpus
+
+
+def shape_label(config: RunConfig) -> str:
+    """Return how many GPUs the workers of a cluster have, and whether prefill is apart."""
+    kinds = []
+    for role in ("prefill", "decode"):
+        if role == "prefill" and config.colocated:
+            continue
+        own = config.pool(role).parallelism
+        name = f"TP{own.tensor_parallel_size}"
+        name += " EP" if own.expert_parallel and own.n_gpus > 1 else ""
+        engines = own.data_parallel_size
+        kinds.append(name + (f" x {engines} engines" if engines > 1 else ""))
+    if config.colocated:
+        budget = config.max_num_batched_tokens
+        return f"xC {kinds[0]}" + (f", {budget} tokens a step" if budget else "")
+    return "xPyD " + " + ".join(dict.fromkeys(kinds))
 
 
 def policy_label(config: RunConfig) -> str:
@@ -177,7 +232,7 @@ def _check_prices(configs: Iterable[RunConfig]) -> None:
 def make_candidate(
     config: RunConfig, objective: Objective, max_gpus: int, sizes: Sequence[int]
 ) -> Candidate:
-    """Return the worker sizes that can serve a configuration's model.
+    """Return the shapes that can serve a configuration's model, the likely cheapest first.
 
     Parameters
     ----------
@@ -190,31 +245,22 @@ def make_candidate(
     sizes
         GPUs per engine to try; if empty, powers of two up to a node.
     """
-    templates, reasons, engines = [], [], config.data_parallel_size
-    for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]:
-        gpus = size * engines
-        if 2 * gpus > max_gpus:
-            reasons.append(f"two workers of {gpus} GPUs are more than {max_gpus} GPUs")
-            break
-        ways = [config.enable_expert_parallel]
-        if size > 1 and not ways[0]:
-            ways.append(True)  # where the experts cannot be split over their width
-        for expert_parallel in ways:
-            sized = config.model_copy(
-                update={"tensor_parallel_size": size, "enable_expert_parallel": expert_parallel}
-            )
-            try:
-                found = bounds(sized, objective)
-            except InputError as error:
-                if error.field not in _SIZE_FIELDS:
-                    raise
-                if expert_parallel == ways[0]:
-                    reasons.append(f"{gpus} GPU{'s' if gpus > 1 else ''} a worker: {error.problem}")
-                if error.field == "tensor_parallel_size":
-                    continue
-            else:
-                templates.append(ClusterTemplate(sized, found, max_gpus))
-            break
-    return Candidate(
-        gpu_label(config), policy_label(config), tuple(templates), tuple(reasons), not sizes
-    )
+    templates: list[ClusterTemplate] = []
+    reasons: list[str] = []
+    for shape in shapes(config, sizes or [2**n for n in range(NODE_GPUS.bit_length())]):
+        label, least = shape_label(shape), shape.n_gpus
+        if least > max_gpus:
+            reasons.append(f"{label}: {least} GPUs are more than {max_gpus}")
+            continue
+        try:
+            found = bounds(shape, objective)
+            likely = (1, 1) if found.impossible else estimate(shape, objective, found.rate)
+        except InputError as error:
+            if error.field not in _SIZE_FIELDS:
+                raise
+            reasons.append(f"{label}: {error.problem}")
+            continue
+        likely = max(likely[0], found.n_prefill), max(likely[1], found.n_decode)
+        templates.append(ClusterTemplate(shape, found, max_gpus, likely))
+    templates.sort(key=lambda t: (t.estimated_cost, t.worker_sizes, t.config.colocated))
+    return Candidate(gpu_label(config), policy_label(config), tuple(templates), tuple(reasons))

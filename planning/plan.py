@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +16,57 @@ from eldr_sim.planning.candidates import (
     clusters_to_plan,
     cost,
     make_candidate,
-    worker_gpus,
+    shape_label,
 )
 from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.planning.rates import LEAST_REQUESTS, carried
 from eldr_sim.planning.runs import Runs, Search
-from eldr_sim.planning.search import SearchState, cheapest
+from eldr_sim.planning.savings import PAIRED_SEEDS, Saving, savings_of
+from eldr_sim.planning.search import SearchState, cheapest, fewest_colocated
 from eldr_sim.planning.slo import Objective, Verdict
-from eldr_sim.planning.trial import Trial, passes, try_cluster
+from eldr_sim.planning.trial import Trial, try_cluster
 from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
 
-#: Seeds of the margin and of the savings, which are searched seed by seed.
-PAIRED_SEEDS = 5
+#: Shapes that are estimated to cost more than the best cluster by this factor are not simulated.
+ESTIMATE_FACTOR = 1.3
+#: Token budgets of co-located workers that are tried beside the GPU's own, where they are cheapest.
+COLOCATED_BUDGETS = (2048, 16384)
+#: Runs that a candidate and a margin take, by experience, for the estimate of the time left.
+_RUNS_OF_CANDIDATE, _RUNS_OF_MARGIN = 40, 35
 #: More Pareto points: the best cluster of each candidate with its decode workers times these.
 _LARGER = (1.25, 1.5, 2.0)
+
+
+@dataclass(frozen=True)
+class ShapeResult:
+    """What became of a shape of a candidate's clusters.
+
+    Attributes
+    ----------
+    shape
+        Sizes of its workers, and whether prefill is apart.
+    least_cost, estimated_cost
+        By arithmetic and by the estimate: price per hour, or GPUs.
+    cost
+        Of its cheapest cluster that meets the objective and is cheaper than those of the shapes
+        before it, or None.
+    topology
+        That cluster; empty where there is none.
+    reason
+        Why there is none; where the shape was not simulated, why not.
+    is_searched
+        Whether it was simulated, or ruled out by arithmetic.
+    """
+
+    shape: str
+    least_cost: float
+    estimated_cost: float
+    cost: float | None
+    topology: str
+    reason: str
+    is_searched: bool
 
 
 @dataclass
@@ -53,6 +89,8 @@ class CandidateResult:
         Why no cluster, or none of some worker size, meets the objective.
     notes
         Verdicts that contradict monotonicity, and cheaper clusters that stayed undecided.
+    shapes
+        What became of every shape.
     """
 
     gpu: str
@@ -63,6 +101,7 @@ class CandidateResult:
     trial: Trial | None = None
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    shapes: list[ShapeResult] = field(default_factory=list)
 
     @property
     def cost(self) -> float:
@@ -74,8 +113,8 @@ class CandidateResult:
         if self.template is None or self.trial is None:
             return None
         x, y = self.trial.config.n_prefill + prefill, self.trial.config.n_decode + decode
-        tried = (t for t in self.trials if (t.config.n_prefill, t.config.n_decode) == (x, y))
-        return next(tried, None)
+        wanted = self.template.at(x, y) if min(x, y) >= 0 and max(x, y) > 0 else None
+        return next((trial for trial in self.trials if trial.config == wanted), None)
 
 
 @dataclass(frozen=True)
@@ -100,21 +139,6 @@ class Margin:
     is_bounded: bool
     lost_decode: Trial | None
     lost_prefill: Trial | None
-
-
-@dataclass(frozen=True)
-class Saving:
-    """GPUs that a policy saves compared with the first policy on the same GPU, paired over seeds.
-
-    ``by_seed`` and ``reference_by_seed`` hold the GPUs of the cheapest cluster under each seed.
-    """
-
-    gpu: str
-    policy: str
-    reference: str
-    by_seed: tuple[int, ...]
-    reference_by_seed: tuple[int, ...]
-    gpus: Interval
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,7 +242,11 @@ def plan(
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
-    """Find the cheapest xPyD cluster that meets an objective, for every policy on every GPU.
+    """Find the cheapest xPyD or xC cluster that meets an objective, for every policy and GPU.
+
+    The shapes of clusters (see `shapes`) are searched in the order of an estimate. Those whose
+    arithmetic bound is above the best cluster, or whose estimate is by more than
+    ``ESTIMATE_FACTOR``, are not simulated: `CandidateResult.shapes` says which.
 
     Parameters
     ----------
@@ -237,8 +265,7 @@ def plan(
         Numbers of redundant experts to choose from, where engines share experts
         (``data_parallel_size``): they cost KV blocks.
     tensor_parallel_sizes
-        GPUs per engine to choose from. If empty, the smallest power of two that holds the model,
-        and larger ones only if no cluster of smaller workers meets the objective.
+        GPUs per engine to choose from, for each pool; all powers of two up to a node if empty.
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
@@ -261,8 +288,10 @@ def plan(
     rate = next((template.bounds.rate for template in sized), math.nan)
     _check_load(config, rate)
     runs = Runs(jobs, progress)
+    runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
     results = runs.together([_search_sizes(each, objective) for each in candidates])
-    savings = _savings(results, objective, runs)
+    runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if len(results) > 1 else 0)
+    savings = savings_of(results, objective, runs)
     ranked = sorted(results, key=lambda result: (result.cost, _rank(result.trial)))
     margin = None
     if ranked[0].trial is not None:
@@ -300,60 +329,115 @@ def _rank(trial: Trial | None) -> tuple[float, float, float]:
 
 
 def _search_sizes(candidate: Candidate, objective: Objective) -> Search[CandidateResult]:
-    """Search the worker sizes in turn; a larger one must beat the smaller ones."""
-    result = CandidateResult(candidate.gpu, candidate.policy)
-    for template in candidate.templates:
-        if candidate.larger_if_needed and result.trial is not None:
-            break
-        if template.bounds.impossible:
-            result.reasons.append(_of_size(template, template.bounds.impossible))
-            continue
-        state, trials = yield from _search_size(template, objective, result.cost)
-        result.trials += trials.values()
-        if state.best is not None:
-            result.template, result.search, result.trial = template, state, trials[state.best]
-        elif result.trial is None:
-            result.reasons.append(_of_size(template, _why_none(template, state, trials)))
-        result.notes += _notes(template, state, trials, result.cost)
+    """Search the shapes, the likely cheapest first; each must beat those before it."""
+    result = CandidateResult(candidate.gpu, candidate.policy, reasons=[])
+    templates = list(candidate.templates)
+    for template in templates:
+        yield from _search_shape(result, template, objective)
+    for template in _other_budgets(result):
+        yield from _search_shape(result, template, objective)
     result.reasons += candidate.reasons
     return result
+
+
+def _search_shape(
+    result: CandidateResult, template: ClusterTemplate, objective: Objective
+) -> Search[None]:
+    """Search one shape, unless arithmetic or its estimate says that it is not the cheapest."""
+    reason, searched, found = template.bounds.impossible, True, None
+    if not reason and template.least_cost >= result.cost:
+        reason = f"takes at least {template.least_cost:g} by arithmetic"
+    elif not reason and template.estimated_cost > ESTIMATE_FACTOR * result.cost:
+        reason, searched = f"estimated at {template.estimated_cost:g}: not simulated", False
+    elif not reason:
+        state, trials = yield from _search_size(template, objective, result.cost)
+        result.trials += trials.values()
+        reason = "" if state.best is not None else _why_none(template, state, trials)
+        if not math.isinf(result.cost) and reason:
+            reason = "no cheaper cluster meets the objective"
+        if state.best is not None:
+            found = trials[state.best]
+            result.template, result.search, result.trial = template, state, found
+        result.notes += _notes(template, state, trials, result.cost)
+    if reason and result.trial is None:
+        result.reasons.append(_of_size(template, reason))
+    result.shapes.append(
+        ShapeResult(
+            shape_label(template.config),
+            template.least_cost,
+            template.estimated_cost,
+            None if found is None else cost(found.config),
+            "" if found is None else found.config.topology,
+            reason,
+            searched,
+        )
+    )
+
+
+def _other_budgets(result: CandidateResult) -> list[ClusterTemplate]:
+    """Return the best co-located workers with other token budgets."""
+    template = result.template
+    if template is None or not template.config.colocated:
+        return []
+    if template.config.pool("decode").max_num_batched_tokens is not None:
+        return []
+    return [
+        dataclasses.replace(
+            template,
+            config=template.config.model_copy(update={"max_num_batched_tokens": budget}),
+        )
+        for budget in COLOCATED_BUDGETS
+        if budget >= (template.config.pool("decode").max_num_seqs or 1024)
+    ]
 
 
 def _search_size(
     template: ClusterTemplate, objective: Objective, below: float
 ) -> Search[tuple[SearchState, dict[tuple[int, int], Trial]]]:
+    """Find the cheapest cluster of a shape, first near its estimate, then among all."""
     trials: dict[tuple[int, int], Trial] = {}
 
     def judge(x: int, y: int) -> Search[Verdict]:
-        trials[x, y] = yield from try_cluster(template.at(x, y), objective)
+        if (x, y) not in trials:
+            trials[x, y] = yield from try_cluster(template.at(x, y), objective)
         return trials[x, y].verdict
 
-    state = yield from cheapest(template.search_space(below), judge)
+    x, y = template.estimate
+    start = SearchState(x_least=x, y_least=y)
+    near = template.cost(2 * x, 2 * y) + 1e-9
+    for limit in (near, below) if near < below else (below,):
+        if template.config.colocated:
+            state = yield from fewest_colocated(template.search_space(limit), judge, start)
+        else:
+            state = yield from cheapest(template.search_space(limit), judge, start)
+        if state.best is not None:
+            break
     return state, trials
 
 
 def _of_size(template: ClusterTemplate, text: str) -> str:
-    size = worker_gpus(template.config)
-    return f"{size} GPU{'s' if size > 1 else ''} a worker: {text}"
+    return f"{shape_label(template.config)}: {text}"
 
 
 def _why_none(
     template: ClusterTemplate, state: SearchState, trials: dict[tuple[int, int], Trial]
 ) -> str:
     least = template.bounds
+    apart = not template.config.colocated
+    fewest = f"{least.n_prefill} prefill and {least.n_decode} decode" if apart else least.n_decode
     if not trials:
         return (
-            f"the load takes at least {least.n_prefill} prefill and {least.n_decode} decode "
-            f"workers at full speed, more than {template.max_gpus} GPUs"
+            f"the load takes at least {fewest} workers at full speed, more than "
+            f"{template.max_gpus} GPUs"
         )
-    if state.x_least is None:
-        x, y = max(trials, key=lambda point: (sum(point), point))
-        trial = trials[x, y]
+    if state.x_least is None or not apart:
+        trial = trials[max(trials, key=lambda point: (sum(point), point))]
         parts = ", ".join(
             f"{100 * trial.attained(metric):.1f}% within the {metric.upper()} bound"
             for metric in trial.config.goodput.model_dump(exclude_none=True)
         )
-        return f"even {x}P{y}D attains only {100 * trial.attainment.mean:.1f}% ({parts})"
+        share = 100 * trial.attainment.mean
+        return f"even {trial.config.topology} attains only {share:.1f}% ({parts})"
     return (
         f"needs {state.x_least} prefill and {state.y_least} decode workers at least, and no such "
         f"cluster of up to {template.max_gpus} GPUs meets the objective"
@@ -370,21 +454,22 @@ def _notes(
     notes = [
         _of_size(
             template,
-            f"not monotone: {p[0]}P{p[1]}D meets the objective and {q[0]}P{q[1]}D does not",
+            f"not monotone: {template.at(*p).topology} meets the objective and "
+            f"{template.at(*q).topology} does not",
         )
         for p, q in state.contradictions()
     ]
     notes += [
         _of_size(
             template,
-            f"{x}P{y}D {cheaper}is undecided after {len(trial.summaries)} seeds: "
+            f"{trial.config.topology} {cheaper}is undecided after {len(trial.summaries)} seeds: "
             f"{100 * trial.attainment.mean:.2f}% "
             f"[{100 * trial.attainment.low:.2f}, {100 * trial.attainment.high:.2f}]",
         )
         for (x, y), trial in sorted(trials.items())
         if trial.verdict is Verdict.UNDECIDED
         and template.cost(x, y) < best
-        and x + y <= template.max_workers
+        and template.search_space(best).has_room(x, y)
     ]
     return notes
 
@@ -418,7 +503,7 @@ def _larger(result: CandidateResult, objective: Objective) -> list[Search[Trial]
     return [
         try_cluster(template.at(x, n), objective)
         for n in sorted(sizes)
-        if x + n <= template.max_workers
+        if template.search_space(math.inf).has_room(x, n)
     ]
 
 
@@ -445,53 +530,3 @@ def _front(trials: Sequence[Trial], max_gpus: int) -> list[Trial]:
         if not front or per_gpu(trial) > per_gpu(front[-1]):
             front.append(trial)
     return front
-
-
-def _savings(results: Sequence[CandidateResult], objective: Objective, runs: Runs) -> list[Saving]:
-    """Find the cheapest cluster under each seed, and pair policies on the same GPU."""
-    seeds = range(min(PAIRED_SEEDS, objective.seeds))
-    by_gpu: dict[str, list[CandidateResult]] = {}
-    for result in results:
-        by_gpu.setdefault(result.gpu, []).append(result)
-    pairs = [
-        (group[0], other)
-        for group in by_gpu.values()
-        for other in group[1:]
-        if group[0].trial is not None and other.trial is not None
-    ]
-    asked = {id(result): result for pair in pairs for result in pair}
-    searches = [_fewest_gpus(each, seed, objective) for each in asked.values() for seed in seeds]
-    gpus = iter(runs.together(searches))
-    by_seed = {key: [next(gpus) for _ in seeds] for key in asked}
-    savings = []
-    for reference, other in pairs:
-        both = zip(by_seed[id(reference)], by_seed[id(other)], strict=True)
-        kept = [(a, b) for a, b in both if a is not None and b is not None]
-        if kept:
-            theirs, ours = zip(*kept, strict=True)
-            savings.append(
-                Saving(
-                    other.gpu,
-                    other.policy,
-                    reference.policy,
-                    ours,
-                    theirs,
-                    t_interval([float(a - b) for a, b in kept]),
-                )
-            )
-    return savings
-
-
-def _fewest_gpus(result: CandidateResult, seed: int, objective: Objective) -> Search[int | None]:
-    """Return the GPUs of the cheapest cluster that meets the objective under one seed."""
-    template = result.template
-    assert template is not None
-
-    def judge(x: int, y: int) -> Search[Verdict]:
-        good = yield from passes(template.at(x, y), seed, objective)
-        return Verdict.MEETS if good else Verdict.MISSES
-
-    state = yield from cheapest(template.search_space(math.inf), judge, result.search)
-    if state.best is None:
-        return None
-    return template.at(*state.best).n_gpus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from importlib.metadata import version
@@ -98,9 +99,9 @@ def rate_record(plan: RatePlan) -> dict[str, Any]:
 def points_table(runs: Runs) -> pa.Table:
     """Return every run of a plan, a row each, in an order independent of the processes.
 
-    Columns: policy, gpu, topology, tensor_parallel_size, enable_expert_parallel,
-    data_parallel_size, num_redundant_experts, gpus,
-    price_per_hour, request_rate, duration and num_requests (a quarter in a pre-run), seed,
+    Columns: policy, gpu, topology, tensor_parallel_size, prefill_tensor_parallel_size,
+    enable_expert_parallel, data_parallel_size, max_num_batched_tokens, num_redundant_experts, gpus,
+    price_per_hour, request_rate, duration, num_requests, seed,
     num_prompts, slo_attainment, attainment of each bound, the metrics, and the axes of the Pareto
     front: output tokens per second per GPU and of the median user.
     """
@@ -197,6 +198,7 @@ def _candidate(result: CandidateResult) -> dict[str, Any]:
         "cluster": _maybe(result.trial),
         "fewest_prefill_workers": result.search.x_least,
         "fewest_decode_workers": result.search.y_least,
+        "shapes": [dataclasses.asdict(shape) for shape in result.shapes],
         "reasons": result.reasons,
         "notes": result.notes,
     }
@@ -212,8 +214,10 @@ def _cluster_of(config: RunConfig) -> dict[str, Any]:
         "gpu": gpu_label(config),
         "topology": config.topology,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "prefill_tensor_parallel_size": config.pool("prefill").tensor_parallel_size,
         "enable_expert_parallel": config.enable_expert_parallel,
         "data_parallel_size": config.data_parallel_size,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
         "num_redundant_experts": config.num_redundant_experts,
         "gpus": config.n_gpus,
         "price_per_hour": config.price_per_hour,

@@ -27,7 +27,7 @@ class Runs:
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
-        Called after every run with the numbers of runs done and asked for so far.
+        Called after every run with the numbers of runs done and asked for, or expected, so far.
     """
 
     def __init__(
@@ -36,6 +36,8 @@ class Runs:
         check_backend(jobs)
         self.jobs = jobs
         self.progress = progress
+        #: How many runs a search is likely to take, if it knows; for the estimate of its time.
+        self.expected = 0
         self._made: dict[str, tuple[RunConfig, Summary]] = {}
 
     def __len__(self) -> int:
@@ -65,7 +67,8 @@ class Runs:
                     raise InputError("run", f"{where}: {outcome.reason}")
                 found[outcome.key] = outcome.summary
                 if self.progress is not None:
-                    self.progress(len(self) + len(found), len(self) + len(new))
+                    asked = max(len(self) + len(new), self.expected)
+                    self.progress(len(self) + len(found), asked)
         # In the order asked for, not in the order of completion.
         self._made |= {key: (config, found[key]) for key, config in new.items()}
         return [self._made[key][1] for key in keys]

@@ -27,11 +27,13 @@ class SearchSpace:
     x_min, y_min
         Lower bounds on prefill and decode workers.
     max_workers
-        Most workers of both kinds together.
+        Most workers of both kinds together, by their sizes.
     cost
         Cost of x prefill and y decode workers; grows with both.
     below
         Only clusters that cost less than this are considered.
+    x_size, y_size
+        What a worker of each kind counts in ``max_workers``.
     """
 
     x_min: int
@@ -39,18 +41,24 @@ class SearchSpace:
     max_workers: int
     cost: Callable[[int, int], float]
     below: float = math.inf
+    x_size: int = 1
+    y_size: int = 1
+
+    def has_room(self, x: int, y: int) -> bool:
+        """Whether x prefill and y decode workers are not too many."""
+        return x * self.x_size + y * self.y_size <= self.max_workers
 
     def most_decode(self, x: int, below: float | None = None) -> int:
         """Return the most decode workers that ``x`` prefill workers allow, or 0."""
         limit = self.below if below is None else min(below, self.below)
-        y = self.max_workers - x
+        y = (self.max_workers - x * self.x_size) // self.y_size
         while y > 0 and not self.cost(x, y) < limit:
             y -= 1
         return max(y, 0)
 
     def most_prefill(self, y: int) -> int:
         """Return the most prefill workers that ``y`` decode workers allow, or 0."""
-        x = self.max_workers - y
+        x = (self.max_workers - y * self.y_size) // self.x_size
         while x > 0 and not self.cost(x, y) < self.below:
             x -= 1
         return max(x, 0)
@@ -188,10 +196,30 @@ def cheapest(
                 better.append(point)
         if not better:
             for point in ((x + 1, y), (x, y + 1)):
-                if sum(point) <= space.max_workers:
+                if space.has_room(*point):
                     yield from meets(*point)
             break
         state.best = min(better, key=lambda point: space.cost(*point))
+    return state
+
+
+def fewest_colocated(
+    space: SearchSpace, judge: Judge, start: SearchState | None = None
+) -> Search[SearchState]:
+    """Find the fewest co-located workers that meet the objective; as `cheapest`, with x = 0."""
+    state = SearchState(x_least=0)
+
+    def meets(y: int) -> Search[bool]:
+        if (0, y) not in state.verdicts:
+            state.verdicts[0, y] = yield from judge(0, y)
+        return state.verdicts[0, y] is Verdict.MEETS
+
+    begin = None if start is None else start.y_least
+    y = yield from smallest(space.y_min, space.most_decode(0), meets, begin)
+    while y is not None and y > 1 and (yield from meets(y - 1)):
+        y -= 1  # below the bound of the arithmetic, or not monotone
+    state.y_least = y
+    state.best = None if y is None else (0, y)
     return state
 
 

@@ -56,7 +56,7 @@ class Objective:
 
     @property
     def hopeless(self) -> float:
-        """Attainment of the pre-run at or below which a cluster is dropped."""
+        """Attainment of the first seed at or below which a cluster is dropped."""
         return self.attainment / 2
 
     def interval(self, shares: Sequence[float], requests: int) -> Interval:

@@ -1,4 +1,4 @@
-"""Trials of clusters: a short pre-run, then seeds until the attainment is decided."""
+"""Trials of clusters: seeds until the attainment is decided."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from eldr_sim.planning.paired import with_seed
 from eldr_sim.planning.runs import Search, Summary
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.config import RunConfig
-
-#: Length of the pre-run, as a share of the measured window or of the requests.
-_PRE_RUN = 0.25
 
 
 @dataclass(frozen=True)
@@ -28,9 +25,9 @@ class Trial:
     attainment
         Share of good requests with its interval at the last look.
     summaries
-        Summary of each seed's run; of the pre-run alone if that was hopeless.
+        Summary of each seed's run; of the first alone if that was hopeless.
     hopeless
-        Whether the pre-run decided the verdict.
+        Whether the first seed decided the verdict.
     """
 
     config: RunConfig
@@ -52,9 +49,8 @@ class Trial:
 def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
     """Judge a cluster.
 
-    First a pre-run of a quarter of the length: a cluster that attains at most half of the target
-    there is dropped, as queues only grow with time. Then one run per seed, the same seeds for
-    every cluster, until the confidence interval lies on one side of the target.
+    First one seed: a cluster that attains at most half of the target is dropped. Then more, the
+    same seeds for every cluster, until the confidence interval lies on one side of the target.
 
     Parameters
     ----------
@@ -63,12 +59,12 @@ def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
     objective
         Service level and attainment.
     """
-    first = (yield [pre_run(config)])[0]
+    first = (yield [config])[0]
     if first["slo_attainment"] <= objective.hopeless:
         share = float(first["slo_attainment"])
         alone = Interval(share, math.nan, math.nan)
         return Trial(config, Verdict.MISSES, alone, (first,), hopeless=True)
-    summaries: list[Summary] = []
+    summaries: list[Summary] = [first]
     verdict, attainment = Verdict.UNDECIDED, Interval(math.nan, math.nan, math.nan)
     for seeds in objective.looks:
         summaries += yield [with_seed(config, i) for i in range(len(summaries), seeds)]
@@ -82,24 +78,7 @@ def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
     return Trial(config, verdict, attainment, tuple(summaries), hopeless=False)
 
 
-def passes(config: RunConfig, seed: int, objective: Objective) -> Search[bool]:
-    """Return whether one seed attains the target, after the pre-run."""
-    first = (yield [pre_run(config)])[0]
-    if first["slo_attainment"] <= objective.hopeless:
-        return False
-    return (yield from attains(config, seed, objective))
-
-
 def attains(config: RunConfig, seed: int, objective: Objective) -> Search[bool]:
-    """Return whether one seed attains the target, without a pre-run."""
+    """Return whether one seed attains the target."""
     summary = (yield [with_seed(config, seed)])[0]
     return bool(summary["slo_attainment"] >= objective.attainment)
-
-
-def pre_run(config: RunConfig) -> RunConfig:
-    """Return the configuration of the short pre-run."""
-    if config.num_requests is not None:
-        return config.model_copy(
-            update={"num_requests": max(1, int(_PRE_RUN * config.num_requests))}
-        )
-    return config.model_copy(update={"duration": _PRE_RUN * config.duration})

@@ -130,7 +130,7 @@ def _clusters(title: str, clusters: Sequence[Record]) -> Table:
             cluster["gpu"],
             _workers(cluster),
             *(_figure(cluster, key) for key in shown),
-            "hopeless in a short run" if cluster["hopeless"] else cluster["verdict"],
+            "hopeless under one seed" if cluster["hopeless"] else cluster["verdict"],
         ]
         for cluster in clusters
     ]
