@@ -20,6 +20,7 @@ from eldr_sim.planning.candidates import ClusterTemplate
 from eldr_sim.planning.plan import per_gpu, per_user, plan
 from eldr_sim.planning.rates import plan_rate
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
+from eldr_sim.planning.split import plan_split
 from eldr_sim.simulator.config import make_config, parse_topology
 from eldr_sim.simulator.run import simulate_summary
 
@@ -389,6 +390,30 @@ def test_a_cluster_that_carries_nothing():
     json.dumps(plan_files.rate_record(found), allow_nan=False)
 
 
+def test_the_best_split_is_that_of_all_splits():
+    """Twelve GPUs; the estimate, which knows nothing of these clusters, begins somewhere."""
+    config = make_config(BASE | {"policy": "jsq", "duration": 60})
+    objective = Objective(LEVEL, 0.9, (3,))
+    with simulated_by(Analytic()):
+        found = plan_split(config, objective, 12, tensor_parallel_sizes=[1], jobs=1)
+
+    def highest(x):
+        at = config.replace(goodput=LEVEL, topology=f"{x}P{12 - x}D")
+
+        def above(rate):
+            return math.prod(attained(at.model_copy(update={"request_rate": rate}))) - 0.9
+
+        return brentq(above, 1e-6, 200.0)
+
+    best = max(range(1, 12), key=highest)
+    assert found.rates[0].config.topology == f"{best}P{12 - best}D"
+    assert found.rates[0].rate.mean == pytest.approx(highest(best), rel=0.011)
+    assert len(found.rates[0].by_seed) == 3
+    assert all(each.config.n_gpus <= 12 for each in found.rates)
+    with pytest.raises(InputError, match="gpus: 1: xPyD TP1: 2 GPUs are more than 1"):
+        plan_split(make_config(BASE | {"policy": "eldr"}), objective, 1, tensor_parallel_sizes=[1])
+
+
 # -- bad input -----------------------------------------------------------------------------------
 
 
@@ -486,6 +511,8 @@ def test_no_cluster_is_exit_code_1_and_still_written(analytic_cli, tmp_path):
             "topology: together with --request-rate",
         ),
         (["--topology", "1P"], "topology: '1P'"),
+        (["--gpus", "8", "--topology", "1P1D"], "gpus: together with --topology"),
+        (["--gpus", "0"], "gpus: 0"),
         (["--request-rate", "20", "--jobs", "0"], "jobs: 0"),
         (["--request-rate", "20", "--seeds", "1"], "seeds: 1"),
         ([], "request_rate: none"),
