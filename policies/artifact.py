@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast, get_args
 
@@ -23,6 +23,7 @@ from eldr_sim.policies.signature import (
     Floats,
     Ints,
     LayerMask,
+    LayerSelection,
     Transform,
     decode_overlap,
     idf_weights,
@@ -253,6 +254,18 @@ def _streams(seed: int) -> list[np.random.Generator]:
     return [np.random.Generator(np.random.PCG64(child)) for child in children]
 
 
+@lru_cache(maxsize=8)
+def _selection(
+    calibration: CalibrationSet, seed: int, transform: Transform, layer_mask: LayerMask
+) -> LayerSelection:
+    """Select the layers; fits for other numbers of workers take the same ones."""
+    scores = calibration.scores(score_of(transform))
+    idf = idf_weights(calibration.scores("count"))
+    return select_layers(
+        transformed(scores, transform, idf), calibration_pairs(calibration, seed), layer_mask
+    )
+
+
 def fit(
     calibration: CalibrationSet,
     n_decoders: int,
@@ -301,9 +314,7 @@ def fit(
     scores = calibration.scores(score_of(transform))
     layer_mask = parse_layer_mask(layer_mask)
     idf = idf_weights(counts)
-    selection = select_layers(
-        transformed(scores, transform, idf), calibration_pairs(calibration, seed), layer_mask
-    )
+    selection = _selection(calibration, seed, transform, layer_mask)
     points = signatures(scores, idf, selection.layers, transform)
     clusters = kmeans(points, n_decoders, _streams(seed)[1], clustering)
     cluster_domains = np.zeros((n_decoders, len(calibration.domains)), dtype=np.int64)
