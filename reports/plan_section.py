@@ -191,12 +191,17 @@ def _name(cluster: Record) -> str:
 
 
 def _workers(cluster: Record) -> str:
-    """Return xPyD and the size of a worker."""
+    """Return xPyD or xC, and the sizes of the workers."""
     size = cluster["tensor_parallel_size"]
-    if size == 1:
-        return str(cluster["topology"])
-    ranks = ", EP" if cluster["enable_expert_parallel"] else ""
-    return f"{cluster['topology']} of {size} GPUs each{ranks}"
+    prefill = cluster.get("prefill_tensor_parallel_size", size)  # older plans have none
+    budget, ranks = cluster.get("max_num_batched_tokens"), cluster["enable_expert_parallel"]
+    text = str(cluster["topology"])
+    if text.endswith("C"):
+        prefill = size
+    if max(size, prefill) > 1:
+        sizes = f"{size} GPUs each" if size == prefill else f"{prefill} and {size} GPUs"
+        text += f" of {sizes}" + (", EP" if ranks else "")
+    return text + (f", {budget} tokens a step" if budget else "")
 
 
 def _price(cluster: Record) -> str:
@@ -212,7 +217,10 @@ def _rates(document: Record, colours: Colours) -> dict[str, Any]:
     topologies = ", ".join(dict.fromkeys(each["topology"] for each in rates))
     rows: list[list[Value]] = [
         [
-            *(each[key] for key in ("policy", "gpu", "topology", "gpus")),
+            each["policy"],
+            each["gpu"],
+            _workers(each),
+            each["gpus"],
             None if each["highest_rate"] is None else _interval_cell(each["highest_rate"]),
             ", ".join(number(rate) for rate in each["by_seed"]),
             each["reason"],

@@ -220,7 +220,7 @@ class WorkloadConfig(_Fields):
 class LengthConfig(_Fields):
     """How long the requests are, where not as recorded."""
 
-    input_len: int | None = Field(default=None, ge=1)
+    input_len: int | None = Field(default=None, ge=1, le=LONGEST)
     """Prompt tokens of every request, beside a prefix; those of the routing
     trace, or of the file, when not given. Longer ones replay its tokens more than once."""
     output_len: Annotated[int, Field(ge=1)] | Literal["recorded"] | None = None
@@ -229,10 +229,10 @@ class LengthConfig(_Fields):
     random_range_ratio: float = Field(default=0.0, ge=0, lt=1)
     """Draw input and output lengths that are given evenly from length * (1 - ratio) to length * (1
     + ratio), as ``vllm bench serve`` does."""
-    prefix_len: int = Field(default=0, ge=0)
+    prefix_len: int = Field(default=0, ge=0, le=LONGEST)
     """Tokens with which all prompts begin alike, before the input length: prefix caches find
     them."""
-    num_prefixes: int = Field(default=1, ge=1)
+    num_prefixes: int = Field(default=1, ge=1, le=2**20)
     """Number of different prefixes, as many requests of each on average."""
     length_shape: LengthShape | None = None
     """Draw a file's requests by prompt length, in one of Gimbal's shapes."""
