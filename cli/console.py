@@ -39,15 +39,18 @@ class _Lines:
     def __init__(self, title: str) -> None:
         self._title, self._start = title, time.monotonic()
         self._next = self._start + _LINE_EVERY_S
+        self._first: tuple[float, float] | None = None
 
     def update(self, share: float, said: str) -> None:
         now = time.monotonic()
+        # What comes before the first news, processes that start, tells nothing of the rest.
+        since, had = self._first = self._first or (now, share)
         if now < self._next or not 0.0 < share < 1.0:
             return
         self._next = now + _LINE_EVERY_S
-        passed = now - self._start
-        left = passed * (1.0 - share) / share
-        text = f"{self._title}: {said}, {passed:.0f} s so far, about {left:.0f} s left"
+        text = f"{self._title}: {said}, {now - self._start:.0f} s so far"
+        if share > had:
+            text += f", about {(now - since) * (1.0 - share) / (share - had):.0f} s left"
         click.echo(text, err=True)
 
 

@@ -132,9 +132,8 @@ def plan(
             raise InputError("num_redundant_experts", f"{redundant} for one cluster", "one number")
         options["num_redundant_experts"] = counts[0]
     config = config_from_options(options)
-    bounded = any(options[name] is not None for name in ("duration", "num_requests"))
-    if not bounded and options.get("config_file") is None:
-        config = config.model_copy(update={"duration": _DURATION})
+    if options.get("config_file") is None:
+        config = _with_window(config, objective, options)
     asked = topology is not None or n_gpus is not None or config.from_file
     if not asked and config.request_rate is None:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
@@ -166,6 +165,20 @@ def plan(
         click.echo(f"Wrote {out}")
     if not is_found:
         sys.exit(1)
+
+
+def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any]) -> RunConfig:
+    """Return a configuration with the window of a plan's runs, where options do not say it.
+
+    A warm-up is as long as requests live that just keep the TPOT bound: a cluster is full then.
+    """
+    if options["num_requests"] is not None:
+        return config
+    window = {} if options["duration"] is not None else {"duration": _DURATION}
+    length, tpot_ms = config.effective_output_len, objective.level.tpot
+    if options["warmup"] is None and isinstance(length, int) and tpot_ms is not None:
+        window["warmup"] = max(config.warmup_s, length * tpot_ms / 1e3)
+    return config.model_copy(update=window)
 
 
 def _list(text: str | None) -> list[str]:
@@ -413,5 +426,7 @@ def _print_assumptions(summary: Summary) -> None:
         f"average, {100 * trace['output_tokens_beyond_recorded_share']:.0f}% of the output tokens "
         "go beyond what was recorded"
     )
+    if beyond := trace.get("prompt_tokens_beyond_recorded_share"):
+        click.echo(f"{'':<26}{100 * beyond:.0f}% of the prompt tokens repeat recorded ones")
     for warning in warnings_of(dict(summary)):
         click.echo(f"Warning: {warning}", err=True)

@@ -29,7 +29,8 @@ from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
 
-#: Shapes that are estimated to cost more than the best cluster by this factor are not simulated.
+#: Shapes that are estimated to cost more than the best cluster costs, or was estimated to, by this
+#: factor are not simulated.
 ESTIMATE_FACTOR = 1.3
 #: Token budgets of co-located workers that are tried beside the GPU's own, where they are cheapest.
 COLOCATED_BUDGETS = (2048, 16384)
@@ -347,7 +348,7 @@ def _search_shape(
     reason, searched, found = template.bounds.impossible, True, None
     if not reason and template.least_cost >= result.cost:
         reason = f"takes at least {template.least_cost:g} by arithmetic"
-    elif not reason and template.estimated_cost > ESTIMATE_FACTOR * result.cost:
+    elif not reason and template.estimated_cost > ESTIMATE_FACTOR * _near(result):
         reason, searched = f"estimated at {template.estimated_cost:g}: not simulated", False
     elif not reason:
         state, trials = yield from _search_size(template, objective, result.cost)
@@ -371,6 +372,13 @@ def _search_shape(
             reason,
             searched,
         )
+    )
+
+
+def _near(result: CandidateResult) -> float:
+    """Return the cost of the best cluster so far, or its estimate where that is higher."""
+    return (
+        result.cost if result.template is None else max(result.cost, result.template.estimated_cost)
     )
 
 
