@@ -35,7 +35,7 @@ ESTIMATE_FACTOR = 1.3
 #: Token budgets of co-located workers that are tried beside the GPU's own, where they are cheapest.
 COLOCATED_BUDGETS = (2048, 16384)
 #: Runs that a candidate and a margin take, by experience, for the estimate of the time left.
-_RUNS_OF_CANDIDATE, _RUNS_OF_MARGIN = 40, 35
+_RUNS_OF_CANDIDATE, _RUNS_OF_MARGIN = 35, 21
 #: More Pareto points: the best cluster of each candidate with its decode workers times these.
 _LARGER = (1.25, 1.5, 2.0)
 

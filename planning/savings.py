@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["PAIRED_SEEDS", "Saving", "savings_of"]
 
 #: Seeds of the margin and of the savings, which are searched seed by seed.
-PAIRED_SEEDS = 5
+PAIRED_SEEDS = 3
 
 
 @dataclass(frozen=True)

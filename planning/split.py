@@ -42,7 +42,7 @@ def plan_split(
 
     The estimate of `shapes.capacity` ranks every split of every shape. The first eight of each
     candidate, and what lies beside the best of them, are simulated under one seed; the best two
-    under up to five.
+    under up to three.
 
     Parameters
     ----------

@@ -19,6 +19,7 @@ from eldr_sim.planning.bounds import bounds
 from eldr_sim.planning.candidates import ClusterTemplate
 from eldr_sim.planning.plan import per_gpu, per_user, plan
 from eldr_sim.planning.rates import plan_rate
+from eldr_sim.planning.savings import PAIRED_SEEDS
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
 from eldr_sim.planning.split import plan_split
 from eldr_sim.simulator.config import make_config, parse_topology
@@ -248,7 +249,7 @@ def test_savings_are_paired_over_seeds():
     found = ask(Analytic(0.04), gpus=["h100"], looks=(3, 5))
     (saving,) = found.savings
     assert (saving.policy, saving.reference) == ("eldr", "jsq")
-    assert len(saving.by_seed) == 5
+    assert len(saving.by_seed) == PAIRED_SEEDS
     differences = np.subtract(saving.reference_by_seed, saving.by_seed)
     assert saving.gpus.mean == pytest.approx(differences.mean())
     assert saving.gpus.low <= saving.gpus.mean <= saving.gpus.high
