@@ -144,7 +144,7 @@ def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]
     of_prefill, of_decode = template.worker_sizes
     if template.config.colocated:
         return [(0, n_gpus // of_decode)]
-    splits = []
+    splits: list[tuple[int, int]] = []
     for x in count(1):
         y = (n_gpus - x * of_prefill) // of_decode
         if y < 1:
