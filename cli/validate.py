@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from pyarrow import csv
@@ -14,7 +14,13 @@ from eldr_sim.cli.options import check_out
 from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.validation.live.campaign import LOADS, SHORTEST_FIRST, Campaign, record_campaign
+from eldr_sim.validation.live.campaign import (
+    LOADS,
+    Campaign,
+    LoadShape,
+    record_campaign,
+    with_shortest_first,
+)
 from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import headline_table
 from eldr_sim.validation.live.servers import EngineOptions
@@ -217,6 +223,52 @@ def _cell(value: object) -> str:
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option(
+    "--share",
+    "shares",
+    multiple=True,
+    type=click.FloatRange(0, min_open=True),
+    help="A load of its own: so many times the capacity; repeat for more. Four loads by default.",
+)
+@click.option(
+    "--rate",
+    "rates",
+    multiple=True,
+    type=click.FloatRange(0, min_open=True),
+    help="A load of its own: requests per second; repeat for more.",
+)
+@click.option(
+    "--lengths",
+    type=click.Choice(["recorded", "fixed"]),
+    default="recorded",
+    show_default=True,
+    help="Lengths of loads of your own.",
+)
+@click.option(
+    "--burstiness",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Arrivals of loads of your own: shape of the gamma distribution of gaps, 1 is Poisson.",
+)
+@click.option(
+    "--workload",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    metavar="FILE",
+    help="Request log whose lengths recorded loads have, scaled to --prompt-len and --output-len.",
+)
+@click.option(
+    "--domain-mix",
+    "domain_mix",
+    multiple=True,
+    metavar="NAME=WEIGHT",
+    help="Weight of a domain (code, math, medical, legal); repeat for more. All alike by default.",
+)
+@click.option(
+    "--num-gpu-blocks-override",
+    type=click.IntRange(1),
+    help="KV blocks of an engine: few of them preempt.",
+)
+@click.option(
     "--shortest-first",
     is_flag=True,
     help="Send every load again with the prompt's length as priority; engines then schedule by "
@@ -235,6 +287,13 @@ def vllm(
     prompt_len: int,
     output_len: int,
     seed: int,
+    shares: tuple[float, ...],
+    rates: tuple[float, ...],
+    lengths: Literal["recorded", "fixed"],
+    burstiness: float,
+    workload: Path | None,
+    domain_mix: tuple[str, ...],
+    num_gpu_blocks_override: int | None,
     shortest_first: bool,
     **engine: Any,
 ) -> None:
@@ -243,17 +302,24 @@ def vllm(
     Engines are started, calibrated on loads of their own, loaded up to saturation and recorded
     (docs/live.md). Needs vLLM and `pip install 'eldr-sim[live]'`.
     """
-    extra = ("--scheduling-policy", "priority") if shortest_first else ()
+    extra: tuple[str, ...] = ("--scheduling-policy", "priority") if shortest_first else ()
+    if num_gpu_blocks_override is not None:
+        extra += ("--num-gpu-blocks-override", str(num_gpu_blocks_override))
+    own = [LoadShape(share, lengths, burstiness) for share in shares]
+    own += [LoadShape(0.0, lengths, burstiness, rate=rate) for rate in rates]
+    loads = tuple(own) or LOADS
     campaign = Campaign(
         out,
         EngineOptions(model or str(out / "model"), **engine, extra=extra),
-        loads=(*LOADS, *SHORTEST_FIRST) if shortest_first else LOADS,
+        loads=with_shortest_first(loads) if shortest_first else loads,
         policies=policies,
         repeats=repeats,
         duration_s=duration,
         prompt_len=prompt_len,
         output_len=output_len,
         seed=seed,
+        workload=workload,
+        domain_mix=dict(_weight(text) for text in domain_mix),
     )
     with task_bar() as update:
         folders = record_campaign(
@@ -269,6 +335,14 @@ def vllm(
             document = write_report(out, report, force=True, progress=compared)
         print_table("Goals", *headline_table(document))
         click.echo(f"Wrote {report}")
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, _, weight = text.partition("=")
+    try:
+        return name, float(weight)
+    except ValueError:
+        raise InputError("domain_mix", repr(text), "NAME=WEIGHT, such as code=2") from None
 
 
 def _endpoint(field: str, text: str) -> tuple[str, Path]:

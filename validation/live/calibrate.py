@@ -2,9 +2,10 @@
 
 The calibration loads (:func:`calibration_bursts`) are separate from the runs to predict: bursts of
 equal requests whose routing is forced through several counts of distinct experts, prompts of many
-lengths, batches at several contexts, and single requests for the delays outside the steps. Each
-step is timed in three parts: MoE layers, attention, rest. A table entry is the median over the
-steps with equal columns.
+lengths, batches at several contexts, and single requests for the delays outside the steps. They
+come in rounds that each cover all sizes, so that a change of the machine's speed meets every size
+alike. Each step is timed in three parts: MoE layers, attention, rest. A table entry is the median
+over the steps with equal columns, at the reference speed of the engine's probe (:mod:`~.drift`).
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ from eldr_sim.kernel_profiles.tables import (
     moe_shape,
 )
 from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.validation.live.drift import Drift, DriftModel, exponent
 from eldr_sim.validation.live.engine_calibration import CalibrationInfo, Delay
 from eldr_sim.validation.live.engine_log import EngineLog, request_rows
 from eldr_sim.validation.live.plugin import FORCED_LEVELS, FORCED_PREFIX
 
 __all__ = ["Burst", "calibration_bursts", "engine_tables", "outside_times"]
 
-_ROUNDS = 3  # repetitions of each count of experts
+_ROUNDS = 4
+_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+_PROMPTS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 _CONTEXTS = (16, 160, 640)
+_PROMPT_LEVELS = ((0, 5), (3, 7))  # of the prompts of even and of odd rounds
 _CONTEXT_TOKENS = 4096  # most context tokens of a batch
 _LEAST_STEPS = 2
 _SMALL = 4
@@ -61,41 +66,84 @@ class Burst:
 
 
 def calibration_bursts(
-    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    kv_tokens: int | None = None,
+    block_size: int = 1,
+    seed: int = 0,
 ) -> list[Burst]:
-    """Return the bursts that cover the steps of an engine, in sending order."""
-    sizes = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
-    batches = sorted({*(b for b in sizes if b < max_num_seqs), max_num_seqs})
-    steps = FORCED_LEVELS * _ROUNDS
+    """Return the bursts that cover the steps of an engine, in sending order.
+
+    Parameters
+    ----------
+    max_num_seqs, max_num_batched_tokens, max_model_len
+        The engine's limits.
+    kv_tokens, block_size
+        Tokens that its KV cache holds, and tokens of a block: no burst needs more. None: enough.
+    seed
+        Seed of the order within each round.
+    """
+    rng = np.random.default_rng(seed)
+
+    def fits(burst: Burst) -> bool:
+        longest = burst.prompt_len + burst.output_len
+        room = -(-longest // block_size) * block_size * burst.requests
+        return longest <= max_model_len and (kv_tokens is None or room <= kv_tokens)
+
     # Warm-up, as engines are slower in their first seconds: not forced, so in no table.
+    steps = 3 * FORCED_LEVELS
     bursts = [Burst(f"warm-up-{b}", b, _CONTEXTS[0], 2 * steps) for b in (1, min(8, max_num_seqs))]
-    for context in _CONTEXTS:
-        for batch in batches if context == _CONTEXTS[0] else batches[::2]:
-            fits = context + steps <= max_model_len and (
-                context == _CONTEXTS[0] or batch * context <= _CONTEXT_TOKENS
-            )
-            if fits:
-                rounds = steps if context == _CONTEXTS[0] else FORCED_LEVELS
-                name = f"{FORCED_PREFIX}decode-{context}-{batch}"
-                bursts.append(Burst(name, batch, context, rounds + batch // 4 + 2))
-    prompts = [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384]
-    for tokens in prompts:
-        if tokens <= min(max_num_batched_tokens, max_model_len - 2):
-            for i in range(FORCED_LEVELS):
-                bursts.append(Burst(f"{FORCED_PREFIX}prompt-{tokens}-{i}", 1, tokens, 2))
+    for number in range(_ROUNDS):
+        of_round = [
+            burst
+            for burst in _round(number, max_num_seqs, max_num_batched_tokens, max_model_len)
+            if fits(burst)
+        ]
+        bursts += [of_round[index] for index in rng.permutation(len(of_round))]
+    return bursts
+
+
+def _round(number: int, max_num_seqs: int, budget: int, max_model_len: int) -> list[Burst]:
+    """Return the bursts of one round."""
+    batches = sorted({*(b for b in _BATCHES if b < max_num_seqs), max_num_seqs})
+    bursts = []
+
+    def decode(batch: int, context: int, name: str) -> None:
+        outputs = FORCED_LEVELS + batch // 4 + 2  # requests join within a few steps
+        bursts.append(Burst(f"{FORCED_PREFIX}{name}-{context}-{batch}-{number}", batch, context,
+                            outputs))  # fmt: skip
+
+    for batch in batches:
+        decode(batch, _CONTEXTS[0], "decode")
+        if batch <= _SMALL:  # short steps are the most sensitive to short disturbances
+            decode(batch, _CONTEXTS[0], "again")
+    context = _CONTEXTS[1 + number % (len(_CONTEXTS) - 1)]
+    for batch in batches[::2]:
+        if batch * context <= _CONTEXT_TOKENS:
+            decode(batch, context, "decode")
+    for tokens in _PROMPTS:
+        if tokens <= min(budget, max_model_len - 2):
+            for level in _PROMPT_LEVELS[number % len(_PROMPT_LEVELS)]:
+                name = f"{FORCED_PREFIX}level{level}-prompt-{tokens}-{number}"
+                bursts.append(Burst(name, 1, tokens, 2))
+        elif tokens < max_model_len and number % 2 == 0:  # in chunks
+            bursts.append(Burst(f"{FORCED_PREFIX}prompt-{tokens}-{number}", 1, tokens, 2))
     for tokens in (32, 128):
-        together = min(max_num_batched_tokens // tokens, max_num_seqs)
-        for i in range(3 if together > 1 else 0):
-            bursts.append(Burst(f"{FORCED_PREFIX}prompts-{tokens}-{i}", together, tokens, 2))
-    # Short steps are the most sensitive to short disturbances, so they are repeated at the end.
-    for batch in (b for b in batches if b <= _SMALL):
-        bursts.append(Burst(f"{FORCED_PREFIX}again-{batch}", batch, _CONTEXTS[0], steps + 3))
+        together = min(budget // tokens, max_num_seqs)
+        if together > 1:
+            name = f"{FORCED_PREFIX}prompts-{tokens}-{number}"
+            bursts.append(Burst(name, together, tokens, 2))
     return bursts
 
 
 def engine_tables(
-    log: EngineLog, dims: ModelDims, device: str, framework: str, versions: Mapping[str, str]
-) -> list[LatencyTable]:
+    log: EngineLog,
+    dims: ModelDims,
+    device: str,
+    framework: str,
+    versions: Mapping[str, str],
+) -> tuple[list[LatencyTable], DriftModel | None]:
     """Make the latency tables of a model from the steps of one engine's calibration.
 
     Parameters
@@ -109,28 +157,58 @@ def engine_tables(
     framework, versions
         The engine with its version; versions of further tools.
 
+    Returns
+    -------
+    tables, drift
+        The tables at the reference speed, and how the engine's steps follow its probe; None if it
+        has none.
+
     Raises
     ------
     InputError
         If the log has too few steps.
     """
     layers, moe_layers = dims.n_layers, dims.n_moe_layers
-    moe: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    decode: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    prefill: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    rest: dict[tuple[Any, ...], list[float]] = defaultdict(list)
-    for step, cycle in zip(log.steps, log.cycles_s(), strict=True):
+    speed = Drift(
+        np.array([step.start_s for step in log.steps]),
+        np.array([step.probe_s for step in log.steps]),
+        None,
+    )
+    factors = speed.factor(np.array([step.start_s for step in log.steps]))
+    moe, decode, prefill, rest, whole_steps = (_Samples() for _ in range(5))
+    chunked: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
+    for step, cycle, factor in zip(log.steps, log.cycles_s(), factors.tolist(), strict=True):
         prompts = [(start, count) for _, start, count in step.rows if count > 1]
         kinds = {count for _, _, count in step.rows}
-        moe[step.tokens, float(step.distinct.mean())].append(step.moe_s / moe_layers)
+        attention_s, distinct = step.attention_s / layers, float(step.distinct.mean())
+        moe.add((step.tokens, distinct), step.moe_s / moe_layers, factor)
         if not prompts:
             context = np.mean([start + 1 for _, start, _ in step.rows])
-            decode[len(step.rows), _round_context(float(context))].append(step.attention_s / layers)
+            decode.add((len(step.rows), _round_context(float(context))), attention_s, factor)
         elif len(kinds) == 1 and all(start == 0 for start, _ in prompts):
-            prefill[len(prompts), prompts[0][1]].append(step.attention_s / layers)
+            prefill.add((len(prompts), prompts[0][1]), attention_s, factor)
         if np.isfinite(cycle):
-            rest[step.tokens, len(step.rows)].append(cycle - step.moe_s - step.attention_s)
-    moe = _well_covered(moe, dims.n_experts, dims.top_k)
+            others_s = cycle - step.moe_s - step.attention_s
+            rest.add((step.tokens, len(step.rows)), others_s, factor)
+            whole_steps.add((step.tokens, len(step.rows), distinct), float(cycle), factor)
+        if len(step.rows) == 1 and prompts:
+            name, start, count = step.rows[0]
+            chunked[name].append((start + count, attention_s, factor))
+    model = None
+    if speed.reference_s is not None:
+        model = DriftModel(
+            reference_s=speed.reference_s,
+            moe=moe.exponent(),
+            attention=_joined(decode, prefill).exponent(),
+            rest=rest.exponent(),
+            step=whole_steps.exponent(),
+        )
+        moe.normalise(model.moe)
+        decode.normalise(model.attention)
+        prefill.normalise(model.attention)
+        rest.normalise(model.rest)
+    _add_whole_prompts(prefill, chunked, 0.0 if model is None else model.attention)
+    moe_samples = _well_covered(moe.seconds, dims.n_experts, dims.top_k)
     head = {
         "gpu": device,
         "kernel_source": "the engine's own",
@@ -142,18 +220,73 @@ def engine_tables(
         "date": datetime.now(UTC).date().isoformat(),
     }
     attention = attention_shape(dims.n_heads, dims.n_kv_heads, dims.head_dim, 0)
+    forced = {"routing": "forced"}
     experts = moe_shape(dims.hidden_size, dims.expert_intermediate_size, dims.n_experts, dims.top_k)
     whole = {
         "n_layers": dims.n_layers,
         "hidden_size": dims.hidden_size,
         "vocab_size": dims.vocab_size,
     }
-    return [
-        _table(head, "moe", experts, ("batch", "distinct_experts"), moe, {"routing": "forced"}),
-        _table(head, "attention_decode", attention, ("batch", "context"), decode),
-        _table(head, "attention_prefill", attention, ("batch", "new_tokens"), prefill),
-        _table(head, "engine_step", whole, ("tokens", "sequences"), rest),
+    tables = [
+        _table(head, "moe", experts, ("batch", "distinct_experts"), moe_samples, forced),
+        _table(head, "attention_decode", attention, ("batch", "context"), decode.seconds),
+        _table(head, "attention_prefill", attention, ("batch", "new_tokens"), prefill.seconds),
+        _table(head, "engine_step", whole, ("tokens", "sequences"), rest.seconds),
     ]
+    return tables, model
+
+
+class _Samples:
+    """Times by point, with the drift factors of their steps."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+        self.factors: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+
+    def add(self, point: tuple[Any, ...], seconds: float, factor: float) -> None:
+        self.seconds[point].append(seconds)
+        self.factors[point].append(factor)
+
+    def exponent(self) -> float:
+        """Return how strongly the times follow the factors."""
+        rows = [
+            (point, *pair)
+            for point, values in self.seconds.items()
+            for pair in zip(values, self.factors[point], strict=True)
+        ]
+        points, seconds, factors = zip(*rows, strict=True) if rows else ((), (), ())
+        return exponent(points, seconds, factors)
+
+    def normalise(self, power: float) -> None:
+        """Divide all times by the drift."""
+        for point, values in self.seconds.items():
+            pairs = zip(values, self.factors[point], strict=True)
+            self.seconds[point] = [value / factor**power for value, factor in pairs]
+
+
+def _joined(*all_samples: _Samples) -> _Samples:
+    """Return the samples of several tables, their points apart."""
+    joined = _Samples()
+    for number, samples in enumerate(all_samples):
+        for point, values in samples.seconds.items():
+            joined.seconds[number, *point] = values
+            joined.factors[number, *point] = samples.factors[point]
+    return joined
+
+
+def _add_whole_prompts(
+    prefill: _Samples, chunked: Mapping[str, Sequence[tuple[int, float, float]]], power: float
+) -> None:
+    """Add prompts that were computed alone, in chunks, as whole ones.
+
+    As `step_cost.chunk_attention_s` has it, each chunk pays the time of the smallest call.
+    """
+    floor_s = min((float(np.median(v)) for v in prefill.seconds.values()), default=0.0)
+    for steps in chunked.values():
+        if len(steps) > 1:
+            seconds = sum(s / factor**power for _, s, factor in steps)
+            end = max(end for end, _, _ in steps)
+            prefill.add((1, end), seconds - (len(steps) - 1) * floor_s, 1.0)
 
 
 def _well_covered(
@@ -175,7 +308,7 @@ def _well_covered(
 
 def _round_context(context: float) -> int:
     """Return the middle of the group of contexts that a context belongs to."""
-    known = np.array(_CONTEXTS) + FORCED_LEVELS * _ROUNDS // 2
+    known = np.array(_CONTEXTS) + FORCED_LEVELS // 2
     return int(known[np.argmin(np.abs(known - context))])
 
 

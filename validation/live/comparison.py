@@ -49,7 +49,8 @@ each list of ``summary`` all rows have the same keys, and a missing figure is No
          "error_percent",         # of that repeat; else the mean of the errors with their sign
          "abs_error_percent",     # of that repeat; else the mean of the absolute errors
          "noise_percent",         # noise floor of the live repeats: None with fewer than two
-         "range_percent"}],       # (largest - smallest) / mean of the live repeats
+         "range_percent",         # (largest - smallest) / mean of the live repeats
+         "drift": float}],        # by how much steps took longer than at the tables' speed
      "components": [              # means over requests
         {"setup", "policy", "load", "repeat": int | None,
          "of": "e2el" | "ttft",
@@ -66,7 +67,8 @@ each list of ``summary`` all rows have the same keys, and a missing figure is No
 
 Noise floor
     Mean of ``|a - b|`` over all pairs of live repeats of a load, relative to the mean of the
-    repeats, for each statistic.
+    repeats, for each statistic. Live times are divided by their run's drift before, as the
+    simulations know it; likewise those of steps.
 Noise floor of steps
     Distance of live decode-only steps from the median of similar ones (same batch, same rounded
     number of distinct experts per layer) in groups of eight or more: the error of a table that
@@ -81,7 +83,7 @@ Components
 Tables of :class:`LiveComparison` (all have ``setup, policy, load, repeat``)::
 
     steps     engine, role, kind ("prefill" | "decode" | "mixed"), start_s, batch, tokens, context,
-              active (distinct experts, summed over layers), layers, live_ms, predicted_ms,
+              active (distinct experts, summed over layers), layers, live_ms, predicted_ms, drift,
               live_moe_ms, predicted_moe_ms, live_attention_ms, predicted_attention_ms,
               live_rest_ms, predicted_rest_ms
     requests  request (row of requests.parquet), prompt_len, output_len, live_ttft_ms,
@@ -106,7 +108,7 @@ from numpy.typing import NDArray
 from eldr_sim.planning.intervals import mean_known
 from eldr_sim.validation.live.engine_calibration import EngineCalibration
 from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
-from eldr_sim.validation.live.simulated_run import SimulatedRun, check_run
+from eldr_sim.validation.live.simulated_run import SimulatedRun, check_run, run_clock
 from eldr_sim.validation.live.steps import (
     Composition,
     StepUnions,
@@ -175,7 +177,8 @@ def compare_runs(
             parts[kind].append(frame)
         rows["distinct"].append(name | distinct)
         rows["runs"].append(name | _run_row(run, replayed, live, whole, steps))
-        rows["requests"] += [name | row for row in _statistics(requests, gaps)]
+        drift = run_clock(run, calibrated).mean
+        rows["requests"] += [name | row | {"drift": drift} for row in _statistics(requests, gaps)]
         rows["components"] += [name | row for row in _components(live, replayed, whole)]
     tables = {kind: pd.concat(frames, ignore_index=True) for kind, frames in parts.items()}
     requests_rows = _with_repeats(rows["requests"])
@@ -230,6 +233,7 @@ def _steps(
     of = [engines[name] for name in run.steps["engine"].to_pylist()]
     done = _compositions(run, run.steps)
     taken = durations(run, done, run.requests["sent_s"].to_numpy() + ingress)
+    factors = _factors(run, calibrated)
     records, wrong_layers, wrong_steps = [], 0, 0
     live_sums: dict[frozenset[tuple[int, int, int]], int] = {}
     for i, (engine, step) in enumerate(zip(of, done, strict=True)):
@@ -239,6 +243,7 @@ def _steps(
         wrong_steps += wrong > 0
         live_sums[step.members] = int(logged.sum())
         time = predict(step_times[_unnamed(engine)], step, counted)
+        steady_s, time = time.step_s, time.slower(factors[i], calibrated.info.drift)
         parts = {"moe": moe[i], "attention": attention[i]}
         parts["rest"] = taken[i] - parts["moe"] - parts["attention"]
         kind = "prefill" if not step.running else "mixed" if step.chunks else "decode"
@@ -255,6 +260,7 @@ def _steps(
                 "layers": len(counted),
                 "live_ms": 1e3 * taken[i],
                 "predicted_ms": 1e3 * time.step_s,
+                "drift": time.step_s / steady_s,
             }
             | {f"live_{part}_ms": 1e3 * seconds for part, seconds in parts.items()}
             | {f"predicted_{part}_ms": 1e3 * getattr(time, f"{part}_s") for part in parts}
@@ -275,6 +281,17 @@ def _steps(
         "matched_steps": matched,
         "matched_wrong": matched_wrong,
     }
+
+
+def _factors(run: LiveRun, calibrated: EngineCalibration) -> FloatArray:
+    """Return how much longer the probe took at each step than at the speed of the tables."""
+    name = np.array(run.steps["engine"].to_pylist())
+    at, probe = run.steps["start_s"].to_numpy(), run.steps["probe_s"].to_numpy()
+    factors = np.ones(len(at))
+    for engine in set(name.tolist()):
+        own = name == engine
+        factors[own] = calibrated.drift(at[own], probe[own]).factor(at[own])
+    return factors
 
 
 def _unnamed(engine: EngineInfo) -> EngineInfo:
@@ -348,9 +365,10 @@ def _step_errors(steps: pd.DataFrame) -> list[Row]:
 def _step_noise(steps: pd.DataFrame, column: str) -> Row:
     """Return the spread of steps that are alike; figures are None where too few are."""
     distinct = (steps.active / steps.layers).round()
-    alike = steps.groupby(["setup", "role", "batch", distinct])[column]
+    steady = steps[column] / steps.drift
+    alike = steady.groupby([steps.setup, steps.role, steps.batch, distinct])
     enough = alike.transform("size") >= _ALIKE
-    size = (100.0 * (steps[column] / alike.transform("median") - 1.0).abs())[enough]
+    size = (100.0 * (steady / alike.transform("median") - 1.0).abs())[enough]
     return {
         "noise_median_percent": _figure(size.median()),
         "noise_p90_percent": _figure(size.quantile(0.9)),
@@ -447,7 +465,7 @@ def _with_repeats(rows: list[Row]) -> list[Row]:
         of_load[tuple(row[key] for key in (*_LOAD, "metric", "statistic"))].append(row)
     means: list[Row] = []
     for repeats in of_load.values():
-        live = [row["live_ms"] for row in repeats if row["live_ms"] is not None]
+        live = [row["live_ms"] / row["drift"] for row in repeats if row["live_ms"] is not None]
         noise = noise_floor(live)
         spread = (
             100.0 * (max(live) - min(live)) / float(np.mean(live)) if noise is not None else None

@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eldr_sim.errors import InputError
@@ -22,6 +24,7 @@ from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import LatencyTable, load_table, table_name
 from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.validation.live.drift import Drift, DriftModel
 from eldr_sim.validation.live.live_run import EngineInfo
 
 __all__ = [
@@ -32,6 +35,8 @@ __all__ = [
     "read_calibration",
     "write_calibration",
 ]
+
+FloatArray = NDArray[np.float64]
 
 _MUCH = 1 << 50  # value of figures that no calibrated component uses
 
@@ -66,6 +71,10 @@ class CalibrationInfo(BaseModel):
     """KV transfers."""
     seconds: float = Field(ge=0)
     """Wall time of the calibration."""
+    drift: DriftModel | None = None
+    """How steps follow the engine's probe; None without one."""
+    doubts: list[str] = []
+    """Why the tables are not to be trusted, a line each."""
     notes: dict[str, Any] = {}
     """Further figures."""
 
@@ -106,6 +115,17 @@ class EngineCalibration:
             engine_reserved_source="unknown",
             defaults_source="unknown",
         )
+
+    def without_drift(self) -> EngineCalibration:
+        """Return the calibration as if the machine had always had the speed of the tables."""
+        return EngineCalibration(self.info.model_copy(update={"drift": None}), self.tables)
+
+    def drift(self, at_s: FloatArray, probe_s: FloatArray) -> Drift:
+        """Return the drift that an engine's probes show, against the speed of the tables."""
+        known = self.info.drift
+        if known is None:
+            return Drift(np.empty(0), np.empty(0), None)
+        return Drift(at_s, probe_s, known.reference_s)
 
     def step_time(self, model: ModelDims, engine: EngineInfo, max_model_len: int) -> StepTimeModel:
         """Return the step times of an engine.

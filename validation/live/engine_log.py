@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,10 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.capture.step_log import LogReader, external_ids
 
-__all__ = ["EngineLog", "EngineStep", "read_engine_log", "request_rows"]
+__all__ = ["EngineLog", "EngineStep", "read_complete_log", "read_engine_log", "request_rows"]
+
+_LIMIT_S = 10.0  # an engine writes a step within milliseconds
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class EngineStep:
         (request, position of its first token, tokens) of every request in the step.
     distinct
         int64 ``[layers]``: distinct experts of each MoE layer.
+    probe_s
+        Time of the plug-in's probe before the step; NaN without one.
     """
 
     start_s: float
@@ -44,6 +51,7 @@ class EngineStep:
     attention_s: float
     rows: list[tuple[str, int, int]]
     distinct: NDArray[np.int64]
+    probe_s: float = math.nan
 
     @property
     def tokens(self) -> int:
@@ -118,7 +126,13 @@ def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
             raise InputError("log", f"{base}: engine and worker logged different steps")
         distinct = np.array([len(np.unique(ids[:, k])) for k in range(ids.shape[1])])
         spans = sum(b["moe"]), sum(b["attention"])
-        steps.append(EngineStep(a["start"], a["end"], b["start"], b["end"], *spans, rows, distinct))
+        probe_s = b.get("probe")
+        steps.append(
+            EngineStep(
+                a["start"], a["end"], b["start"], b["end"], *spans, rows, distinct,
+                math.nan if probe_s is None else probe_s,
+            )
+        )  # fmt: skip
     described = next((line["engine"] for line in engine if "engine" in line), None)
     if described is None:
         raise InputError("log", f"{base}: the engine did not describe itself")
@@ -128,6 +142,63 @@ def read_engine_log(folder: str | os.PathLike[str]) -> EngineLog:
         steps,
         {line["pulled"]: (line["start"], line["end"]) for line in worker if "pulled" in line},
     )
+
+
+def read_complete_log(
+    folder: str | os.PathLike[str], computed: Mapping[str, int], limit_s: float = _LIMIT_S
+) -> EngineLog:
+    """Read an engine's log once it holds the end of every request.
+
+    A client has its last token before the engine's processes have logged the step that sampled it.
+
+    Parameters
+    ----------
+    folder
+        As for `read_engine_log`.
+    computed
+        Tokens that the engine has computed of each request, by the client's name, when it is done
+        with it: all but the last one, which is never fed.
+    limit_s
+        How long to wait, s.
+
+    Raises
+    ------
+    InputError
+        If the log does not hold them within the time, or cannot be read.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        over = time.monotonic() > deadline
+        try:
+            log = read_engine_log(folder)
+        except InputError:  # its files are written one after the other
+            if over:
+                raise
+        else:
+            lacking = _lacking(log, computed)
+            if not lacking:
+                return log
+            if over:
+                raise InputError(
+                    "log",
+                    f"{folder}: {limit_s:g} s after the last token, {len(lacking)} of "
+                    f"{len(computed)} requests have no end here, such as {lacking[0]}",
+                    "a line of every step",
+                )
+        time.sleep(_POLL_S)
+
+
+def _lacking(log: EngineLog, computed: Mapping[str, int]) -> list[str]:
+    """Return the requests whose last tokens are in no step."""
+    reached: dict[str, int] = {}
+    for step in log.steps:
+        for name, start, count in step.rows:
+            reached[name] = max(reached.get(name, 0), start + count)
+    places = {name: row for row, name in enumerate(computed)}
+    known = list(computed)
+    found = request_rows(reached, places).items()
+    ended = {known[row] for name, row in found if reached[name] >= computed[known[row]]}
+    return [name for name in known if name not in ended]
 
 
 def request_rows(names: Iterable[str], rows: Mapping[str, int]) -> dict[str, int]:

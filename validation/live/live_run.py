@@ -54,6 +54,7 @@ STEPS = pa.schema(
         ("position", pa.list_(pa.int32())),  # first token of each request in this step
         ("tokens", pa.list_(pa.int32())),  # tokens of each request in this step
         ("distinct", pa.list_(pa.int16())),  # distinct experts of each MoE layer
+        ("probe_s", pa.float64()),  # one token in one MoE layer before the step; null without
     ]
 )
 

@@ -78,6 +78,7 @@ def make_load(
     prompt_range: tuple[int, int],
     output_range: tuple[int, int],
     workload: str | os.PathLike[str] | None = None,
+    domain_mix: Mapping[str, float] | None = None,
     prefix: str = "request",
 ) -> Load:
     """Make a load; the same arguments give the same load on every machine.
@@ -92,7 +93,7 @@ def make_load(
         simulator draws them (`traces.workload.make_workload`).
     domains
         Slice ``[low, high)`` of the vocabulary of each domain's prompts. Tokens of the slice are
-        equally likely, and so are domains.
+        equally likely, and so are domains unless ``domain_mix`` weighs them.
     prompt_len, output_len
         Tokens of every request if ``info.lengths`` is ``fixed``; if ``recorded``, the means that
         recorded lengths are scaled to before they are clipped to the ranges.
@@ -102,6 +103,8 @@ def make_load(
         Path of a request log (`traces.request_logs`) whose pairs of lengths are drawn. None draws
         prompt and output lengths independently from percentiles of Azure's conversation trace,
         which reproduces its means to 2%.
+    domain_mix
+        Weights of domains; those without one are left out. None or empty: all alike.
     prefix
         Request ``i`` is named ``<prefix>-<i>``. Runs that share a capture log need different
         prefixes.
@@ -112,6 +115,7 @@ def make_load(
         If an argument is not valid.
     """
     _check(info, domains, workload)
+    _check_mix(domains, domain_mix or {})
     for name, length, (low, high) in (
         ("prompt", prompt_len, prompt_range),
         ("output", output_len, output_range),
@@ -129,7 +133,12 @@ def make_load(
         prompt = np.clip(prompt, *prompt_range)
         output = np.clip(output, *output_range)
     names = list(domains)
-    domain = stream(seed, "live domains").integers(len(names), size=n)
+    draws = stream(seed, "live domains")
+    if domain_mix:
+        weights = np.array([float(domain_mix.get(name, 0.0)) for name in names])
+        domain = draws.choice(len(names), size=n, p=weights / weights.sum())
+    else:
+        domain = draws.integers(len(names), size=n)
     requests = []
     for i in range(n):
         name = names[int(domain[i])]
@@ -165,6 +174,16 @@ def _check(
     for name, (low, high) in domains.items():
         if not 0 <= low < high:
             raise InputError("domains", f"{name}: token ids {low} to {high}", "0 <= low < high")
+
+
+def _check_mix(domains: Mapping[str, tuple[int, int]], domain_mix: Mapping[str, float]) -> None:
+    for name, weight in domain_mix.items():
+        if name not in domains:
+            raise InputError("domain_mix", f"unknown domain {name!r}", ", ".join(domains))
+        if not 0 <= weight < np.inf:
+            raise InputError("domain_mix", f"{name}: {weight}", "0 or more")
+    if domain_mix and not sum(domain_mix.values()):
+        raise InputError("domain_mix", "all weights are 0", "one above 0")
 
 
 def _recorded(

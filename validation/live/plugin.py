@@ -12,12 +12,13 @@ machine share:
     ``max_num_seqs``, token budget, KV blocks.
 ``worker-<pid>.jsonl``
     A line for each of those steps, in the same order: ``start`` and ``end`` of the forward pass,
-    ``moe`` and ``attention`` (seconds of each layer; gates belong to ``moe``); and
+    ``moe`` and ``attention`` (seconds of each layer; gates belong to ``moe``), ``probe`` (seconds
+    of one token in the first MoE layer before the step; null on a GPU); and
     ``{"pulled": request, "start", "end"}`` for every KV transfer.
 
 Steps with a request whose name begins with ``forced-`` are for calibration: their routing is
 replaced by random choices from a set of experts, whose size cycles through :data:`FORCED_LEVELS`
-counts from top-k to all, one per step.
+counts from top-k to all, one per step; ``forced-level3-`` keeps the count of level 3.
 
 On a CPU it also works around disturbances in vLLM 0.32: the NIXL connector pins the compute threads
 of all engines to the last core, NIXL's progress thread takes most of a core, engines wait for their
@@ -30,19 +31,22 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 TIMING_VARIABLE = "ELDR_SIM_TIMING"
 FORCED_PREFIX = "forced-"
 FORCED_LEVELS = 8
+_LEVEL = re.compile(rf"{FORCED_PREFIX}level(\d)-")
 
 _NIXL_PROGRESS_US = 1000
 _POLL_S, _IDLE_POLL_S, _IDLE_POLLS = 1e-4, 1e-3, 100
 _ENGINE_BUSY_S, _WORKER_BUSY_S = 1.0, 0.02  # poll fast for this long after a message
 _log: IO[str] | None = None
-_forced: dict[str, Any] = {"on": False, "step": 0, "ids": {}}
+_forced: dict[str, Any] = {"on": False, "step": 0, "level": None, "ids": {}}
 _process: dict[str, bool] = {"worker": False}
 
 
@@ -186,10 +190,14 @@ def _time_worker(runner: Any, folder: str) -> None:
 
         @functools.wraps(execute_model)
         def execute_and_log(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-            moe, attention = self._eldr_sim_watches
+            moe, attention, probe = self._eldr_sim_watches
             moe.take()
             attention.take()  # calls of warm-up runs
-            _forced["on"] = any(FORCED_PREFIX in name for name in scheduled.num_scheduled_tokens)
+            names = scheduled.num_scheduled_tokens
+            _forced["on"] = any(FORCED_PREFIX in name for name in names)
+            _forced["level"] = _level(names) if _forced["on"] else None
+            # Before the forward pass, whose routing is what capturing has to see last.
+            probed = probe() if probe is not None and scheduled.total_num_scheduled_tokens else None
             start = time.monotonic()
             result = execute_model(self, scheduled, *args, **kwargs)
             if scheduled.total_num_scheduled_tokens:
@@ -204,6 +212,7 @@ def _time_worker(runner: Any, folder: str) -> None:
                     "end": end,
                     "moe": moe.take(),
                     "attention": attention.take(),
+                    "probe": probed,
                 }
                 _write(folder, "worker", line)
             return result
@@ -211,18 +220,47 @@ def _time_worker(runner: Any, folder: str) -> None:
         runner.execute_model = execute_and_log
 
 
-def _watch(runner: Any) -> tuple[_Stopwatch, _Stopwatch]:
-    """Time the MoE layers and the attention of a loaded model."""
+class _Probe:
+    """One token through the first MoE layer, timed before every step: how fast the core is then.
+
+    A virtual machine's cores change speed with what other machines on the host do, by a factor of
+    two within seconds.
+    """
+
+    def __init__(self, runner: Any, layers: list[Any]) -> None:
+        import torch
+
+        self._layer = layers[0].forward  # not yet timed
+        hidden = runner.model_config.get_hidden_size()
+        self._token = torch.ones(1, hidden, dtype=runner.dtype)
+        self._scores = torch.zeros(1, layers[0].router.global_num_experts, dtype=runner.dtype)
+        self._config = runner.vllm_config
+
+    def __call__(self) -> float:
+        """Return the seconds it took."""
+        from vllm.forward_context import set_forward_context
+
+        start = time.perf_counter()
+        with set_forward_context(None, self._config):
+            self._layer(self._token, self._scores)
+        return time.perf_counter() - start
+
+
+def _watch(runner: Any) -> tuple[_Stopwatch, _Stopwatch, _Probe | None]:
+    """Time the MoE layers and the attention of a loaded model, and on a CPU the core."""
     from vllm.model_executor.layers.attention.attention import Attention
 
     cuda = runner.device.type == "cuda"
     moe, attention = _Stopwatch(cuda), _Stopwatch(cuda)
-    for module in runner.get_model().modules():
-        if hasattr(getattr(module, "router", None), "_compute_routing"):
+    modules = list(runner.get_model().modules())
+    layers = [m for m in modules if hasattr(getattr(m, "router", None), "_compute_routing")]
+    probe = None if cuda or not layers else _Probe(runner, layers)
+    for module in modules:
+        if module in layers:
             moe.wrap(module)
         elif isinstance(module, Attention):
             attention.wrap(module)
-    return moe, attention
+    return moe, attention, probe
 
 
 def _time_transfers(folder: str) -> None:
@@ -282,13 +320,21 @@ def _force(router: Any) -> None:
         weights, ids = compute(self, *args, **kwargs)
         if not _forced["on"]:
             return weights, ids
-        level = _forced["step"] % FORCED_LEVELS
+        level = _forced["level"]
+        if level is None:
+            level = _forced["step"] % FORCED_LEVELS
         key = (*ids.shape, level)
         if key not in _forced["ids"]:
             _forced["ids"][key] = _spread(ids, level, self.global_num_experts)
         return weights, _forced["ids"][key]
 
     router._compute_routing = forced
+
+
+def _level(names: Iterable[str]) -> int | None:
+    """Return the level that the first of these names asks for."""
+    found = next(filter(None, map(_LEVEL.search, names)), None)
+    return None if found is None else int(found[1]) % FORCED_LEVELS
 
 
 def _spread(ids: Any, level: int, n_experts: int) -> Any:

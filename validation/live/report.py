@@ -7,12 +7,13 @@ A folder, written whole or not at all:
 ``comparison.json``
     All figures. ``headline``: a row per set-up and goal. ``missed``: a row per missed goal, with
     its main cause. ``paired``: live and simulated values, error and noise floor of every statistic.
-    ``policies``: differences between decode policies, live and simulated. ``comparison``: the
+    ``policies``: differences between decode policies, live and simulated. ``orders``: shortest
+    prompt first against first come, first served. ``comparison``: the
     summary of :mod:`~.comparison`, each set-up by itself. ``setups``, ``prefilled``, ``loads``,
     ``model``, ``max_model_len``, ``versions``, ``machine``, ``calibration``: what was run.
     ``not_run``: what a full campaign has besides. ``pictures``: their files.
-``paired.csv``, ``steps.csv``, ``components.csv``, ``policies.csv``
-    The tables; ``policies.csv`` only with several policies.
+``paired.csv``, ``steps.csv``, ``components.csv``, ``policies.csv``, ``orders.csv``
+    The tables; the last two only with several policies or both queue orders.
 ``cdf_*.png``, ``steps_*.png``, ``components_*.png``, ``distinct_*.png``
     Pictures per set-up (and per policy, if a set-up ran several).
 """
@@ -79,7 +80,11 @@ def write_report(
     with result_folder(out, force, "comparison.json") as folder:
         runs, calibrated = read_campaign(campaign)
         compared = _compared(campaign, runs, calibrated, progress)
-        document: Row = _significant(report_document(runs, calibrated, compared))
+        steady = {name: own.without_drift() for name, own in calibrated.items()}
+        plain = compared
+        if any(own.info.drift is not None for own in calibrated.values()):
+            plain = _compared(campaign, runs, steady, lambda _share: None)
+        document: Row = _significant(report_document(runs, calibrated, compared, plain))
         document["pictures"] = draw_pictures(folder, runs, calibrated, compared)
         (folder / "comparison.json").write_text(_json(document) + "\n", encoding="utf-8")
         comparison = document["comparison"]
@@ -88,6 +93,7 @@ def write_report(
             ("steps", comparison["steps"]),
             ("components", comparison["components"]),
             ("policies", document["policies"]),
+            ("orders", document["orders"]),
         ):
             if rows:
                 _write_csv(folder / f"{name}.csv", rows)

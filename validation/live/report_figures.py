@@ -13,6 +13,7 @@ from eldr_sim.planning.intervals import mean_known
 from eldr_sim.validation.live.comparison import LiveComparison
 from eldr_sim.validation.live.engine_calibration import EngineCalibration
 from eldr_sim.validation.live.live_run import LiveRun
+from eldr_sim.validation.live.report_orders import queue_orders
 
 __all__ = ["GOALS", "PARTS", "POLICIES", "SETUPS", "report_document"]
 
@@ -36,7 +37,10 @@ _LOADS, _REPEATS, _BATCH = 4, 3, 16  # of a full campaign: loads, repeats, decod
 
 
 def report_document(
-    runs: Sequence[LiveRun], calibrated: Mapping[str, EngineCalibration], compared: LiveComparison
+    runs: Sequence[LiveRun],
+    calibrated: Mapping[str, EngineCalibration],
+    compared: LiveComparison,
+    plain: LiveComparison,
 ) -> Row:
     """Return the content of ``comparison.json``, without pictures.
 
@@ -48,19 +52,27 @@ def report_document(
         Calibration of each set-up.
     compared
         Result of :func:`~.comparison.compare_runs` on the runs of each set-up.
+    plain
+        The same without the drift of the machine's speed.
     """
     summary = compared.summary
     infos = [run.info for run in runs]
     paired = [_judged(row) for row in _of_loads(summary["requests"])]
     setups = list(calibrated)
+    raw = [_judged(row) for row in _of_loads(plain.summary["requests"])]
+    headline = [row for setup in setups for row in _headline(setup, paired, summary)]
+    undrifted = [row for setup in setups for row in _headline(setup, raw, plain.summary)]
+    for row, other in zip(headline, undrifted, strict=True):
+        row["raw_percent"] = other["error_percent"]
     engines = {info.setup: info.engines for info in infos}
     loads = {(info.setup, info.load.name): info.load for info in infos}
     return {
         "goals_percent": GOALS,
-        "headline": [row for setup in setups for row in _headline(setup, paired, summary)],
+        "headline": headline,
         "missed": [row for setup in setups for row in _missed(setup, paired, compared)],
         "paired": paired,
         "policies": _policies(paired),
+        "orders": queue_orders(runs, compared),
         "comparison": summary,
         "setups": {name: [e.model_dump() for e in engines[name]] for name in setups},
         "prefilled": {info.setup: info.prefilled for info in infos},
@@ -135,8 +147,10 @@ def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
                 continue
             error = steps[f"{figure.split()[-1]}_percent"]
             noise = steps[f"noise_{figure.split()[-1]}_percent"]
-            row |= {"error_percent": error, "worst_percent": None, "worst_load": None}
-            row |= {"worst_policy": None, "noise_percent": noise, "loads": None, "loads_met": None}
+            row |= {"error_percent": error, "noise_percent": noise, "worst_percent": None}
+            row |= dict.fromkeys(
+                ("worst_load", "worst_policy", "worst_noise_percent", "loads", "loads_met")
+            )
             row["verdict"] = _verdict(error, noise, goal)
         else:
             mine = [
@@ -154,10 +168,11 @@ def _headline(setup: str, paired: Sequence[Row], summary: Row) -> list[Row]:
             )
             row |= {
                 "error_percent": mean_known(each["abs_error_percent"] for each in mine),
+                "noise_percent": mean_known(each["noise_percent"] for each in mine),
                 "worst_percent": worst["abs_error_percent"],
+                "worst_noise_percent": worst["noise_percent"],
                 "worst_load": worst["load"],
                 "worst_policy": worst["policy"],
-                "noise_percent": worst["noise_percent"],
                 "loads": len(mine),
                 "loads_met": sum(each["verdict"] != "missed" for each in mine),
                 "verdict": worst["verdict"],

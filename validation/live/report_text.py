@@ -77,21 +77,22 @@ def headline_table(document: Row) -> tuple[list[str], list[list[str]]]:
         worst = ""
         if row["worst_load"] is not None:
             where = _place(document, row["setup"], row["worst_load"], row["worst_policy"])
-            worst = f"{_percent(row['worst_percent'])} ({where})"
+            worst = f"{_percent(row['worst_percent'])} ± {_percent(row['worst_noise_percent'])} "
+            worst += f"({where})"
         rows.append(
             [
                 row["setup"],
                 _named(row["figure"]),
-                _percent(row["error_percent"]),
+                f"{_percent(row['error_percent'])} ± {_percent(row['noise_percent'])}",
+                _percent(row["raw_percent"]),
                 worst,
-                _percent(row["noise_percent"]),
                 f"{row['goal_percent']:g}%",
                 "" if row["loads"] is None else f"{row['loads_met']} of {row['loads']}",
                 row["verdict"],
             ]
         )
-    columns = ["set-up", "figure", "error, mean of the loads", "worst load", "noise floor"]
-    return [*columns, "goal", "loads at or under it", "verdict"], rows
+    columns = ["set-up", "figure", "error ± noise, means of the loads", "without drift"]
+    return [*columns, "worst load: error ± noise", "goal", "loads at or under it", "verdict"], rows
 
 
 def _place(document: Row, setup: str, load: str, policy: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,7 @@ def steps_table(logs: Mapping[str, EngineLog], rows: Mapping[str, int], start: f
                 [position for _, position, _ in step.rows],
                 [count for _, _, count in step.rows],
                 step.distinct.tolist(),
+                None if math.isnan(step.probe_s) else step.probe_s,
             )
             for column, value in zip(columns.values(), values, strict=True):
                 column.append(value)

@@ -23,6 +23,8 @@ from eldr_sim.validation.live.plugin import TIMING_VARIABLE
 
 __all__ = ["EngineOptions", "EngineProcess", "answers", "free_port", "require_vllm"]
 
+#: ``--served-model-name`` of engines and the model that clients ask for.
+SERVED_NAME = "model"
 _START_LIMIT_S = 900.0
 _STOP_LIMIT_S = 60.0
 _KV_LEASE_S = 1800  # longer than any run: decode may come long after prefill
@@ -154,7 +156,7 @@ class EngineProcess:
 
     def _arguments(self, port: int) -> list[str]:
         options = self.options
-        arguments = ["serve", options.model, "--served-model-name", "model"]
+        arguments = ["serve", options.model, "--served-model-name", SERVED_NAME]
         values = {
             "host": "127.0.0.1",
             "port": port,

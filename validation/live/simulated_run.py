@@ -5,6 +5,9 @@ The engines are those of the recording, with calibrated step times. Request ``i`
 live. Delays outside the engines are calibrated: a request enters the engine's queue ``ingress_s``
 after its post and the decode engine's queue ``handoff_s`` after its prefill, and the client and the
 router learn of a token ``egress_s`` after its step.
+
+Where the engines timed a probe, the simulation runs on a clock on which the machine always has the
+speed of the tables (:mod:`~.drift`): arrivals are read on it, and simulated times are read back.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ from eldr_sim.simulator.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
+from eldr_sim.validation.live.drift import Clock
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
 from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
 from eldr_sim.validation.live.router.decisions import build_decode_policy
 from eldr_sim.validation.live.timestamps import RequestTimestamps
 
-__all__ = ["SIMULATED_STEPS", "SimulatedRun", "check_run", "simulate_run"]
+__all__ = ["SIMULATED_STEPS", "SimulatedRun", "check_run", "run_clock", "simulate_run"]
 
 SIMULATED_STEPS = pa.schema(
     [
@@ -66,6 +70,25 @@ class SimulatedRun:
     steps: pa.Table
 
 
+def run_clock(run: LiveRun, calibrated: EngineCalibration) -> Clock:
+    """Return the clock of a run's decode or co-located engines; of several, by their mean drift."""
+    prefills = {engine.name for engine in run.info.engines if engine.role == "prefill"}
+    return _clock(run, calibrated, {e.name for e in run.info.engines} - prefills)
+
+
+def _clock(run: LiveRun, calibrated: EngineCalibration, engines: set[str]) -> Clock:
+    known = calibrated.info.drift
+    if known is None:
+        return Clock(np.empty(0), np.empty(0))
+    name = np.array(run.steps["engine"].to_pylist())
+    at, probe = run.steps["start_s"].to_numpy(), run.steps["probe_s"].to_numpy()
+    here = np.isin(name, list(engines))
+    moments = np.unique(at[here & np.isfinite(probe)])
+    drifts = [calibrated.drift(at[name == engine], probe[name == engine]) for engine in engines]
+    logs = [known.step * np.log(drift.factor(moments)) for drift in drifts]
+    return Clock(moments, np.exp(np.mean(logs, axis=0)) if len(moments) else moments)
+
+
 def simulate_run(
     run: LiveRun, calibrated: EngineCalibration, artifact: Path | None = None
 ) -> SimulatedRun:
@@ -86,7 +109,8 @@ def simulate_run(
     """
     model = check_run(run)
     info, requests, trace = run.info, run.requests, run.trace
-    spec = _cluster_spec(run, model, calibrated)
+    clock = run_clock(run, calibrated)
+    spec = _cluster_spec(run, model, calibrated, clock)
     sent = requests["sent_s"].to_numpy()
     queued = sent + calibrated.info.ingress_s.of(requests["prompt_len"].to_numpy())
     order = np.argsort(queued, kind="stable")
@@ -103,7 +127,7 @@ def simulate_run(
     cluster = Cluster(
         spec,
         model,
-        _workload(run, queued, order),
+        _workload(run, clock.own_s(queued), order),
         make_replay(trace, model.n_moe_layers, everyone),
         PromptSignatures(trace, getattr(policy, "signature_score", "count"), everyone),
         prefill,
@@ -115,10 +139,23 @@ def simulate_run(
     )
     record = cluster.run()
     _check_record(record)
+    _read_back(record, clock)
     return _in_rows(run, spec, record, order, sent, calibrated.info.egress_s)
 
 
-def _cluster_spec(run: LiveRun, model: ModelDims, calibrated: EngineCalibration) -> ClusterSpec:
+def _read_back(record: RunRecord, clock: Clock) -> None:
+    """Turn the times of a record into the wall's."""
+    for times in ("sent_s", "prefill_start_s", "prefill_end_s", "decode_start_s", "first_token_s",
+                  "finish_s"):  # fmt: skip
+        record.requests[times] = clock.wall_s(record.requests[times])
+    for steps in (record.prefill_steps, record.decode_steps):
+        for times in ("start", "end"):
+            steps[times] = clock.wall_s(steps[times])
+
+
+def _cluster_spec(
+    run: LiveRun, model: ModelDims, calibrated: EngineCalibration, clock: Clock
+) -> ClusterSpec:
     """Return the cluster of the recording, with calibrated step times and delays."""
     info, calibration = run.info, calibrated.info
 
@@ -133,9 +170,9 @@ def _cluster_spec(run: LiveRun, model: ModelDims, calibrated: EngineCalibration)
     decode_spec = spec_of(decode)
     prefill_spec = decode_spec
     if prefills:
-        prefill_spec = spec_of(_common(prefills))
-        if info.prefilled:
-            prefill_spec = _ahead(prefill_spec)
+        # Prompts computed before the run take no time; else by how much slower their cores were.
+        own = _clock(run, calibrated, {engine.name for engine in prefills}).mean / clock.mean
+        prefill_spec = _slower(spec_of(_common(prefills)), 0.0 if info.prefilled else own)
     return ClusterSpec(
         n_prefill=len(prefills),
         n_decode=len(info.engines) - len(prefills),
@@ -209,16 +246,13 @@ def check_run(run: LiveRun) -> ModelDims:
     return model
 
 
-def _ahead(engine: EngineSpec) -> EngineSpec:
-    """Return a prefill engine whose steps take no time, for prompts computed before the run."""
+def _slower(engine: EngineSpec, factor: float) -> EngineSpec:
+    """Return an engine whose steps take so many times as long."""
     cost = engine.step_time.cost
-    nothing: dict[str, Any] = {
-        name: np.zeros_like(value) if isinstance(value, np.ndarray) else 0.0
-        for name, value in cost._asdict().items()
-        if name.endswith("_s")
+    scaled: dict[str, Any] = {
+        name: value * factor for name, value in cost._asdict().items() if name.endswith("_s")
     }
-    free = replace(engine.step_time, cost=cost._replace(**nothing))
-    return replace(engine, step_time=free)
+    return replace(engine, step_time=replace(engine.step_time, cost=cost._replace(**scaled)))
 
 
 def _common(engines: list[EngineInfo]) -> EngineInfo:

@@ -17,6 +17,7 @@ from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.simulator.expert_union import add_prompt, count_experts, union_rows
 from eldr_sim.simulator.replay import make_replay, prompt_rows
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.validation.live.drift import DriftModel
 from eldr_sim.validation.live.live_run import LiveRun
 
 __all__ = ["Composition", "Prediction", "StepUnions", "compositions", "durations", "predict"]
@@ -130,6 +131,16 @@ class Prediction:
     def step_s(self) -> float:
         """Time of the whole step."""
         return self.moe_s + self.attention_s + self.rest_s
+
+    def slower(self, factor: float, drift: DriftModel | None) -> Prediction:
+        """Return the prediction where a probe takes so many times as long."""
+        if drift is None:
+            return self
+        return Prediction(
+            self.moe_s * factor**drift.moe,
+            self.attention_s * factor**drift.attention,
+            self.rest_s * factor**drift.rest,
+        )
 
 
 def predict(

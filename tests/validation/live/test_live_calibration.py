@@ -5,6 +5,7 @@ give the formula back.
 """
 
 import json
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.capture.step_log import Header, StepLog
 from eldr_sim.validation.live.calibrate import calibration_bursts, engine_tables, outside_times
 from eldr_sim.validation.live.engine_calibration import CalibrationInfo, model_of
-from eldr_sim.validation.live.engine_log import read_engine_log
+from eldr_sim.validation.live.engine_log import read_complete_log, read_engine_log
 from eldr_sim.validation.live.live_run import REQUESTS
 from eldr_sim.validation.live.plugin import FORCED_LEVELS
 from eldr_sim.validation.live.random_model import domain_slices
@@ -45,7 +46,10 @@ def moe_s(tokens, distinct):
 
 def attention_s(rows):
     """Seconds of attention of one layer."""
-    return sum(1e-6 * (start + count) * count for _, start, count in rows)
+    pairs = [
+        (start + count) ** 2 - start**2 if count > 1 else start + 1 for _, start, count in rows
+    ]
+    return 1e-6 * sum(pairs)
 
 
 def rest_s(tokens, sequences):
@@ -106,9 +110,8 @@ class FakeEngine:
 def burst(engine, name, requests, prompt, output):
     names = [f"cmpl-{name}-{i}-0-0123abcd" for i in range(requests)]
     level = engine.step_number
-    for k in range(output):
-        size = 1 if k else prompt
-        start = prompt + k - 1 if k else 0
+    chunks = [(at, min(64 // requests, prompt - at)) for at in range(0, prompt, 64 // requests)]
+    for start, size in [*chunks, *((prompt + k, 1) for k in range(output - 1))]:
         distinct = round(TOP_K + (EXPERTS - TOP_K) * (level % FORCED_LEVELS) / (FORCED_LEVELS - 1))
         engine.step([(n, start, size) for n in names], distinct)
         level += 1
@@ -121,7 +124,8 @@ def calibration_log(tmp_path_factory):
     folder = tmp_path_factory.mktemp("live") / "engine"
     engine = FakeEngine(folder)
     for b in calibration_bursts(8, 64, 512):
-        burst(engine, b.name, b.requests, min(b.prompt_len, 64 // b.requests), b.output_len)
+        prompt = b.prompt_len if b.requests == 1 else min(b.prompt_len, 64 // b.requests)
+        burst(engine, b.name, b.requests, prompt, b.output_len)
     engine.close()
     return read_engine_log(folder)
 
@@ -131,12 +135,21 @@ def test_bursts_cover_batches_levels_and_budget():
     assert {b.requests for b in bursts if "decode-16-" in b.name} >= {1, 8, 24}
     assert all(b.prompt_len + b.output_len <= 1024 for b in bursts)
     prompts = [b for b in bursts if "prompt-" in b.name]
-    assert max(b.prompt_len for b in prompts) == 256
+    assert max(b.prompt_len for b in prompts) == 768  # in three chunks
+    sizes = {b.requests for b in bursts if "decode-16-" in b.name}
+    for size in sizes:  # a size comes back in every round, so that no burst of drift has it all
+        places = [i for i, b in enumerate(bursts) if b.name.startswith(f"forced-decode-16-{size}-")]
+        assert len(places) == 4
+        assert max(places) - min(places) > len(bursts) / 2
     assert len([b for b in prompts if b.prompt_len == 256]) == FORCED_LEVELS
+    assert len({b.name for b in bursts}) == len(bursts)
+    small = calibration_bursts(24, 256, 1024, kv_tokens=2048, block_size=64)
+    assert all(b.requests * -(-(b.prompt_len + b.output_len) // 64) <= 32 for b in small)
 
 
 def test_tables_give_the_times_of_the_engine_back(calibration_log):
-    found = engine_tables(calibration_log, model_of(CONFIG), "cpu", "vllm 0", {})
+    found, drift = engine_tables(calibration_log, model_of(CONFIG), "cpu", "vllm 0", {})
+    assert drift is None  # these logs have no probe
     tables = {table.metadata.kind: table for table in found}
     assert set(tables) == {"moe", "attention_decode", "attention_prefill", "engine_step"}
     moe = tables["moe"].columns
@@ -151,8 +164,12 @@ def test_tables_give_the_times_of_the_engine_back(calibration_log):
         rtol=1e-6,
     )
     prefill = tables["attention_prefill"].columns
+    whole_s = 1e-6 * prefill["batch"] * prefill["new_tokens"] ** 2
+    chunks = -(-prefill["batch"] * prefill["new_tokens"] // 64)
+    assert chunks.max() == 6
+    # The simulator adds the smallest call to every chunk but the first.
     np.testing.assert_allclose(
-        prefill["latency_s"], 1e-6 * prefill["batch"] * prefill["new_tokens"] ** 2, rtol=1e-9
+        prefill["latency_s"], whole_s - (chunks - 1) * whole_s.min(), rtol=1e-9
     )
 
 
@@ -212,7 +229,7 @@ def test_times_outside_the_steps_come_back(tmp_path):
 
 
 def test_steps_of_a_run_leave_those_of_others_out(calibration_log):
-    rows = {f"forced-decode-16-8-{i}": i for i in range(8)}
+    rows = {f"forced-decode-16-8-0-{i}": i for i in range(8)}
     table = steps_table({"engine0": calibration_log}, rows, 100.0)
     assert 0 < table.num_rows < len(calibration_log.steps)
     assert {tuple(r) for r in table["request"].to_pylist()} == {tuple(range(8))}
@@ -240,6 +257,28 @@ def test_a_line_cut_off_is_left_out(tmp_path):
     file = engine.folder / "worker-1.jsonl"
     file.write_text(file.read_text()[:-9])
     assert len(read_engine_log(engine.folder).steps) == 3
+
+
+@pytest.mark.parametrize("late", ["engine", "worker"])
+def test_a_log_is_read_when_it_holds_every_last_token(tmp_path, late):
+    """The client has its last token before a process of the engine logs the step that made it."""
+    engine = FakeEngine(tmp_path / "e")
+    engine.step([("cmpl-a-0-0123abcd", 0, 5), ("cmpl-b-0-0123abcd", 0, 5)], 2)
+    for k in range(3):
+        engine.step([("cmpl-a-0-0123abcd", 5 + k, 1), ("cmpl-b-0-0123abcd", 5 + k, 1)], 2)
+    engine.close()
+    file = engine.folder / f"{late}-1.jsonl"
+    whole = file.read_text()
+    file.write_text(whole[: whole.rstrip().rindex("\n") + 20])  # in the midst of its last line
+    computed = {"a": 8, "b": 8}
+    assert len(read_engine_log(engine.folder).steps) == 3
+    writer = threading.Timer(0.3, lambda: file.write_text(whole))
+    writer.start()
+    assert len(read_complete_log(engine.folder, computed, limit_s=5.0).steps) == 4
+    writer.join()
+    with pytest.raises(InputError, match="1 of 3 requests have no end here, such as c") as error:
+        read_complete_log(engine.folder, computed | {"c": 8}, limit_s=0.2)
+    assert "\n" not in str(error.value)
 
 
 def test_domains_cut_the_vocabulary_into_slices():

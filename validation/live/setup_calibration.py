@@ -1,0 +1,278 @@
+"""Calibration of a running set-up: loads of its own, and what their logs say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
+from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, nixl_version
+from eldr_sim.policies.artifact import fit
+from eldr_sim.traces.calibration import calibration_set
+from eldr_sim.traces.format import open_trace
+from eldr_sim.validation.live.calibrate import (
+    calibration_bursts,
+    engine_tables,
+    outside_times,
+)
+from eldr_sim.validation.live.client import prefill_ahead, send_load
+from eldr_sim.validation.live.engine_calibration import (
+    EngineCalibration,
+    model_of,
+    write_calibration,
+)
+from eldr_sim.validation.live.engine_log import EngineLog, read_complete_log
+from eldr_sim.validation.live.live_run import EngineInfo, LoadInfo
+from eldr_sim.validation.live.load import Load, LoadRequest, make_load
+from eldr_sim.validation.live.plugin import FORCED_PREFIX
+from eldr_sim.validation.live.proxy_log import join_proxy_log
+from eldr_sim.validation.live.random_model import domain_slices
+from eldr_sim.validation.live.run_writer import machine, versions, write_trace_of
+from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions
+from eldr_sim.validation.live.setups import Setup, start_proxy
+from eldr_sim.validation.live.table_quality import doubts, quality
+
+__all__ = ["calibrate", "capacity", "engine_infos", "read_logs", "send_at_once"]
+
+_KV_GRID = tuple(
+    (descriptors * size, descriptors)
+    for descriptors in (1, 16, 128, 512)
+    for size in (4 << 10, 16 << 10, 64 << 10)
+)
+"""(bytes, descriptors) of the timed transfers: KV blocks of a small model."""
+
+_UNLOADED_PROMPTS = (16, 64, 128, 256)
+_UNLOADED_ROUNDS = 4
+_UNLOADED_OUTPUT = 6
+_FIT_REQUESTS = 96  # calibration requests for ELDR
+_FIT_OUTPUT = 24
+
+
+def calibrate(
+    out: Path,
+    setup: Setup,
+    options: EngineOptions,
+    config: dict[str, Any],
+    progress: Callable[[float], None],
+    *,
+    fit_prompt: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Measure the tables and delays of a set-up and write its calibration folder.
+
+    Parameters
+    ----------
+    out
+        The folder.
+    setup, options, config
+        The running engines, their options and their model's ``config.json``.
+    progress
+        Called with the share that is done.
+    fit_prompt
+        Prompt tokens of the requests of ELDR's offline fit; None makes no fit.
+    seed
+        Seed of prompts and of the order of the bursts.
+    """
+    began = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    dims, measured = model_of(config), setup.decode[-1]
+    engine = read_complete_log(measured.log, {}).engine
+    bursts = calibration_bursts(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        options.max_model_len,
+        engine["block_size"] * engine["n_blocks"],
+        engine["block_size"],
+        seed,
+    )
+    rng = np.random.default_rng(seed)
+    computed: dict[str, int] = {}
+    for done, burst in enumerate(bursts):
+        prompts = rng.integers(4, dims.vocab_size, size=(burst.requests, burst.prompt_len))
+        requests = [
+            LoadRequest(f"{burst.name}-{i}", "", prompt.tolist(), burst.output_len, 0.0)
+            for i, prompt in enumerate(prompts)
+        ]
+        send_at_once(requests, measured.url)
+        computed |= {r.request_id: burst.prompt_len + burst.output_len - 1 for r in requests}
+        progress(0.8 * done / len(bursts))
+    tables, drift = engine_tables(
+        _of(read_complete_log(measured.log, computed), FORCED_PREFIX),
+        dims,
+        machine().get("gpu", machine()["processor"]),
+        f"vllm {versions().get('vllm', 'of unknown version')}",
+        versions(),
+    )
+    sent = _send_alone(out, setup, options, dims, rng, lambda share: progress(0.8 + 0.1 * share))
+    info = outside_times(
+        sent,
+        read_logs(setup, sent),
+        [e.name for e in setup.prefill],
+        setup.prefilled,
+        dims,
+        lambda: _measure_link("cuda" if setup.client_core is None else "cpu"),
+    )
+    if fit_prompt is not None:
+        _fit_artifact(out, setup, options.model, dims, fit_prompt, seed)
+    progress(1.0)
+    found = quality(tables)
+    about = {"drift": drift, "doubts": doubts(found), "seconds": time.monotonic() - began}
+    info = info.model_copy(update=about | {"notes": info.notes | {"tables": found}})
+    write_calibration(out, info, tables)
+
+
+def _send_alone(
+    out: Path,
+    setup: Setup,
+    options: EngineOptions,
+    dims: ModelDims,
+    rng: np.random.Generator,
+    progress: Callable[[float], None],
+) -> pa.Table:
+    """Send single requests the way of all requests."""
+    proxy_log = out / "proxy.jsonl"
+    lengths = [n for n in _UNLOADED_PROMPTS if n <= options.max_num_batched_tokens]
+    lengths *= _UNLOADED_ROUNDS * len(setup.decode)
+    with start_proxy(setup, "round_robin", proxy_log) as url:
+        parts = []
+        for i, n in enumerate(lengths):
+            tokens = rng.integers(4, dims.vocab_size, size=n).tolist()
+            alone = LoadRequest(f"unloaded-{i}", "", tokens, _UNLOADED_OUTPUT, 0.0)
+            ahead = setup.prefill[0].url if setup.prefilled else None
+            parts.append(send_at_once([alone], url, ahead))
+            progress(i / len(lengths))
+    sent = pa.concat_tables(parts)
+    return join_proxy_log(sent, proxy_log) if setup.prefill else sent
+
+
+def _measure_link(device: str) -> tuple[dict[tuple[int, int], float], str]:
+    """Time NIXL between two agents of this machine, by (bytes, descriptors)."""
+    times, _ = measure_transfers(device, _KV_GRID)
+    seconds = {point: timing.median_s for point, timing in times.items()}
+    return seconds, f"measured: NIXL {nixl_version()} between two agents"
+
+
+def _fit_artifact(
+    out: Path, setup: Setup, model: str, dims: ModelDims, prompt_len: int, seed: int
+) -> None:
+    """Record calibration requests and make ELDR's offline fit."""
+    slices = domain_slices(dims.vocab_size)
+    info = LoadInfo(
+        name="fit",
+        request_rate=1e6,
+        burstiness=1.0,
+        lengths="fixed",
+        num_requests=_FIT_REQUESTS,
+        seed=seed + 1,
+    )
+    load = make_load(
+        info,
+        slices,
+        prompt_len=prompt_len,
+        output_len=_FIT_OUTPUT,
+        prompt_range=(prompt_len, prompt_len),
+        output_range=(_FIT_OUTPUT, _FIT_OUTPUT),
+        prefix="fit",
+    )
+    engine = setup.decode[-1]
+    requests = send_load(load, engine.url, model=SERVED_NAME)
+    read_complete_log(engine.log, _computed(requests))
+    write_trace_of(out / "trace", requests, [engine], model, "calibration")
+    mix = dict.fromkeys(slices, 1 / len(slices))
+    requests_of_fit = calibration_set(open_trace(out / "trace"), workload="task", domain_mix=mix)
+    fit(requests_of_fit, len(setup.decode), seed).save(out / "artifact.npz")
+
+
+def capacity(
+    setup: Setup,
+    options: EngineOptions,
+    dims: ModelDims,
+    calibrated: EngineCalibration,
+    prompt_len: int,
+    output_len: int,
+) -> float:
+    """Return the requests per second that a set-up carries at full batches.
+
+    By its tables: a request takes its share of full decode batches with uniform routing, and the
+    time of its prompt. Prefill and decode engines work in parallel.
+    """
+    batch = options.max_num_seqs
+    engine = engine_infos(setup, read_logs(setup))[-1]
+    step = calibrated.step_time(dims, engine, options.max_model_len)
+    distinct = [float(uniform_distinct(batch, dims.n_experts, dims.top_k))] * dims.n_moe_layers
+    decode_s = output_len * step.decode_s(distinct, batch, prompt_len + output_len / 2) / batch
+    prefill_s = step.prompt_s(prompt_len)
+    if setup.prefilled:
+        return len(setup.decode) / decode_s
+    if not setup.prefill:
+        return len(setup.decode) / (decode_s + prefill_s)
+    return min(len(setup.decode) / decode_s, len(setup.prefill) / prefill_s)
+
+
+def read_logs(setup: Setup, requests: pa.Table | None = None) -> dict[str, EngineLog]:
+    """Read the log of each engine, once it holds the last tokens of its requests.
+
+    Parameters
+    ----------
+    setup
+        The engines.
+    requests
+        ``live_run.REQUESTS`` that they have answered.
+    """
+    logs = {}
+    for endpoint in setup.endpoints:
+        computed: dict[str, int] = {}
+        if requests is not None and endpoint.role == "prefill":
+            lengths = requests["prompt_len"].to_pylist()
+            computed = dict(zip(requests["request_id"].to_pylist(), lengths, strict=True))
+        elif requests is not None:
+            computed = _computed(requests, setup.decode.index(endpoint))
+        logs[endpoint.name] = read_complete_log(endpoint.log, computed)
+    return logs
+
+
+def _computed(requests: pa.Table, engine: int = 0) -> dict[str, int]:
+    """Return the tokens that a decode engine has computed of each of its requests."""
+    return {
+        row["request_id"]: row["prompt_len"] + row["output_len"] - 1
+        for row in requests.select(["request_id", "prompt_len", "output_len", "engine"]).to_pylist()
+        if row["engine"] == engine
+    }
+
+
+def engine_infos(setup: Setup, logs: Mapping[str, EngineLog]) -> list[EngineInfo]:
+    """Return descriptions of the running engines, prefill first."""
+    found = []
+    for endpoint in setup.endpoints:
+        engine = logs[endpoint.name].engine
+        known = {name: engine[name] for name in EngineInfo.model_fields if name in engine}
+        found.append(EngineInfo(name=endpoint.name, role=endpoint.role, **known))
+    return found
+
+
+def send_at_once(requests: list[LoadRequest], url: str, ahead: str | None = None) -> pa.Table:
+    """Send requests together and wait for their tokens; ``ahead`` computes their prompts first."""
+    info = LoadInfo(
+        name="calibration",
+        request_rate=1.0,
+        burstiness=1.0,
+        lengths="fixed",
+        num_requests=len(requests),
+        seed=0,
+    )
+    load = Load(info, tuple(requests))
+    if ahead is not None:
+        load = prefill_ahead(load, ahead, model=SERVED_NAME)
+    return send_load(load, url, model=SERVED_NAME)
+
+
+def _of(log: EngineLog, prefix: str) -> EngineLog:
+    """Return the steps of the log in which all request names contain a text."""
+    steps = [s for s in log.steps if all(prefix in name for name, _, _ in s.rows)]
+    return EngineLog(log.engine, log.received_s, steps, log.pulled_s)
