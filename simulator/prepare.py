@@ -66,6 +66,7 @@ def prepare(config: RunConfig) -> PreparedRun:
     if config.prefill_only and config.output_len not in (None, 1):
         problem = f"{config.output_len}: a request of {config.topology} ends with its prompt"
         raise InputError("output_len", problem, "1, or none")
+    _check_tables(config)
     sizes = [config.pool(role).parallelism.data_parallel_size for role in ("prefill", "decode")]
     if max(sizes) > 1:
         trace.require_prompts("the pairs of engines that share experts")
@@ -101,6 +102,19 @@ def prepare(config: RunConfig) -> PreparedRun:
         prefill_schedule_interval=config.prefill_schedule_interval,
     )
     return PreparedRun(model, trace, spec)
+
+
+def _check_tables(config: RunConfig) -> None:
+    """Raise InputError where the user's tables are all of devices that the run does not have."""
+    gpus = [load_gpu(pool.gpu) for role in ("prefill", "decode") if (pool := config.pool(role)).gpu]
+    known = {name for gpu in gpus for name in (gpu.name, gpu.sibling)}
+    measured = sorted({table.metadata.gpu for table in load_tables(config.tables)})
+    if measured and not known.intersection(measured):
+        raise InputError(
+            "tables",
+            f"{config.tables} is of {', '.join(measured)}, the run of {gpus[0].name}",
+            "--gpu with that name, or with the folder of the gpu.json beside the tables",
+        )
 
 
 def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:

@@ -1,7 +1,8 @@
 """Calibration of a live engine: latency tables of its steps, and delays outside its steps.
 
-A folder holds ``calibration.json`` (:class:`CalibrationInfo`) and ``tables/*.parquet``, latency
-tables of the kinds ``moe``, ``attention_decode``, ``attention_prefill`` and ``engine_step``.
+A folder holds ``calibration.json`` (:class:`CalibrationInfo`), ``tables/*.parquet``, latency tables
+of the kinds ``moe``, ``attention_decode``, ``attention_prefill`` and ``engine_step``, and
+``gpu.json``, the device as ``eldr-sim run --gpu`` takes it.
 """
 
 from __future__ import annotations
@@ -98,23 +99,7 @@ class EngineCalibration:
         names = sorted({table.metadata.gpu for table in self.tables})
         if len(names) != 1:
             raise InputError("calibration", f"tables of {', '.join(names) or 'nothing'}", "one GPU")
-        if names[0] in list_gpus():
-            return load_gpu(names[0])
-        return GPU(
-            name=names[0],
-            memory_bytes=_MUCH,
-            memory_bandwidth=_MUCH,
-            bf16_flops=_MUCH,
-            fp8_flops=0,
-            nic_bandwidth=_MUCH,
-            intra_node_bandwidth=_MUCH,
-            engine_reserved_bytes=0,
-            max_num_seqs=1,
-            max_num_batched_tokens=1,
-            source="unknown: every step time comes from a table",
-            engine_reserved_source="unknown",
-            defaults_source="unknown",
-        )
+        return device_of(names[0])
 
     def without_drift(self) -> EngineCalibration:
         """Return the calibration as if the machine had always had the speed of the tables."""
@@ -153,6 +138,37 @@ class EngineCalibration:
                 "moe, attention_decode, attention_prefill and engine_step",
             )
         return step_time
+
+
+def device_of(name: str, engine: EngineInfo | None = None, memory_bytes: int = _MUCH) -> GPU:
+    """Return a known GPU by its name; else a device of which only its tables are known.
+
+    Parameters
+    ----------
+    name
+        GPU name of the tables.
+    engine
+        Gives the defaults of ``--max-num-seqs`` and ``--max-num-batched-tokens``.
+    memory_bytes
+        Memory of the device.
+    """
+    if name in list_gpus():
+        return load_gpu(name)
+    return GPU(
+        name=name,
+        memory_bytes=memory_bytes,
+        memory_bandwidth=_MUCH,
+        bf16_flops=_MUCH,
+        fp8_flops=0,
+        nic_bandwidth=_MUCH,
+        intra_node_bandwidth=_MUCH,
+        engine_reserved_bytes=0,
+        max_num_seqs=1 if engine is None else engine.max_num_seqs,
+        max_num_batched_tokens=1 if engine is None else engine.max_num_batched_tokens,
+        source="unknown: every step time comes from a table",
+        engine_reserved_source="unknown",
+        defaults_source="unknown" if engine is None else "the calibrated engine's options",
+    )
 
 
 def model_of(config: dict[str, Any]) -> ModelDims:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from eldr_sim.validation.live.calibrate import (
 from eldr_sim.validation.live.client import prefill_ahead, send_load
 from eldr_sim.validation.live.engine_calibration import (
     EngineCalibration,
+    device_of,
     model_of,
     write_calibration,
 )
@@ -125,6 +127,10 @@ def calibrate(
     about = {"drift": drift, "doubts": doubts(found), "seconds": time.monotonic() - began}
     info = info.model_copy(update=about | {"notes": info.notes | {"tables": found}})
     write_calibration(out, info, tables)
+    own = engine_infos(setup, {e.name: read_complete_log(e.log, {}) for e in setup.endpoints})[-1]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device = device_of(tables[0].metadata.gpu, own, memory)
+    (out / "gpu.json").write_text(device.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def _send_alone(
