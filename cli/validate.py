@@ -21,6 +21,7 @@ from eldr_sim.validation.live.campaign import (
     record_campaign,
     with_shortest_first,
 )
+from eldr_sim.validation.live.engine_calibration import read_calibration
 from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import headline_table
 from eldr_sim.validation.live.servers import EngineOptions
@@ -330,6 +331,9 @@ def vllm(
             [_endpoint("decode_url", text) for text in decode_urls],
         )
     click.echo(f"Recorded runs: {len(folders)} in {out / 'runs'}")
+    for file in sorted((out / "calibration").glob("*/calibration.json")):
+        for doubt in read_calibration(file.parent).info.doubts:
+            click.echo(f"Warning: the tables of {file.parent.name} are not to be trusted: {doubt}")
     if report is not None:
         with progress_bar("comparing") as compared:
             document = write_report(out, report, force=True, progress=compared)

@@ -113,7 +113,7 @@ def _check_tables(config: RunConfig) -> None:
         raise InputError(
             "tables",
             f"{config.tables} is of {', '.join(measured)}, the run of {gpus[0].name}",
-            "--gpu with that name, or with the folder of the gpu.json beside the tables",
+            "--gpu with the gpu.json of these tables, or tables of that GPU",
         )
 
 

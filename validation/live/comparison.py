@@ -18,7 +18,8 @@ each list of ``summary`` all rows have the same keys, and a missing figure is No
          "steps": int,            # of all engines
          "mean_batch", "max_batch",  # running sequences of live steps that decode
          "simulated_mean_batch",
-         "same_engine_percent"}], # requests on the same engine, live and simulated
+         "same_engine_percent",   # requests on the same engine, live and simulated
+         "drift"}],               # by how much steps took longer than at the tables' speed
      "steps": [                   # open loop: each live step predicted from its composition
         {"setup": str | None,     # None: all set-ups
          "role": "prefill" | "decode" | "colocated" | None,   # of the engine; None: all
@@ -50,7 +51,7 @@ each list of ``summary`` all rows have the same keys, and a missing figure is No
          "abs_error_percent",     # of that repeat; else the mean of the absolute errors
          "noise_percent",         # noise floor of the live repeats: None with fewer than two
          "range_percent",         # (largest - smallest) / mean of the live repeats
-         "drift": float}],        # by how much steps took longer than at the tables' speed
+         "drift"}],               # of the runs
      "components": [              # means over requests
         {"setup", "policy", "load", "repeat": int | None,
          "of": "e2el" | "ttft",
@@ -176,9 +177,9 @@ def compare_runs(
                 frame.insert(place, key, value)
             parts[kind].append(frame)
         rows["distinct"].append(name | distinct)
-        rows["runs"].append(name | _run_row(run, replayed, live, whole, steps))
-        drift = run_clock(run, calibrated).mean
-        rows["requests"] += [name | row | {"drift": drift} for row in _statistics(requests, gaps)]
+        drift = {"drift": run_clock(run, calibrated).mean}
+        rows["runs"].append(name | _run_row(run, replayed, live, whole, steps) | drift)
+        rows["requests"] += [name | row | drift for row in _statistics(requests, gaps)]
         rows["components"] += [name | row for row in _components(live, replayed, whole)]
     tables = {kind: pd.concat(frames, ignore_index=True) for kind, frames in parts.items()}
     requests_rows = _with_repeats(rows["requests"])
@@ -415,7 +416,7 @@ def _run_row(
     duration = float(live.last_token_s[whole].max() - sent.min()) if len(whole) else None
     output = int(run.requests["output_len"].to_numpy()[whole].sum())
     same = run.requests["engine"].to_numpy()[whole] == replayed.engine[whole]
-    batches = [len(step.running) for step in _compositions(run, replayed.steps)]
+    batches = replayed.steps["batch"].drop_null().to_pylist()
     decoding = steps.batch[steps.batch > 0]
     return {
         "request_rate": load.request_rate,

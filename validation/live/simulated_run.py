@@ -47,8 +47,11 @@ SIMULATED_STEPS = pa.schema(
         ("position", pa.list_(pa.int32())),
         ("tokens", pa.list_(pa.int32())),
         ("active", pa.int32()),  # distinct experts, summed over layers; null for prefill engines
+        ("batch", pa.int32()),  # sequences that got a token; null for prefill engines
     ]
 )
+"""``request``, ``position`` and ``tokens`` are empty where requests were preempted: which tokens a
+step computed again is not recorded."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def simulate_run(
     ------
     InputError
         If the recording and its trace do not match, the tables do not cover the model, or the
-        simulation fails or preempts a request.
+        simulation fails.
     """
     model = check_run(run)
     info, requests, trace = run.info, run.requests, run.trace
@@ -264,15 +267,9 @@ def _common(engines: list[EngineInfo]) -> EngineInfo:
 
 
 def _check_record(record: RunRecord) -> None:
-    for outcome, preemptions in zip(
-        record.outcomes(), record.requests["preemptions"].tolist(), strict=True
-    ):
+    for outcome in record.outcomes():
         if outcome != "completed":
             raise InputError("run", f"the simulation ends a request with {outcome!r}")
-        if preemptions:
-            raise InputError(
-                "run", "the simulation preempts requests", "KV blocks for all that run together"
-            )
 
 
 def _in_rows(
@@ -287,13 +284,16 @@ def _in_rows(
     requests, colocated = record.requests, spec.n_prefill == 0
     names = [e.name for e in run.info.engines]
     prompt_len, output_len = requests["prompt_len"].tolist(), requests["output_len"].tolist()
-    steps: list[tuple[str, float, float, dict[int, tuple[int, int]], int | None]] = []
+    preempted = requests["preemptions"] > 0
+    whole = not preempted.any()
+    steps: list[tuple[str, float, float, dict[int, tuple[int, int]], int | None, int | None]] = []
     for worker in range(spec.n_prefill):
         own = np.flatnonzero(requests["prefill_worker"] == worker)  # first come, first served
         log = record.prefill_steps[record.prefill_steps["worker"] == worker]
-        chunks = _assigned([(r, prompt_len[r]) for r in own.tolist()], log["chunk_tokens"].tolist())
+        prompts = [(r, prompt_len[r]) for r in own.tolist()]
+        chunks = _assigned(prompts, log["chunk_tokens"].tolist()) if whole else [{} for _ in log]
         steps += [
-            (names[worker], float(row["start"]), float(row["end"]), members, None)
+            (names[worker], float(row["start"]), float(row["end"]), members, None, None)
             for row, members in zip(log, chunks, strict=True)
         ]
     ends: dict[int, NDArray[np.float64]] = {}  # step ends of each request's output tokens
@@ -302,18 +302,32 @@ def _in_rows(
         own = np.flatnonzero(requests["decode_worker"] == worker)
         order_begun = np.argsort(requests["prefill_start_s"][own], kind="stable")
         begun = own[order_begun].tolist() if colocated else []
-        members = _assigned([(r, prompt_len[r] - 1) for r in begun], rows["chunk_tokens"].tolist())
+        members = [{} for _ in rows]
+        if whole:
+            computed = [(r, prompt_len[r] - 1) for r in begun]
+            members = _assigned(computed, rows["chunk_tokens"].tolist())
         for r in own.tolist():
+            if preempted[r]:  # only its first and last tokens are recorded
+                ends[r] = np.full(output_len[r], np.nan)
+                ends[r][[0, -1]] = requests["first_token_s"][r], requests["finish_s"][r]
+                continue
             begin = int(np.searchsorted(rows["end"], requests["first_token_s"][r]))
             ends[r] = rows["end"][begin : begin + output_len[r]]
             assert ends[r][-1] == requests["finish_s"][r], "no step is skipped while decoding"
-            for k in range(output_len[r]):
+            for k in range(output_len[r] if whole else 0):
                 position = prompt_len[r] - 1 + k
                 start, tokens = members[begin + k].get(r, (position, 0))
                 members[begin + k][r] = (start, tokens + 1)
         steps += [
-            (names[spec.n_prefill + worker], float(row["start"]), float(row["end"]), m, int(a))
-            for row, m, a in zip(rows, members, rows["active"], strict=True)
+            (
+                names[spec.n_prefill + worker],
+                float(row["start"]),
+                float(row["end"]),
+                m,
+                int(row["active"]),
+                int(row["batch"]),
+            )
+            for row, m in zip(rows, members, strict=True)
         ]
     steps.sort(key=lambda step: (step[1], step[0]))
 
@@ -351,6 +365,7 @@ def _in_rows(
                 [[position for position, _ in step[3].values()] for step in steps],
                 [[tokens for _, tokens in step[3].values()] for step in steps],
                 [step[4] for step in steps],
+                [step[5] for step in steps],
             ],
             schema=SIMULATED_STEPS,
         ),

@@ -12,7 +12,10 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import fit
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.writer import write_trace
+from eldr_sim.validation.live.comparison import compare_runs
+from eldr_sim.validation.live.drift import DriftModel
 from eldr_sim.validation.live.engine_calibration import (
+    Delay,
     EngineCalibration,
     model_of,
     read_calibration,
@@ -143,6 +146,63 @@ def test_the_proxy_s_eldr_policy_takes_its_fit_from_a_file(make_live_run, tmp_pa
     assert run.requests["engine"] != alternate.requests["engine"]
 
 
+@pytest.mark.parametrize("setup", ["colocated", "1P1D"])
+def test_few_kv_blocks_preempt(make_live_run, live_calibration, setup):
+    """Preempted requests have their first and last token; the others every one."""
+    run, enough = make_live_run(setup, rate=5000.0)
+    engines = [e.model_copy(update={"n_blocks": 30}) for e in run.info.engines]
+    small = replace(run, info=run.info.model_copy(update={"engines": engines}))
+    replayed = simulate_run(small, live_calibration)
+    moments = replayed.timestamps
+    unknown = np.array([np.isnan(times).any() for times in moments.token_s])
+    assert 0 < unknown.sum() < len(unknown)
+    assert np.isfinite(moments.ttft_s).all()
+    assert np.isfinite(moments.e2el_s).all()
+    assert moments.last_token_s.max() > enough.timestamps.last_token_s.max()
+    generated = sum(replayed.steps["batch"].drop_null().to_pylist())
+    assert generated == run.requests["output_len"].to_numpy().sum()
+    compared = compare_runs([(small, replayed)], live_calibration).summary
+    assert compared["distinct"][0]["matched_steps"] == 0  # compositions are not known
+    assert compared["runs"][0]["simulated_mean_batch"] > 0
+
+
+def test_a_slower_machine_is_known_by_its_probe(make_live_run, live_calibration):
+    """A recording in which every time is stretched, probes included, is predicted as well."""
+    run, replayed = make_live_run("colocated", n=20, rate=100.0)
+    drift = DriftModel(reference_s=1e-3, moe=1.0, attention=1.0, rest=1.0, step=1.0)
+    info = live_calibration.info
+    slow_info = info.model_copy(
+        update={
+            "drift": drift,
+            "egress_s": 2 * info.egress_s,
+            "ingress_s": Delay(base_s=2 * info.ingress_s.base_s,
+                               per_token_s=2 * info.ingress_s.per_token_s),
+        }
+    )  # fmt: skip
+    steps = run.steps.to_pydict()
+    for name in ("start_s", "end_s", "moe_s", "attention_s"):
+        steps[name] = [2 * t for t in steps[name]]
+    steps["probe_s"] = [2e-3] * run.steps.num_rows
+    place = run.requests.schema.get_field_index("sent_s")
+    sent = pa.array(2 * run.requests["sent_s"].to_numpy())
+    slow = replace(
+        run,
+        requests=run.requests.set_column(place, "sent_s", sent),
+        steps=pa.table(steps, schema=run.steps.schema),
+    )
+    again = simulate_run(slow, EngineCalibration(slow_info, live_calibration.tables))
+    np.testing.assert_allclose(
+        again.timestamps.last_step_s, 2 * replayed.timestamps.last_step_s, rtol=1e-9
+    )
+    rows = compare_runs([(slow, again)], EngineCalibration(slow_info, live_calibration.tables))
+    (step,) = [
+        row
+        for row in rows.summary["steps"]
+        if (row["role"], row["group"], row["component"]) == ("colocated", "all", "moe")
+    ]
+    assert step["p90_percent"] < 1e-3
+
+
 def test_a_recording_and_a_calibration_survive_the_disk(make_live_run, live_calibration, tmp_path):
     run, replayed = make_live_run("1P1D", n=5)
     (tmp_path / "run").mkdir()
@@ -170,11 +230,6 @@ def test_what_does_not_fit_is_refused(make_live_run, live_calibration, tmp_path)
         some = [t for t in live_calibration.tables if t.metadata.kind != kind]
         with pytest.raises(InputError, match=f"no table of this model for {kind}"):
             simulate_run(run, EngineCalibration(live_calibration.info, some))
-    run, _ = make_live_run("1P1D", rate=5000.0)
-    engines = [e.model_copy(update={"n_blocks": 30}) for e in run.info.engines]
-    small = replace(run, info=run.info.model_copy(update={"engines": engines}))
-    with pytest.raises(InputError, match="preempts"):
-        simulate_run(small, live_calibration)
     with pytest.raises(InputError, match="cannot read"):
         read_calibration(tmp_path)
     (tmp_path / "calibration.json").write_text('{"egress_s": -1}')
