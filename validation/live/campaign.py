@@ -19,7 +19,7 @@ from eldr_sim.validation.live.http import import_aiohttp
 from eldr_sim.validation.live.live_run import LoadInfo, RunInfo
 from eldr_sim.validation.live.load import LoadRequest, make_load
 from eldr_sim.validation.live.proxy_log import join_proxy_log
-from eldr_sim.validation.live.random_model import domain_slices, write_model
+from eldr_sim.validation.live.random_model import DOMAINS, domain_slices, write_model
 from eldr_sim.validation.live.run_writer import assemble_run, machine, versions
 from eldr_sim.validation.live.servers import SERVED_NAME, EngineOptions, require_vllm
 from eldr_sim.validation.live.setup_calibration import (
@@ -177,6 +177,9 @@ def record_campaign(
         If the folder holds another campaign, or an engine, the proxy or a request fails.
     """
     import_aiohttp()
+    unknown = sorted(set(campaign.domain_mix) - set(DOMAINS))
+    if unknown:
+        raise InputError("domain_mix", f"unknown domain {unknown[0]!r}", ", ".join(DOMAINS))
     if not decode:
         require_vllm()
     elif not all(log.is_dir() for _, log in (*prefill, *decode)):

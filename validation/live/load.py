@@ -177,12 +177,14 @@ def _check(
 
 
 def _check_mix(domains: Mapping[str, tuple[int, int]], domain_mix: Mapping[str, float]) -> None:
+    if not domain_mix:
+        return
     for name, weight in domain_mix.items():
         if name not in domains:
             raise InputError("domain_mix", f"unknown domain {name!r}", ", ".join(domains))
         if not 0 <= weight < np.inf:
             raise InputError("domain_mix", f"{name}: {weight}", "0 or more")
-    if domain_mix and not sum(domain_mix.values()):
+    if not sum(domain_mix.values()):
         raise InputError("domain_mix", "all weights are 0", "one above 0")
 
 

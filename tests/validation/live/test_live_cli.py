@@ -51,3 +51,12 @@ def test_another_campaign_is_left_alone(run_cli, tmp_path):
     assert "other options" in error
     assert (out / "campaign.json").read_text() == text
     assert [path.name for path in out.iterdir()] == ["campaign.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [("code", "NAME=WEIGHT"), ("poetry=1", "code, math, medical, legal")]
+)
+def test_a_domain_mix_names_domains_and_weights(run_cli, tmp_path, text, problem):
+    pytest.importorskip("aiohttp")
+    assert problem in refused(run_cli, tmp_path / "live", "--domain-mix", text)
+    assert not (tmp_path / "live").exists()

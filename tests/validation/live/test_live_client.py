@@ -34,10 +34,9 @@ def info(**changes):
     return LoadInfo(**(about | changes))
 
 
-def load(prompt_len=6, output_len=5, **changes):
-    return make_load(
-        info(**changes), DOMAINS, prompt_len=prompt_len, output_len=output_len, **LIMITS
-    )
+def load(prompt_len=6, output_len=5, domain_mix=None, **changes):
+    lengths = {"prompt_len": prompt_len, "output_len": output_len}
+    return make_load(info(**changes), DOMAINS, **lengths, **LIMITS, domain_mix=domain_mix)
 
 
 # --- the load ---
@@ -59,6 +58,15 @@ def test_fixed_load():
     assert 99 in seen
     times = [r.send_s for r in made.requests]
     np.testing.assert_array_equal(times, draw_arrivals(20.0, 1.0, None, 300, 3))
+
+
+def test_domains_by_weight():
+    names = [r.domain for r in load(num_requests=400, domain_mix={"code": 3, "math": 1}).requests]
+    assert abs(names.count("code") / 400 - 0.75) < 4 * math.sqrt(0.75 * 0.25 / 400)
+    assert {r.domain for r in load(num_requests=50, domain_mix={"math": 2}).requests} == {"math"}
+    for mix, problem in (({"poetry": 1}, "unknown domain"), ({"code": 0}, "all weights are 0")):
+        with pytest.raises(InputError, match=problem):
+            load(domain_mix=mix)
 
 
 def test_longer_load_begins_with_the_shorter_and_rates_change_arrivals_alone():
