@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from eldr_sim.errors import InputError
@@ -17,6 +19,7 @@ from eldr_sim.validation.live.drift import DriftModel
 from eldr_sim.validation.live.engine_calibration import (
     Delay,
     EngineCalibration,
+    device_of,
     model_of,
     read_calibration,
     write_calibration,
@@ -211,6 +214,43 @@ def test_a_recording_and_a_calibration_survive_the_disk(make_live_run, live_cali
     write_calibration(tmp_path, live_calibration.info, live_calibration.tables)
     again = simulate_run(read_live_run(tmp_path / "run"), read_calibration(tmp_path))
     assert again.steps == replayed.steps
+
+
+def test_run_simulates_the_calibrated_server(make_live_run, live_calibration, tmp_path, run_cli):
+    """One request alone takes the steps of the calibration's own formulas."""
+    run, _ = make_live_run("colocated", n=5)
+    engine = run.info.engines[0]
+    write_calibration(tmp_path, live_calibration.info, live_calibration.tables)
+    device = device_of(live_calibration.gpu.name, engine, 1 << 34)
+    (tmp_path / "gpu.json").write_text(device.model_dump_json())
+    model = tmp_path / "model" / "config.json"
+    model.parent.mkdir()
+    model.write_text(json.dumps(run.info.model))
+    base = [
+        "run", "--model", model, "--tables", tmp_path / "tables", "--topology", "1C",
+        "--trace", run.trace.path, "--workload", "trace",
+        "--request-rate", "1", "--num-prompts", "1",
+    ]  # fmt: skip
+    engine_options = [
+        "--gpu", tmp_path, "--max-model-len", "512", "--block-size", engine.block_size,
+        "--num-gpu-blocks-override", engine.n_blocks, "--no-enable-prefix-caching",
+        "--no-async-scheduling", "--out", tmp_path / "result",
+    ]  # fmt: skip
+    code, _, error = run_cli(*base)
+    assert code == 2
+    assert "is of some machine, the run of H100" in error
+    code, _, error = run_cli(*base, *engine_options)
+    assert code == 0, error
+    summary = json.loads((tmp_path / "result" / "summary.json").read_text())
+    assert {part["label"] for part in summary["provenance"].values()} == {"measured"}
+    steps = pq.read_table(tmp_path / "result" / "steps.parquet").to_pylist()
+    alone = [s for s in steps if (s["batch"], s["tokens"]) == (1, 1)]
+    assert alone
+    for step in alone:
+        attention_s = 3 * (2e-5 + 1e-7 * step["context_tokens"])
+        moe_s = 3 * (3e-4 + 2e-5 * 3 + 1e-5)
+        taken = moe_s + attention_s + (2e-3 + 2e-5 + 1e-4)
+        assert step["end_s"] - step["start_s"] == pytest.approx(taken, rel=0.02)
 
 
 def test_what_does_not_fit_is_refused(make_live_run, live_calibration, tmp_path):
