@@ -78,8 +78,8 @@ class Clock:
     Parameters
     ----------
     at_s, factors
-        Ascending times, and by how much steps take longer there; in between the next factor holds.
-        Outside, their time-weighted mean does. None of them: the clock is the wall's.
+        Ascending times, and by how much steps take longer there; in between, the geometric mean of
+        both ends. Outside, the time-weighted mean of all. None of them: the clock is the wall's.
     """
 
     def __init__(self, at_s: FloatArray, factors: FloatArray) -> None:
@@ -87,7 +87,7 @@ class Clock:
         self._own = self._wall.copy()
         self.mean = 1.0
         if len(self._wall) > 1:
-            own = np.diff(self._wall) / factors[1:]
+            own = np.diff(self._wall) / np.sqrt(factors[:-1] * factors[1:])
             self.mean = float((self._wall[-1] - self._wall[0]) / own.sum())
             self._own = self._wall[0] / self.mean + np.concatenate([[0.0], np.cumsum(own)])
 

@@ -87,7 +87,9 @@ def _clock(run: LiveRun, calibrated: EngineCalibration, engines: set[str]) -> Cl
     at, probe = run.steps["start_s"].to_numpy(), run.steps["probe_s"].to_numpy()
     here = np.isin(name, sorted(engines))
     moments = np.unique(at[here & np.isfinite(probe)])
-    drifts = [calibrated.drift(at[name == engine], probe[name == engine]) for engine in sorted(engines)]
+    drifts = [
+        calibrated.drift(at[name == engine], probe[name == engine]) for engine in sorted(engines)
+    ]
     logs = [known.step * np.log(drift.factor(moments)) for drift in drifts]
     return Clock(moments, np.exp(np.mean(logs, axis=0)) if len(moments) else moments)
 
