@@ -249,12 +249,11 @@ class _Samples:
 
     def exponent(self) -> float:
         """Return how strongly the times follow the factors."""
-        rows = [
-            (point, *pair)
-            for point, values in self.seconds.items()
-            for pair in zip(values, self.factors[point], strict=True)
-        ]
-        points, seconds, factors = zip(*rows, strict=True) if rows else ((), (), ())
+        points, seconds, factors = [], [], []
+        for point, values in self.seconds.items():
+            points += [point] * len(values)
+            seconds += values
+            factors += self.factors[point]
         return exponent(points, seconds, factors)
 
     def normalise(self, power: float) -> None:

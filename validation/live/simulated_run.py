@@ -304,7 +304,7 @@ def _in_rows(
         own = np.flatnonzero(requests["decode_worker"] == worker)
         order_begun = np.argsort(requests["prefill_start_s"][own], kind="stable")
         begun = own[order_begun].tolist() if colocated else []
-        members = [{} for _ in rows]
+        members: list[dict[int, tuple[int, int]]] = [{} for _ in rows]
         if whole:
             computed = [(r, prompt_len[r] - 1) for r in begun]
             members = _assigned(computed, rows["chunk_tokens"].tolist())
