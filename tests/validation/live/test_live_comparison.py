@@ -256,7 +256,8 @@ def test_step_noise_is_the_spread_of_steps_that_are_alike():
             "batch": [4] * 20 + [5] * 3,
             "active": [30, 31] * 10 + [30] * 3,
             "layers": 8,
-            "live_ms": [10.0] * 10 + [12.0] * 10 + [1.0, 50.0, 99.0],
+            "live_ms": [10.0] * 10 + [24.0] * 10 + [1.0, 50.0, 99.0],
+            "drift": [1.0] * 10 + [2.0] * 10 + [1.0] * 3,  # at half the speed
         }
     )
     found = comparison._step_noise(steps, "live_ms")
