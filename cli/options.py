@@ -11,6 +11,7 @@ import click
 from eldr_sim.cli.completion import (
     Completer,
     complete,
+    front_ends,
     gpus,
     models,
     policies,
@@ -105,6 +106,7 @@ def _completer(name: str) -> Completer | None:
     return {
         "model": complete(models, "file"),
         "gpu": complete(gpus, "file"),
+        "frontend": complete(front_ends, "file"),
         "trace": complete(traces, "dir"),
         "workload": complete(workloads, "file"),
         "tables": complete(tuple, "dir"),
@@ -165,6 +167,9 @@ def _metavar(name: str) -> str:
         "output_len": "N|recorded",
         "model": "NAME|PATH",
         "gpu": "NAME",
+        "frontend": "CPU|FILE",
+        "tokenizer_threads": "N",
+        "api_servers": "N",
         "seed": "N",
     }.get(name, "N" if name.startswith(("max_", "num_", "block")) else "NUMBER")
 

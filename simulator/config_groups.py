@@ -248,6 +248,9 @@ class ClusterConfig(_Fields):
     """What the decode workers (or the co-located ones) have of their own."""
     kv_transfer: Literal["ideal", "observed"] = "observed"
     """Cost of KV transfers: what NIXL's benchmark reaches, or what serving logs show."""
+    handover: Literal["none", "vllm_nixl"] = "none"
+    """What handing a request to a decode worker takes beside the transfer: nothing, a bound, or
+    what a vLLM of August 2026 with its NixlConnector took (110 ms)."""
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Age of the completions that routers have heard of, ms."""
     signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -311,6 +314,26 @@ class EngineConfig(_Fields):
     """Folder of latency tables that take precedence over the embedded ones."""
 
 
+class FrontEndConfig(_Fields):
+    """The API servers that read and tokenise a request before a router sees it."""
+
+    frontend: PathText | None = None
+    """CPU of the API servers, or a table that ``eldr-sim profile --frontend`` wrote. Prompts come
+    as token ids, and cost nothing before the router, when not given."""
+    tokenizer_mode: Literal["microbatch_sequential", "microbatch_parallel", "thread_pool"] = (
+        "thread_pool"
+    )
+    """How an API server tokenises: vLLM 0.10 to 0.14 in batches over CPU cores, then until May 2026
+    in batches one prompt after the other, since then in a pool of threads."""
+    tokenizer_threads: int = Field(default=1, ge=1)
+    """Threads of the pool (vLLM's renderer_num_workers), or CPU cores that take a batch."""
+    api_servers: int | None = Field(default=None, ge=1)
+    """API servers, which take requests in turn; one for each worker that requests come to when not
+    given."""
+    cpu_slowdown: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """How many times as long as the table says the API servers' CPU takes."""
+
+
 class RelocationConfig(_Fields):
     """Experts that move while a run lasts: EPLB at run time."""
 
@@ -355,6 +378,7 @@ GROUPS: dict[str, type[BaseModel]] = {
     "workload": WorkloadConfig,
     "cluster": ClusterConfig,
     "engine": EngineConfig,
+    "front_end": FrontEndConfig,
     "relocation": RelocationConfig,
     "streaming": StreamingConfig,
     "output": OutputConfig,

@@ -10,6 +10,7 @@ from eldr_sim.policies.base import RequestInfo, Workers
 
 from .engine import COLOCATED, DECODE, PREFILL, PREFILL_ONLY, Pool, Worker
 from .experts import TraceSets, expert_set, prompt_sources, prompt_token_experts
+from .front_end import FrontEnd
 from .links import Links
 from .requests import Request
 
@@ -52,6 +53,7 @@ class Twin:
         self.views = [Workers.idle(loads) for loads in self.loads]
         self.publish_due = False
         self.links = Links(self)
+        self.front_end = spec.front_end and FrontEnd(self, spec.front_end, workload.prompt_len)
         if self.requests:
             self.schedule(self.requests[0].arrival_s, lambda: self.arrive(0))
 
@@ -155,14 +157,19 @@ class Twin:
     def settle(self):
         """Send whom the client may send, then do the next thing that the event has brought."""
         while True:
-            limit = self.spec.max_concurrency
-            while self.sent < self.arrived and (limit is None or self.in_flight < limit):
-                self.send(self.requests[self.sent])
+            if not self.front_end:
+                self.send_all()
             if not self.todo:
                 self.ask_held()
+                self.send_all()  # API servers hear of it when all else is done
                 return
             act, request = self.todo.pop(0)
             act(request)
+
+    def send_all(self):
+        limit = self.spec.max_concurrency
+        while self.sent < self.arrived and (limit is None or self.in_flight < limit):
+            self.send(self.requests[self.sent])
 
     def send(self, request):
         self.sent += 1
@@ -172,6 +179,13 @@ class Twin:
             self.end(request, reason)
             return
         self.in_flight += 1
+        if self.front_end:
+            self.front_end.send(request)
+        else:
+            self.route(request)
+
+    def route(self, request):
+        """Ask the first router."""
         self.dispatch(request, 0 if self.spec.n_prefill else 1)
 
     def refusal(self, request):
@@ -205,7 +219,8 @@ class Twin:
     def hand_over(self, request):
         """Its prompt is computed: tell the router, which takes its time to pick a decode worker."""
         self.report(request, 0)
-        delay = self.spec.routing_s + self.spec.routing_token_s * request.prompt
+        spec = self.spec
+        delay = spec.routing_s + spec.handover_s + spec.routing_token_s * request.prompt
         if delay == 0:
             self.dispatch(request, 1)
         else:

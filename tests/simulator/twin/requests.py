@@ -21,6 +21,7 @@ class Request:
     block_keys: list  #: of its full KV blocks that others may share
     info: RequestInfo
     sent_s: float = -1.0
+    tokenized_s: float = -1.0
     prefill_start_s: float = -1.0
     prefill_end_s: float = -1.0
     transfer_start_s: float = -1.0
