@@ -85,7 +85,7 @@ def _pool_option(option: str) -> Callable[[F], F]:
 
 def _option(name: str) -> Callable[[F], F]:
     flag = "--" + name.replace("_", "-")
-    if RunConfig.model_fields[name].annotation is bool:
+    if RunConfig.model_fields[name].annotation in (bool, bool | None):
         flag = f"{flag}/--no-{flag[2:]}"
         return click.option(flag, name, default=None, help=_help(name))
     return click.option(

@@ -156,7 +156,7 @@ class Cluster:
         self.signatures = signatures
         self.window = window
         self.time_limit_s = time_limit_s
-        self.requests = _requests(workload, replay, window)
+        self.requests = _requests(spec, workload, replay, window)
         if queue_keys is not None:
             self.requests["queue_key"] = queue_keys
         self.routers = (
@@ -507,19 +507,18 @@ def _decided(cluster: weakref.ref[Cluster], pool: int, request: int) -> int:
     return alive.decide(pool, request)
 
 
-def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -> NDArray[np.void]:
+def _requests(
+    spec: ClusterSpec, workload: Workload, replay: Replay, window: tuple[float, float]
+) -> NDArray[np.void]:
     requests = np.zeros(len(workload), state.REQUEST)
     for name in state.REQUEST.names or ():
         if name.endswith("_s"):
             requests[name] = -1.0
-    for name in (
-        "prefill_worker",
-        "decode_worker",
-        "cached_tokens",
-        "decode_cached_tokens",
-        "next",
-    ):
+    for name in ("prefill_worker", "decode_worker", "cached_tokens", "decode_cached_tokens"):
         requests[name] = -1
+    requests["next"] = -1
+    tokens = workload.prompt_len.astype(np.int64) + workload.output_len
+    requests["window_blocks"] = spec.windows.of(tokens, spec.block_size)
     for name in ("arrival_s", "prompt_len", "output_len", "domain", "trace_request"):
         requests[name] = getattr(workload, name)
     requests["window_row"] = replay.first_row[workload.decode_request]

@@ -11,6 +11,7 @@ from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.simulator.front_end import FrontEndSpec
 from eldr_sim.simulator.group_state import GroupCost
+from eldr_sim.simulator.memory import NO_WINDOWS, WindowBlocks
 from eldr_sim.simulator.prompt_layout import PromptLayout
 from eldr_sim.simulator.transfer import TransferModel
 
@@ -81,6 +82,8 @@ class ClusterSpec:
     #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
     capture_s: float = 0.0
     routing_s: float = 0.0
+    #: What the sliding windows of a request take beside its KV blocks.
+    windows: WindowBlocks = NO_WINDOWS
     #: What a hand-over takes beside router, transfer and steps, s.
     handover_s: float = 0.0
     #: What a request's way through the router takes longer for each token of its prompt, s.

@@ -248,9 +248,6 @@ class ClusterConfig(_Fields):
     """What the decode workers (or the co-located ones) have of their own."""
     kv_transfer: Literal["ideal", "observed"] = "observed"
     """Cost of KV transfers: what NIXL's benchmark reaches, or what serving logs show."""
-    handover: Literal["none", "vllm_nixl"] = "none"
-    """What handing a request to a decode worker takes beside the transfer: nothing, a bound, or
-    what a vLLM of August 2026 with its NixlConnector took (110 ms)."""
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Age of the completions that routers have heard of, ms."""
     signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -294,6 +291,9 @@ class EngineConfig(_Fields):
     """Tokens computed in one step; vLLM's server default for the GPU when not given."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV cache: bfloat16 (``auto``), or ``fp8``, half as large."""
+    disable_hybrid_kv_cache_manager: bool | None = None
+    """Keep the KV cache of whole contexts in sliding-window layers, too (vLLM's option); by default
+    in prefill and decode workers, as with vLLM's KV connectors."""
     block_size: int = Field(default=16, ge=1)
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
@@ -315,7 +315,7 @@ class EngineConfig(_Fields):
 
 
 class FrontEndConfig(_Fields):
-    """The API servers that read and tokenise a request before a router sees it."""
+    """What hosts do: API servers read and tokenise a request, and engines hand it over."""
 
     frontend: PathText | None = None
     """CPU of the API servers, or a table that ``eldr-sim profile --frontend`` wrote. Prompts come
@@ -332,6 +332,9 @@ class FrontEndConfig(_Fields):
     given."""
     cpu_slowdown: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """How many times as long as the table says the API servers' CPU takes."""
+    handover: Literal["none", "vllm_nixl"] = "none"
+    """What handing a request to a decode worker takes beside the transfer: nothing, a bound, or
+    what a vLLM of August 2026 with its NixlConnector took (110 ms)."""
 
 
 class RelocationConfig(_Fields):

@@ -172,9 +172,10 @@ def _refusal(engines: Engines, request: int) -> Any:
         return TOO_LONG
     if pools[0].whole_prompts and record.prompt_len > pools[0].max_num_batched_tokens:
         return OVER_BUDGET
+    windows = record.window_blocks
     if (
-        record.prompt_len > pools[0].n_blocks * settings.block_size
-        or tokens > pools[1].n_blocks * settings.block_size
+        record.prompt_len > (pools[0].n_blocks - windows) * settings.block_size
+        or tokens > (pools[1].n_blocks - windows) * settings.block_size
     ):
         return NO_KV_ROOM
     return 0

@@ -29,7 +29,7 @@ from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.config_groups import FrontEndConfig
 from eldr_sim.simulator.front_end import FrontEndSpec
 from eldr_sim.simulator.group_state import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
-from eldr_sim.simulator.memory import kv_blocks
+from eldr_sim.simulator.memory import NO_WINDOWS, WindowBlocks, kv_blocks, window_blocks
 from eldr_sim.simulator.prompt_layout import blocks_of_whole_prompts, prompt_layout
 from eldr_sim.simulator.replay import fit_trace
 from eldr_sim.simulator.transfer import HAND_OVERS, PRESETS, pull_between
@@ -100,6 +100,7 @@ def prepare(config: RunConfig) -> PreparedRun:
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=config.async_scheduling,
         prefill_schedule_interval=config.prefill_schedule_interval,
+        windows=_windows(config, model),
         handover_s=HAND_OVERS[config.handover].seconds,
         front_end=_front_end(config),
     )
@@ -110,7 +111,7 @@ def _front_end(config: RunConfig) -> FrontEndSpec | None:
     """Return the API servers; None where prompts come as token ids."""
     if config.frontend is None:
         for name, field in FrontEndConfig.model_fields.items():
-            if getattr(config, name) != field.default:
+            if name != "handover" and getattr(config, name) != field.default:
                 raise InputError(name, "there are no API servers", "--frontend beside it")
         return None
     return FrontEndSpec(
@@ -271,7 +272,16 @@ def _kv_blocks(
         parallelism,
         instances,
         activation_bytes,
+        _windows(config, model),
     )
+
+
+def _windows(config: RunConfig, model: ModelDims) -> WindowBlocks:
+    """Return what the sliding windows of a request take; nothing where they keep all."""
+    whole = config.disable_hybrid_kv_cache_manager
+    if whole or (whole is None and not config.colocated):
+        return NO_WINDOWS
+    return window_blocks(model, config.block_size)
 
 
 def _most_pairs(model: ModelDims, parallelism: Parallelism, max_num_seqs: int, budget: int) -> int:

@@ -58,6 +58,7 @@ REQUEST = np.dtype(
         ("output_len", np.int64),
         ("window_len", np.int64),
         ("window_offset", np.int64),
+        ("window_blocks", np.int64),  # KV blocks that its sliding windows take
         ("trace_request", np.int64),
         ("prefill_worker", np.int64),
         ("decode_worker", np.int64),

@@ -32,7 +32,7 @@ from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata
 
 #: Prompt tokens that are measured.
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
-_PROMPTS, _ECHOES, _WARM_UP = 25, 200, 20
+_PROMPTS, _WARM_PROMPTS, _ECHOES, _WARM_UP = 25, 2, 200, 20
 _EXTRA = "pip install 'eldr-sim[frontend]'"
 
 
@@ -85,17 +85,21 @@ def prompts_of(tokenizer: Any, tokens: int, n: int, text: str | None = None) -> 
 def tokenize_times(
     tokenizer: Any, text: str | None = None, tokens: Sequence[int] = TOKENS
 ) -> dict[int, Timing]:
-    """Time one prompt after the other on one core, by the tokens that its text really has."""
+    """Time one prompt after the other on one core, by the tokens that its text really has.
+
+    CPU time of the thread, which other processes do not lengthen by taking turns on the core; the
+    first prompts of a length warm the caches.
+    """
     found: dict[int, Timing] = {}
     for wanted in tokens:
         seconds, lengths = [], []
-        for prompt in prompts_of(tokenizer, wanted, _PROMPTS, text):
-            start = time.perf_counter()
+        for prompt in prompts_of(tokenizer, wanted, _WARM_PROMPTS + _PROMPTS, text):
+            start = time.thread_time()
             (encoding,) = tokenizer.encode_batch([prompt])
             ids, _ = encoding.ids, encoding.attention_mask
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.thread_time() - start)
             lengths.append(len(ids))
-        found[round(float(np.median(lengths)))] = Timing.of(seconds)
+        found[round(float(np.median(lengths)))] = Timing.of(seconds[_WARM_PROMPTS:])
     return found
 
 

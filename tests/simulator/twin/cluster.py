@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 
 import numpy as np
@@ -104,6 +105,10 @@ class Twin:
                     session=int(workload.session[i]),
                 ),
             )
+            reached = min(
+                -(-(prompt + request.output) // self.spec.block_size), self.spec.windows.most
+            )
+            request.window_blocks = math.ceil(self.spec.windows.share * reached)
             if trace is not None:
                 request.token_experts = [
                     prompt_token_experts(prompts, trace, source, token, self.n_layers)
@@ -191,11 +196,12 @@ class Twin:
     def refusal(self, request):
         """Say why a request can never be served."""
         size, tokens = self.spec.block_size, request.prompt + request.output
+        windows = request.window_blocks * size
         if tokens > self.spec.max_model_len:
             return "exceeds_max_model_len"
         if (
-            request.prompt > self.spec.prefill.n_blocks * size
-            or tokens > self.spec.decode.n_blocks * size
+            request.prompt > self.spec.prefill.n_blocks * size - windows
+            or tokens > self.spec.decode.n_blocks * size - windows
         ):
             return "exceeds_kv_cache"
         return ""

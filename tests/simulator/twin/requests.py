@@ -42,7 +42,9 @@ class Request:
     generated: int = 0
     outcome: str = ""
     kv_here: bool = False
+    window_blocks: int = 0  #: KV blocks that its sliding windows take
     tables: dict = field(default_factory=dict)  #: worker -> its KV blocks there
+    windows: dict = field(default_factory=dict)  #: worker -> those of its sliding windows
 
     def experts(self, position):
         """Experts of the token at ``position`` of the context when a chunk computes it."""
