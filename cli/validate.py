@@ -19,6 +19,8 @@ from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import headline_table
 from eldr_sim.validation.live.servers import EngineOptions
 from eldr_sim.validation.live.setups import SETUPS
+from eldr_sim.validation.pd import predict_runs
+from eldr_sim.validation.pd_rows import ASSUMED
 from eldr_sim.validation.silicon import (
     AICONFIGURATOR,
     REPEATABILITY,
@@ -139,6 +141,41 @@ def silicon(
                     "errors": [vars(error) for error in found],
                 },
             )
+        click.echo(f"Wrote {out}")
+
+
+@validate.command()
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write a table here.")
+@click.option("--force", is_flag=True, help="Replace the report in --out.")
+def pd(out: Path | None, force: bool) -> None:
+    """Predict published runs with prefill and decode workers, by hand-over preset.
+
+    llm-d's GPT-OSS-120B on 16 H200. Marlin's tables come with
+    `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on the runs.
+    """
+    check_out(out, force, "runs.csv")
+    with progress_bar("runs") as update:
+        table = predict_runs(progress=update)
+    cells, parts = [], {}
+    for row in table.to_pylist():
+        figures = (
+            f"{row['measured_ms']:.4g}",
+            f"{row['predicted_ms']:.4g}",
+            f"{row['error']:+.0f}",
+        )
+        cells.append([row["run"], row["handover"], row["metric"], *figures])
+        shares = [value for name, value in row.items() if name.endswith("_ms")][2:]
+        parts[row["run"], row["handover"]] = ["" if v is None else f"{v:.1f}" for v in shares]
+    columns = ["run", "hand-over", "metric", "measured, ms", "predicted, ms", "error, %"]
+    print_table("Published runs", columns, cells)
+    names = [name.removesuffix("_ms") for name in table.column_names if name.endswith("_ms")][2:]
+    rows = [[*key, *values] for key, values in parts.items()]
+    print_table("Parts of the predicted mean TTFT, ms", ["run", "hand-over", *names], rows)
+    for line in ASSUMED:
+        click.echo(f"Assumed: {line}")
+    if out is not None:
+        with result_folder(out, force, "runs.csv") as folder:
+            csv.write_csv(table, folder / "runs.csv")
         click.echo(f"Wrote {out}")
 
 

@@ -44,6 +44,7 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator import (
 )
 from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
+from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.front_end import Mode
 from eldr_sim.simulator.metrics import request_times
@@ -114,7 +115,20 @@ def predict(
     form: Form | None = None,
     tokenizer_mode: Mode = "microbatch_sequential",
 ) -> tuple[float, float]:
-    """Return the predicted mean TTFT and TPOT of a configuration, ms.
+    """Return the predicted mean TTFT and TPOT of a configuration, ms; see `simulate_case`."""
+    times = request_times(simulate_case(case, trace, tables, target, form, tokenizer_mode))
+    return 1e3 * float(times["ttft"].mean()), 1e3 * float(np.nanmean(times["tpot"]))
+
+
+def simulate_case(
+    case: Case,
+    trace: Path,
+    tables: Path | None,
+    target: MeasuredModel = _GPT_OSS,
+    form: Form | None = None,
+    tokenizer_mode: Mode = "microbatch_sequential",
+) -> RunRecord:
+    """Simulate a configuration.
 
     Parameters
     ----------
@@ -166,9 +180,7 @@ def predict(
         }
     )
     workload = _closed_loop(case)
-    cluster = build_cluster(config, prepare(config), workload, (0.0, np.inf))
-    times = request_times(cluster.run())
-    return 1e3 * float(times["ttft"].mean()), 1e3 * float(np.nanmean(times["tpot"]))
+    return build_cluster(config, prepare(config), workload, (0.0, np.inf)).run()
 
 
 def _front_end(form: Form, mode: Mode) -> dict[str, Any]:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 
-from eldr_sim.validation.silicon import Form, predict_rows, silicon_errors
+from eldr_sim.validation.silicon import (
+    Form,
+    case_tables,
+    predict_rows,
+    silicon_errors,
+    simulate_case,
+    tokenizer_mode,
+)
+from eldr_sim.validation.silicon_routing import make_routing
 from eldr_sim.validation.silicon_rows import MeasuredModel, MeasuredRun
 
 _BARE = Form(routing="uniform", frontend=None, padding=False)
@@ -24,6 +34,29 @@ FORMS: dict[str, Form] = {
     "all, CPU x 1.3": Form(cpu_slowdown=1.3),
     "all, norms by bytes alone": Form(norms=False),
 }
+
+
+#: Parts of a co-located request's TTFT by the times that bound them.
+PARTS = (
+    ("front end", "sent_s", "tokenized_s"),
+    ("engine queue", "tokenized_s", "prefill_start_s"),
+    ("prefill, its waits for steps", "prefill_start_s", "first_token_s"),
+)
+
+
+def ttft_budget(
+    row: MeasuredRun, target: MeasuredModel, moe_kernel: str | None = None
+) -> dict[str, float]:
+    """Return the parts of a co-located row's mean TTFT, ms, and what the measured one has more."""
+    form, kernel = Form(), moe_kernel or target.moe_kernels[0]
+    with TemporaryDirectory() as folder:
+        work = Path(folder)
+        trace = make_routing(work / "trace", form.routing, target)
+        tables = case_tables(work / "tables", [row.case], kernel, target, form)
+        mode = tokenizer_mode(row.version, target.backend)
+        requests = simulate_case(row.case, trace, tables, target, form, mode).requests
+    parts = {name: 1e3 * float((requests[end] - requests[at]).mean()) for name, at, end in PARTS}
+    return parts | {"not explained": row.ttft_ms - sum(parts.values())}
 
 
 def forms_table(
