@@ -98,14 +98,17 @@ class TestMeasured:
         table.save(tmp_path / "table.parquet")
         assert load_front_end(str(tmp_path / "table.parquet")).metadata.gpu == "here"
 
-    def test_prompts_have_about_the_tokens_that_were_asked_for(self, tokenizer_file):
+    def test_prompts_differ_and_those_of_a_text_have_the_tokens_that_were_asked_for(
+        self, tokenizer_file
+    ):
         from eldr_sim.kernel_profiles.profile.front_end import open_tokenizer, prompts_of
 
         tokenizer = open_tokenizer(tokenizer_file)
         prompts = prompts_of(tokenizer, 200, 5)
         assert len(set(prompts)) == 5
-        lengths = [len(tokenizer.encode(prompt).ids) for prompt in prompts]
-        assert all(100 <= length <= 400 for length in lengths)
+        text = "the queue of the server is empty " * 100
+        lengths = [len(tokenizer.encode(p).ids) for p in prompts_of(tokenizer, 200, 5, text)]
+        assert all(190 <= length <= 230 for length in lengths)
         with pytest.raises(InputError, match="more than 200"):
             prompts_of(tokenizer, 200, 1, "short")
 
