@@ -83,8 +83,9 @@ _PHASES = (
 def _request_events(request: dict[str, Any]) -> list[dict[str, Any]]:
     name, ident = f"request {request['request_id']}", request["request_id"]
     events: list[dict[str, Any]] = []
+    phases = _PHASES if "tokenized_s" in request else _PHASES[1:]
     request = {"tokenized_s": request["sent_s"]} | request  # without a front end
-    for phase, start, end in _PHASES[0 if "tokenized_s" in request else 1 :]:
+    for phase, start, end in phases:
         if request[start] is None or request[end] is None:
             continue
         common = {"cat": "request", "id": ident, "pid": _REQUESTS, "tid": 0, "name": phase}
