@@ -75,6 +75,7 @@ LINKED = (
     "simulator.events",
     "simulator.expert_loads",
     "simulator.expert_union",
+    "simulator.front_end",
     "simulator.group_counting",
     "simulator.group_state",
     "simulator.group_step",

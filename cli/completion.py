@@ -11,7 +11,7 @@ from typing import Literal
 import click
 from click.shell_completion import CompletionItem
 
-__all__ = ["complete", "gpus", "models", "policies", "traces", "workloads"]
+__all__ = ["complete", "front_ends", "gpus", "models", "policies", "traces", "workloads"]
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -63,6 +63,13 @@ def models() -> Iterable[str]:
     from eldr_sim.kernel_profiles.models import list_models
 
     return list_models()
+
+
+def front_ends() -> Iterable[str]:
+    """Return the names of the CPUs whose front end ships with the package."""
+    from eldr_sim.kernel_profiles.front_end import list_front_ends
+
+    return list_front_ends()
 
 
 def gpus() -> Iterable[str]:

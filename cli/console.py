@@ -245,6 +245,13 @@ def print_summary(summary: dict[str, Any]) -> None:
     figures("max_concurrent_requests")
     if summary.get("prefix_cache_hits"):
         figures("prefix_cache_hit_rate")
+    if front_end := summary.get("front_end"):
+        click.echo("Front end, part of TTFT".center(_WIDTH, "-"))
+        _line(
+            "API servers, tokenizer", f"{front_end['api_servers']}, {front_end['tokenizer_mode']}"
+        )
+        for statistic in ("mean", "median", "p99"):
+            _line(f"{statistic.capitalize()} time (ms)", front_end[f"{statistic}_ms"])
     for tag, latency in LATENCIES.items():
         if alone and tag != "ttft":
             continue
@@ -294,6 +301,9 @@ def print_summary(summary: dict[str, Any]) -> None:
         )
     click.echo("Rests on".center(_WIDTH, "-"))
     _line("Weakest latency provenance", summary["weakest_provenance"])
+    if handover := summary.get("handover"):  # older results and other topologies have none
+        presets = (summary["kv_transfer"], handover)
+        _line("KV transfer, hand-over", ", ".join(text.partition(":")[0] for text in presets))
     trace = summary["trace"]
     _line("Routing trace", f"{trace['name']} ({trace['provenance']})")
     click.echo(f"  {trace['rests_on']}")

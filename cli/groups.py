@@ -10,7 +10,10 @@ from eldr_sim.simulator.config_groups import Pool
 __all__ = ["GROUPS", "GroupedCommand"]
 
 #: The fields of a run's configuration by group, in the order of the help.
-GROUPS = {title.capitalize(): tuple(group.model_fields) for title, group in CONFIG_GROUPS.items()}
+GROUPS = {
+    title.replace("_", " ").capitalize(): tuple(group.model_fields)
+    for title, group in CONFIG_GROUPS.items()
+}
 GROUPS[POOLS := "Prefill and decode workers, where they differ"] = ()
 #: Options of every command that makes a result.
 _OUTPUT = ("config", "out", "force", "plot", "timeline", "help")

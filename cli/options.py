@@ -11,6 +11,7 @@ import click
 from eldr_sim.cli.completion import (
     Completer,
     complete,
+    front_ends,
     gpus,
     models,
     policies,
@@ -86,7 +87,7 @@ def _option(name: str) -> Callable[[F], F]:
     flag = "--" + name.replace("_", "-")
     if name == "fail":
         return click.option(flag, name, multiple=True, metavar="POOL:N@S[+S]", help=_help(name))
-    if RunConfig.model_fields[name].annotation is bool:
+    if RunConfig.model_fields[name].annotation in (bool, bool | None):
         flag = f"{flag}/--no-{flag[2:]}"
         return click.option(flag, name, default=None, help=_help(name))
     return click.option(
@@ -107,6 +108,7 @@ def _completer(name: str) -> Completer | None:
     return {
         "model": complete(models, "file"),
         "gpu": complete(gpus, "file"),
+        "frontend": complete(front_ends, "file"),
         "trace": complete(traces, "dir"),
         "workload": complete(workloads, "file"),
         "tables": complete(tuple, "dir"),
@@ -172,6 +174,9 @@ def _metavar(name: str) -> str:
         "columns": "KEY=COLUMN,...",
         "model": "NAME|PATH",
         "gpu": "NAME",
+        "frontend": "CPU|FILE",
+        "tokenizer_threads": "N",
+        "api_servers": "N",
         "seed": "N",
     }.get(name, "N" if name.startswith(("max_", "num_", "block")) else "NUMBER")
 

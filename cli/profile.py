@@ -66,6 +66,18 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str) -> fl
 @click.option(
     "--threads", type=int, default=1, show_default=True, metavar="N", help="Threads, on the CPU."
 )
+@click.option(
+    "--frontend",
+    type=click.Path(path_type=Path),
+    metavar="TOKENIZER.json",
+    help="Measure this machine's front end instead: the tokeniser, and HTTP requests echoed.",
+)
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Text that --frontend's prompts are parts of; else token ids in a row, decoded.",
+)
 def profile(
     models: str,
     device: str,
@@ -77,12 +89,20 @@ def profile(
     tensor_parallel_size: int,
     enable_expert_parallel: bool,
     threads: int,
+    frontend: Path | None,
+    text: Path | None,
 ) -> None:
     """Measure kernels and write latency tables for `eldr-sim run --tables DIR`.
 
     Coarse over all kernels first, then finer, until the budget ends; --resume goes on. Needs
-    `pip install eldr-sim[profile]`; KV transfers also `pip install nixl`.
+    `pip install eldr-sim[profile]`; KV transfers also `pip install nixl`. With --frontend only
+    `pip install eldr-sim[frontend]`, for `eldr-sim run --frontend`.
     """
+    if frontend is not None:
+        _front_end(frontend, text, out)
+        return
+    if text is not None:
+        raise InputError("text", "it is for the front end", "--frontend beside it")
     from eldr_sim.kernel_profiles.profile import session
     from eldr_sim.kernel_profiles.profile.device import open_device
     from eldr_sim.kernel_profiles.profile.measurement_plan import PARTS, Target
@@ -119,6 +139,28 @@ def profile(
     gpu = out / "gpu.json" if (out / "gpu.json").exists() else opened.name
     click.echo(f"Wrote {len(found.tables)} tables and {len(pictures)} pictures to {out}")
     click.echo(f"Use them: eldr-sim run --gpu {gpu} --tables {out} --model {models.split(',')[0]}")
+
+
+def _front_end(tokenizer: Path, text: Path | None, out: Path) -> None:
+    """Measure the front end and write its table."""
+    from eldr_sim.kernel_profiles.front_end import PARTS, FrontEndLatency
+    from eldr_sim.kernel_profiles.profile.front_end import measure_front_end
+    from eldr_sim.kernel_profiles.tables import table_name
+
+    with progress_bar("Profiling the front end") as update:
+        table = measure_front_end(tokenizer, text=text, progress=update)
+    latency = FrontEndLatency.from_table(table)
+    sizes = (1000, 8000)
+    rows = [[part, *(f"{1e3 * latency.time_s(part, n):.2f}" for n in sizes)] for part in PARTS]
+    print_table(f"{table.metadata.device}, ms", ["part", *(f"{n} tokens" for n in sizes)], rows)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError("out", f"cannot make {out}: {error.strerror}") from None
+    path = out / table_name(table.metadata)
+    table.save(path)
+    click.echo(f"Wrote {path}")
+    click.echo(f"Use it: eldr-sim run --frontend '{path}'")
 
 
 def _report(found: Profile, took: float) -> None:

@@ -26,6 +26,8 @@ from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import headline_table
 from eldr_sim.validation.live.servers import EngineOptions
 from eldr_sim.validation.live.setups import SETUPS
+from eldr_sim.validation.pd import predict_runs
+from eldr_sim.validation.pd_rows import ASSUMED
 from eldr_sim.validation.silicon import (
     AICONFIGURATOR,
     REPEATABILITY,
@@ -35,7 +37,15 @@ from eldr_sim.validation.silicon import (
     silicon_errors,
     worst_rows,
 )
-from eldr_sim.validation.silicon_rows import GPUS, MEASURED_MODELS, read_rows, uncovered_rows
+from eldr_sim.validation.silicon_forms import forms_table
+from eldr_sim.validation.silicon_rows import (
+    GPUS,
+    MEASURED_MODELS,
+    MeasuredModel,
+    MeasuredRun,
+    read_rows,
+    uncovered_rows,
+)
 
 
 @click.group(short_help="Compare the simulator with measured runs.")
@@ -64,10 +74,20 @@ def validate() -> None:
     help="MoE kernel: the oldest or the newest table, or marlin, derived. By default GPT-OSS takes "
     "marlin, Kimi-K2.5 (INT4) and DeepSeek-R1 the newest, the others the oldest.",
 )
+@click.option(
+    "--forms",
+    is_flag=True,
+    help="Predict with and without each part: front end, padding of weights, uneven routing.",
+)
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write tables here.")
 @click.option("--force", is_flag=True, help="Replace the report in --out.")
 def silicon(
-    model: str, gpu: tuple[str, ...], moe_kernel: str | None, out: Path | None, force: bool
+    model: str,
+    gpu: tuple[str, ...],
+    moe_kernel: str | None,
+    forms: bool,
+    out: Path | None,
+    force: bool,
 ) -> None:
     """Predict TTFT and TPOT of published runs, on vLLM (DeepSeek-R1: on SGLang).
 
@@ -84,6 +104,9 @@ def silicon(
         allowed = ", ".join(sorted({row.case.gpu for row in every}))
         raise InputError("gpu", f"no row of {model} on {', '.join(gpu)}", allowed)
     rows = rows or every
+    if forms:
+        _forms(rows, target, moe_kernel, out, force)
+        return
     with progress_bar("silicon") as update:
         table = predict_rows(rows, target=target, moe_kernel=moe_kernel, progress=update)
     found = silicon_errors(table)
@@ -125,6 +148,60 @@ def silicon(
                     "errors": [vars(error) for error in found],
                 },
             )
+        click.echo(f"Wrote {out}")
+
+
+@validate.command()
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write a table here.")
+@click.option("--force", is_flag=True, help="Replace the report in --out.")
+def pd(out: Path | None, force: bool) -> None:
+    """Predict published runs with prefill and decode workers, by hand-over preset.
+
+    llm-d's GPT-OSS-120B on 16 H200. Marlin's tables come with
+    `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on the runs.
+    """
+    check_out(out, force, "runs.csv")
+    with progress_bar("runs") as update:
+        table = predict_runs(progress=update)
+    cells, parts = [], {}
+    for row in table.to_pylist():
+        figures = (
+            f"{row['measured_ms']:.4g}",
+            f"{row['predicted_ms']:.4g}",
+            f"{row['error']:+.0f}",
+        )
+        cells.append([row["run"], row["handover"], row["metric"], *figures])
+        shares = [value for name, value in row.items() if name.endswith("_ms")][2:]
+        parts[row["run"], row["handover"]] = ["" if v is None else f"{v:.1f}" for v in shares]
+    columns = ["run", "hand-over", "metric", "measured, ms", "predicted, ms", "error, %"]
+    print_table("Published runs", columns, cells)
+    names = [name.removesuffix("_ms") for name in table.column_names if name.endswith("_ms")][2:]
+    rows = [[*key, *values] for key, values in parts.items()]
+    print_table("Parts of the predicted mean TTFT, ms", ["run", "hand-over", *names], rows)
+    for line in ASSUMED:
+        click.echo(f"Assumed: {line}")
+    if out is not None:
+        with result_folder(out, force, "runs.csv") as folder:
+            csv.write_csv(table, folder / "runs.csv")
+        click.echo(f"Wrote {out}")
+
+
+def _forms(
+    rows: list[MeasuredRun], target: MeasuredModel, kernel: str, out: Path | None, force: bool
+) -> None:
+    """Print, and perhaps write, the errors of every form."""
+    with progress_bar("silicon") as update:
+        found = forms_table(rows, target, kernel, update)
+    cells = [
+        [*map(str, list(row.values())[:4]), f"{row['median']:.1f} | {row['p90']:.1f}",
+         f"{row['signed_median']:+.1f}"]
+        for row in found.to_pylist()
+    ]  # fmt: skip
+    columns = ["form", "rows", "metric", "n", "median | p90", "signed median"]
+    print_table("Absolute error, %", columns, cells)
+    if out is not None:
+        with result_folder(out, force, "forms.csv") as folder:
+            csv.write_csv(found, folder / "forms.csv")
         click.echo(f"Wrote {out}")
 
 

@@ -18,6 +18,7 @@ elementwise         tokens: norms, rotary embedding and KV writes of one layer
 host_gap            batch: a decode step's time less the sum of its kernels, of the whole model
 kv_transfer         message_bytes, descriptors
 engine_step         tokens, sequences: an engine step but for MoE layers and attention
+front_end           part (tokenize, event_loop, http), tokens of a prompt; on a CPU
 ==================  =====================================================================
 
 Optional columns: ``latency_q1_s``, ``latency_q3_s`` (quartiles) and ``repeats``. Imported tables
@@ -66,6 +67,7 @@ Kind = Literal[
     "host_gap",
     "kv_transfer",
     "engine_step",
+    "front_end",
 ]
 _COLUMNS: dict[Kind, dict[str, str]] = {
     "moe": {"batch": "i", "distinct_experts": "f", "routing": "s"},
@@ -87,6 +89,7 @@ _COLUMNS: dict[Kind, dict[str, str]] = {
     "host_gap": {"batch": "i"},
     "kv_transfer": {"message_bytes": "i", "descriptors": "i"},
     "engine_step": {"tokens": "i", "sequences": "i"},
+    "front_end": {"part": "s", "tokens": "i"},
 }
 _OPTIONAL = {"latency_q1_s": "f", "latency_q3_s": "f", "repeats": "i"}
 
@@ -130,7 +133,7 @@ class TableMetadata(BaseModel):
     kind: Kind
     """Kind of kernel."""
     gpu: str
-    """Name of the GPU, as in :mod:`eldr_sim.kernel_profiles.gpus`."""
+    """Name of the GPU, as in :mod:`eldr_sim.kernel_profiles.gpus`; of the CPU for ``front_end``."""
     shape: dict[str, int]
     """What identifies the kernel besides the rows: see :func:`moe_shape`, :func:`attention_shape`;
     empty for GEMMs, collectives and transfers, ``n_nodes`` for dispatch and combine between
@@ -386,6 +389,13 @@ def _name_of(parts: Sequence[str]) -> str:
 def shipped_tables() -> tuple[tuple[Path, TableMetadata], ...]:
     """Path and metadata of every table that ships with the package, sorted by file name."""
     return tuple((path, _shipped_metadata(path)) for path in _shipped_paths())
+
+
+def shipped_of_kind(kind: Kind) -> dict[str, Path]:
+    """Return the shipped tables of a kind by the name of their GPU or CPU."""
+    named = (path for path in _shipped_paths() if f"_{kind}_" in path.name)
+    found = ((path, _shipped_metadata(path)) for path in named)
+    return {metadata.gpu: path for path, metadata in found if metadata.kind == kind}
 
 
 @lru_cache(maxsize=1)

@@ -60,6 +60,10 @@ def basis(
         (_PARTS.get(part, part.replace("_", " ")), source["label"], source["origin"])
         for summary in summaries.values()
         for part, source in summary["provenance"].items()
+        if part not in ("kv_transfer", "handover")  # with their presets below
+    }
+    rows |= {
+        ("Hand-over", *_split(str(s["handover"]))) for s in summaries.values() if "handover" in s
     }
     rows |= {("KV transfer", *_split(str(s["kv_transfer"]))) for s in summaries.values()}
     return Basis(

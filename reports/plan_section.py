@@ -194,7 +194,7 @@ def _workers(cluster: Record) -> str:
     """Return xPyD or xC, and the sizes of the workers."""
     size = cluster["tensor_parallel_size"]
     prefill = cluster.get("prefill_tensor_parallel_size", size)  # older plans have none
-    budget, ranks = cluster.get("max_num_batched_tokens"), cluster["enable_expert_parallel"]
+    budget, ranks = cluster.get("max_num_batched_tokens"), cluster.get("enable_expert_parallel")
     text = str(cluster["topology"])
     if text.endswith("C"):
         prefill = size

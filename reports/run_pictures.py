@@ -14,8 +14,9 @@ from eldr_sim.simulator.config import RunConfig
 Values = NDArray[np.float64]
 
 #: Phases of a request by the times that bound them, as in the timeline.
+_FRONT_END = ("front end", "sent_s", "tokenized_s")
 _PHASES = (
-    ("prefill queue", "sent_s", "prefill_start_s"),
+    ("prefill queue", "tokenized_s", "prefill_start_s"),
     ("prefill", "prefill_start_s", "prefill_end_s"),
     ("handoff", "prefill_end_s", "transfer_start_s"),
     ("KV transfer", "transfer_start_s", "transfer_end_s"),
@@ -55,6 +56,9 @@ class _Run:
     def __init__(self, folder: Folder, colour: int, style: int) -> None:
         self.name = folder.name
         self.requests = folder.tables["requests"].to_pandas()
+        self.has_front_end = "tokenized_s" in self.requests
+        if not self.has_front_end:
+            self.requests["tokenized_s"] = self.requests["sent_s"]
         self.done = self.requests[self.requests["measured"] & self.requests["finish_s"].notna()]
         steps = folder.tables["steps"].to_pandas()
         self.decode_steps = steps[steps["role"] == "decode"]
@@ -110,7 +114,8 @@ def _activated_experts(runs: Sequence[_Run]) -> Picture:
 
 def _phases(runs: Sequence[_Run], colours: Colours) -> Picture:
     parts = []
-    for name, start, end in _PHASES:
+    front_end = any(run.has_front_end for run in runs)
+    for name, start, end in (_FRONT_END, *_PHASES) if front_end else _PHASES:
         mean_ms = [1e3 * (run.done[end] - run.done[start]).mean() for run in runs]
         parts.append((name, np.nan_to_num(mean_ms).tolist(), colours("phase", name)))
     names = [run.name for run in runs]

@@ -70,7 +70,8 @@ def write_timeline(path: str | os.PathLike[str], requests: pa.Table, steps: pa.T
 
 
 _PHASES = (
-    ("prefill queue", "sent_s", "prefill_start_s"),
+    ("front end", "sent_s", "tokenized_s"),
+    ("prefill queue", "tokenized_s", "prefill_start_s"),
     ("prefill", "prefill_start_s", "prefill_end_s"),
     ("handoff", "prefill_end_s", "transfer_start_s"),
     ("KV transfer", "transfer_start_s", "transfer_end_s"),
@@ -82,7 +83,9 @@ _PHASES = (
 def _request_events(request: dict[str, Any]) -> list[dict[str, Any]]:
     name, ident = f"request {request['request_id']}", request["request_id"]
     events: list[dict[str, Any]] = []
-    for phase, start, end in _PHASES:
+    phases = _PHASES if "tokenized_s" in request else _PHASES[1:]
+    request = {"tokenized_s": request["sent_s"]} | request  # without a front end
+    for phase, start, end in phases:
         if request[start] is None or request[end] is None:
             continue
         common = {"cat": "request", "id": ident, "pid": _REQUESTS, "tid": 0, "name": phase}

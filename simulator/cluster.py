@@ -32,6 +32,7 @@ from eldr_sim.simulator.expert_loads import make_expert_loads
 from eldr_sim.simulator.expert_union import PromptRows, no_prompts
 from eldr_sim.simulator.fault_actions import FaultActions
 from eldr_sim.simulator.faults import Fault, FaultPlan
+from eldr_sim.simulator.front_end import make_front_end, most_at_once
 from eldr_sim.simulator.group_state import (
     Groups,
     Replicas,
@@ -164,7 +165,7 @@ class Cluster:
         self.signatures = signatures
         self.window = window
         self.time_limit_s = time_limit_s
-        self.requests = _requests(workload, replay, window)
+        self.requests = _requests(spec, workload, replay, window)
         if queue_keys is not None:
             self.requests["queue_key"] = queue_keys
         self.routers = (
@@ -198,6 +199,7 @@ class Cluster:
         self.layers = None
         if spec.n_prefill and layout is not None and layout.has_steps_of_its_own:
             self.layers = make_prompt_layers(layout, n_layers, spec.n_prefill)
+        self.front_end = make_front_end(spec.front_end, self.requests["prompt_len"])
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
         self._now, self._signals_s = self.arrays.clock["now"], self.arrays.clock["signals_s"]
@@ -246,7 +248,7 @@ class Cluster:
                     n_workers if pools["prefix_caching"].any() else 0,
                     0 if self._prefill_listener is None else spec.n_prefill,
                 ),
-                pending=np.zeros((most_seqs + 1, 2), np.int64),
+                pending=np.zeros((most_seqs + most_at_once(spec.front_end) + 1, 2), np.int64),
             ),
             routers=(self.routers[0].arrays, self.routers[1].arrays),
             net=make_network(n_requests, n_workers),
@@ -288,7 +290,8 @@ class Cluster:
         settings["report_delay_s"] = spec.load_report_delay_s
         asked = any(r.policy is not None and not r.shortlisting for r in self.routers)
         settings["signal_interval_s"] = spec.signal_interval_s if asked else -1.0
-        settings["routing_s"], settings["routing_token_s"] = spec.routing_s, spec.routing_token_s
+        settings["routing_s"] = spec.routing_s + spec.handover_s
+        settings["routing_token_s"] = spec.routing_token_s
         settings["kv_bytes_per_token"] = model.kv_bytes_per_token
         settings["n_kv_tensors"] = model.n_kv_tensors
         settings["setup_s"] = spec.transfer.setup_s
@@ -297,6 +300,7 @@ class Cluster:
         settings["prefix_block_tokens"] = workload.prefix_block_tokens
         settings["listens"] = self._listener is not None
         settings["prefill_listens"] = self._prefill_listener is not None
+        settings["front_end"] = spec.front_end is not None
         return settings
 
     def run(self, progress: Callable[[float], None] | None = None) -> RunRecord:
@@ -339,8 +343,8 @@ class Cluster:
         self._failure = None
         while True:
             why: int = loop.advance(
-                self.arrays, self.groups, self.layers, self.logs, self.group_logs, self.gaps,
-                until, _EVENTS_A_CALL, self._callback,
+                self.arrays, self.groups, self.layers, self.front_end, self.logs,
+                self.group_logs, self.gaps, until, _EVENTS_A_CALL, self._callback,
             )  # fmt: skip
             if why == loop.FAILED:
                 assert self._failure is not None
@@ -512,19 +516,18 @@ def _decided(cluster: weakref.ref[Cluster], pool: int, request: int) -> int:
     return alive.decide(pool, request)
 
 
-def _requests(workload: Workload, replay: Replay, window: tuple[float, float]) -> NDArray[np.void]:
+def _requests(
+    spec: ClusterSpec, workload: Workload, replay: Replay, window: tuple[float, float]
+) -> NDArray[np.void]:
     requests = np.zeros(len(workload), state.REQUEST)
     for name in state.REQUEST.names or ():
         if name.endswith("_s"):
             requests[name] = -1.0
-    for name in (
-        "prefill_worker",
-        "decode_worker",
-        "cached_tokens",
-        "decode_cached_tokens",
-        "next",
-    ):
+    for name in ("prefill_worker", "decode_worker", "cached_tokens", "decode_cached_tokens"):
         requests[name] = -1
+    requests["next"] = -1
+    tokens = workload.prompt_len.astype(np.int64) + workload.output_len
+    requests["window_blocks"] = spec.windows.of(tokens, spec.block_size)
     for name in ("arrival_s", "prompt_len", "output_len", "domain", "trace_request"):
         requests[name] = getattr(workload, name)
     requests["window_row"] = replay.first_row[workload.decode_request]

@@ -9,7 +9,9 @@ from typing import Any
 from eldr_sim.kernel_profiles.all_to_all import AllToAll
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel
+from eldr_sim.simulator.front_end import FrontEndSpec
 from eldr_sim.simulator.group_state import GroupCost
+from eldr_sim.simulator.memory import NO_WINDOWS, WindowBlocks
 from eldr_sim.simulator.prompt_layout import PromptLayout
 from eldr_sim.simulator.transfer import TransferModel
 
@@ -80,5 +82,11 @@ class ClusterSpec:
     #: What signatures cost, s: per prefill step, and per request at the router (ELDR Table 1).
     capture_s: float = 0.0
     routing_s: float = 0.0
+    #: What the sliding windows of a request take beside its KV blocks.
+    windows: WindowBlocks = NO_WINDOWS
+    #: What a hand-over takes beside router, transfer and steps, s.
+    handover_s: float = 0.0
     #: What a request's way through the router takes longer for each token of its prompt, s.
     routing_token_s: float = 0.0
+    #: What requests go through before a router; None where prompts come as token ids.
+    front_end: FrontEndSpec | None = None

@@ -312,6 +312,9 @@ class EngineConfig(_Fields):
     """Tokens computed in one step; vLLM's server default for the GPU when not given."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV cache: bfloat16 (``auto``), or ``fp8``, half as large."""
+    disable_hybrid_kv_cache_manager: bool | None = None
+    """Keep the KV cache of whole contexts in sliding-window layers, too (vLLM's option); by default
+    in prefill and decode workers, as with vLLM's KV connectors."""
     block_size: int = Field(default=16, ge=1)
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
@@ -330,6 +333,29 @@ class EngineConfig(_Fields):
     """Time of a step that no kernel accounts for, ms; the profile's figure when not given."""
     tables: PathText | None = None
     """Folder of latency tables that take precedence over the embedded ones."""
+
+
+class FrontEndConfig(_Fields):
+    """What hosts do: API servers read and tokenise a request, and engines hand it over."""
+
+    frontend: PathText | None = None
+    """CPU of the API servers, or a table that ``eldr-sim profile --frontend`` wrote. Prompts come
+    as token ids, and cost nothing before the router, when not given."""
+    tokenizer_mode: Literal["microbatch_sequential", "microbatch_parallel", "thread_pool"] = (
+        "thread_pool"
+    )
+    """How an API server tokenises: vLLM 0.10 to 0.14 in batches over CPU cores, then until May 2026
+    in batches one prompt after the other, since then in a pool of threads."""
+    tokenizer_threads: int = Field(default=1, ge=1)
+    """Threads of the pool (vLLM's renderer_num_workers), or CPU cores that take a batch."""
+    api_servers: int | None = Field(default=None, ge=1)
+    """API servers, which take requests in turn; one for each worker that requests come to when not
+    given."""
+    cpu_slowdown: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """How many times as long as the table says the API servers' CPU takes."""
+    handover: Literal["none", "vllm_nixl"] = "none"
+    """What handing a request to a decode worker takes beside the transfer: nothing, a bound, or
+    what a vLLM of August 2026 with its NixlConnector took (110 ms)."""
 
 
 class RelocationConfig(_Fields):
@@ -395,6 +421,7 @@ GROUPS: dict[str, type[BaseModel]] = {
     "lengths": LengthConfig,
     "cluster": ClusterConfig,
     "engine": EngineConfig,
+    "front_end": FrontEndConfig,
     "relocation": RelocationConfig,
     "streaming": StreamingConfig,
     "faults": FaultConfig,

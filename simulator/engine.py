@@ -181,7 +181,7 @@ def _allocate(engines: Engines, w: int, request: int, tokens: int) -> Any:
     if engines.pools[pool].prefix_caching:
         prefix = engines.settings[0].prefix_block_tokens
         found, idle = find(engines.kv, w, pool, request, tokens, size, prefix)
-    new = blocks_of(tokens, size) - found
+    new = blocks_of(tokens, size) - found + engines.requests[request].window_blocks
     if not _fits(engines, w, new + idle):
         return -1
     engines.tables[request, pool].found = found
@@ -203,7 +203,8 @@ def _release_context(engines: Engines, w: int, request: int, context: int) -> No
     """Give the blocks of a sequence back that has grown to ``context`` tokens."""
     pool = engines.pool_of[w]
     table = engines.tables[request, pool]
-    table.private = blocks_of(context, engines.settings[0].block_size) - table.listed
+    held = blocks_of(context, engines.settings[0].block_size)
+    table.private = held + engines.requests[request].window_blocks - table.listed
     release(engines.kv, engines.tables, engines.workers, w, pool, request)
 
 
@@ -509,7 +510,8 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.row_span = record.window_len
     sequence.tokens_left = record.output_len - record.generated
     table = engines.tables[request, engines.pool_of[w]]
-    sequence.free_slots = (table.listed + table.private) * engines.settings[0].block_size - context
+    held = table.listed + table.private - record.window_blocks
+    sequence.free_slots = held * engines.settings[0].block_size - context
     sequence.computed = computed
     sequence.todo = context - computed
     sequence.chunk = 0

@@ -137,7 +137,9 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
         if role == "decode":
             use["decode_seats"] = _share(time * steps["batch"], whole * engine.max_num_seqs)
             room = engine.n_blocks * spec.block_size
-            use["decode_kv"] = _share(time * steps["context"], whole * room)
+            windows = spec.block_size * float(np.mean(requests["window_blocks"]))
+            held = steps["context"] + steps["batch"] * windows
+            use["decode_kv"] = _share(time * held, whole * room)
     moved = requests[requests["transfer_start_s"] >= 0.0]
     if len(moved) and spec.n_decode and end > start:
         done = np.where(moved["transfer_end_s"] >= 0.0, moved["transfer_end_s"], record.end_s)

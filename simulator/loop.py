@@ -3,7 +3,9 @@
 The life of a request, top to bottom::
 
     ARRIVAL          it waits at the client while --max-concurrency requests are in flight,
-                     then a prefill router picks its prefill worker             `drain`
+                     then it goes to an API server, where there are any         `_enter`
+    READ             the server has read it, and tokenises it                   `front_end`
+    TOKENIZED        a prefill router picks its prefill worker                  `drain`
     BOUNDARY         the engine admits it and plans its chunks                  `engine.boundary`
     STEP_START       its prompt is computed, step by step                       `step.step`
     BOUNDARY         the prompt is computed: hand it over, or end it            `engine.boundary`
@@ -49,6 +51,14 @@ from eldr_sim.simulator.engine import (
     wake,
 )
 from eldr_sim.simulator.events import drop_first, schedule
+from eldr_sim.simulator.front_end import (
+    PENDING_ROUTE,
+    FrontEnd,
+    on_collected,
+    on_read,
+    on_tokenized,
+    send,
+)
 from eldr_sim.simulator.group_state import Groups
 from eldr_sim.simulator.group_step import group_has_step, group_step
 from eldr_sim.simulator.kv_cache import blocks_of, release
@@ -56,14 +66,17 @@ from eldr_sim.simulator.prompt_steps import PromptLayers, prompt_step
 from eldr_sim.simulator.state import (
     ARRIVAL,
     BOUNDARY,
+    COLLECTED,
     COMPLETED,
     DISPATCH,
     NO_KV_ROOM,
     OVER_BUDGET,
     PROMPT_END,
     PUBLISH,
+    READ,
     REPORT,
     STEP_START,
+    TOKENIZED,
     TOO_LONG,
     TRANSFER_END,
     TRANSFER_START,
@@ -173,9 +186,10 @@ def _refusal(engines: Engines, request: int) -> Any:
         return TOO_LONG
     if pools[0].whole_prompts and record.prompt_len > pools[0].max_num_batched_tokens:
         return OVER_BUDGET
+    windows = record.window_blocks
     if (
-        record.prompt_len > pools[0].n_blocks * settings.block_size
-        or tokens > pools[1].n_blocks * settings.block_size
+        record.prompt_len > (pools[0].n_blocks - windows) * settings.block_size
+        or tokens > (pools[1].n_blocks - windows) * settings.block_size
     ):
         return NO_KV_ROOM
     return 0
@@ -275,6 +289,40 @@ def _ask_held(
 
 
 @compiled()
+def _route(
+    clock: Any, events: Any, engines: Engines, routers: Any, decide: Any, request: int
+) -> Any:
+    """Let the first router place a request or hold it; RETURN, FAIL or 0."""
+    pool = _PREFILL_POOL if engines.pools[0].n_workers > 0 else _DECODE_POOL
+    worker = HOLD
+    if routers[pool].held[0].n == 0 or not routers[pool].held[0].in_order:
+        worker = _choose(clock, engines, routers[pool], decide, pool, request)
+    if worker == HOLD:
+        _hold(routers[pool], engines.requests, request)
+    elif worker < 0:
+        return worker
+    else:
+        _place(clock, events, engines, routers, request, pool, worker)
+    return np.int64(0)
+
+
+@compiled()
+def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd) -> None:
+    """Let the client send to the API servers what it may send."""
+    limit = engines.settings[0].max_concurrency
+    while clock[0].sent < clock[0].arrived and (limit < 0 or clock[0].in_flight < limit):
+        request = clock[0].sent
+        clock[0].sent += 1
+        engines.requests[request].sent_s = clock[0].now
+        reason = _refusal(engines, request)
+        if reason:
+            _end(clock, engines, request, reason)
+        else:
+            clock[0].in_flight += 1
+            send(clock, events, front, request)
+
+
+@compiled()
 def drain(
     clock: Any, events: Any, engines: Engines, routers: Any, reported: Any, decide: Any
 ) -> Any:
@@ -285,7 +333,8 @@ def drain(
     settings, pools, requests = engines.settings[0], engines.pools, engines.requests
     limit = settings.max_concurrency
     while True:
-        if clock[0].sent < clock[0].arrived and (limit < 0 or clock[0].in_flight < limit):
+        may_send = limit < 0 or clock[0].in_flight < limit
+        if clock[0].sent < clock[0].arrived and may_send and not settings.front_end:
             request = clock[0].sent
             if requests[request].outcome:  # its client has not waited for so long
                 clock[0].sent += 1
@@ -296,18 +345,11 @@ def drain(
                 clock[0].sent += 1
                 _end(clock, engines, request, reason)
                 continue
-            pool = _PREFILL_POOL if pools[0].n_workers > 0 else _DECODE_POOL
-            worker = HOLD
-            if routers[pool].held[0].n == 0 or not routers[pool].held[0].in_order:
-                worker = _choose(clock, engines, routers[pool], decide, pool, request)
-            if worker < 0 and worker != HOLD:
-                return worker
+            answer = _route(clock, events, engines, routers, decide, request)
+            if answer < 0:
+                return answer
             clock[0].sent += 1
             clock[0].in_flight += 1
-            if worker == HOLD:
-                _hold(routers[pool], requests, request)
-            else:
-                _place(clock, events, engines, routers, request, pool, worker)
             continue
         head = clock[0].pending_head
         if head == clock[0].pending_tail:
@@ -331,6 +373,10 @@ def drain(
                 engines.pending[head, 0] = _PENDING_DISPATCH
                 continue
             schedule(clock, events, clock[0].now + delay, DISPATCH, request)
+        elif what == PENDING_ROUTE:
+            answer = _route(clock, events, engines, routers, decide, request)
+            if answer < 0:
+                return answer
         else:
             worker = _choose(clock, engines, routers[1], decide, _DECODE_POOL, request)
             if worker < 0 and worker != HOLD:
@@ -389,8 +435,8 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
 
 @njit(_nrt=False)
 def advance(
-    run: Run, groups: Groups | None, layers: PromptLayers | None, logs: Any, group_logs: Any,
-    gaps: Any, until: float, n_events: int, decide: Any,
+    run: Run, groups: Groups | None, layers: PromptLayers | None, front: FrontEnd | None,
+    logs: Any, group_logs: Any, gaps: Any, until: float, n_events: int, decide: Any,
 ) -> Any:  # fmt: skip
     """Let happen what happens before ``until`` seconds.
 
@@ -402,6 +448,8 @@ def advance(
         What engines share; None where no engines do, and then none of it is compiled.
     layers
         Of prefill workers whose layers stream or lie in stages; likewise.
+    front
+        The API servers that requests go through before a router; likewise.
     logs, group_logs, gaps
         ``STEP [capacity]`` and ``GROUP_STEP [capacity]`` of each pool, and ``GAP [capacity]``.
     until
@@ -425,6 +473,8 @@ def advance(
     answer = drain(clock, events, engines, routers, run.reported, decide)
     if answer:
         return OTHERS if answer == RETURN else FAILED
+    if front is not None:
+        _enter(clock, events, engines, front)
     while clock[0].open_measured > 0 and clock[0].n_events > 0 and events[0].time < until:
         if (
             pools[0].n_steps + pools[0].group_size > logs[0].shape[0]
@@ -497,7 +547,16 @@ def advance(
             _publish(clock, engines, routers)
         elif kind == TRANSFER_END and subject == clock[0].timer:
             _end_transfers(clock, events, engines, run.net)
+        if front is not None:
+            if kind == READ:
+                on_read(clock, events, engines, front, subject)
+            elif kind == COLLECTED:
+                on_collected(clock, events, engines, front, subject)
+            elif kind == TOKENIZED:
+                on_tokenized(clock, events, engines, front, subject)
         answer = drain(clock, events, engines, routers, run.reported, decide)
         if answer:
             return OTHERS if answer == RETURN else FAILED
+        if front is not None:
+            _enter(clock, events, engines, front)
     return UNTIL if clock[0].open_measured > 0 else ENDED

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU
@@ -37,6 +41,36 @@ def streamed_experts(
     return StreamedExperts(instances, token * beyond)
 
 
+class WindowBlocks(NamedTuple):
+    """What a request's sliding windows take, in KV blocks of the layers with full attention.
+
+    vLLM's hybrid KV cache manager (``vllm/v1/core/kv_cache_utils.py``, ``get_kv_cache_groups``;
+    ``single_type_kv_cache_manager.py``, ``SlidingWindowManager``) gives all groups of layers blocks
+    of one pool, and takes those back that no window reaches any more.
+    """
+
+    share: float = 0.0  #: bytes of a block in the sliding layers over those in the others
+    most: int = 0  #: blocks that a window reaches into
+
+    def of(self, tokens: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+        """Return the blocks of requests that grow to so many tokens."""
+        reached = np.minimum(-(-tokens // block_size), self.most)
+        return np.ceil(self.share * reached).astype(np.int64)
+
+
+#: Of models without such layers, and of engines that keep whole contexts in them.
+NO_WINDOWS = WindowBlocks()
+
+
+def window_blocks(model: ModelDims, block_size: int) -> WindowBlocks:
+    """Return what the sliding windows of a request take; nothing where no other layers are."""
+    full = model.n_full_layers * model.kv_bytes_per_token_layer(False)
+    if not model.n_sliding_layers or not full:
+        return NO_WINDOWS
+    sliding = model.n_sliding_layers * model.kv_bytes_per_token_layer(True)
+    return WindowBlocks(sliding / full, -(-(model.sliding_window - 1) // block_size) + 1)
+
+
 def kv_blocks(
     model: ModelDims,
     gpu: GPU,
@@ -45,6 +79,7 @@ def kv_blocks(
     parallelism: Parallelism = SINGLE_GPU,
     instances: int | None = None,
     activation_bytes: int = 0,
+    windows: WindowBlocks = NO_WINDOWS,
 ) -> int:
     """Return the KV blocks of ``block_size`` tokens that fit beside the weights of a worker.
 
@@ -53,8 +88,9 @@ def kv_blocks(
     ``activation_bytes`` come on top of what the engine reserves.
 
     As vLLM sizes its cache at start-up (``vllm/v1/worker/gpu_worker.py``,
-    ``determine_available_memory``). Layers with a sliding window are charged for their whole
-    context.
+    ``determine_available_memory``). With ``windows`` blocks are those of the layers with full
+    attention, and requests take more of them for their windows; without, layers with a sliding
+    window are charged for their whole context.
 
     Raises
     ------
@@ -64,6 +100,8 @@ def kv_blocks(
     weights = parallelism.weight_bytes(model, instances)
     free = gpu.kv_cache_bytes(weights + activation_bytes, utilization)
     token_bytes = parallelism.kv_bytes_per_token(model)
+    if windows.most:
+        token_bytes = math.ceil(token_bytes / (1.0 + windows.share))
     blocks = free // (block_size * token_bytes)
     if blocks < 1:
         raise InputError(

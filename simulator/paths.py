@@ -16,7 +16,7 @@ from eldr_sim.policies.choice import parse
 __all__ = ["portable", "resolved"]
 
 #: Fields that may be paths, or hold one as the policy's parameter ``artifact`` is.
-_FIELDS = ("tables", "workload", "trace", "model", "gpu", "artifact", "events")
+_FIELDS = ("tables", "workload", "trace", "model", "gpu", "frontend", "artifact", "events")
 
 
 def portable(record: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -56,6 +56,7 @@ def _is_path(field: str, text: str) -> bool:
 
 
 def _names(field: str) -> list[str]:
+    from eldr_sim.kernel_profiles.front_end import list_front_ends
     from eldr_sim.kernel_profiles.gpus import list_gpus
     from eldr_sim.kernel_profiles.models import list_models
     from eldr_sim.simulator.config import WORKLOADS
@@ -66,6 +67,7 @@ def _names(field: str) -> list[str]:
         "trace": builtin_traces,
         "model": list_models,
         "gpu": list_gpus,
+        "frontend": list_front_ends,
     }
     return sources[field]()
 

@@ -14,6 +14,7 @@ import numpy as np
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.all_to_all import COPY_PER, GATHERING, AllToAll, build_all_to_all
+from eldr_sim.kernel_profiles.front_end import load_front_end
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
@@ -25,11 +26,13 @@ from eldr_sim.policies.placement import ExpertGroup, Placement
 from eldr_sim.policies.weighted_replicas import rank_weights
 from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import Pool, RunConfig
+from eldr_sim.simulator.config_groups import FrontEndConfig
+from eldr_sim.simulator.front_end import FrontEndSpec
 from eldr_sim.simulator.group_state import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
-from eldr_sim.simulator.memory import kv_blocks
+from eldr_sim.simulator.memory import NO_WINDOWS, WindowBlocks, kv_blocks, window_blocks
 from eldr_sim.simulator.prompt_layout import blocks_of_whole_prompts, prompt_layout
 from eldr_sim.simulator.replay import fit_trace
-from eldr_sim.simulator.transfer import PRESETS, pull_between
+from eldr_sim.simulator.transfer import HAND_OVERS, PRESETS, pull_between
 from eldr_sim.traces.format import RoutingTrace, open_trace
 from eldr_sim.traces.synthetic.drawn import Shape, drawn_trace, wanted_domains
 
@@ -100,6 +103,9 @@ def prepare(config: RunConfig) -> PreparedRun:
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=config.async_scheduling,
         prefill_schedule_interval=config.prefill_schedule_interval,
+        windows=_windows(config, model),
+        handover_s=HAND_OVERS[config.handover].seconds,
+        front_end=_front_end(config),
     )
     return PreparedRun(model, trace, spec)
 
@@ -115,6 +121,21 @@ def _check_tables(config: RunConfig) -> None:
             f"{config.tables} is of {', '.join(measured)}, the run of {gpus[0].name}",
             "--gpu with the gpu.json of these tables, or tables of that GPU",
         )
+
+
+def _front_end(config: RunConfig) -> FrontEndSpec | None:
+    """Return the API servers; None where prompts come as token ids."""
+    if config.frontend is None:
+        for name, field in FrontEndConfig.model_fields.items():
+            if name != "handover" and getattr(config, name) != field.default:
+                raise InputError(name, "there are no API servers", "--frontend beside it")
+        return None
+    return FrontEndSpec(
+        load_front_end(config.frontend).slower(config.cpu_slowdown),
+        config.tokenizer_mode,
+        config.api_servers or config.n_prefill or config.n_decode,
+        config.tokenizer_threads,
+    )
 
 
 def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
@@ -267,7 +288,16 @@ def _kv_blocks(
         parallelism,
         instances,
         activation_bytes,
+        _windows(config, model),
     )
+
+
+def _windows(config: RunConfig, model: ModelDims) -> WindowBlocks:
+    """Return what the sliding windows of a request take; nothing where they keep all."""
+    whole = config.disable_hybrid_kv_cache_manager
+    if whole or (whole is None and not config.colocated):
+        return NO_WINDOWS
+    return window_blocks(model, config.block_size)
 
 
 def _most_pairs(model: ModelDims, parallelism: Parallelism, max_num_seqs: int, budget: int) -> int:

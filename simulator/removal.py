@@ -30,7 +30,8 @@ def _give_back(engines: Any, w: int, pool: int, request: int, context: int) -> N
     """Give KV blocks back; of a running sequence those of ``context`` tokens, else negative."""
     if context >= 0:
         table = engines.tables[request, pool]
-        table.private = blocks_of(context, engines.settings[0].block_size) - table.listed
+        held = blocks_of(context, engines.settings[0].block_size)
+        table.private = held + engines.requests[request].window_blocks - table.listed
     release(engines.kv, engines.tables, engines.workers, w, pool, request)
 
 

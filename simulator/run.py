@@ -283,6 +283,9 @@ def _faults(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
     """Return what goes wrong; None where nothing does."""
     if not config.fail and config.events is None:
         return None
+    if spec.front_end is not None:
+        problem = "requests that are lost or given up with API servers are not simulated"
+        raise InputError("events", f"beside --frontend: {problem}", "one of the two")
     faults: list[Fault] = []
     cancels: list[Cancel] = []
     if config.events is not None:

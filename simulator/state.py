@@ -49,6 +49,7 @@ REQUEST = np.dtype(
     [
         ("arrival_s", np.float64),
         ("sent_s", np.float64),  # left the client; later than arrival under --max-concurrency
+        ("tokenized_s", np.float64),  # left the front end, where there is one
         ("prefill_start_s", np.float64),
         ("prefill_end_s", np.float64),
         ("transfer_start_s", np.float64),
@@ -63,6 +64,7 @@ REQUEST = np.dtype(
         ("output_len", np.int64),
         ("window_len", np.int64),
         ("window_offset", np.int64),
+        ("window_blocks", np.int64),  # KV blocks that its sliding windows take
         ("trace_request", np.int64),
         ("prefill_worker", np.int64),
         ("decode_worker", np.int64),
@@ -260,6 +262,8 @@ ARRIVAL, BOUNDARY, STEP_START, DISPATCH, TRANSFER_START, TRANSFER_END, REPORT, P
     np.int64, range(8)
 )
 PROMPT_END = np.int64(8)
+#: Of the front end, see `front_end`.
+READ, COLLECTED, TOKENIZED = map(np.int64, range(9, 12))
 #: Steps start when all that happens at their instant has happened, by worker.
 STEP_ORDER = np.int64(1 << 60)
 
@@ -317,6 +321,7 @@ SETTINGS = np.dtype(
         ("prefix_block_tokens", np.int64),
         ("listens", np.bool_),  # the decode router wants to know of completions,
         ("prefill_listens", np.bool_),  # the prefill router of tokens and blocks
+        ("front_end", np.bool_),  # requests reach a router through API servers
     ],
     align=True,
 )

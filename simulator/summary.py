@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 from eldr_sim.kernel_profiles.flops import mfu, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables import weakest
+from eldr_sim.simulator import transfer
 from eldr_sim.simulator.cluster import RunRecord
-from eldr_sim.simulator.cluster_spec import EngineSpec
+from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.fault_metrics import fault_figures
 from eldr_sim.simulator.limits import limits_of
-from eldr_sim.simulator.metrics import summarise
+from eldr_sim.simulator.metrics import describe, summarise
 from eldr_sim.simulator.prepare import PreparedRun
 from eldr_sim.simulator.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.trace_use import copies_met, trace_warnings
+from eldr_sim.simulator.transfer import HAND_OVERS
 from eldr_sim.traces.manifest import rests_on
 from eldr_sim.traces.workload import Workload
 
@@ -72,6 +74,28 @@ def _workers(engine: EngineSpec) -> dict[str, int]:
         "tensor_parallel_size": engine.parallelism.tensor_parallel_size,
         "expert_parallel_size": engine.parallelism.n_expert_ranks,
         "pipeline_parallel_size": engine.parallelism.pipeline_parallel_size,
+    }
+
+
+def _front_end(spec: ClusterSpec, record: RunRecord) -> dict[str, Any]:
+    """Return the API servers, and how long measured requests are with them."""
+    front = spec.front_end
+    if front is None:
+        return {}
+    requests = record.requests[record.requests["measured"] & record.completed]
+    seconds = requests["tokenized_s"] - requests["sent_s"]
+    return {
+        "front_end": {
+            "cpu": front.latency.metadata.gpu,
+            "cpu_slowdown": front.latency.slowdown,
+            "api_servers": front.n_servers,
+            "tokenizer_mode": front.mode,
+            "tokenizer_threads": front.threads,
+            **{
+                name.replace("_front_end", ""): v
+                for name, v in describe("front_end", seconds).items()
+            },
+        }
     }
 
 
@@ -170,6 +194,40 @@ def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
     }
 
 
+def _handover(config: RunConfig) -> dict[str, str]:
+    """Name the preset of the hand-over, without which a TTFT says little."""
+    return {"handover": f"{config.handover}: {HAND_OVERS[config.handover].source}"}
+
+
+def _transfer_provenance(config: RunConfig, spec: ClusterSpec) -> dict[str, dict[str, Any]]:
+    """Return what KV transfers and hand-overs rest on; one that takes nothing on nothing."""
+    said = {"kv_transfer": transfer.provenance(spec.transfer.source)}
+    if config.handover != "none":
+        said["handover"] = transfer.provenance(HAND_OVERS[config.handover].source)
+    return said
+
+
+def _transfer_warnings(prepared: PreparedRun, record: RunRecord) -> list[str]:
+    """Return how many transfers have more descriptors than were measured."""
+    spec, requests = prepared.spec, record.requests
+    if spec.transfer.descriptor_s == 0.0:
+        return []
+    moved = requests[requests["transfer_start_s"] >= 0.0]
+    tokens = moved["prompt_len"] - np.maximum(moved["decode_cached_tokens"], 0)
+    layout = spec.decode.parallelism
+    pull = transfer.pull_between(prepared.model, spec.prefill.parallelism, layout)
+    a_block = layout.shard(prepared.model).n_kv_tensors * pull.sources
+    descriptors = -(-tokens // spec.block_size) * a_block
+    beyond = int((descriptors > transfer.MEASURED_DESCRIPTORS).sum())
+    if not beyond:
+        return []
+    return [
+        f"{beyond} of {len(moved)} KV transfers have more descriptors than the "
+        f"{transfer.MEASURED_DESCRIPTORS} that were measured, up to {int(descriptors.max())}: "
+        "their time is extrapolated"
+    ]
+
+
 def _trace(
     config: RunConfig, prepared: PreparedRun, workload: Workload, copies: dict[str, Any]
 ) -> dict[str, Any]:
@@ -224,6 +282,10 @@ def summary_of(
     gpu, provenance = _gpus(prepared), _provenance(prepared)
     if config.eplb_interval is not None:
         provenance = provenance | {"relocation": PROVENANCE}
+    if handed_over := not (config.colocated or config.prefill_only):
+        provenance = provenance | _transfer_provenance(config, spec)
+    if spec.front_end is not None:
+        provenance = provenance | {"front_end": spec.front_end.latency.provenance}
     warnings = [
         warning
         for engine in (spec.decode, spec.prefill)
@@ -238,6 +300,8 @@ def summary_of(
         )
     if config.eplb_interval is not None and config.eplb_overhead_ms == 0.0:
         warnings.append(BYTES_ALONE)
+    if handed_over:
+        warnings += _transfer_warnings(prepared, record)
     groups = [
         log[(log["start"] >= window[0]) & (log["start"] < window[1])]
         for log in (record.prefill_group_steps, record.decode_group_steps)
@@ -266,6 +330,7 @@ def summary_of(
         ),
         **_group(spec.decode, groups[0 if config.prefill_only else 1]),
         **_streaming(config, spec.prefill, record),
+        **_front_end(spec, record),
         **(
             {}
             if config.colocated
@@ -280,8 +345,13 @@ def summary_of(
             else {"faults": fault_figures(record, config, record.faults)}
         ),
         "kv_transfer": f"none: {'co-located' if config.colocated else 'prefill'} workers alone"
-        if config.colocated or config.prefill_only
+        if not handed_over
         else f"{config.kv_transfer}: {spec.transfer.source}",
+        **(
+            {"handover": f"{config.handover}: {HAND_OVERS[config.handover].source}"}
+            if handed_over
+            else {}
+        ),
         "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
         "provenance": provenance,
         "lookups_outside_tables": outside,

@@ -19,8 +19,10 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
 
     Times ending in ``_s`` are seconds of simulated time, and like ``cached_tokens`` null where the
     request never came so far; ``measured`` marks the requests that make the statistics.
+    ``tokenized_s``, when a request left the front end, is there where a run has one.
     """
     requests = record.requests
+    front_end = (requests["tokenized_s"] >= 0.0).any()
     times = request_times(record)
 
     def plain(name: str, kind: str = "int32") -> pa.Array:
@@ -46,6 +48,7 @@ def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
             **({} if record.retries is None else {"retries": pa.array(record.retries)}),
             "arrival_s": at("arrival_s"),
             "sent_s": at("sent_s"),
+            **({"tokenized_s": at("tokenized_s")} if front_end else {}),
             "prefill_start_s": at("prefill_start_s"),
             "prefill_end_s": at("prefill_end_s"),
             "transfer_start_s": at("transfer_start_s"),

@@ -95,6 +95,36 @@ class TransferModel:
         )
 
 
+#: Most descriptors of a transfer that ``observed`` rests on.
+MEASURED_DESCRIPTORS = 1785
+
+
+def provenance(source: str) -> dict[str, str]:
+    """Return what a result says of a preset: the label that its source begins with, and more."""
+    label, _, origin = source.partition(": ")
+    return {"label": label, "origin": origin, "kernel_source": ""}
+
+
+class HandOver(NamedTuple):
+    """What a hand-over takes beside the transfer and the decode worker's own steps."""
+
+    seconds: float
+    source: str
+
+
+#: Named presets of ``--handover``.
+HAND_OVERS = {
+    "none": HandOver(0.0, "roofline: engines and proxy take no time, a bound from below"),
+    # From the prefill worker's token to the client's first one: 197 ms, of which 29 transfer and 58
+    # the decode worker's step that computes that token again, waiting for it included: simulated.
+    "vllm_nixl": HandOver(
+        0.197 - 0.029 - 0.058,
+        "derived: vLLM of August 2026, NixlConnector, 3P1D on one node, blocks of 64 tokens, p50 "
+        "(vllm-project/vllm issue 50913, pull request 51919)",
+    ),
+}
+
+
 #: Named presets of ``--kv-transfer``.
 PRESETS = {
     "ideal": TransferModel(
@@ -109,7 +139,7 @@ PRESETS = {
     # 5.3 GB/s; the preset takes the geometric mean.
     "observed": TransferModel(
         setup_s=0.38e-3,
-        descriptor_s=6.7e-3 / 1785,
+        descriptor_s=6.7e-3 / MEASURED_DESCRIPTORS,
         bandwidth=6.3e9,
         source="derived: vLLM NIXL log lines (70 MB / 56 and 167 MB / 1,785 descriptors), set-up "
         "from the Mooncake + vLLM fit",

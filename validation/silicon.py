@@ -5,8 +5,10 @@ Each run is predicted from its configuration alone. Nothing is fitted to the mea
 
 The load of a row: closed loop at the row's concurrency, ten times as many prompts (5,120 at most,
 which only rows beyond concurrency 512 notice), input and output lengths uniform on [0.8 L, L],
-end-of-sequence ignored, no prefix cache, 8,192 tokens a step, GPU memory 0.9. The routing of its
-random prompts is unknown, hence uniform.
+end-of-sequence ignored, no prefix cache, 8,192 tokens a step, GPU memory 0.9. Prompts are text that
+one API server a worker tokenises, as its version of vLLM did. The routing of its random prompts is
+unknown; it is drawn from the fit to real tokens that is nearest to the model. :class:`Form` says
+what else may be taken into account or left out.
 
 Of all models but GPT-OSS the tables are imported for the run. Left out: quantising activations
 before a dense FP8 GEMM, FP8 KV caches, FP4 dense and shared MLPs (NVFP4 checkpoints), and what
@@ -19,6 +21,7 @@ Engines that share experts take vLLM's defaults for what the file does not say:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +33,9 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.parts import bytes_alone
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     attention_tables,
     gemm_tables,
@@ -39,12 +44,15 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator import (
 )
 from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
+from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.front_end import Mode
 from eldr_sim.simulator.metrics import request_times
 from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.run import build_cluster
 from eldr_sim.traces.workload import Workload
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.validation import silicon_routing
+from eldr_sim.validation.silicon_routing import Routing
 from eldr_sim.validation.silicon_rows import MEASURED_MODELS, Case, MeasuredModel, MeasuredRun
 
 #: Median and 90th percentile of AIConfigurator 0.12's absolute errors of TPOT and TTFT, %, by model
@@ -69,26 +77,76 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 )
 
 _PROMPTS_PER_SLOT, _MOST_PROMPTS = 10, 5120
-_TRACE_REQUESTS, _TRACE_PROMPT, _TRACE_OUTPUT = 32, 128, 96
 _GPT_OSS = MEASURED_MODELS["gpt-oss-120b"]
 
 
+@dataclass(frozen=True)
+class Form:
+    """What predictions take into account; none of it is chosen by the measurements.
+
+    Attributes
+    ----------
+    routing
+        ``uniform``, or ``drawn`` for the model.
+    frontend
+        CPU of the API server, see :mod:`~eldr_sim.kernel_profiles.front_end`; None for no front
+        end.
+    cpu_slowdown
+        Its times are so much longer than the table's.
+    padding
+        Whether Marlin computes the zeros that vLLM pads MXFP4 weights with.
+    norms
+        Whether norms and the like take `~eldr_sim.kernel_profiles.parts.NORMS_S` a layer, which was
+        chosen with five of the rows in view; else what their bytes take.
+    """
+
+    routing: Routing = "drawn"
+    frontend: str | None = "xeon-emerald-rapids"
+    cpu_slowdown: float = 1.0
+    padding: bool = True
+    norms: bool = True
+
+
 def predict(
-    case: Case, trace: Path, tables: Path | None, target: MeasuredModel = _GPT_OSS
+    case: Case,
+    trace: Path,
+    tables: Path | None,
+    target: MeasuredModel = _GPT_OSS,
+    form: Form | None = None,
+    tokenizer_mode: Mode = "microbatch_sequential",
 ) -> tuple[float, float]:
-    """Return the predicted mean TTFT and TPOT of a configuration, ms.
+    """Return the predicted mean TTFT and TPOT of a configuration, ms; see `simulate_case`."""
+    times = request_times(simulate_case(case, trace, tables, target, form, tokenizer_mode))
+    return 1e3 * float(times["ttft"].mean()), 1e3 * float(np.nanmean(times["tpot"]))
+
+
+def simulate_case(
+    case: Case,
+    trace: Path,
+    tables: Path | None,
+    target: MeasuredModel = _GPT_OSS,
+    form: Form | None = None,
+    tokenizer_mode: Mode = "microbatch_sequential",
+) -> RunRecord:
+    """Simulate a configuration.
 
     Parameters
     ----------
     case
         The configuration.
     trace
-        Routing trace folder that its tokens replay, see :func:`uniform_trace`.
+        Routing trace folder that its tokens replay.
     tables
         Folder of latency tables that take precedence; None uses the shipped ones only.
     target
         The model.
+    form
+        What to take into account; everything when not given. Its front end is used here, the rest
+        is in the trace and the tables.
+    tokenizer_mode
+        How the API server tokenises.
     """
+    form = form or Form()
     concurrency = case.concurrency
     pool = case.prefill
     config = make_config(
@@ -118,12 +176,41 @@ def predict(
             "max_num_batched_tokens": 8192,
             "gpu_memory_utilization": 0.9,
             "enable_prefix_caching": False,
+            **_front_end(form, tokenizer_mode),
         }
     )
     workload = _closed_loop(case)
-    cluster = build_cluster(config, prepare(config), workload, (0.0, np.inf))
-    times = request_times(cluster.run())
-    return 1e3 * float(times["ttft"].mean()), 1e3 * float(np.nanmean(times["tpot"]))
+    return build_cluster(config, prepare(config), workload, (0.0, np.inf)).run()
+
+
+def _front_end(form: Form, mode: Mode) -> dict[str, Any]:
+    """Return the fields of the API servers; a host of these GPUs has cores for each of a batch."""
+    if form.frontend is None:
+        return {}
+    return {
+        "frontend": form.frontend,
+        "cpu_slowdown": form.cpu_slowdown,
+        "tokenizer_mode": mode,
+        "tokenizer_threads": 32 if mode == "microbatch_parallel" else 1,
+    }
+
+
+def tokenizer_mode(version: str, backend: str = "vllm") -> Mode:
+    """Return how a version of an engine tokenises; rows without one are of 2025, vLLM 0.11.
+
+    vLLM passes a maximum length since 0.15 (`vllm/renderers/params.py`), which keeps the tokeniser
+    from taking prompts as a batch, and has had no batches since June 2026. SGLang tokenises one
+    prompt after the other.
+    """
+    if backend != "vllm":
+        return "thread_pool"
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        return "microbatch_sequential" if version else "microbatch_parallel"
+    number = int(found[1]), int(found[2])
+    if number < (0, 15):
+        return "microbatch_parallel"
+    return "microbatch_sequential" if number < (0, 24) else "thread_pool"
 
 
 def _n_prompts(case: Case) -> int:
@@ -144,14 +231,14 @@ def _closed_loop(case: Case) -> Workload:
     def lengths(longest: int) -> np.ndarray:
         return rng.integers(int(0.8 * longest), longest + 1, n).astype(np.int32)
 
-    which = rng.integers(_TRACE_REQUESTS, size=n).astype(np.int32)
+    which = rng.integers(silicon_routing.REQUESTS, size=n).astype(np.int32)
     return Workload(
         arrival_s=np.zeros(n),
         prompt_len=lengths(case.input_len),
         output_len=lengths(case.output_len),
         trace_request=which,
         decode_request=which,
-        replay_offset=rng.integers(_TRACE_OUTPUT, size=n).astype(np.int32),
+        replay_offset=rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32),
         domain=np.zeros(n, np.int16),
         session=np.arange(n, dtype=np.int32),
         prefix_hash=np.empty(0, np.uint64),
@@ -162,37 +249,12 @@ def _closed_loop(case: Case) -> Workload:
     )
 
 
-def uniform_trace(folder: Path, seed: int = 0, target: MeasuredModel = _GPT_OSS) -> Path:
-    """Write a routing trace whose tokens choose experts uniformly at random."""
-    model = target.dims()
-    rng = np.random.default_rng(seed)
-    n = _TRACE_REQUESTS
-    shape = (_TRACE_PROMPT + _TRACE_OUTPUT, model.n_moe_layers, model.n_experts)
-    experts = [
-        np.argpartition(rng.random(shape, dtype=np.float32), model.top_k)[..., : model.top_k]
-        for _ in range(n)
-    ]
-    write_trace(
-        folder,
-        experts=np.concatenate(experts),
-        request_id=[str(i) for i in range(n)],
-        domain=["random"] * n,
-        prompt_len=np.full(n, _TRACE_PROMPT),
-        output_len=np.full(n, _TRACE_OUTPUT),
-        is_calibration=np.zeros(n, bool),
-        model=model.name,
-        n_experts=model.n_experts,
-        domains=["random"],
-        captured_by="drawn uniformly, no model",
-        source_data="none",
-        tool_versions={},
-        provenance="synthetic",
-    )
-    return folder
-
-
 def case_tables(
-    folder: Path, cases: Iterable[Case], moe_kernel: str, target: MeasuredModel = _GPT_OSS
+    folder: Path,
+    cases: Iterable[Case],
+    moe_kernel: str,
+    target: MeasuredModel = _GPT_OSS,
+    form: Form | None = None,
 ) -> Path | None:
     """Write the tables that cases need beyond the shipped ones; return None if there are none.
 
@@ -201,7 +263,7 @@ def case_tables(
     InputError
         If the package lacks a MoE, attention or GEMM table of a case.
     """
-    model = target.dims()
+    model, form = target.dims(), form or Form()
     found: list[LatencyTable] = []
 
     def need(kind: str, gpu: str, size: int, tables: list[LatencyTable]) -> list[LatencyTable]:
@@ -215,7 +277,7 @@ def case_tables(
         size = parallelism.tensor_parallel_size
         if moe_kernel == "marlin":
             if gpu in ("H100", "H200"):
-                found.append(derive_marlin_table(gpu, model, parallelism))
+                found.append(derive_marlin_table(gpu, model, parallelism, padding=form.padding))
         elif target.shipped is None:
             # A rank that tokens are dispatched to is read as a GPU that holds all experts.
             shared = parallelism.data_parallel_size > 1
@@ -230,6 +292,8 @@ def case_tables(
             attention = [*attention_tables(gpu, shard), *mla_tables(gpu, shard)]
             found += need("attention", gpu, size, attention)
             found += need("GEMM", gpu, size, list(gemm_tables(gpu, model.linear_dtype)))
+        if not form.norms:
+            found.append(bytes_alone(parallelism.shard(model), load_gpu(gpu)))
     for table in found:
         table.save(folder / table_name(table.metadata))
     return folder if found else None
@@ -240,6 +304,7 @@ def predict_rows(
     *,
     target: MeasuredModel = _GPT_OSS,
     moe_kernel: str | None = None,
+    form: Form | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> pa.Table:
     """Predict every run, and return measured and predicted values.
@@ -255,6 +320,8 @@ def predict_rows(
         :mod:`~eldr_sim.kernel_profiles.sources.marlin`. ``oldest``: the table of the oldest vLLM
         (0.19 or 0.24), which is closest to that of the runs (0.12 to 0.19). ``newest``: the newest
         table. None takes the model's first choice.
+    form
+        What predictions take into account; everything when not given.
     progress
         Called with the share of configurations done.
 
@@ -273,22 +340,26 @@ def predict_rows(
     if moe_kernel not in target.moe_kernels:
         allowed = ", ".join(target.moe_kernels)
         raise InputError("moe_kernel", f"{moe_kernel!r} with {target.model_path}", allowed)
-    cases = sorted({row.case for row in rows})
-    predicted: dict[Case, tuple[float, float]] = {}
+    form = form or Form()
+    modes = {row: tokenizer_mode(row.version, target.backend) for row in rows}
+    wanted = sorted({(row.case, modes[row]) for row in rows})
+    predicted: dict[tuple[Case, Mode], tuple[float, float]] = {}
     with ExitStack() as stack:
         work = Path(stack.enter_context(TemporaryDirectory()))
-        trace = uniform_trace(work / "trace", target=target)
-        tables = case_tables(work / "tables", cases, moe_kernel, target)
-        for done, case in enumerate(cases, 1):
-            predicted[case] = predict(case, trace, tables, target)
-            progress(done / len(cases))
+        trace = silicon_routing.make_routing(work / "trace", form.routing, target)
+        cases = [case for case, _ in wanted]
+        tables = case_tables(work / "tables", cases, moe_kernel, target, form)
+        for done, (case, mode) in enumerate(wanted, 1):
+            predicted[case, mode] = predict(case, trace, tables, target, form, mode)
+            progress(done / len(wanted))
     records: list[dict[str, Any]] = []
     for row in rows:
-        ttft, tpot = predicted[row.case]
+        ttft, tpot = predicted[row.case, modes[row]]
         measured = {k: v for k, v in vars(row).items() if k != "case"}
         records.append(
             {k: v for k, v in vars(row.case).items() if k != "prefill"}
             | {"kind": row.case.kind, "prefill_workers": row.case.prefill.count}
+            | {"tokenizer_mode": modes[row] if form.frontend else ""}
             | measured
             | {
                 "predicted_ttft_ms": ttft,

@@ -12,6 +12,12 @@ weight as one of the other, whether bound by reading or by computing::
     t(tokens) = a + (t'(tokens') - a') * (E h i) / (E' h' i')
     tokens'   = tokens * (k / E) / (k' / E')
 
+``h`` and ``i`` are those that the kernel sees: vLLM pads MXFP4 weights with zeros to a hidden size
+that 256 divides and an intermediate size, of each GPU, that 128 divides
+(``vllm/model_executor/layers/quantization/mxfp4.py``, ``create_weights``). GPT-OSS has 2880, cut
+over 1, 2, 4 or 8 GPUs: 9.0% more weights and FLOPs on one, 13.8% on more. The source's 3584 x 3072
+needs no padding on 1 to 8 GPUs.
+
 The fixed cost ``a'`` (sorting, launches) is the intercept of the source's rows over distinct
 experts. Sorting for 896 experts is not sorting for 128, so ``a`` is the intercept of the target's
 own table of the later kernel. Nothing here has seen an end-to-end run.
@@ -44,8 +50,13 @@ _ROUTINGS = ("balanced", "power_law_1.01")
 _TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 
 
+def padded(hidden: int, intermediate: int) -> tuple[int, int]:
+    """Return hidden size and a GPU's intermediate size as vLLM pads MXFP4 weights for Marlin."""
+    return -(-hidden // 256) * 256, -(-intermediate // 128) * 128
+
+
 def derive_marlin_table(
-    gpu: str, model: ModelDims, parallelism: Parallelism = SINGLE_GPU
+    gpu: str, model: ModelDims, parallelism: Parallelism = SINGLE_GPU, *, padding: bool = True
 ) -> LatencyTable:
     """Derive the Marlin table of one GPU's part of a model's MXFP4 MoE layer.
 
@@ -57,6 +68,8 @@ def derive_marlin_table(
         A model with MXFP4 experts.
     parallelism
         GPUs of a worker; the experts are cut, not spread.
+    padding
+        Whether the kernel computes the zeros of vLLM's padding, too.
 
     Raises
     ------
@@ -96,7 +109,8 @@ def derive_marlin_table(
             origin=f"aiconfigurator-core: {SYSTEMS[gpu]}/{path}, rows of {row.kernel_source}",
             device=str(row.device),
             date=datetime.date.today().isoformat(),
-            notes="equal rows per expert; fixed cost of the later kernel's own table",
+            notes="equal rows per expert; fixed cost of the later kernel's own table"
+            + ("; weights padded as vLLM does" if padding else "; without vLLM's padding"),
         ),
         {
             "batch": np.tile(batch, len(_ROUTINGS)).astype(np.int32),
@@ -108,7 +122,9 @@ def derive_marlin_table(
                 ]
             ),
             "routing": np.repeat(np.array(_ROUTINGS, dtype=object), len(batch)),
-            "latency_s": np.concatenate(_carried_over(frame, later, model)),
+            "latency_s": np.concatenate(
+                _carried_over(frame, later, model, parallelism.tensor_parallel_size, padding)
+            ),
         },
     )
 
@@ -129,7 +145,7 @@ def _marlin_rows(path: Path, size: int) -> pd.DataFrame:
 
 
 def _carried_over(
-    frame: pd.DataFrame, later: LatencyTable, model: ModelDims
+    frame: pd.DataFrame, later: LatencyTable, model: ModelDims, size: int, padding: bool
 ) -> list[NDArray[np.float64]]:
     """Seconds at :data:`_TOKENS` of the model's layer, by routing; see the module's formula."""
     row = frame.iloc[0]
@@ -138,7 +154,9 @@ def _carried_over(
         later.columns["distinct_experts"][balanced].astype(float),
         later.columns["latency_s"][balanced].astype(float),
     )
-    weights = model.n_experts * model.hidden_size * model.expert_intermediate_size
+    sides = model.hidden_size, model.expert_intermediate_size // size
+    hidden, width = padded(*sides) if padding else sides
+    weights = model.n_experts * hidden * width * size
     scale = weights / (int(row.num_experts) * int(row.hidden_size) * int(row.inter_size))
     density = (model.top_k / model.n_experts) / (row.topk / row.num_experts)
     source = {

@@ -64,7 +64,7 @@ def test_plans():
     load = SHORT.replace(topology="8P16D", duration=10)
     options = {"policies": ["jsq"], "jobs": 1}
     planned = plan(load, objective, max_gpus=3, tensor_parallel_sizes=[1], **options)
-    check(planned, "10 requests/s", "jsq", "H100", "1P1D", "SLO attainment")
+    check(planned, "10 requests/s", "jsq", "H100", "1C", "SLO attainment")
     none = dataclasses.replace(
         planned, candidates=[dataclasses.replace(planned.candidates[0], trial=None)]
     )

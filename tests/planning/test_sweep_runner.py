@@ -45,7 +45,7 @@ def test_a_killed_process_costs_its_own_point_alone():
     assert deadly.killed
     assert "killed" in deadly.reason
     assert not bad.killed
-    assert bad.reason.startswith("artifact: no file no_such")
+    assert bad.reason.startswith("artifact: cannot read no_such")
     assert {key: outcome.summary for key, outcome in by_key.items()} == expected
 
 
@@ -173,7 +173,7 @@ def test_a_run_that_fails_is_told_by_policy_and_cluster(jobs):
     configs = [
         make_config(TINY | {"policy": policy}) for policy in ("jsq", "eldr:artifact=no_such")
     ]
-    with pytest.raises(InputError, match="run: eldr:artifact=no_such on 1P1D: artifact: no file"):
+    with pytest.raises(InputError, match="run: eldr:artifact=no_such on 1P1D: artifact: cannot read"):
         Runs(jobs).summaries(configs)
 
 

@@ -7,15 +7,19 @@ alike.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 from hypothesis import strategies as st
 
+from eldr_sim.kernel_profiles.front_end import PARTS, FrontEndLatency
 from eldr_sim.kernel_profiles.step_time import StepCost
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement import Placement
 from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.front_end import FrontEndSpec, Mode
+from eldr_sim.simulator.memory import WindowBlocks
 from eldr_sim.simulator.replay import Replay, rank_masks
 from eldr_sim.simulator.transfer import TransferModel
 from eldr_sim.traces.prompts import assign_blocks, chain_blocks
@@ -165,6 +169,20 @@ def policies_of(spec, prefill, decode, prefix):
     return first, registry.decode_policy(decode, context(spec.n_decode, 2))
 
 
+def random_front_end(rng, mode, unit):
+    """Return API servers whose times are whole units, so that events meet."""
+    knots = np.array([0.0, 40.0])
+    curves = {part: (knots, unit * rng.integers(0, 5, 2).cumsum()) for part in PARTS}
+    return FrontEndSpec(
+        FrontEndLatency(curves, None),
+        mode,
+        n_servers=int(rng.integers(1, 4)),
+        threads=int(rng.integers(1, 3)),
+        most=int(rng.integers(1, 5)),
+        wait_s=unit * int(rng.integers(0, 4)),
+    )
+
+
 RANDOM_CLUSTER = {
     "seed": st.integers(0, 2**32),
     "topology": st.sampled_from(
@@ -180,6 +198,8 @@ RANDOM_CLUSTER = {
     "preempt_by_key": st.booleans(),
     "n_queue_keys": st.sampled_from([1, 1, 3, 50]),
     "aging": st.sampled_from([None, None, 0, 3, 30, 300]),
+    "windows": st.sampled_from([None, None, WindowBlocks(1.0, 2), WindowBlocks(2.5, 3)]),
+    "front_end": st.sampled_from([None, None, *get_args(Mode)]),
 }
 
 
@@ -196,6 +216,8 @@ def random_cluster(
     signal_intervals=0,
     preempt_by_key=False,
     aging=None,
+    windows=None,
+    front_end=None,
 ):
     """Return the arguments of a random cluster, but for its policies.
 
@@ -216,7 +238,9 @@ def random_cluster(
     )  # fmt: skip
     block_size, seqs = some(1, 2, 3, 4, 8), some(1, 2, 3, 4, 5, 6, 7)
     need = int((workload.prompt_len + workload.output_len).max())
-    n_blocks = -(-need // block_size) + some(-1, 0, 0, 0, 1, 2, 3, 30)
+    windows = windows or WindowBlocks()
+    beside = int(windows.of(np.array([need]), block_size)[0])
+    n_blocks = beside - (-need // block_size) + some(-1, 0, 0, 0, 1, 2, 3, 30)
     engines = []
     for budget in (some(1, 2, 3, 5, 8, 13, 30, 60), some(2, 7, 30)):
         cost = random_cost(rng, seqs, budget, n_experts, n_layers, grid)
@@ -249,6 +273,9 @@ def random_cluster(
         capture_s=some(0.0, unit),
         routing_s=some(0.0, 0.0, 2 * unit),
         routing_token_s=some(0.0, 0.0, unit),
+        windows=windows,
+        handover_s=some(0.0, 0.0, unit),
+        front_end=None if front_end is None else random_front_end(rng, front_end, unit),
     )
     length = rng.integers(1, 9, N_TRACE)
     bits = random_rows(rng, int(length.sum()), n_layers, n_experts)

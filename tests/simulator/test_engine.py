@@ -46,8 +46,8 @@ def make_pair(arguments, prefill="least_loaded", decode="jsq"):
 
 
 TIMES = (
-    "sent_s", "prefill_start_s", "prefill_end_s", "transfer_start_s", "transfer_end_s",
-    "decode_start_s", "first_token_s", "finish_s",
+    "sent_s", "tokenized_s", "prefill_start_s", "prefill_end_s", "transfer_start_s",
+    "transfer_end_s", "decode_start_s", "first_token_s", "finish_s",
 )  # fmt: skip
 NUMBERS = (
     "prefill_worker", "decode_worker", "preemptions", "cached_tokens", "decode_cached_tokens",

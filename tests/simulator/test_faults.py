@@ -93,7 +93,7 @@ def make_pair(arguments, prefill, decode):
     **RANDOM_CLUSTER,
 )  # fmt: skip
 def test_faults_equal_their_twin(prefill, decode, **drawn):
-    arguments = random_cluster(**drawn)
+    arguments = random_cluster(**drawn | {"front_end": None})  # refused beside faults
     rng = np.random.default_rng([drawn["seed"], 7])
     until = max(0.05, 2 * float(arguments["workload"].arrival_s[-1]))
     plan = random_plan(rng, arguments["spec"], arguments["workload"], until)

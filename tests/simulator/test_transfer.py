@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 
+from eldr_sim.kernel_profiles.tables import weakest
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.transfer import PRESETS, TransferModel
 
 
@@ -37,3 +43,43 @@ def test_a_link_is_as_fast_as_the_slower_of_transfer_and_nic():
     assert (over.setup_s, over.descriptor_s, over.source) == (1e-3, 1e-6, "test")
     both = TransferModel(0.0, 0.0, 10e9, "test", ingress_bandwidth=3e9).over(5e9, 5e9)
     assert (both.bandwidth, both.ingress) == (5e9, 3e9)
+
+
+RUN = {"topology": "1P1D", "num_requests": 4, "output_len": 4, "request_rate": 0.5}
+
+
+def test_a_hand_over_adds_its_time_to_a_lone_request_and_is_named():
+    plain, handed = (
+        simulate(make_config(RUN | {"handover": name})) for name in ("none", "vllm_nixl")
+    )
+    ttft = [np.array(result.requests["ttft_ms"]) for result in (plain, handed)]
+    np.testing.assert_allclose(ttft[1], ttft[0] + 110.0, rtol=1e-9)  # 197 - 29 - 58
+    assert handed.summary["handover"].startswith("vllm_nixl: derived: vLLM of August 2026")
+    assert plain.summary["handover"].startswith("none: ")
+    assert handed.summary["provenance"]["handover"]["label"] == "derived"
+    assert "handover" not in plain.summary["provenance"]
+
+
+@pytest.mark.parametrize(("preset", "label"), [("ideal", "published"), ("observed", "derived")])
+def test_transfers_are_part_of_what_a_result_rests_on(preset, label):
+    summary = simulate(make_config(RUN | {"kv_transfer": preset})).summary
+    assert summary["provenance"]["kv_transfer"]["label"] == label
+    labels = {entry["label"] for entry in summary["provenance"].values()}
+    assert summary["weakest_provenance"] == weakest(labels)
+    alone = simulate(make_config(RUN | {"topology": "1C"})).summary
+    assert {"kv_transfer", "handover"}.isdisjoint(alone["provenance"])
+    assert "handover" not in alone
+
+
+def test_transfers_beyond_what_was_measured_are_counted():
+    """Qwen3-30B-A3B has 96 KV tensors: 18 blocks are 1,728 descriptors, 19 are 1,824."""
+
+    def warned(block_size):
+        summary = simulate(make_config(RUN | {"block_size": block_size})).summary
+        return [line for line in summary["latency_warnings"] if "descriptors" in line]
+
+    assert warned(4096) == []
+    (line,) = warned(1)
+    assert line.startswith("4 of 4 KV transfers have more descriptors than the 1785")
+    longest = int(re.search(r"up to (\d+)", line)[1])
+    assert longest % 96 == 0

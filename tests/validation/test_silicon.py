@@ -13,7 +13,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables import find_table, moe_shape
-from eldr_sim.validation import silicon
+from eldr_sim.validation import silicon, silicon_routing
 from eldr_sim.validation.silicon import (
     growth_error,
     predict_rows,
@@ -134,7 +134,7 @@ def assert_measurements_do_not_matter(rows, **options):
 
 def test_predictions_do_not_see_the_measured_figures(monkeypatch):
     """Nothing is fitted on the scored rows: other measurements, the same predictions."""
-    monkeypatch.setattr(silicon, "_TRACE_REQUESTS", 2)
+    monkeypatch.setattr(silicon_routing, "REQUESTS", 2)
     assert {f.name for f in fields(Case)}.isdisjoint({"ttft_ms", "tpot_ms"})
     assert_measurements_do_not_matter([make_row(1), make_row(4)], moe_kernel="newest")
 
@@ -148,7 +148,7 @@ class TestOtherModels:
 
     @pytest.mark.parametrize("name", ["minimax-m2.5", "qwen3-235b", "kimi-k2.5"])
     def test_predictions_do_not_see_the_measured_figures(self, name, monkeypatch):
-        monkeypatch.setattr(silicon, "_TRACE_REQUESTS", 2)
+        monkeypatch.setattr(silicon_routing, "REQUESTS", 2)
         rows = [r for r in read_rows(target=MEASURED_MODELS[name]) if r.case.gpu == "H200"]
         case = replace(rows[0].case, input_len=128, output_len=32)
         rows = [replace(rows[0], case=replace(case, concurrency=c)) for c in (1, 4)]
@@ -405,21 +405,76 @@ def test_growth_compares_with_the_lowest_concurrency():
     assert growth_error(table, "tpot") == pytest.approx(10.0)  # 2.2 x for 2.0 x
 
 
+@pytest.mark.parametrize(
+    ("size", "padded_sides"), [(1, (3072, 2944)), (2, (3072, 1536)), (4, (3072, 768))]
+)
+def test_marlin_pads_as_vllm_does(size, padded_sides):
+    """+9.0% of weights on one GPU, +13.8% on more."""
+    from eldr_sim.kernel_profiles.sources.marlin import padded
+
+    assert padded(2880, 2880 // size) == padded_sides
+    more = np.prod(padded_sides) * size / 2880**2
+    assert more == pytest.approx(1.090 if size == 1 else 1.138, abs=5e-4)
+    assert padded(3584, 3072 // size) == (3584, 3072 // size)  # the source's layer
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "mode"),
+    [
+        ("", "vllm", "microbatch_parallel"),  # of 2025: vLLM 0.11
+        ("0.11.2", "vllm", "microbatch_parallel"),
+        ("0.15.1", "vllm", "microbatch_sequential"),
+        ("0.18.0", "vllm", "microbatch_sequential"),
+        ("nightly-5b8c30d62b754b57", "vllm", "microbatch_sequential"),  # of April 2026
+        ("0.27.1", "vllm", "thread_pool"),
+        ("0.5.9", "sglang", "thread_pool"),
+    ],
+)
+def test_a_version_tokenises_in_its_own_way(version, backend, mode):
+    assert silicon.tokenizer_mode(version, backend) == mode
+
+
+def test_forms_change_what_they_say(monkeypatch):
+    """A front end delays first tokens, a slower CPU more; uneven routing reads fewer experts."""
+    monkeypatch.setattr(silicon_routing, "REQUESTS", 4)
+    bare = silicon.Form(routing="uniform", frontend=None)
+
+    def predicted(**changes):
+        form = replace(bare, **changes)
+        (row,) = predict_rows([make_row(24)], moe_kernel="newest", form=form).to_pylist()
+        return row["predicted_ttft_ms"], row["predicted_tpot_ms"]
+
+    ttft, tpot = predicted()
+    fronted = predicted(frontend="xeon-emerald-rapids")
+    slower = predicted(frontend="xeon-emerald-rapids", cpu_slowdown=1.3)
+    assert ttft + 2.0 < fronted[0] < slower[0]  # 2 ms are the batch's wait alone
+    assert fronted[1] == pytest.approx(tpot, rel=0.05)
+    assert predicted(routing="drawn")[1] < 0.98 * tpot
+    assert predicted(norms=False)[1] < tpot
+
+
 class TestMarlin:
     @pytest.fixture(autouse=True)
     def _package(self):
         pytest.importorskip("aiconfigurator_core", reason="needs eldr-sim[aiconfigurator]")
 
-    @pytest.mark.parametrize("size", [1, 8])
-    def test_carries_the_source_rows_over_at_equal_rows_per_expert(self, size):
-        """At 128 and 224 tokens an expert gets 4 rows in both layers."""
+    @pytest.mark.parametrize(
+        ("size", "padding", "weights"),
+        [
+            (1, False, 2880 * 2880),
+            (1, True, 3072 * 2944),
+            (8, True, 3072 * 8 * 384),
+        ],
+    )
+    def test_carries_the_source_rows_over_at_equal_rows_per_expert(self, size, padding, weights):
+        """At 128 and 224 tokens an expert gets 4 rows in both layers; weights as vLLM pads them."""
         import pandas as pd
 
         from eldr_sim.kernel_profiles.sources.aiconfigurator import data_folder
         from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 
         model = load_model("GPT-OSS-120B")
-        table = derive_marlin_table("H200", model, Parallelism(size))
+        table = derive_marlin_table("H200", model, Parallelism(size), padding=padding)
         even = table.columns["routing"] == "balanced"
         time = dict(
             zip(table.columns["batch"][even], table.columns["latency_s"][even], strict=True)
@@ -433,7 +488,7 @@ class TestMarlin:
             & (frame.distribution == "balanced")
         ]
         source = frame.groupby("num_tokens").latency.median() / 1e3
-        scale = 128 * 2880 * 2880 / (896 * 3584 * 3072)
+        scale = 128 * weights / (896 * 3584 * 3072)
         grown = np.interp(1.75 * 8192, source.index, source) - np.interp(
             1.75 * 128, source.index, source
         )
@@ -450,7 +505,7 @@ class TestMarlin:
             rows = (table.columns["batch"] == tokens) & (table.columns["routing"] == "balanced")
             return float(table.columns["latency_s"][rows][0])
 
-        assert time(marlin, 64) == pytest.approx(time(later, 64), rel=0.15)
+        assert time(marlin, 64) == pytest.approx(time(later, 64), rel=0.2)
         assert time(marlin, 8192) > 2 * time(later, 8192)
         assert marlin.metadata.provenance == "derived"
 

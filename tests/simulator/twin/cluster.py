@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from functools import partial
 
@@ -12,6 +13,7 @@ from eldr_sim.policies.base import RequestInfo, Workers
 from .engine import COLOCATED, DECODE, PREFILL, PREFILL_ONLY, Pool, Worker
 from .experts import TraceSets, expert_set, prompt_sources, prompt_token_experts
 from .faults import TwinFaults
+from .front_end import FrontEnd
 from .links import Links
 from .requests import Request
 
@@ -56,6 +58,7 @@ class Twin:
         self.links = Links(self)
         self.healthy = [np.ones(pool.size, bool) for pool in self.pools]
         self.faults = faults and TwinFaults(self, faults)
+        self.front_end = spec.front_end and FrontEnd(self, spec.front_end, workload.prompt_len)
         if self.requests:
             self.schedule(self.requests[0].arrival_s, lambda: self.arrive(0))
 
@@ -106,6 +109,10 @@ class Twin:
                     session=int(workload.session[i]),
                 ),
             )
+            reached = min(
+                -(-(prompt + request.output) // self.spec.block_size), self.spec.windows.most
+            )
+            request.window_blocks = math.ceil(self.spec.windows.share * reached)
             if trace is not None:
                 request.token_experts = [
                     prompt_token_experts(prompts, trace, source, token, self.n_layers)
@@ -161,14 +168,19 @@ class Twin:
     def settle(self):
         """Send whom the client may send, then do the next thing that the event has brought."""
         while True:
-            limit = self.spec.max_concurrency
-            while self.sent < self.arrived and (limit is None or self.in_flight < limit):
-                self.send(self.requests[self.sent])
+            if not self.front_end:
+                self.send_all()
             if not self.todo:
                 self.ask_held()
+                self.send_all()  # API servers hear of it when all else is done
                 return
             act, request = self.todo.pop(0)
             act(request)
+
+    def send_all(self):
+        limit = self.spec.max_concurrency
+        while self.sent < self.arrived and (limit is None or self.in_flight < limit):
+            self.send(self.requests[self.sent])
 
     def send(self, request):
         self.sent += 1
@@ -180,16 +192,24 @@ class Twin:
             self.end(request, reason)
             return
         self.in_flight += 1
+        if self.front_end:
+            self.front_end.send(request)
+        else:
+            self.route(request)
+
+    def route(self, request):
+        """Ask the first router."""
         self.dispatch(request, 0 if self.spec.n_prefill else 1)
 
     def refusal(self, request):
         """Say why a request can never be served."""
         size, tokens = self.spec.block_size, request.prompt + request.output
+        windows = request.window_blocks * size
         if tokens > self.spec.max_model_len:
             return "exceeds_max_model_len"
         if (
-            request.prompt > self.spec.prefill.n_blocks * size
-            or tokens > self.spec.decode.n_blocks * size
+            request.prompt > self.spec.prefill.n_blocks * size - windows
+            or tokens > self.spec.decode.n_blocks * size - windows
         ):
             return "exceeds_kv_cache"
         return ""
@@ -218,7 +238,8 @@ class Twin:
     def hand_over(self, request):
         """Its prompt is computed: tell the router, which takes its time to pick a decode worker."""
         self.report(request, 0)
-        delay = self.spec.routing_s + self.spec.routing_token_s * request.prompt
+        spec = self.spec
+        delay = spec.routing_s + spec.handover_s + spec.routing_token_s * request.prompt
         if delay == 0:
             self.dispatch(request, 1)
         else:

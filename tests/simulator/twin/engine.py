@@ -309,12 +309,13 @@ class Worker:
                 if block is None:
                     break
                 found.append(block)
-        new = -(-tokens // size) - len(found)
-        if not self.fits(new + sum(block.holders == 0 for block in found)):
+        new, windows = -(-tokens // size) - len(found), request.window_blocks
+        if not self.fits(new + windows + sum(block.holders == 0 for block in found)):
             return None
         for block in found:
             self.blocks.hold(block)
         request.tables[self] = found + [self.blocks.take() for _ in range(new)]
+        request.windows[self] = [self.blocks.take() for _ in range(windows)]
         return len(found) * size
 
     def publish(self, request, tokens):
@@ -325,7 +326,7 @@ class Worker:
                 self.blocks.publish(block, key, request.number)
 
     def release(self, request):
-        self.blocks.give_back(request.tables.pop(self))
+        self.blocks.give_back(request.tables.pop(self) + request.windows.pop(self))
 
     # --- a step ---
 

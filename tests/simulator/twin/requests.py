@@ -21,6 +21,7 @@ class Request:
     block_keys: list  #: of its full KV blocks that others may share
     info: RequestInfo
     sent_s: float = -1.0
+    tokenized_s: float = -1.0
     prefill_start_s: float = -1.0
     prefill_end_s: float = -1.0
     transfer_start_s: float = -1.0
@@ -42,7 +43,9 @@ class Request:
     outcome: str = ""
     kv_here: bool = False
     token_s: list = field(default_factory=list)  #: when each token came
+    window_blocks: int = 0  #: KV blocks that its sliding windows take
     tables: dict = field(default_factory=dict)  #: worker -> its KV blocks there
+    windows: dict = field(default_factory=dict)  #: worker -> those of its sliding windows
 
     def experts(self, position):
         """Experts of the token at ``position`` of the context when a chunk computes it."""

@@ -1,0 +1,146 @@
+"""The front end: what a request waits for before a router sees it.
+
+The twin of test_engine.py has it, too, in random clusters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.front_end import FrontEndLatency, list_front_ends
+from eldr_sim.simulator.cluster import Cluster
+from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.front_end import FrontEndSpec
+from eldr_sim.simulator.run import simulate
+
+from .random_clusters import policies_of, random_cluster
+
+TOKEN_S, LOOP_S, HTTP_S = 1e-4, 3e-4, 7e-4
+
+
+def run_with(mode, arrivals=None, **options):
+    """Run a small cluster behind a front end; returns its requests."""
+    arguments = random_cluster(5, (0, 2), 0, 0, 1, True, True, False)
+    workload = arguments["workload"]
+    if arrivals is not None:
+        workload.arrival_s[:] = arrivals(len(workload))
+    knots = np.array([0.0, 1000.0])
+    seconds = {
+        "tokenize": TOKEN_S * knots,
+        "event_loop": np.full(2, LOOP_S),
+        "http": np.full(2, HTTP_S),
+    }
+    front = FrontEndSpec(
+        FrontEndLatency({part: (knots, of) for part, of in seconds.items()}, None),
+        mode,
+        **{"n_servers": 1} | options,
+    )
+    arguments["spec"] = dataclasses.replace(
+        arguments["spec"], front_end=front, max_concurrency=None, max_model_len=300
+    )
+    arguments |= {"window": (0.0, np.inf), "time_limit_s": np.inf}
+    first, second = policies_of(arguments["spec"], "round_robin", "jsq", 0)
+    cluster = Cluster(
+        **arguments, prefill_policy=first, decode_policy=second, signatures=lambda _: (0, None)
+    )
+    return cluster.run().requests
+
+
+def read_at(sent):
+    """When the event loop has read requests and HTTP has brought them: one after the other."""
+    free, read = 0.0, []
+    for at in sent:
+        free = max(at, free) + LOOP_S
+        read.append(free + HTTP_S)
+    return read
+
+
+def test_a_pool_of_one_thread_is_a_queue_of_one_server():
+    """Lindley's recursion, twice."""
+    requests = run_with("thread_pool")
+    free, expected = 0.0, []
+    for read, tokens in zip(read_at(requests["sent_s"]), requests["prompt_len"], strict=True):
+        free = max(read, free) + TOKEN_S * tokens
+        expected.append(free)
+    np.testing.assert_allclose(requests["tokenized_s"], expected, rtol=1e-12)
+    assert len(requests) > 5
+
+
+def test_threads_and_servers_share_the_work():
+    """Without a queue at the loop, two servers of two threads are four threads at least."""
+    slow = run_with("thread_pool", np.zeros)
+    wide = run_with("thread_pool", np.zeros, n_servers=2, threads=2)
+    assert wide["tokenized_s"].max() < slow["tokenized_s"].max()
+    own = HTTP_S + LOOP_S + TOKEN_S * wide["prompt_len"]
+    assert (wide["tokenized_s"] - wide["sent_s"] >= own - 1e-12).all()
+
+
+@pytest.mark.parametrize("mode", ["microbatch_sequential", "microbatch_parallel"])
+def test_a_burst_is_tokenised_in_batches_that_end_together(mode):
+    requests = run_with(mode, np.zeros, most=4, threads=3, wait_s=0.002)
+    read, work = read_at(requests["sent_s"]), TOKEN_S * requests["prompt_len"]
+
+    def seconds(batch):
+        if mode == "microbatch_sequential":
+            return batch.sum()
+        return max(batch.max(), batch.sum() / 3)
+
+    n, at, free, expected = len(requests), 0, 0.0, []
+    while at < n:
+        opened = max(read[at], free)  # the batch gets its first prompt
+        batch = [i for i in range(at, n) if read[i] <= opened + 0.002][:4]
+        begin = max(opened, read[batch[-1]]) if len(batch) == 4 else opened + 0.002
+        free = begin + seconds(work[batch])
+        expected += [free] * len(batch)
+        at = batch[-1] + 1
+    np.testing.assert_allclose(requests["tokenized_s"], expected, rtol=1e-12)
+    assert len(set(expected)) > 1
+
+
+RUN = {"num_requests": 6, "output_len": 8, "request_rate": 0.5, "seed": 3}
+
+
+@pytest.mark.parametrize("topology", ["1P1D", "1C"])
+def test_a_lone_request_waits_for_its_front_end_and_nothing_else_changes(topology):
+    """The parts of TTFT add up; without a front end a result has nothing of it."""
+    (cpu,) = list_front_ends()
+    plain = simulate(make_config(RUN | {"topology": topology}))
+    fronted = simulate(make_config(RUN | {"topology": topology, "frontend": cpu}))
+    requests = fronted.record.requests
+    ahead = 1e3 * (requests["tokenized_s"] - requests["sent_s"])
+    ttft = [np.array(result.requests["ttft_ms"]) for result in (plain, fronted)]
+    np.testing.assert_allclose(ttft[1], ttft[0] + ahead, rtol=1e-9)
+    assert (ahead > 1.0).all()
+    summary = fronted.summary
+    assert summary["front_end"]["mean_ms"] == pytest.approx(ahead.mean())
+    assert summary["provenance"]["front_end"]["label"] == "measured"
+    assert "tokenized_s" in fronted.requests.column_names
+    assert "tokenized_s" not in plain.requests.column_names
+    assert "front_end" not in plain.summary
+
+
+def test_a_slower_cpu_takes_longer_by_as_much():
+    (cpu,) = list_front_ends()
+    config = make_config(RUN | {"topology": "1C", "frontend": cpu})
+    means = [
+        simulate(config.replace(cpu_slowdown=factor)).summary["front_end"]["mean_ms"]
+        for factor in (1.0, 2.0)
+    ]
+    assert means[1] == pytest.approx(2 * means[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"frontend": "abacus"}, "frontend: no front end 'abacus'"),
+        ({"tokenizer_threads": 2}, "tokenizer_threads: there are no API servers"),
+        ({"cpu_slowdown": 0.0, "frontend": "x"}, "cpu_slowdown"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields, what):
+    with pytest.raises(InputError, match=what):
+        simulate(make_config(RUN | fields))

@@ -1,0 +1,42 @@
+"""Published runs with prefill and decode workers: what is predicted, and what it rests on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from eldr_sim.validation import pd, silicon_routing
+from eldr_sim.validation.pd import predict_runs
+from eldr_sim.validation.pd_rows import OUTPUT, RUNS
+
+LATE = next(run for run in RUNS if run.moe_kernel == "newest")
+
+
+def test_rows_agree_with_themselves():
+    """TPOT that follows from others does, and means lie below their 99th percentiles."""
+    for run in RUNS:
+        figures = run.measured
+        if "mean_tpot" in run.derived:
+            tpot = (figures["mean_e2el"] - figures["mean_ttft"]) / (OUTPUT - 1)
+            assert figures["mean_tpot"] == pytest.approx(tpot, abs=0.01)
+        for name, value in figures.items():
+            if name.startswith("p99"):
+                assert value > figures[f"mean_{name[4:]}"]
+    assert len({run.name for run in RUNS}) == len(RUNS)
+
+
+def test_predictions_do_not_see_the_measured_figures_and_name_their_preset(monkeypatch):
+    monkeypatch.setattr(silicon_routing, "REQUESTS", 2)
+    monkeypatch.setattr(silicon_routing, "_DRAWN_PROMPT", 64)
+    monkeypatch.setattr(pd, "RATE", 1.0)
+    other = replace(LATE, measured=dict.fromkeys(LATE.measured, 1.0))
+    one, two = (predict_runs([run], requests=8).to_pylist() for run in (LATE, other))
+    assert [row["predicted_ms"] for row in one] == [row["predicted_ms"] for row in two]
+    assert {row["handover"] for row in one} == {"none", "vllm_nixl"}
+    by_preset = {row["handover"]: row for row in one if row["metric"] == "mean_ttft"}
+    none, nixl = by_preset["none"], by_preset["vllm_nixl"]
+    assert nixl["predicted_ms"] == pytest.approx(none["predicted_ms"] + 110.0, abs=15.0)
+    parts = [value for name, value in none.items() if name.endswith("_ms")][2:]
+    assert sum(parts) == pytest.approx(none["predicted_ms"])
+    assert none["error"] == pytest.approx(100 * (none["predicted_ms"] / none["measured_ms"] - 1))

@@ -1,0 +1,80 @@
+"""Routing of the measured runs' random prompts, which nobody recorded: uniform, or as a model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from eldr_sim.traces.synthetic.drawn import Shape, nearest_preset
+from eldr_sim.traces.synthetic.presets import PRESETS, preset_model
+from eldr_sim.traces.synthetic.synthesize import synthesize
+from eldr_sim.traces.writer import write_trace
+from eldr_sim.validation.silicon_rows import MeasuredModel
+
+Routing = Literal["uniform", "drawn"]
+
+#: Requests of a routing trace, and tokens of each that are replayed.
+REQUESTS, PROMPT, OUTPUT = 32, 128, 96
+#: Prompt tokens of drawn requests: a chunk of a long prompt has more kinds of tokens than 128.
+_DRAWN_PROMPT = 1024
+
+
+def make_routing(folder: Path, routing: Routing, target: MeasuredModel) -> Path:
+    """Write a routing trace of a model, ``uniform`` or ``drawn``; returns its folder."""
+    return (uniform_trace if routing == "uniform" else drawn_trace)(folder, target=target)
+
+
+def uniform_trace(folder: Path, seed: int = 0, *, target: MeasuredModel) -> Path:
+    """Write a routing trace whose tokens choose experts uniformly at random."""
+    model = target.dims()
+    rng = np.random.default_rng(seed)
+    shape = (PROMPT + OUTPUT, model.n_moe_layers, model.n_experts)
+    experts = [
+        np.argpartition(rng.random(shape, dtype=np.float32), model.top_k)[..., : model.top_k]
+        for _ in range(REQUESTS)
+    ]
+    write_trace(
+        folder,
+        experts=np.concatenate(experts),
+        request_id=[str(i) for i in range(REQUESTS)],
+        domain=["random"] * REQUESTS,
+        prompt_len=np.full(REQUESTS, PROMPT),
+        output_len=np.full(REQUESTS, OUTPUT),
+        is_calibration=np.zeros(REQUESTS, bool),
+        model=model.name,
+        n_experts=model.n_experts,
+        domains=["random"],
+        captured_by="drawn uniformly, no model",
+        source_data="none",
+        tool_versions={},
+        provenance="synthetic",
+    )
+    return folder
+
+
+def drawn_trace(folder: Path, seed: int = 0, *, target: MeasuredModel) -> Path:
+    """Write a routing trace drawn for the model, from the fit to recorded tokens nearest to it.
+
+    The requests are of all domains in turn. Recorded tokens were not random ones: that gates are
+    as uneven for these is an assumption.
+    """
+    model = target.dims()
+    shape = Shape(model.n_moe_layers, model.n_experts, model.top_k)
+    preset = nearest_preset(target.shipped or model.name, shape)
+    own = PRESETS[preset]
+    wanted = (shape.n_layers, shape.n_experts, shape.top_k)
+    changes = {} if wanted == (own.n_layers, own.n_experts, own.top_k) else {
+        "n_layers": shape.n_layers, "n_experts": shape.n_experts, "top_k": shape.top_k
+    }  # fmt: skip
+    synthesize(
+        preset_model(preset, **changes),
+        folder,
+        requests=REQUESTS,
+        calibration=0,
+        prompt_len=(_DRAWN_PROMPT, _DRAWN_PROMPT),
+        output_len=(OUTPUT, OUTPUT),
+        seed=seed,
+    )
+    return folder
