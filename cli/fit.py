@@ -11,8 +11,7 @@ import click
 
 from eldr_sim.cli.completion import complete, models, traces, workloads
 from eldr_sim.errors import InputError
-from eldr_sim.policies.clustering import METHODS
-from eldr_sim.policies.signature import TRANSFORMS, parse_layer_mask, score_of
+from eldr_sim.policies.signature import METHODS, TRANSFORMS, parse_layer_mask, score_of
 
 
 @click.command(short_help="Fit ELDR's routing artifact.")

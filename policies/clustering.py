@@ -7,19 +7,12 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
-from eldr_sim.policies.signature import Floats, Ints, unit_rows
-
-Method = Literal["balanced", "vanilla"]
-"""How calibration requests are clustered."""
-
-METHODS: tuple[Method, ...] = get_args(Method)
-"""All methods, ELDR's own first."""
+from eldr_sim.policies.signature import METHODS, Floats, Ints, Method, unit_rows
 
 RESTARTS = 8
 """Independent seedings; the clustering of the smallest total distance is kept."""

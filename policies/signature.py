@@ -36,6 +36,12 @@ scores."""
 TRANSFORMS: tuple[Transform, ...] = get_args(Transform)
 """All transforms, ELDR's own first."""
 
+Method = Literal["balanced", "vanilla"]
+"""How calibration requests are clustered."""
+
+METHODS: tuple[Method, ...] = get_args(Method)
+"""All methods, ELDR's own first."""
+
 LayerMask = Literal["greedy", "all"] | tuple[int, ...]
 """The layers of a signature: ELDR's greedy selection, all, or these numbers in ascending order."""
 
