@@ -13,9 +13,10 @@ import pyarrow as pa
 
 from eldr_sim.planning.candidates import gpu_label
 from eldr_sim.planning.intervals import Interval
-from eldr_sim.planning.plan import CandidateResult, Plan, Saving, per_gpu, per_user
+from eldr_sim.planning.plan import CandidateResult, Plan, per_gpu, per_user
 from eldr_sim.planning.rates import CarriedRate, RatePlan
 from eldr_sim.planning.runs import Runs, Summary
+from eldr_sim.planning.savings import Saving
 from eldr_sim.planning.slo import Objective
 from eldr_sim.planning.trial import Trial
 from eldr_sim.simulator.config import RunConfig

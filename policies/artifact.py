@@ -16,14 +16,16 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import check_arrays
 from eldr_sim.outputs import whole_file
-from eldr_sim.policies.clustering import METHODS, Method, kmeans
+from eldr_sim.policies.clustering import kmeans
 from eldr_sim.policies.signature import (
+    METHODS,
     TRANSFORMS,
     DecodeOverlap,
     Floats,
     Ints,
     LayerMask,
     LayerSelection,
+    Method,
     Transform,
     decode_overlap,
     idf_weights,

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.flops import PrefillWork
     from eldr_sim.kernel_profiles.step_time import RankMoE, StepCost
     from eldr_sim.policies.artifact import RoutingArtifact
-    from eldr_sim.policies.clustering import Method
     from eldr_sim.policies.placement import Placement
-    from eldr_sim.policies.signature import LayerMask, Transform
+    from eldr_sim.policies.signature import LayerMask, Method, Transform
     from eldr_sim.traces.calibration import CalibrationSet
 
 

@@ -16,11 +16,11 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.choice import SignatureParameters
-from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
 from eldr_sim.policies.signature import (
     Floats,
     LayerMask,
+    Method,
     Transform,
     parse_layer_mask,
     score_of,

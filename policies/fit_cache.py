@@ -10,8 +10,7 @@ from typing import Any
 from eldr_sim import cache
 from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import RoutingArtifact, fit
-from eldr_sim.policies.clustering import Method
-from eldr_sim.policies.signature import LayerMask, Transform
+from eldr_sim.policies.signature import LayerMask, Method, Transform
 from eldr_sim.traces.calibration import CalibrationSet
 from eldr_sim.traces.format import RoutingTrace
 

@@ -432,13 +432,13 @@ class FaultActions:
         if record["decode_worker"] >= 0:
             self._hear_one(request, 1)
 
-    def _end(self, request: int, outcome: int) -> None:
+    def _end(self, request: int, outcome: np.integer[Any]) -> None:
         self.requests[request]["outcome"] = outcome
         self.clock["open_measured"] -= self.requests[request]["measured"]
         if outcome in (state.WORKER_LOST, state.CANCELLED):
             self.requests[request]["finish_s"] = self.clock["now"][0]
 
-    def _give_up(self, request: int, outcome: int) -> None:
+    def _give_up(self, request: int, outcome: np.integer[Any]) -> None:
         self.clock["in_flight"] -= 1
         self._end(request, outcome)
 
@@ -493,7 +493,7 @@ class FaultActions:
         """Return a run's record without the steps that were cut, and with what was sent again."""
 
         def whole(log: NDArray[np.void], end: str) -> NDArray[np.void]:
-            return log[np.isfinite(log[end])]
+            return np.asarray(log[np.isfinite(log[end])])
 
         return replace(
             record,

@@ -17,7 +17,6 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import DecodePolicy, PolicyContext
 from eldr_sim.policies.choice import SignatureParameters
-from eldr_sim.policies.clustering import Method
 from eldr_sim.policies.fit_cache import cached_fit
 from eldr_sim.policies.placement import (
     ExpertGroup,
@@ -32,7 +31,7 @@ from eldr_sim.policies.registry import (
     prefill_policy,
     queue_order,
 )
-from eldr_sim.policies.signature import LayerMask, Transform, score_of
+from eldr_sim.policies.signature import LayerMask, Method, Transform, score_of
 from eldr_sim.simulator.catalogue import headline_tags, label
 from eldr_sim.simulator.cluster import Cluster, RunRecord
 from eldr_sim.simulator.cluster_spec import ClusterSpec

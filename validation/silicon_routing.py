@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -65,7 +65,7 @@ def drawn_trace(folder: Path, seed: int = 0, *, target: MeasuredModel) -> Path:
     preset = nearest_preset(target.shipped or model.name, shape)
     own = PRESETS[preset]
     wanted = (shape.n_layers, shape.n_experts, shape.top_k)
-    changes = {} if wanted == (own.n_layers, own.n_experts, own.top_k) else {
+    changes: dict[str, Any] = {} if wanted == (own.n_layers, own.n_experts, own.top_k) else {
         "n_layers": shape.n_layers, "n_experts": shape.n_experts, "top_k": shape.top_k
     }  # fmt: skip
     synthesize(

@@ -10,9 +10,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies import artifact as artifact_module
 from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.clustering import METHODS
 from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
-from eldr_sim.policies.signature import TRANSFORMS, score_of
+from eldr_sim.policies.signature import METHODS, TRANSFORMS, score_of
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.gate_scores import GateScores

@@ -63,7 +63,7 @@ class Drift:
             taken = np.median(np.lib.stride_tricks.sliding_window_view(near, _WINDOW), axis=1)
             reference_s = float(np.median(taken)) if reference_s is None else reference_s
         self.reference_s = reference_s
-        self.factors = taken / reference_s if len(taken) else taken
+        self.factors = taken if reference_s is None or not len(taken) else taken / reference_s
 
     def factor(self, at_s: FloatArray) -> FloatArray:
         """Return by how much a probe takes longer at these times than at the reference speed."""

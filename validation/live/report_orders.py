@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,7 @@ def _ttft(requests: pd.DataFrame) -> list[tuple[float, float]]:
     """Return mean and p99 of TTFT, and its mean over the longest prompts: live, simulated."""
     columns = [requests["live_ttft_ms"], requests["simulated_ttft_ms"]]
     longest = requests["prompt_len"] >= requests["prompt_len"].quantile(_LONGEST)
-    of = (
+    of: tuple[Callable[[Any], float], ...] = (
         lambda column: float(column.mean()),
         lambda column: float(column.quantile(0.99)),
         lambda column: float(column[longest].mean()),
