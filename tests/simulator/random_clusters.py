@@ -137,7 +137,7 @@ class Holds:
 
     def select(self, request, workers):
         columns = [column.tolist() for column in workers[:7]]
-        clock = round(workers.now_s, 9), round(workers.signals_s, 9)
+        clock = round(float(workers.now_s), 12), round(float(workers.signals_s), 12)
         self.seen.append((request.request_id, request.session, *columns, *clock))
         if workers.loads.min() > 1 and request.request_id % 4:
             return None

@@ -304,8 +304,11 @@ def test_engines_of_a_node_may_change_places(seed):
         )  # fmt: skip
         runs.append(cluster.run())
     one, other = runs
-    assert one.outcomes() == other.outcomes()
-    np.testing.assert_allclose(one.requests["finish_s"], other.requests["finish_s"], rtol=1e-12)
+    # Whoever comes after the window may end with the run or not, where both happen at once.
+    own = one.requests["measured"]
+    assert (one.requests["outcome"] == other.requests["outcome"])[own].all()
+    ended = (one.requests["finish_s"][own], other.requests["finish_s"][own])
+    np.testing.assert_allclose(*ended, rtol=1e-12)
     for name in ("pairs", "busiest_pairs", "n_busy"):
         assert one.decode_group_steps[name].tolist() == other.decode_group_steps[name].tolist()
 
