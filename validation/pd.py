@@ -115,20 +115,12 @@ def _workload(n: int, seed: int) -> Workload:
     """Return Poisson arrivals of requests of one length."""
     rng = np.random.default_rng(seed)
     which = rng.integers(silicon_routing.REQUESTS, size=n).astype(np.int32)
-    return Workload(
+    return silicon_routing.plain_workload(
         arrival_s=np.cumsum(rng.exponential(1.0 / RATE, n)),
         prompt_len=np.full(n, PROMPT, np.int32),
         output_len=np.full(n, OUTPUT, np.int32),
         trace_request=which,
-        decode_request=which,
         replay_offset=rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32),
-        domain=np.zeros(n, np.int16),
-        session=np.arange(n, dtype=np.int32),
-        prefix_hash=np.empty(0, np.uint64),
-        prefix_indptr=np.zeros(n + 1, np.int64),
-        prefix_trace_request=np.empty(0, np.int32),
-        prefix_block_tokens=0,
-        description={},
     )
 
 

@@ -232,20 +232,12 @@ def _closed_loop(case: Case) -> Workload:
         return rng.integers(int(0.8 * longest), longest + 1, n).astype(np.int32)
 
     which = rng.integers(silicon_routing.REQUESTS, size=n).astype(np.int32)
-    return Workload(
+    return silicon_routing.plain_workload(
         arrival_s=np.zeros(n),
         prompt_len=lengths(case.input_len),
         output_len=lengths(case.output_len),
         trace_request=which,
-        decode_request=which,
         replay_offset=rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32),
-        domain=np.zeros(n, np.int16),
-        session=np.arange(n, dtype=np.int32),
-        prefix_hash=np.empty(0, np.uint64),
-        prefix_indptr=np.zeros(n + 1, np.int64),
-        prefix_trace_request=np.empty(0, np.int32),
-        prefix_block_tokens=0,
-        description={},
     )
 
 
