@@ -18,21 +18,23 @@ from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.catalogue import label
-from eldr_sim.simulator.config import parse_topology
 
 if TYPE_CHECKING:
     from eldr_sim.planning.plan import Plan
+    from eldr_sim.planning.prefill import FastestPlan
     from eldr_sim.planning.rates import RatePlan
     from eldr_sim.planning.runs import Summary
     from eldr_sim.planning.slo import Objective
     from eldr_sim.planning.trial import Trial
 
+_BUDGET = "tokens a step"
+
 
 @click.command(cls=GroupedCommand, short_help="Find the cheapest cluster that meets an SLO.")
 @click.option(
-    "--slo", multiple=True, required=True, metavar="METRIC:MS,...",
+    "--slo", multiple=True, metavar="METRIC:MS,...",
     help="Bounds that a good request keeps, ms: ttft:500,tpot:30 (also e2el); once with a list, "
-    "or repeated.",
+    "or repeated. Required but with --prefill-only.",
 )  # fmt: skip
 @click.option(
     "--attainment", type=float, default=0.99, show_default=True,
@@ -60,6 +62,16 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--topology", metavar="xPyD", help="Find the highest rate of this cluster instead.")
 @click.option(
+    "--prefill-only", is_flag=True,
+    help="Plan prefill workers alone: strategy, token budget, chunks. Without --slo, the fastest "
+    "for --num-requests prompts at once.",
+)  # fmt: skip
+@click.option(
+    "--strategy", "strategies", metavar="NAME,...",
+    help="How GPUs of such a worker may share the model: async_ep,dp_ep,tp_ep,tp,pp.  "
+    "[default: all]",
+)  # fmt: skip
+@click.option(
     "--seeds", type=int, default=8, show_default=True,
     help="Most seeds per cluster; fewer if they suffice.",
 )  # fmt: skip
@@ -82,6 +94,8 @@ def plan(
     sizes: str | None,
     redundant: str | None,
     topology: str | None,
+    prefill_only: bool,
+    strategies: str | None,
     seeds: int,
     jobs: int | None,
     out: Path | None,
@@ -90,23 +104,28 @@ def plan(
 ) -> None:
     """Find the cheapest xPyD cluster that meets an SLO at a rate.
 
-    With --topology, find the highest rate of this cluster within the SLO. Exit code 1 if there is
-    none.
+    With --topology, find the highest rate of this cluster within the SLO. With --prefill-only, the
+    cheapest xP and how its workers share the model. Exit code 1 if there is none.
     """
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.plan import plan as plan_cluster
     from eldr_sim.planning.plan_files import MARKER
+    from eldr_sim.planning.prefill import FastestPlan, plan_fastest
     from eldr_sim.planning.rates import RatePlan, plan_rate
     from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
 
-    objective = Objective(parse_slo(slo), attainment, looks_up_to(seeds))
+    if not slo and not prefill_only:
+        raise InputError("slo", "none", "METRIC:MS such as ttft:500,tpot:30, or --prefill-only")
+    objective = Objective(parse_slo(slo), attainment, looks_up_to(seeds)) if slo else None
     rate = options.get("request_rate")
     if topology is not None:
         if rate is not None:
             raise InputError("topology", "together with --request-rate", "one of the two")
-        if parse_topology(topology)[1] == 0:
-            raise InputError("topology", f"{topology!r} decodes nothing", "xPyD or xC")
+        if prefill_only:
+            raise InputError("prefill_only", "together with --topology", "one of the two")
         options["topology"] = topology
+    elif prefill_only:
+        options["topology"] = "1P"
     check_out(out, force, MARKER)
     worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]
     if topology is not None and worker_sizes:
@@ -119,7 +138,8 @@ def plan(
             raise InputError("num_redundant_experts", f"{redundant} for one cluster", "one number")
         options["num_redundant_experts"] = counts[0]
     config = config_from_options(options)
-    if topology is None and config.request_rate is None and not config.from_file:
+    unrated = config.request_rate is None and not config.from_file
+    if topology is None and unrated and objective is not None:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
     chosen: dict[str, Any] = {
         "policies": [name for text in policies for name in split(text)],
@@ -127,18 +147,28 @@ def plan(
         "prices": _prices(price),
         "jobs": jobs,
     }
-    found: Plan | RatePlan
+    names = _list(strategies)
+    found: Plan | RatePlan | FastestPlan
     with run_counter("planning") as count:
-        if topology is None:
+        if objective is None:
+            if rate is not None:
+                raise InputError("request_rate", "without --slo all prompts come at once", "--slo")
+            chosen |= {"seeds": min(seeds, 3), "worker_gpus": worker_sizes, "strategies": names}
+            del chosen["policies"]
+            found = plan_fastest(config, max_gpus=max_gpus, progress=count, **chosen)
+        elif topology is None:
             found = plan_cluster(
                 config, objective, max_gpus=max_gpus, tensor_parallel_sizes=worker_sizes,
-                redundant_experts=counts, progress=count, **chosen,
+                redundant_experts=counts, strategies=names, progress=count, **chosen,
             )  # fmt: skip
         else:
             found = plan_rate(config, objective, progress=count, **chosen)
     if out is not None:
         found.write(out, force=force)
-    is_found = _print_rates(found) if isinstance(found, RatePlan) else _print_plan(found)
+    if isinstance(found, FastestPlan):
+        is_found = _print_fastest(found)
+    else:
+        is_found = _print_rates(found) if isinstance(found, RatePlan) else _print_plan(found)
     click.echo(f"{len(found.runs)} simulated runs")
     if out is not None:
         click.echo(f"Wrote {out}")
@@ -182,17 +212,29 @@ def _print_plan(plan: Plan) -> bool:
                f"{plan.max_gpus} GPUs")  # fmt: skip
     by = "lowest price" if plan.has_prices else "fewest GPUs (no prices given)"
     click.echo()
-    columns = ["policy", "GPU", "cluster", label("gpus"), *_price_column(plan)]
+    prompts = plan.config.prefill_only
+    columns = ["strategy" if prompts else "policy", "GPU", "cluster"]
+    columns += [_BUDGET] if prompts else []
+    columns += [label("gpus"), *_price_column(plan)]
     columns += _memory_column(plan)
-    columns += [label("slo_attainment"), "seeds", label("p99_ttft_ms"), label("p99_tpot_ms")]
-    columns += [label("tokens_per_s_per_user"), label("tokens_per_s_per_gpu"), "step times"]
+    columns += [label("slo_attainment"), "seeds", label("p99_ttft_ms")]
+    if prompts:
+        columns += [label("prefill_throughput"), label("prefill_mfu"), "step times"]
+    else:
+        columns += [label("p99_tpot_ms"), label("tokens_per_s_per_user")]
+        columns += [label("tokens_per_s_per_gpu"), "step times"]
     print_table(
         f"Cheapest cluster of each candidate, {by} first",
         columns,
         [
             _cluster_row(plan, result.trial)
             if result.trial
-            else [result.policy, result.gpu, "none", *([""] * (len(columns) - 3))]
+            else [
+                result.policy,
+                result.gpu,
+                "refused" if result.refused else "none",
+                *([""] * (len(columns) - 3)),
+            ]
             for result in plan.candidates
         ],
     )
@@ -215,7 +257,8 @@ def _print_plan(plan: Plan) -> bool:
         f"carries {least}{interval_text(*margin.rate, '.1f')} requests/s, "
         f"{interval_text(*margin.percent, '+.1f')}% of the load",
     )
-    _line("One decode worker less", _lost(margin.lost_decode))
+    if not prompts:
+        _line("One decode worker less", _lost(margin.lost_decode))
     _line("One prefill worker less", _lost(margin.lost_prefill))
     for each in plan.savings:
         click.echo(
@@ -223,12 +266,13 @@ def _print_plan(plan: Plan) -> bool:
             f"{interval_text(*each.gpus, '.2f')} GPUs ({len(each.by_seed)} paired seeds)"
         )
     click.echo()
-    print_table(
-        "Pareto front of the clusters that meet the objective",
-        columns,
-        [_cluster_row(plan, trial) for trial in plan.front],
-    )
-    click.echo()
+    if not prompts:
+        print_table(
+            "Pareto front of the clusters that meet the objective",
+            columns,
+            [_cluster_row(plan, trial) for trial in plan.front],
+        )
+        click.echo()
     _print_assumptions(plan.best.trial.summaries[0])
     labels = {a.trial.summaries[0]["weakest_provenance"] for a in plan.candidates if a.trial}
     if len(labels) > 1:
@@ -237,6 +281,46 @@ def _print_plan(plan: Plan) -> bool:
             "between them are also differences between sources",
             err=True,
         )
+    return True
+
+
+def _price_of_tokens(per_hour: float | None, tokens_per_s: float | None) -> float | None:
+    """Return the price of a million prompt tokens."""
+    return None if per_hour is None or not tokens_per_s else 1e6 * per_hour / 3600 / tokens_per_s
+
+
+def _print_fastest(plan: FastestPlan) -> bool:
+    """Print how fast strategies compute prompts; return whether one does."""
+    from eldr_sim.planning.prefill_strategy import chunk_label
+
+    priced = plan.best is not None and plan.best.price_of_tokens is not None
+    columns = ["strategy", "GPU", "cluster", _BUDGET, label("gpus")]
+    columns += [label("prefill_throughput"), label("prefill_mfu")]
+    columns += ["per M tokens"] if priced else []
+    rows = []
+    for each in plan.clusters:
+        row = [each.strategy, each.gpu, "refused", *([""] * (len(columns) - 2))]
+        if each.config is not None and each.rate is not None and each.summary is not None:
+            row[2:] = [each.config.topology, chunk_label(each.config), str(each.config.n_gpus)]
+            row += [interval_text(*each.rate, ".0f"), number_text(each.mfu, ".3f")]
+            row += [number_text(each.price_of_tokens, ".3f")] if priced else []
+            row.append(str(each.summary["weakest_provenance"]))
+        rows.append(row)
+    by = "lowest price of a token" if priced else "most tokens a GPU"
+    print_table(f"Prompts at once, up to {plan.max_gpus} GPUs, {by} first",
+                [*columns, "step times"], rows)  # fmt: skip
+    for each in plan.clusters:
+        for reason in each.reasons:
+            click.echo(f"{each.strategy} on {each.gpu}: {reason}")
+    if plan.best is None or plan.best.config is None or plan.best.summary is None:
+        click.echo("No strategy has memory.")
+        return False
+    click.echo()
+    config = plan.best.config
+    text = f"{config.topology} on {plan.best.gpu}, {plan.best.strategy}"
+    _line("Answer", f"{text}, {chunk_label(config)} tokens a step: {config.n_gpus} GPUs")
+    click.echo()
+    _print_assumptions(plan.best.summary)
     return True
 
 
@@ -254,22 +338,31 @@ def _memory_column(plan: Plan) -> list[str]:
 def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
     from eldr_sim.planning.candidates import policy_label
     from eldr_sim.planning.plan import per_gpu, per_user
+    from eldr_sim.planning.prefill_strategy import chunk_label
 
-    config = trial.config
+    config, prompts = trial.config, plan.config.prefill_only
     prices = [config.price_per_hour, trial.mean("cost_per_million_output_tokens")]
+    if prompts:
+        prices[1] = _price_of_tokens(config.price_per_hour, trial.mean("prefill_throughput"))
+        figures = [
+            number_text(trial.mean("prefill_throughput"), ".0f"),
+            number_text(trial.mean("prefill_mfu"), ".3f"),
+        ]
+    else:
+        figures = [number_text(trial.mean("p99_tpot_ms"), ".2f"), f"{per_user(trial):.1f}"]
+        figures.append(f"{per_gpu(trial):.0f}")
     return [
         policy_label(config),
         _gpu(trial),
         _workers(trial),
+        *([chunk_label(config)] if prompts else []),
         str(config.n_gpus),
         *([number_text(price, ".2f") for price in prices] if plan.has_prices else []),
         *[number_text(trial.mean("kv_blocks_per_worker"), ".0f") for _ in _memory_column(plan)],
         interval_text(*trial.attainment, ".4f"),
         str(len(trial.summaries)),
         number_text(trial.mean("p99_ttft_ms"), ".1f"),
-        number_text(trial.mean("p99_tpot_ms"), ".2f"),
-        f"{per_user(trial):.1f}",
-        f"{per_gpu(trial):.0f}",
+        *figures,
         trial.summaries[0]["weakest_provenance"],
     ]
 
@@ -282,6 +375,8 @@ def _workers(trial: Trial) -> str:
     from eldr_sim.planning.candidates import worker_gpus
 
     config, size = trial.config, worker_gpus(trial.config)
+    if config.prefill_only:
+        return config.topology
     ranks = f", EP {size}" if config.enable_expert_parallel and size > 1 else ""
     engines = config.data_parallel_size
     shared = f"{engines} engines, " if engines > 1 else ""
@@ -290,11 +385,14 @@ def _workers(trial: Trial) -> str:
 
 def _name(trial: Trial) -> str:
     from eldr_sim.planning.candidates import policy_label
+    from eldr_sim.planning.prefill_strategy import chunk_label
 
-    price = trial.config.price_per_hour
+    price, chunks = trial.config.price_per_hour, ""
+    if trial.config.prefill_only:
+        chunks = f", {chunk_label(trial.config)} tokens a step"
     cost = "" if price is None else f", {price:.2f} an hour"
     return (
-        f"{_workers(trial)} on {_gpu(trial)} under {policy_label(trial.config)}: "
+        f"{_workers(trial)} on {_gpu(trial)} under {policy_label(trial.config)}{chunks}: "
         f"{trial.config.n_gpus} GPUs{cost}"
     )
 
@@ -316,12 +414,14 @@ def _lost(trial: Trial | None) -> str:
 
 def _print_rates(plan: RatePlan) -> bool:
     """Print the highest rates; return whether there is one."""
+    from eldr_sim.planning.candidates import policy_label
+
     print_table(
         f"Highest rate within {_goal(plan.objective)}, mean over {plan.objective.seeds} seeds",
         ["policy", "GPU", "cluster", "requests/s"],
         [
             [
-                each.config.policy,
+                policy_label(each.config),
                 each.gpu,
                 each.config.topology,
                 f"none: {each.reason}" if each.rate is None else interval_text(*each.rate, ".2f"),

@@ -10,6 +10,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.planning.bounds import Bounds, bounds
+from eldr_sim.planning.prefill_strategy import prefill_label
 from eldr_sim.planning.search import SearchSpace
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies.choice import parse
@@ -17,7 +18,7 @@ from eldr_sim.policies.registry import canonical
 from eldr_sim.simulator.config import Pool, RunConfig
 
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
-_SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size", "num_redundant_experts")
+SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size", "num_redundant_experts")
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class ClusterTemplate:
         return self.max_gpus // worker_gpus(self.config)
 
     def at(self, x: int, y: int) -> RunConfig:
-        """Return the cluster of x prefill and y decode workers."""
-        return self.config.model_copy(update={"topology": f"{x}P{y}D"})
+        """Return the cluster of x prefill and y decode workers; of prefill workers alone if 0."""
+        return self.config.model_copy(update={"topology": f"{x}P{y}D" if y else f"{x}P"})
 
     def cost(self, x: int, y: int) -> float:
         """Return the price per hour of x prefill and y decode workers, or their GPUs."""
@@ -79,12 +80,18 @@ def cost(config: RunConfig) -> float:
 
 
 def worker_gpus(config: RunConfig) -> int:
-    """Return the GPUs of a worker: those of all its engines."""
-    return config.tensor_parallel_size * config.data_parallel_size
+    """Return the GPUs of a worker: those of all its engines and stages."""
+    engines = config.data_parallel_size * config.pipeline_parallel_size
+    return config.tensor_parallel_size * engines
 
 
 def policy_label(config: RunConfig) -> str:
-    """Return the policy, and what redundant experts its workers hold."""
+    """Return the policy, and what redundant experts its workers hold.
+
+    Of prefill workers alone, how they share the model.
+    """
+    if config.prefill_only:
+        return prefill_label(config)
     n = config.num_redundant_experts
     return f"{config.policy}, {n} redundant experts" if n else config.policy
 
@@ -206,7 +213,7 @@ def make_candidate(
             try:
                 found = bounds(sized, objective)
             except InputError as error:
-                if error.field not in _SIZE_FIELDS:
+                if error.field not in SIZE_FIELDS:
                     raise
                 if expert_parallel == ways[0]:
                     reasons.append(f"{gpus} GPU{'s' if gpus > 1 else ''} a worker: {error.problem}")

@@ -18,9 +18,11 @@ from eldr_sim.planning.candidates import (
     worker_gpus,
 )
 from eldr_sim.planning.intervals import Interval, t_interval
+from eldr_sim.planning.prefill import prefill_candidates
+from eldr_sim.planning.prefill_strategy import chunk_label
 from eldr_sim.planning.rates import LEAST_REQUESTS, carried
 from eldr_sim.planning.runs import Runs, Search
-from eldr_sim.planning.search import SearchState, cheapest
+from eldr_sim.planning.search import SearchState, cheapest, fewest
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.planning.trial import Trial, passes, try_cluster
 from eldr_sim.simulator.catalogue import label
@@ -40,7 +42,9 @@ class CandidateResult:
     Attributes
     ----------
     gpu, policy
-        The candidate.
+        The candidate; of prefill workers alone, how they share the model.
+    refused
+        Whether no worker of the candidate has memory.
     template
         Size and policy of the workers; None if no cluster meets the objective.
     search
@@ -57,6 +61,7 @@ class CandidateResult:
 
     gpu: str
     policy: str
+    refused: bool = False
     template: ClusterTemplate | None = None
     search: SearchState = field(default_factory=SearchState)
     trials: list[Trial] = field(default_factory=list)
@@ -151,14 +156,15 @@ class Plan(Shown):
     def headline(self) -> Headline:
         """Return the cheapest cluster of each candidate."""
         rows = []
+        last = "prefill_mfu" if self.config.prefill_only else "p99_tpot_ms"
+        tags = ("slo_attainment", "p99_ttft_ms", last)
         for result in self.candidates:
             trial, cells = result.trial, ["none", "", "", "", ""]
             if trial is not None:
                 cells = [trial.config.topology, number(trial.config.n_gpus)]
-                tags = ("slo_attainment", "p99_ttft_ms", "p99_tpot_ms")
                 cells += [number(trial.mean(tag)) for tag in tags]
             rows.append((result.policy, result.gpu, *cells))
-        heads = map(label, ("gpus", "slo_attainment", "p99_ttft_ms", "p99_tpot_ms"))
+        heads = map(label, ("gpus", *tags))
         title = f"{self.rate:g} requests/s, up to {self.max_gpus} GPUs, cheapest first"
         return Headline(title, ("policy", "GPU", "cluster", *heads), rows)
 
@@ -215,10 +221,14 @@ def plan(
     prices: Mapping[str, float] | None = None,
     tensor_parallel_sizes: Sequence[int] = (),
     redundant_experts: Sequence[int] = (),
+    strategies: Sequence[str] = (),
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Find the cheapest xPyD cluster that meets an objective, for every policy on every GPU.
+
+    With prefill workers alone (a topology such as 1P), the cheapest xP for every way in which the
+    GPUs of a worker may share the model, over its token budgets.
 
     Parameters
     ----------
@@ -238,7 +248,11 @@ def plan(
         (``data_parallel_size``): they cost KV blocks.
     tensor_parallel_sizes
         GPUs per engine to choose from. If empty, the smallest power of two that holds the model,
-        and larger ones only if no cluster of smaller workers meets the objective.
+        and larger ones only if no cluster of smaller workers meets the objective. Of prefill
+        workers alone, GPUs per worker: all powers of two up to a node.
+    strategies
+        Ways in which GPUs of prefill workers alone share the model, see
+        `prefill_strategy.KINDS`; all of them if empty.
     jobs
         Processes, see :func:`~eldr_sim.planning.runner.run_points`.
     progress
@@ -249,27 +263,37 @@ def plan(
     InputError
         If an argument is not valid, or the arguments contradict each other.
     """
-    if max_gpus < 2:
-        raise InputError("max_gpus", str(max_gpus), "2 or more: one worker of each kind")
+    if max_gpus < (1 if config.prefill_only else 2):
+        raise InputError("max_gpus", str(max_gpus), "room for one worker of each kind")
+    if strategies and not config.prefill_only:
+        raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
     if config.request_rate == math.inf:
         raise InputError("request_rate", "inf", "a finite rate")
     _check_workers(config)
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {}, redundant_experts)
-    candidates = [make_candidate(c, objective, max_gpus, tensor_parallel_sizes) for c in configs]
+    sizes = tensor_parallel_sizes
+    if config.prefill_only:
+        candidates = [
+            candidate
+            for each in configs
+            for candidate in prefill_candidates(each, objective, max_gpus, sizes, strategies)
+        ]
+    else:
+        candidates = [make_candidate(each, objective, max_gpus, sizes) for each in configs]
     sized = (template for candidate in candidates for template in candidate.templates)
     rate = next((template.bounds.rate for template in sized), math.nan)
     _check_load(config, rate)
     runs = Runs(jobs, progress)
     results = runs.together([_search_sizes(each, objective) for each in candidates])
-    savings = _savings(results, objective, runs)
+    savings = [] if config.prefill_only else _savings(results, objective, runs)
     ranked = sorted(results, key=lambda result: (result.cost, _rank(result.trial)))
     margin = None
     if ranked[0].trial is not None:
         margin = _margin(ranked[0], objective, rate, runs)
     larger = [search for result in results for search in _larger(result, objective)]
     trials = [trial for result in results for trial in result.trials] + runs.together(larger)
-    front = _front(trials, max_gpus)
+    front = [] if config.prefill_only else _front(trials, max_gpus)
     return Plan(asked, objective, rate, max_gpus, ranked, margin, front, savings, runs)
 
 
@@ -301,7 +325,7 @@ def _rank(trial: Trial | None) -> tuple[float, float, float]:
 
 def _search_sizes(candidate: Candidate, objective: Objective) -> Search[CandidateResult]:
     """Search the worker sizes in turn; a larger one must beat the smaller ones."""
-    result = CandidateResult(candidate.gpu, candidate.policy)
+    result = CandidateResult(candidate.gpu, candidate.policy, refused=not candidate.templates)
     for template in candidate.templates:
         if candidate.larger_if_needed and result.trial is not None:
             break
@@ -328,11 +352,14 @@ def _search_size(
         trials[x, y] = yield from try_cluster(template.at(x, y), objective)
         return trials[x, y].verdict
 
-    state = yield from cheapest(template.search_space(below), judge)
+    search = fewest if template.config.prefill_only else cheapest
+    state = yield from search(template.search_space(below), judge)
     return state, trials
 
 
 def _of_size(template: ClusterTemplate, text: str) -> str:
+    if template.config.prefill_only:
+        return f"{chunk_label(template.config)} tokens a step: {text}"
     size = worker_gpus(template.config)
     return f"{size} GPU{'s' if size > 1 else ''} a worker: {text}"
 
@@ -341,6 +368,11 @@ def _why_none(
     template: ClusterTemplate, state: SearchState, trials: dict[tuple[int, int], Trial]
 ) -> str:
     least = template.bounds
+    if not trials and template.config.prefill_only:
+        return (
+            f"the load takes at least {least.n_prefill} workers at full speed, more than "
+            f"{template.max_gpus} GPUs"
+        )
     if not trials:
         return (
             f"the load takes at least {least.n_prefill} prefill and {least.n_decode} decode "
@@ -353,7 +385,8 @@ def _why_none(
             f"{100 * trial.attained(metric):.1f}% within the {metric.upper()} bound"
             for metric in trial.config.goodput.model_dump(exclude_none=True)
         )
-        return f"even {x}P{y}D attains only {100 * trial.attainment.mean:.1f}% ({parts})"
+        share = f"{100 * trial.attainment.mean:.1f}%"
+        return f"even {trial.config.topology} attains only {share} ({parts})"
     return (
         f"needs {state.x_least} prefill and {state.y_least} decode workers at least, and no such "
         f"cluster of up to {template.max_gpus} GPUs meets the objective"
@@ -370,15 +403,16 @@ def _notes(
     notes = [
         _of_size(
             template,
-            f"not monotone: {p[0]}P{p[1]}D meets the objective and {q[0]}P{q[1]}D does not",
+            f"not monotone: {template.at(*p).topology} meets the objective and "
+            f"{template.at(*q).topology} does not",
         )
         for p, q in state.contradictions()
     ]
     notes += [
         _of_size(
             template,
-            f"{x}P{y}D {cheaper}is undecided after {len(trial.summaries)} seeds: "
-            f"{100 * trial.attainment.mean:.2f}% "
+            f"{template.at(x, y).topology} {cheaper}is undecided after {len(trial.summaries)} "
+            f"seeds: {100 * trial.attainment.mean:.2f}% "
             f"[{100 * trial.attainment.low:.2f}, {100 * trial.attainment.high:.2f}]",
         )
         for (x, y), trial in sorted(trials.items())
@@ -410,7 +444,7 @@ def _margin(result: CandidateResult, objective: Objective, rate: float, runs: Ru
 
 def _larger(result: CandidateResult, objective: Objective) -> list[Search[Trial]]:
     """Return searches that try a result with more decode workers: faster per user, but dearer."""
-    if result.trial is None or result.template is None:
+    if result.trial is None or result.template is None or result.trial.config.prefill_only:
         return []
     x, y = result.trial.config.n_prefill, result.trial.config.n_decode
     sizes = {math.ceil(factor * y) for factor in _LARGER}

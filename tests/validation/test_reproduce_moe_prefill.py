@@ -94,7 +94,7 @@ def test_a_step_of_the_engine_takes_what_the_closed_form_says(tmp_path, strategy
 
 
 def test_the_best_budget_is_no_slower_than_any():
-    for strategy in (Strategy("async_ep"), Strategy("pp_pp"), Strategy("dp_ep")):
+    for strategy in (Strategy("async_ep"), Strategy("pp"), Strategy("dp_ep")):
         best = steps.best(strategy, SMALL, "H100", 4, 512)
         each = [steps.rate(strategy, SMALL, "H100", 4, b, 512) for b in steps.BUDGETS]
         assert best.tokens_per_s == max(one.tokens_per_s for one in each)

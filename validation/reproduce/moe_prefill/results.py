@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from eldr_sim.planning.prefill import BUDGETS
 from eldr_sim.planning.runs import Summary
 from eldr_sim.validation.reproduce.moe_prefill.settings import (
     CELLS,
@@ -25,7 +26,6 @@ from eldr_sim.validation.reproduce.moe_prefill.settings import (
     run_budgets,
     tuned,
 )
-from eldr_sim.validation.reproduce.moe_prefill.steps import BUDGETS
 from eldr_sim.validation.reproduce.moe_prefill.workload import REGIME_TOKENS, REGIMES
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
 

@@ -155,12 +155,12 @@ def strategy_map() -> Reproduction:
                                 "over_second_%": 100 * (rates[ranked[0]] / rates[ranked[1]] - 1),
                                 "second": ranked[1],
                                 **{kind: rates.get(kind) for kind in
-                                   ("async_ep", "dp_ep", "tp_ep", "tp_tp", "pp_pp")},
+                                   ("async_ep", "dp_ep", "tp_ep", "tp", "pp")},
                             }
                         )  # fmt: skip
 
     def draw(figure: Any) -> None:
-        kinds = ["async_ep", "dp_ep", "tp_ep", "tp_tp", "pp_pp"]
+        kinds = ["async_ep", "dp_ep", "tp_ep", "tp", "pp"]
         axes = figure.subplots(1, 4, sharey=True)
         mine = [r for r in rows if r["gpus"] == 8]
         for ax, (model, gpu) in zip(
