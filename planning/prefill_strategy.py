@@ -33,7 +33,7 @@ class PrefillStrategy:
     backend: Backend = "nccl_alltoall"
     window: int = 0
     interference: float = 0.0
-    gather: Literal["collective", "one_sided"] = "one_sided"
+    gather: Literal["collective", "one_sided", "needed"] = "one_sided"
 
     def fields(self, n_gpus: int) -> dict[str, Any]:
         """Return the fields of a run with one prefill worker of ``n_gpus`` GPUs."""

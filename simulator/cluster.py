@@ -177,6 +177,8 @@ class Cluster:
         )
         self._heard = 0
         self._tokens_told = np.zeros(spec.n_prefill, np.int64)
+        self._blocks_untold: list[NDArray[np.int64]] = []
+        self._told_s = -1.0
         self._failure: BaseException | None = None
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
         myself = weakref.ref(self)
@@ -197,7 +199,8 @@ class Cluster:
         layout, n_layers = spec.prefill.layout, spec.decode.step_time.n_moe_layers
         self.layers = None
         if spec.n_prefill and layout is not None and layout.has_steps_of_its_own:
-            self.layers = make_prompt_layers(layout, n_layers, spec.n_prefill)
+            n_experts = spec.prefill.step_time.cost.n_experts
+            self.layers = make_prompt_layers(layout, n_layers, spec.n_prefill, n_experts)
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
         self._now, self._signals_s = self.arrays.clock["now"], self.arrays.clock["signals_s"]
@@ -454,17 +457,26 @@ class Cluster:
         self._heard = reported
 
     def _tell_prefill_listener(self) -> None:
-        """Let the prefill policy know of blocks and tokens since the last time."""
+        """Let the prefill policy know of blocks and tokens since the last time.
+
+        Where engines publish their signals now and then, once after each publication.
+        """
         listener, kv = self._prefill_listener, self.arrays.engines.kv
         if listener is None:
             return
         if kv.n_events[0]:
-            events = kv.events[: int(kv.n_events[0])]
+            self._blocks_untold.append(kv.events[: int(kv.n_events[0])].copy())
+            kv.n_events[0] = 0
+        if self.spec.signal_interval_s > 0 and self._signals_s[0] == self._told_s:
+            return
+        self._told_s = float(self._signals_s[0])
+        if self._blocks_untold:
+            events = np.concatenate(self._blocks_untold)
+            self._blocks_untold.clear()
             for worker in np.unique(events[:, 0]).tolist():
                 own = events[events[:, 0] == worker]
                 hashes = kv.prefix_hash[own[:, 1]].tolist()
                 self._tell_blocks(listener, worker, hashes, own[:, 2] > 0)
-            kv.n_events[0] = 0
         computed = self.arrays.engines.workers["computed_tokens"][: self.spec.n_prefill]
         for worker in np.flatnonzero(computed > self._tokens_told).tolist():
             listener.on_tokens(worker, int(computed[worker] - self._tokens_told[worker]))
