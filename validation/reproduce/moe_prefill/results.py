@@ -41,7 +41,7 @@ class Sizes:
 
     def __init__(self, quick: bool) -> None:
         self.scale, self.tuning_scale = (0.02, 0.02) if quick else (0.2, 0.1)
-        self.dispatching_scale = 0.005 if quick else 0.02
+        self.dispatching_scale = 0.005 if quick else 0.2  # 4 minutes of CPU a cell
         self.budgets = (8192, 32_768, 65_536) if quick else BUDGETS
         self.seeds = range(1) if quick else range(3)
         self.regime_tokens = REGIME_TOKENS // (5 if quick else 1)

@@ -137,26 +137,32 @@ class Workloads:
         """Return the fields of a run of Table 2's requests, so many a second."""
         return self._log(("real", sharing, scale, seed), rate) | {"seed": seed}
 
-    def regime(self, name: str, tokens: int, rate: float = math.inf) -> dict[str, Any]:
-        """Return the fields of a run of prompts of one length, so many a second."""
-        return self._log(("regime", name, tokens), rate)
+    def regime(
+        self, name: str, tokens: int, rate: float = math.inf, arrivals: int = 0
+    ) -> dict[str, Any]:
+        """Return the fields of a run of prompts of one length, so many a second.
+
+        ``arrivals`` is the seed of when they come.
+        """
+        return self._log(("regime", name, tokens), rate, arrivals)
 
     def prompts(self, key: tuple[Any, ...]) -> list[workload.Prompt]:
         """Return the prompts of a log."""
         kind, *rest = key
         return workload.real_world(*rest) if kind == "real" else workload.regime(*rest)
 
-    def _log(self, key: tuple[Any, ...], rate: float) -> dict[str, Any]:
-        if (*key, rate) not in self._written:
-            path = Path(self._folder.name) / f"{'-'.join(map(str, (*key, rate)))}.jsonl"
+    def _log(self, key: tuple[Any, ...], rate: float, arrivals: int = 0) -> dict[str, Any]:
+        name = (*key, rate, arrivals)
+        if name not in self._written:
+            path = Path(self._folder.name) / f"{'-'.join(map(str, name))}.jsonl"
             prompts = self.prompts(key)
-            workload.write_log(prompts, path, rate)
-            self._written[*key, rate] = {
+            workload.write_log(prompts, path, rate, arrivals)
+            self._written[name] = {
                 "workload": str(path),
                 "num_requests": len(prompts),
                 "request_rate": rate,
             }
-        return self._written[*key, rate]
+        return self._written[name]
 
 
 def run_budgets(
