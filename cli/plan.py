@@ -148,13 +148,16 @@ def plan(
         "jobs": jobs,
     }
     names = _list(strategies)
+    if names and not prefill_only:
+        raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only")
     found: Plan | RatePlan | FastestPlan
     with run_counter("planning") as count:
         if objective is None:
             if rate is not None:
                 raise InputError("request_rate", "without --slo all prompts come at once", "--slo")
+            if chosen.pop("policies"):
+                raise InputError("policy", "prefill workers alone decode nothing")
             chosen |= {"seeds": min(seeds, 3), "worker_gpus": worker_sizes, "strategies": names}
-            del chosen["policies"]
             found = plan_fastest(config, max_gpus=max_gpus, progress=count, **chosen)
         elif topology is None:
             found = plan_cluster(

@@ -134,6 +134,8 @@ def clusters_to_plan(
         if "artifact" in parse(policy, "policy").given:
             problem = f"{policy!r}: an artifact is fitted for one number of decode workers"
             raise InputError("policy.artifact", problem, "none")
+    if policies and config.prefill_only:
+        raise InputError("policy", "prefill workers alone decode nothing", "--prefill-policy")
     if config.max_concurrency is not None:
         raise InputError("max_concurrency", "a plan is for an open load", "none")
     policies = [canonical("decode", policy) for policy in policies]

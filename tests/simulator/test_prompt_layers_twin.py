@@ -73,7 +73,7 @@ LAYERED = {
 }
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(prefill=st.sampled_from(["least_loaded", "round_robin", "holds"]), **LAYERED)
 def test_layers_that_stream_or_lie_in_stages_equal_their_twin(prefill, **drawn):
     record, twin = run_pair(layered_cluster(**drawn), prefill=prefill)
