@@ -250,7 +250,7 @@ def strategy_map() -> Reproduction:
 def needed() -> Reproduction:
     """Experts that a step of few tokens needs, and what resident ones would save: an analysis.
 
-    Bytes are shares of gathering all experts of a layer; no engine gathers a part here.
+    Bytes are shares of gathering all experts of a layer. `expert_gather="needed"` gathers a part.
     """
     rows: list[dict[str, Any]] = []
     rng = np.random.default_rng(0)
