@@ -147,12 +147,18 @@ def prefill_candidates(
     prompts = offered_load(config, routing_of(config, model))[0].prompt_len
     accepted = prompts[prompts <= (config.max_model_len or model.max_position_embeddings)]
     longest = int(accepted.max(initial=1))
-    return [
+    found = [
         _candidate(config, objective, max_gpus, size, kind, longest)
         for kind in (kind for kind in KINDS if kind in strategies or not strategies)
         for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]
         if size <= max_gpus and (size > 1 or kind in _ALONE)
     ]
+    if not found:
+        problem = (
+            f"no worker of {', '.join(strategies) or 'these GPUs'} has {max_gpus} GPUs at most"
+        )
+        raise InputError("max_gpus", problem, "2 or more, or the size of a worker")
+    return found
 
 
 def _candidate(

@@ -170,6 +170,7 @@ def test_lower_bounds_on_workers_are_such(fields, rate):
         ({"data_parallel_size": 2}, {}, "data_parallel_size"),
         ({}, {"strategies": ["ep"]}, "strategy"),
         ({}, {"max_gpus": 0}, "max_gpus"),
+        ({}, {"max_gpus": 1, "strategies": ["pp"]}, "max_gpus"),
         ({}, {"policies": ["eldr"]}, "policy"),
         ({"topology": "1P1D"}, {"strategies": ["tp"]}, "strategy"),
     ],
