@@ -44,7 +44,7 @@ from eldr_sim.simulator.network import make_network
 from eldr_sim.simulator.prompt_layout import make_prompt_layers
 from eldr_sim.simulator.relocation import RELOCATION, Relocations
 from eldr_sim.simulator.replay import Replay
-from eldr_sim.simulator.router import PolicyRouter, grown
+from eldr_sim.simulator.router import PolicyRouter, with_room
 from eldr_sim.simulator.step import Scratch
 from eldr_sim.traces.prompts import Ranges, clip_ranges, join_ranges
 from eldr_sim.traces.workload import Workload
@@ -366,9 +366,9 @@ class Cluster:
         pools = self.arrays.engines.pools
         steps, group_steps = pools["n_steps"] + pools["group_size"], pools["n_group_steps"] + 1
         gaps = self.arrays.clock["n_gaps"][0] + pools["group_size"].max() * self._most_seqs
-        self.logs = tuple(map(_with_room, self.logs, steps.tolist()))
-        self.group_logs = tuple(map(_with_room, self.group_logs, group_steps.tolist()))
-        self.gaps = _with_room(self.gaps, int(gaps))
+        self.logs = tuple(map(with_room, self.logs, steps.tolist()))
+        self.group_logs = tuple(map(with_room, self.group_logs, group_steps.tolist()))
+        self.gaps = with_room(self.gaps, int(gaps))
 
     def _record(self, end_s: float) -> RunRecord:
         self._tell_listener()
@@ -457,10 +457,7 @@ class Cluster:
         self._heard = reported
 
     def _tell_prefill_listener(self) -> None:
-        """Let the prefill policy know of blocks and tokens since the last time.
-
-        Where engines publish their signals now and then, once after each publication.
-        """
+        """Let the prefill policy know of blocks and tokens, as late as of signals."""
         listener, kv = self._prefill_listener, self.arrays.engines.kv
         if listener is None:
             return
@@ -601,8 +598,3 @@ def _workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray[np.
                  "arrived_head", "preempted_head", "late_head"):  # fmt: skip
         workers[name] = -1
     return workers
-
-
-def _with_room(log: NDArray[np.void], needed: int) -> NDArray[np.void]:
-    """Return a log for so many records; the same one if it has room."""
-    return log if len(log) >= needed else _with_room(grown(log), needed)
