@@ -183,9 +183,9 @@ def write_log(
     ``rate`` a second (Poisson, of the seed ``arrivals``; to the millisecond).
     """
     gaps = np.random.default_rng(arrivals).exponential(1e3 / rate, len(prompts))
-    arrivals = np.rint(np.cumsum(gaps)).astype(np.int64).tolist()
+    times = np.rint(np.cumsum(gaps)).astype(np.int64).tolist()
     with whole_file(Path(path)) as partial, partial.open("w", encoding="utf-8") as file:
-        for prompt, arrival in zip(prompts, arrivals, strict=True):
+        for prompt, arrival in zip(prompts, times, strict=True):
             line = {
                 "timestamp": arrival,
                 "input_length": prompt.tokens,
