@@ -259,9 +259,9 @@ class Worker:
 
     def admit_new(self, request):
         """It computes its prompt, or fetches it into the blocks reserved for it."""
-        if self.whole_prompts and request.prompt > self.budget():
-            return False
         tokens = request.prompt + request.generated  # those that it had where it has been before
+        if self.whole_prompts and tokens > self.budget():
+            return False
         cached = self.allocate(request, tokens)
         if cached is None:
             return False
