@@ -18,14 +18,17 @@ from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.catalogue import label
-from eldr_sim.simulator.config import RunConfig, parse_topology
+from eldr_sim.simulator.config import RunConfig
 
 if TYPE_CHECKING:
     from eldr_sim.planning.plan import Plan
+    from eldr_sim.planning.prefill import FastestPlan
     from eldr_sim.planning.rates import RatePlan
     from eldr_sim.planning.runs import Summary
     from eldr_sim.planning.slo import Objective
     from eldr_sim.planning.trial import Trial
+
+_BUDGET = "tokens a step"
 
 
 #: Measured window of a run where none is given, s: a plan makes many.
@@ -34,9 +37,9 @@ _DURATION = 30.0
 
 @click.command(cls=GroupedCommand, short_help="Find the cheapest cluster that meets an SLO.")
 @click.option(
-    "--slo", multiple=True, required=True, metavar="METRIC:MS,...",
+    "--slo", multiple=True, metavar="METRIC:MS,...",
     help="Bounds that a good request keeps, ms: ttft:500,tpot:30 (also e2el); once with a list, "
-    "or repeated.",
+    "or repeated. Required but with --prefill-only.",
 )  # fmt: skip
 @click.option(
     "--attainment", type=float, default=0.99, show_default=True,
@@ -61,6 +64,16 @@ _DURATION = 30.0
 @click.option(
     "--num-redundant-experts", "redundant", metavar="N,...",
     help="Numbers of redundant experts to choose from, where engines share experts.  [default: 0]",
+)  # fmt: skip
+@click.option(
+    "--prefill-only", is_flag=True,
+    help="Plan prefill workers alone: strategy, token budget, chunks. Without --slo, the fastest "
+    "for --num-requests prompts at once.",
+)  # fmt: skip
+@click.option(
+    "--strategy", "strategies", metavar="NAME,...",
+    help="How GPUs of such a worker may share the model: async_ep,dp_ep,tp_ep,tp,pp.  "
+    "[default: all]",
 )  # fmt: skip
 @click.option("--topology", metavar="xPyD", help="Find the highest rate of this cluster instead.")
 @click.option(
@@ -91,6 +104,8 @@ def plan(
     redundant: str | None,
     topology: str | None,
     n_gpus: int | None,
+    prefill_only: bool,
+    strategies: str | None,
     seeds: int,
     jobs: int | None,
     out: Path | None,
@@ -105,21 +120,28 @@ def plan(
     # The simulator takes long to import: --help and completion do without.
     from eldr_sim.planning.plan import plan as plan_cluster
     from eldr_sim.planning.plan_files import MARKER
+    from eldr_sim.planning.prefill import FastestPlan, plan_fastest
     from eldr_sim.planning.rates import RatePlan, plan_rate
     from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
     from eldr_sim.planning.split import plan_split
 
-    objective = Objective(parse_slo(slo), attainment, looks_up_to(seeds))
+    if not slo and not prefill_only:
+        raise InputError("slo", "none", "METRIC:MS such as ttft:500,tpot:30, or --prefill-only")
+    objective = Objective(parse_slo(slo), attainment, looks_up_to(seeds)) if slo else None
     rate = options.get("request_rate")
     if n_gpus is not None and (topology is not None or rate is not None):
         other = "--request-rate" if topology is None else "--topology"
         raise InputError("gpus", f"together with {other}", "one of the two")
+    if n_gpus is not None and prefill_only:
+        raise InputError("gpus", "together with --prefill-only", "one of the two")
     if topology is not None:
         if rate is not None:
             raise InputError("topology", "together with --request-rate", "one of the two")
-        if parse_topology(topology)[1] == 0:
-            raise InputError("topology", f"{topology!r} decodes nothing", "xPyD or xC")
+        if prefill_only:
+            raise InputError("prefill_only", "together with --topology", "one of the two")
         options["topology"] = topology
+    elif prefill_only:
+        options["topology"] = "1P"
     check_out(out, force, MARKER)
     worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]
     if topology is not None and worker_sizes:
@@ -132,10 +154,10 @@ def plan(
             raise InputError("num_redundant_experts", f"{redundant} for one cluster", "one number")
         options["num_redundant_experts"] = counts[0]
     config = config_from_options(options)
-    if options.get("config_file") is None:
+    if options.get("config_file") is None and objective is not None:
         config = _with_window(config, objective, options)
-    asked = topology is not None or n_gpus is not None or config.from_file
-    if not asked and config.request_rate is None:
+    asked = topology is not None or n_gpus is not None or objective is None
+    if not (asked or config.from_file) and config.request_rate is None:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
     chosen: dict[str, Any] = {
         "policies": [name for text in policies for name in split(text)],
@@ -143,9 +165,19 @@ def plan(
         "prices": _prices(price),
         "jobs": jobs,
     }
-    found: Plan | RatePlan
+    names = _list(strategies)
+    if names and not prefill_only:
+        raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only")
+    found: Plan | RatePlan | FastestPlan
     with run_counter("planning") as count:
-        if n_gpus is not None:
+        if objective is None:
+            if rate is not None:
+                raise InputError("request_rate", "without --slo all prompts come at once", "--slo")
+            if chosen.pop("policies"):
+                raise InputError("policy", "prefill workers alone decode nothing")
+            chosen |= {"seeds": min(seeds, 3), "worker_gpus": worker_sizes, "strategies": names}
+            found = plan_fastest(config, max_gpus=max_gpus, progress=count, **chosen)
+        elif n_gpus is not None:
             found = plan_split(
                 config, objective, n_gpus, tensor_parallel_sizes=worker_sizes, progress=count,
                 **chosen,
@@ -153,13 +185,16 @@ def plan(
         elif topology is None:
             found = plan_cluster(
                 config, objective, max_gpus=max_gpus, tensor_parallel_sizes=worker_sizes,
-                redundant_experts=counts, progress=count, **chosen,
+                redundant_experts=counts, strategies=names, progress=count, **chosen,
             )  # fmt: skip
         else:
             found = plan_rate(config, objective, progress=count, **chosen)
     if out is not None:
         found.write(out, force=force)
-    is_found = _print_rates(found) if isinstance(found, RatePlan) else _print_plan(found)
+    if isinstance(found, FastestPlan):
+        is_found = _print_fastest(found)
+    else:
+        is_found = _print_rates(found) if isinstance(found, RatePlan) else _print_plan(found)
     click.echo(f"{len(found.runs)} simulated runs")
     if out is not None:
         click.echo(f"Wrote {out}")
@@ -217,17 +252,29 @@ def _print_plan(plan: Plan) -> bool:
                f"{plan.max_gpus} GPUs")  # fmt: skip
     by = "lowest price" if plan.has_prices else "fewest GPUs (no prices given)"
     click.echo()
-    columns = ["policy", "GPU", "cluster", label("gpus"), *_price_column(plan)]
+    prompts = plan.config.prefill_only
+    columns = ["strategy" if prompts else "policy", "GPU", "cluster"]
+    columns += [_BUDGET] if prompts else []
+    columns += [label("gpus"), *_price_column(plan)]
     columns += _memory_column(plan)
-    columns += [label("slo_attainment"), "seeds", label("p99_ttft_ms"), label("p99_tpot_ms")]
-    columns += [label("tokens_per_s_per_user"), label("tokens_per_s_per_gpu"), "step times"]
+    columns += [label("slo_attainment"), "seeds", label("p99_ttft_ms")]
+    if prompts:
+        columns += [label("prefill_throughput"), label("prefill_mfu"), "step times"]
+    else:
+        columns += [label("p99_tpot_ms"), label("tokens_per_s_per_user")]
+        columns += [label("tokens_per_s_per_gpu"), "step times"]
     print_table(
         f"Cheapest cluster of each candidate, {by} first",
         columns,
         [
             _cluster_row(plan, result.trial)
             if result.trial
-            else [result.policy, result.gpu, "none", *([""] * (len(columns) - 3))]
+            else [
+                result.policy,
+                result.gpu,
+                "refused" if result.refused else "none",
+                *([""] * (len(columns) - 3)),
+            ]
             for result in plan.candidates
         ],
     )
@@ -253,7 +300,8 @@ def _print_plan(plan: Plan) -> bool:
         f"{interval_text(*margin.percent, '+.1f')}% of the load",
     )
     together = plan.best.trial.config.colocated
-    _line(f"One {'' if together else 'decode '}worker less", _lost(margin.lost_decode))
+    if not prompts:
+        _line(f"One {'' if together else 'decode '}worker less", _lost(margin.lost_decode))
     if not together:
         _line("One prefill worker less", _lost(margin.lost_prefill))
     for each in plan.savings:
@@ -262,12 +310,13 @@ def _print_plan(plan: Plan) -> bool:
             f"{interval_text(*each.gpus, '.2f')} GPUs ({len(each.by_seed)} paired seeds)"
         )
     click.echo()
-    print_table(
-        "Pareto front of the clusters that meet the objective",
-        columns,
-        [_cluster_row(plan, trial) for trial in plan.front],
-    )
-    click.echo()
+    if not prompts:
+        print_table(
+            "Pareto front of the clusters that meet the objective",
+            columns,
+            [_cluster_row(plan, trial) for trial in plan.front],
+        )
+        click.echo()
     _print_assumptions(plan.best.trial.summaries[0])
     labels = {a.trial.summaries[0]["weakest_provenance"] for a in plan.candidates if a.trial}
     if len(labels) > 1:
@@ -309,6 +358,46 @@ def _print_shapes(plan: Plan) -> None:
     click.echo(f"Not searched: {', '.join(left)}")
 
 
+def _price_of_tokens(per_hour: float | None, tokens_per_s: float | None) -> float | None:
+    """Return the price of a million prompt tokens."""
+    return None if per_hour is None or not tokens_per_s else 1e6 * per_hour / 3600 / tokens_per_s
+
+
+def _print_fastest(plan: FastestPlan) -> bool:
+    """Print how fast strategies compute prompts; return whether one does."""
+    from eldr_sim.planning.prefill_strategy import chunk_label
+
+    priced = plan.best is not None and plan.best.price_of_tokens is not None
+    columns = ["strategy", "GPU", "cluster", _BUDGET, label("gpus")]
+    columns += [label("prefill_throughput"), label("prefill_mfu")]
+    columns += ["per M tokens"] if priced else []
+    rows = []
+    for each in plan.clusters:
+        row = [each.strategy, each.gpu, "refused", *([""] * (len(columns) - 2))]
+        if each.config is not None and each.rate is not None and each.summary is not None:
+            row[2:] = [each.config.topology, chunk_label(each.config), str(each.config.n_gpus)]
+            row += [interval_text(*each.rate, ".0f"), number_text(each.mfu, ".3f")]
+            row += [number_text(each.price_of_tokens, ".3f")] if priced else []
+            row.append(str(each.summary["weakest_provenance"]))
+        rows.append(row)
+    by = "lowest price of a token" if priced else "most tokens a GPU"
+    print_table(f"Prompts at once, up to {plan.max_gpus} GPUs, {by} first",
+                [*columns, "step times"], rows)  # fmt: skip
+    for each in plan.clusters:
+        for reason in each.reasons:
+            click.echo(f"{each.strategy} on {each.gpu}: {reason}")
+    if plan.best is None or plan.best.config is None or plan.best.summary is None:
+        click.echo("No strategy has memory.")
+        return False
+    click.echo()
+    config = plan.best.config
+    text = f"{config.topology} on {plan.best.gpu}, {plan.best.strategy}"
+    _line("Answer", f"{text}, {chunk_label(config)} tokens a step: {config.n_gpus} GPUs")
+    click.echo()
+    _print_assumptions(plan.best.summary)
+    return True
+
+
 def _price_column(plan: Plan) -> list[str]:
     return ["price/h", "per M tokens"] if plan.has_prices else []
 
@@ -323,22 +412,31 @@ def _memory_column(plan: Plan) -> list[str]:
 def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
     from eldr_sim.planning.candidates import policy_label
     from eldr_sim.planning.plan import per_gpu, per_user
+    from eldr_sim.planning.prefill_strategy import chunk_label
 
-    config = trial.config
+    config, prompts = trial.config, plan.config.prefill_only
     prices = [config.price_per_hour, trial.mean("cost_per_million_output_tokens")]
+    if prompts:
+        prices[1] = _price_of_tokens(config.price_per_hour, trial.mean("prefill_throughput"))
+        figures = [
+            number_text(trial.mean("prefill_throughput"), ".0f"),
+            number_text(trial.mean("prefill_mfu"), ".3f"),
+        ]
+    else:
+        figures = [number_text(trial.mean("p99_tpot_ms"), ".2f"), f"{per_user(trial):.1f}"]
+        figures.append(f"{per_gpu(trial):.0f}")
     return [
         policy_label(config),
         _gpu(trial),
         _workers(trial.config),
+        *([chunk_label(config)] if prompts else []),
         str(config.n_gpus),
         *([number_text(price, ".2f") for price in prices] if plan.has_prices else []),
         *[number_text(trial.mean("kv_blocks_per_worker"), ".0f") for _ in _memory_column(plan)],
         interval_text(*trial.attainment, ".4f"),
         str(len(trial.summaries)),
         number_text(trial.mean("p99_ttft_ms"), ".1f"),
-        number_text(trial.mean("p99_tpot_ms"), ".2f"),
-        f"{per_user(trial):.1f}",
-        f"{per_gpu(trial):.0f}",
+        *figures,
         trial.summaries[0]["weakest_provenance"],
     ]
 
@@ -363,11 +461,14 @@ def _workers(config: RunConfig) -> str:
 
 def _name(trial: Trial) -> str:
     from eldr_sim.planning.candidates import policy_label
+    from eldr_sim.planning.prefill_strategy import chunk_label
 
-    price = trial.config.price_per_hour
+    price, chunks = trial.config.price_per_hour, ""
+    if trial.config.prefill_only:
+        chunks = f", {chunk_label(trial.config)} tokens a step"
     cost = "" if price is None else f", {price:.2f} an hour"
     return (
-        f"{_workers(trial.config)} on {_gpu(trial)} under {policy_label(trial.config)}: "
+        f"{_workers(trial.config)} on {_gpu(trial)} under {policy_label(trial.config)}{chunks}: "
         f"{trial.config.n_gpus} GPUs{cost}"
     )
 
@@ -389,12 +490,14 @@ def _lost(trial: Trial | None) -> str:
 
 def _print_rates(plan: RatePlan) -> bool:
     """Print the highest rates; return whether there is one."""
+    from eldr_sim.planning.candidates import policy_label
+
     print_table(
         f"Highest rate within {_goal(plan.objective)}, mean over seeds",
         ["policy", "GPU", "cluster", "GPUs", "requests/s", "seeds", "step times"],
         [
             [
-                each.config.policy,
+                policy_label(each.config),
                 each.gpu,
                 _workers(each.config),
                 str(each.config.n_gpus),

@@ -16,6 +16,8 @@ what_if
     One change at a time compared with a base run.
 plan, rates
     The cheapest cluster that meets an objective; the highest rate of a cluster.
+prefill, prefill_strategy
+    Plans of prefill workers alone: parallel strategy, token budget, chunks of prompts.
 slo, bounds, candidates, search, trial, plan_files
     Parts of a plan: objectives, lower bounds, candidates, the search, trials, files.
 """

@@ -62,13 +62,15 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     rate = config.effective_rate or (len(workload) - 1) / max(span, 1e-9)
     level, gpu = objective.level, decode.step_time.gpu.name
     cached = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
+    n_decode = 0 if config.prefill_only else 1
 
     lengths = workload.prompt_len.astype(np.int64)
     longest = prepared.spec.max_model_len
     accepted = lengths + workload.output_len <= longest
     if accepted.mean() < objective.attainment:
         share = f"{100 * (1.0 - accepted.mean()):.1f}% of the requests"
-        return Bounds(1, 1, rate, f"{share} are longer than {longest} tokens (max_model_len)")
+        why = f"{share} are longer than {longest} tokens (max_model_len)"
+        return Bounds(1, n_decode, rate, why)
     lengths = lengths[accepted]
     n_prefill, prompts = 0 if config.colocated else 1, 0.0
     if not cached and prefill.group is None:
@@ -77,17 +79,24 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
         each_s = prefill.step_time.prompt_s(mean)
         if n > 1:
             each_s = prefill.step_time.prefill_s([mean] * n, [0] * n) / n
+        # Engines that gather experts, or stages, compute as many prompts at a time.
+        pool = prefill.parallelism
+        each_s /= pool.data_parallel_size * pool.pipeline_parallel_size
         prompts = rate * each_s
         n_prefill = 0 if config.colocated else _workers(prompts)
-        late = 0.0 if level.ttft is None else _late(prefill.step_time, lengths, level.ttft / 1e3)
+        late = 0.0
+        if level.ttft is not None and pool.pipeline_parallel_size == 1:  # stages overlap chunks
+            late = _late(prefill.step_time, lengths, level.ttft / 1e3)
         if 1.0 - late < objective.attainment:
             return Bounds(
                 n_prefill,
-                1,
+                n_decode,
                 rate,
                 f"the prefill alone of {100 * late:.1f}% of the prompts takes longer than the TTFT "
                 f"bound of {level.ttft:g} ms on {prefill.step_time.gpu.name}",
             )
+    if config.prefill_only:
+        return Bounds(n_prefill, 0, rate)
     if decode.group is not None:
         return Bounds(n_prefill, 1, rate)
     step_s = _fastest_steps(

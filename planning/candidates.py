@@ -12,6 +12,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.planning.bounds import Bounds, bounds
+from eldr_sim.planning.prefill_strategy import prefill_label
 from eldr_sim.planning.search import SearchSpace
 from eldr_sim.planning.shapes import estimate, shapes
 from eldr_sim.planning.slo import Objective
@@ -20,7 +21,7 @@ from eldr_sim.policies.registry import canonical
 from eldr_sim.simulator.config import Pool, RunConfig
 
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
-_SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size", "num_redundant_experts")
+SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size", "num_redundant_experts")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,12 @@ class ClusterTemplate:
         return self.max_gpus // self.unit
 
     def at(self, x: int, y: int) -> RunConfig:
-        """Return the cluster of x prefill and y decode workers; y co-located ones if x is 0."""
+        """Return the cluster of x prefill and y decode workers; y co-located ones if x is 0.
+
+        Without decode workers those of prefill stand alone.
+        """
+        if self.config.prefill_only:
+            return self.config.model_copy(update={"topology": f"{x}P"})
         return self.config.model_copy(update={"topology": f"{x}P{y}D" if x else f"{y}C"})
 
     def cost(self, x: int, y: int) -> float:
@@ -117,15 +123,15 @@ def cost(config: RunConfig) -> float:
 
 
 def worker_gpus(config: RunConfig) -> int:
-    """Return the GPUs of a decode (or co-located) worker: those of all its engines."""
-    return config.pool("decode").parallelism.n_gpus
+    """Return the GPUs of a decode (or co-located, or only prefill) worker: all its engines'."""
+    return config.pool("prefill" if config.prefill_only else "decode").parallelism.n_gpus
 
 
 def shape_label(config: RunConfig) -> str:
     """Return how many GPUs the workers of a cluster have, and whether prefill is apart."""
     kinds = []
     for role in ("prefill", "decode"):
-        if role == "prefill" and config.colocated:
+        if role == ("prefill" if config.colocated else "decode" if config.prefill_only else ""):
             continue
         own = config.pool(role).parallelism
         name = f"TP{own.tensor_parallel_size}"
@@ -139,7 +145,12 @@ def shape_label(config: RunConfig) -> str:
 
 
 def policy_label(config: RunConfig) -> str:
-    """Return the policy, and what redundant experts its workers hold."""
+    """Return the policy, and what redundant experts its workers hold.
+
+    Of prefill workers alone, how they share the model.
+    """
+    if config.prefill_only:
+        return prefill_label(config)
     n = config.num_redundant_experts
     return f"{config.policy}, {n} redundant experts" if n else config.policy
 
@@ -182,6 +193,8 @@ def clusters_to_plan(
         if "artifact" in parse(policy, "policy").given:
             problem = f"{policy!r}: an artifact is fitted for one number of decode workers"
             raise InputError("policy.artifact", problem, "none")
+    if policies and config.prefill_only:
+        raise InputError("policy", "prefill workers alone decode nothing", "--prefill-policy")
     if config.max_concurrency is not None:
         raise InputError("max_concurrency", "a plan is for an open load", "none")
     policies = [canonical("decode", policy) for policy in policies]
@@ -256,7 +269,7 @@ def make_candidate(
             found = bounds(shape, objective)
             likely = (1, 1) if found.impossible else estimate(shape, objective, found.rate)
         except InputError as error:
-            if error.field not in _SIZE_FIELDS:
+            if error.field not in SIZE_FIELDS:
                 raise
             reasons.append(f"{label}: {error.problem}")
             continue

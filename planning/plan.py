@@ -19,10 +19,12 @@ from eldr_sim.planning.candidates import (
     shape_label,
 )
 from eldr_sim.planning.intervals import Interval, t_interval
+from eldr_sim.planning.prefill import prefill_candidates
+from eldr_sim.planning.prefill_strategy import chunk_label
 from eldr_sim.planning.rates import LEAST_REQUESTS, carried
 from eldr_sim.planning.runs import Runs, Search
 from eldr_sim.planning.savings import PAIRED_SEEDS, Saving, savings_of
-from eldr_sim.planning.search import SearchState, cheapest, fewest_colocated
+from eldr_sim.planning.search import SearchState, cheapest, fewest, fewest_colocated
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.planning.trial import Trial, try_cluster
 from eldr_sim.simulator.catalogue import label
@@ -77,7 +79,9 @@ class CandidateResult:
     Attributes
     ----------
     gpu, policy
-        The candidate.
+        The candidate; of prefill workers alone, how they share the model.
+    refused
+        Whether no worker of the candidate has memory.
     template
         Size and policy of the workers; None if no cluster meets the objective.
     search
@@ -96,6 +100,7 @@ class CandidateResult:
 
     gpu: str
     policy: str
+    refused: bool = False
     template: ClusterTemplate | None = None
     search: SearchState = field(default_factory=SearchState)
     trials: list[Trial] = field(default_factory=list)
@@ -176,14 +181,15 @@ class Plan(Shown):
     def headline(self) -> Headline:
         """Return the cheapest cluster of each candidate."""
         rows = []
+        last = "prefill_mfu" if self.config.prefill_only else "p99_tpot_ms"
+        tags = ("slo_attainment", "p99_ttft_ms", last)
         for result in self.candidates:
             trial, cells = result.trial, ["none", "", "", "", ""]
             if trial is not None:
                 cells = [trial.config.topology, number(trial.config.n_gpus)]
-                tags = ("slo_attainment", "p99_ttft_ms", "p99_tpot_ms")
                 cells += [number(trial.mean(tag)) for tag in tags]
             rows.append((result.policy, result.gpu, *cells))
-        heads = map(label, ("gpus", "slo_attainment", "p99_ttft_ms", "p99_tpot_ms"))
+        heads = map(label, ("gpus", *tags))
         title = f"{self.rate:g} requests/s, up to {self.max_gpus} GPUs, cheapest first"
         return Headline(title, ("policy", "GPU", "cluster", *heads), rows)
 
@@ -240,6 +246,7 @@ def plan(
     prices: Mapping[str, float] | None = None,
     tensor_parallel_sizes: Sequence[int] = (),
     redundant_experts: Sequence[int] = (),
+    strategies: Sequence[str] = (),
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -248,6 +255,9 @@ def plan(
     The shapes of clusters (see `shapes`) are searched in the order of an estimate. Those whose
     arithmetic bound is above the best cluster, or whose estimate is by more than
     ``ESTIMATE_FACTOR``, are not simulated: `CandidateResult.shapes` says which.
+
+    With prefill workers alone (a topology such as 1P), the cheapest xP for every way in which the
+    GPUs of a worker may share the model, over its token budgets.
 
     Parameters
     ----------
@@ -277,14 +287,24 @@ def plan(
     InputError
         If an argument is not valid, or the arguments contradict each other.
     """
-    if max_gpus < 2:
-        raise InputError("max_gpus", str(max_gpus), "2 or more: one worker of each kind")
+    if max_gpus < (1 if config.prefill_only else 2):
+        raise InputError("max_gpus", str(max_gpus), "room for one worker of each kind")
+    if strategies and not config.prefill_only:
+        raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
     if config.request_rate == math.inf:
         raise InputError("request_rate", "inf", "a finite rate")
     _check_workers(config)
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {}, redundant_experts)
-    candidates = [make_candidate(c, objective, max_gpus, tensor_parallel_sizes) for c in configs]
+    sizes = tensor_parallel_sizes
+    if config.prefill_only:
+        candidates = [
+            candidate
+            for each in configs
+            for candidate in prefill_candidates(each, objective, max_gpus, sizes, strategies)
+        ]
+    else:
+        candidates = [make_candidate(each, objective, max_gpus, sizes) for each in configs]
     sized = (template for candidate in candidates for template in candidate.templates)
     rate = next((template.bounds.rate for template in sized), math.nan)
     _check_load(config, rate)
@@ -292,14 +312,14 @@ def plan(
     runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
     results = runs.together([_search_sizes(each, objective) for each in candidates])
     runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if len(results) > 1 else 0)
-    savings = savings_of(results, objective, runs)
+    savings = [] if config.prefill_only else savings_of(results, objective, runs)
     ranked = sorted(results, key=lambda result: (result.cost, _rank(result.trial)))
     margin = None
     if ranked[0].trial is not None:
         margin = _margin(ranked[0], objective, rate, runs)
     larger = [search for result in results for search in _larger(result, objective)]
     trials = [trial for result in results for trial in result.trials] + runs.together(larger)
-    front = _front(trials, max_gpus)
+    front = [] if config.prefill_only else _front(trials, max_gpus)
     return Plan(asked, objective, rate, max_gpus, ranked, margin, front, savings, runs)
 
 
@@ -331,7 +351,9 @@ def _rank(trial: Trial | None) -> tuple[float, float, float]:
 
 def _search_sizes(candidate: Candidate, objective: Objective) -> Search[CandidateResult]:
     """Search the shapes, the likely cheapest first; each must beat those before it."""
-    result = CandidateResult(candidate.gpu, candidate.policy, reasons=[])
+    result = CandidateResult(
+        candidate.gpu, candidate.policy, refused=not candidate.templates, reasons=[]
+    )
     templates = list(candidate.templates)
     for template in templates:
         yield from _search_shape(result, template, objective)
@@ -413,6 +435,9 @@ def _search_size(
     x, y = template.estimate
     start = SearchState(x_least=x, y_least=y)
     near = template.cost(2 * x, 2 * y) + 1e-9
+    if template.config.prefill_only:
+        state = yield from fewest(template.search_space(below), judge)
+        return state, trials
     for limit in (near, below) if near < below else (below,):
         if template.config.colocated:
             state = yield from fewest_colocated(template.search_space(limit), judge, start)
@@ -424,6 +449,8 @@ def _search_size(
 
 
 def _of_size(template: ClusterTemplate, text: str) -> str:
+    if template.config.prefill_only:
+        return f"{chunk_label(template.config)} tokens a step: {text}"
     return f"{shape_label(template.config)}: {text}"
 
 
@@ -431,6 +458,11 @@ def _why_none(
     template: ClusterTemplate, state: SearchState, trials: dict[tuple[int, int], Trial]
 ) -> str:
     least = template.bounds
+    if not trials and template.config.prefill_only:
+        return (
+            f"the load takes at least {least.n_prefill} workers at full speed, more than "
+            f"{template.max_gpus} GPUs"
+        )
     apart = not template.config.colocated
     fewest = f"{least.n_prefill} prefill and {least.n_decode} decode" if apart else least.n_decode
     if not trials:
@@ -503,7 +535,7 @@ def _margin(result: CandidateResult, objective: Objective, rate: float, runs: Ru
 
 def _larger(result: CandidateResult, objective: Objective) -> list[Search[Trial]]:
     """Return searches that try a result with more decode workers: faster per user, but dearer."""
-    if result.trial is None or result.template is None:
+    if result.trial is None or result.template is None or result.trial.config.prefill_only:
         return []
     x, y = result.trial.config.n_prefill, result.trial.config.n_decode
     sizes = {math.ceil(factor * y) for factor in _LARGER}

@@ -7,11 +7,11 @@ import json
 import math
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from eldr_sim.planning.candidates import gpu_label
+from eldr_sim.planning.candidates import gpu_label, policy_label
 from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.plan import CandidateResult, Plan, per_gpu, per_user
 from eldr_sim.planning.rates import CarriedRate, RatePlan
@@ -22,6 +22,9 @@ from eldr_sim.planning.trial import Trial
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.paths import portable
 from eldr_sim.simulator.results import result_folder, write_json, write_table
+
+if TYPE_CHECKING:
+    from eldr_sim.planning.prefill import FastestCluster, FastestPlan
 
 #: A folder with this file holds a plan, which ``force`` replaces.
 MARKER = "plan.json"
@@ -36,6 +39,13 @@ FIGURES = (
     "mean_active_experts_per_step",
     "cost_per_million_output_tokens",
 )
+#: More of them where prompts are all that is computed.
+PROMPT_FIGURES = ("prefill_throughput", "computed_prompt_throughput", "prefill_mfu")
+
+
+def figures_of(config: RunConfig) -> tuple[str, ...]:
+    """Return the metrics of a cluster."""
+    return FIGURES + (PROMPT_FIGURES if config.prefill_only else ())
 
 
 def write_plan(out: Path, record: dict[str, Any], runs: Runs, force: bool) -> None:
@@ -97,6 +107,34 @@ def rate_record(plan: RatePlan) -> dict[str, Any]:
     }
 
 
+def fastest_record(plan: FastestPlan) -> dict[str, Any]:
+    """Return how fast strategies compute prompts that come at once, ready for JSON."""
+    best = plan.best
+    return {
+        "kind": "fastest",
+        "config": plan.config.model_dump(mode="json"),
+        "max_gpus": plan.max_gpus,
+        "cheapest_by": "gpus" if best is None or best.price_of_tokens is None else "price_per_hour",
+        "clusters": [_fastest(each) for each in plan.clusters],
+        "assumptions": None if best is None or not best.summary else assumptions(best.summary),
+        **_made(plan.runs),
+    }
+
+
+def _fastest(each: FastestCluster) -> dict[str, Any]:
+    known = None if each.config is None else _cluster_of(each.config)
+    return {
+        "strategy": each.strategy,
+        "gpu": each.gpu,
+        "cluster": known,
+        "prefill_throughput": None if each.rate is None else interval(each.rate),
+        "prefill_mfu": each.mfu,
+        "price_per_million_tokens": each.price_of_tokens,
+        "weakest_provenance": each.summary and each.summary["weakest_provenance"],
+        "reasons": list(each.reasons),
+    }
+
+
 def points_table(runs: Runs) -> pa.Table:
     """Return every run of a plan, a row each, in an order independent of the processes.
 
@@ -124,7 +162,7 @@ def cluster(trial: Trial) -> dict[str, Any]:
             metric: trial.attained(metric)
             for metric in trial.config.goodput.model_dump(exclude_none=True)
         },
-        **{figure: trial.mean(figure) for figure in FIGURES},
+        **{figure: trial.mean(figure) for figure in figures_of(trial.config)},
         "tokens_per_s_per_gpu": per_gpu(trial),
         "tokens_per_s_per_user": _finite(per_user(trial)),
     }
@@ -211,7 +249,7 @@ def _maybe(trial: Trial | None) -> dict[str, Any] | None:
 
 def _cluster_of(config: RunConfig) -> dict[str, Any]:
     return {
-        "policy": config.policy,
+        "policy": policy_label(config) if config.prefill_only else config.policy,
         "gpu": gpu_label(config),
         "topology": config.topology,
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -223,6 +261,19 @@ def _cluster_of(config: RunConfig) -> dict[str, Any]:
         "gpus": config.n_gpus,
         "price_per_hour": config.price_per_hour,
         "request_rate": config.request_rate,
+        **(_prompts_of(config) if config.prefill_only else {}),
+    }
+
+
+def _prompts_of(config: RunConfig) -> dict[str, Any]:
+    """Return what a plan of prefill workers alone chooses beside their GPUs."""
+    return {
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "all2all_backend": config.all2all_backend,
+        "expert_gather": config.expert_gather,
+        "offload_window": config.offload_window,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "kv_cache_free": config.kv_cache_free,
     }
 
 
@@ -237,9 +288,9 @@ def _row(config: RunConfig, summary: Summary) -> dict[str, Any]:
         "slo_attainment": summary["slo_attainment"],
         **{
             f"slo_attainment_{metric}": share
-            for metric, share in summary["slo_attainment_by_metric"].items()
+            for metric, share in (summary["slo_attainment_by_metric"] or {}).items()
         },
-        **{figure: summary[figure] for figure in FIGURES},
+        **{figure: summary[figure] for figure in figures_of(config)},
         "tokens_per_s_per_gpu": summary["output_throughput"] / config.n_gpus,
         "tokens_per_s_per_user": 1e3 / tpot_ms if tpot_ms else None,
         "weakest_provenance": summary["weakest_provenance"],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.bounds import bounds
-from eldr_sim.planning.candidates import clusters_to_plan, gpu_label
+from eldr_sim.planning.candidates import clusters_to_plan, gpu_label, policy_label
 from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
 from eldr_sim.planning.runs import Runs, Search, Summary
 from eldr_sim.planning.search import highest_rate
@@ -82,7 +82,7 @@ class RatePlan(Shown):
         """Return the highest rate of each candidate."""
         rows = [
             (
-                each.config.policy,
+                policy_label(each.config),
                 each.gpu,
                 each.config.topology,
                 each.reason if each.rate is None else number(each.rate.mean),
@@ -142,7 +142,8 @@ def plan_rate(
     searches: list[Search[float | None]] = []
     impossible = []
     for each in configs:
-        start = each.model_copy(update={"request_rate": max(low, float(each.n_decode))})
+        rate = max(low, float(each.n_decode or each.n_prefill))
+        start = each.model_copy(update={"request_rate": rate})
         impossible.append(bounds(start, objective).impossible)
         if not impossible[-1]:
             searches += [

@@ -223,6 +223,20 @@ def fewest_colocated(
     return state
 
 
+def fewest(space: SearchSpace, judge: Judge) -> Search[SearchState]:
+    """Find the fewest prefill workers, with no others, that meet the objective; by bisection."""
+    state = SearchState()
+
+    def meets(x: int) -> Search[bool]:
+        state.verdicts[x, 0] = yield from judge(x, 0)
+        return state.verdicts[x, 0] is Verdict.MEETS
+
+    x = yield from smallest(space.x_min, space.most_prefill(0), meets)
+    if x is not None:
+        state.best, state.x_least, state.y_least = (x, 0), x, 0
+    return state
+
+
 def _fewest_beside(
     x: int, state: SearchState, most: int, meets: Callable[[int, int], Search[bool]]
 ) -> Search[int | None]:

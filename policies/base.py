@@ -181,7 +181,8 @@ class PrefillListener(Protocol):
     """What a prefill policy may be besides, if it keeps track of what the engines hold and do.
 
     As vLLM's KV cache events, and the tokens that an engine has scheduled. Both are told before the
-    policy decides next, for each worker in the order in which they happened.
+    policy decides next, for each worker in the order in which they happened; where engines publish
+    their signals now and then, before the first decision after each publication.
     """
 
     def on_blocks(self, worker: int, stored: Sequence[int], evicted: Sequence[int]) -> None:
@@ -240,6 +241,8 @@ class PolicyContext:
         The future, which no real router has, for oracles only: a function of ``request_id`` that
         returns the share of the request's decode steps to come in which it will select each
         expert, float64 [MoE layers of the model, E].
+    computes_prompts
+        Whether the workers compute prompts beside their decode batches (co-located ones).
 
     Raises
     ------
@@ -261,6 +264,7 @@ class PolicyContext:
     placements: Callable[[], Sequence[Placement]] | None = None
     future: Callable[[int], NDArray[np.float64]] | None = None
     group_size: int = 1
+    computes_prompts: bool = False
 
     def __post_init__(self) -> None:
         if self.n_workers < 1:

@@ -113,7 +113,9 @@ class MarginalCostPolicy:
     It knows what ELDR's router knows: the prefill counts of the requests that it has dispatched
     (through :class:`~eldr_sim.policies.activation.ActivationModel`, fitted on the calibration
     requests), their prompt lengths, and the completions as they are reported to it. The context of
-    a request counts as long as its prompt: how much it has generated is not known.
+    a request counts as long as its prompt: how much it has generated is not known. On co-located
+    engines that share experts, where no signature is known, every request counts as the mean of the
+    calibration requests, and the prompts that wait count in the group's step.
 
     A decision reads ``idle``, [K, L, E], once and refreshes one row of it; a completion refreshes
     one row. Both together take 20 us for 16 workers and 0.12 ms for 256 with 10 layers of 128
@@ -124,13 +126,20 @@ class MarginalCostPolicy:
 
     name = "marginal_cost"
     decision: ClassVar[str] = "decode"
-    reads_signature: ClassVar[bool] = True
     Parameters: ClassVar[type[SignatureParameters]] = SignatureParameters
 
     def __init__(
         self, context: PolicyContext, parameters: SignatureParameters | None = None
     ) -> None:
         self.parameters = parameters or SignatureParameters()
+        #: Nothing has computed a prompt yet that comes to co-located engines.
+        self.reads_signature = not context.computes_prompts
+        if context.computes_prompts and context.rank_moe is None:
+            problem = (
+                f"{self.name!r} reads expert signatures, or steps of engines that share experts"
+            )
+            allowed = "--data-parallel-size 2 or more, or a topology such as 8P16D"
+            raise InputError("policy", f"{problem}; co-located workers have neither", allowed)
         step_times = context.require_step_times(self.name)
         self._model = fit_activation(context.require_calibration(self.name))
         n_layers, n_experts = self._model.mean_share.shape
@@ -199,7 +208,10 @@ def _greedy(context: PolicyContext, step_times: StepCost, n_layers: int) -> _Gre
     if context.placements is None:
         return _Greedy(step_times, context.n_workers, n_layers)
     placements = context.placements()
-    return GreedyOnRanks(step_times, context.rank_moe, placements, context.n_workers, n_layers)
+    prompts = context.computes_prompts and context.rank_moe is not None
+    return GreedyOnRanks(
+        step_times, context.rank_moe, placements, context.n_workers, n_layers, prompts
+    )
 
 
 def _usage(activation: Floats) -> _Usage:

@@ -9,6 +9,9 @@ differ:
 - Engines that share experts step together. Their union is that of all their requests, their step
   lasts as long as that of the slowest engine, and every request of the group pays for it. Dispatch
   and combine are left out.
+- Engines that also compute prompts step together through those that wait, too: as if the next step
+  held them all, cut by the token budget. What waits is what the engines publish and what has been
+  sent since; begun prompts are left out.
 
 An expert of several instances counts in equal parts on their ranks, as if one computed all of its
 tokens and each were as likely.
@@ -60,9 +63,11 @@ class RankBooks(NamedTuple):
     unions: tuple[Floats, Floats, Floats]  #: log_idle, idle, activated of `ExpertUnions`, of groups
     used: Floats  #: ``[G, L, E]``: expected tokens of each expert
     prompt_tokens: NDArray[np.int64]  #: ``[K]``
-    cost: Floats  #: ``[G]``: what the group's requests cost now, s^2,
-    cost_load: NDArray[np.int64]  #: ``[G]``: at this load; -1: not known
+    step_s: Floats  #: ``[G]``: the group's decode step now,
+    step_load: NDArray[np.int64]  #: ``[G]``: at this load; -1: not known
     growth: Floats  #: ``[K]``: what the request at hand would add, s^2
+    waiting: NDArray[np.int64]  #: ``[K]``: tokens of prompts that wait there
+    prompt_s: Floats  #: ``[tokens + 1]``: see `prompt_seconds`; nothing where none are computed
     busiest: Floats  #: ``[L]``: working memory
 
 
@@ -81,6 +86,8 @@ class GreedyOnRanks:
     n_workers, n_layers
         Workers; layers of the activations that ``place`` gets, which take the layers of the
         placements in turn.
+    computes_prompts
+        Whether the workers, which share experts, compute prompts, too.
     """
 
     def __init__(
@@ -90,6 +97,7 @@ class GreedyOnRanks:
         placements: Sequence[Placement],
         n_workers: int,
         n_layers: int,
+        computes_prompts: bool = False,
     ) -> None:
         self._step_times, self._moe = step_times, moe
         self._shares = shares(placements, step_times.n_experts)
@@ -103,8 +111,11 @@ class GreedyOnRanks:
             np.zeros(n_groups),
             np.full(n_groups, -1),
             np.zeros(n_workers),
+            np.zeros(n_workers, np.int64),
+            prompt_seconds(step_times) if computes_prompts else np.zeros(0),
             np.zeros(n_layers),
         )
+        self._reported_s = -np.inf
         self._resident: dict[tuple[int, int], tuple[int, NDArray[Any], NDArray[np.float32]]] = {}
         self._next = 0
 
@@ -116,6 +127,9 @@ class GreedyOnRanks:
         Equal growths, to 1e-12 s^2, are served in turn. None where no worker is healthy.
         """
         activation, log = usage
+        if workers.signals_s != self._reported_s and len(self._books.prompt_s):
+            self._books.waiting[:] = workers.waiting_tokens
+            self._reported_s = workers.signals_s
         worker: int = place_on_ranks(
             self._step_times, self._moe, self._shares, self._books, workers.loads, workers.healthy,
             request.prompt_len, activation, log, self._next,
@@ -135,7 +149,7 @@ class GreedyOnRanks:
         self._unions.remove(group, log)
         self._books.used[group] -= activation
         self._books.prompt_tokens[worker] -= prompt_len
-        self._books.cost_load[group] = -1
+        self._books.step_load[group] = -1
 
 
 @njit()
@@ -180,6 +194,49 @@ def group_step_s(
     batch = min(most, places)
     fixed = step_times.dense_s[batch] + step_times.head_s[batch] + step_times.collectives_s[batch]
     return float((fixed + step_times.host_s + attention + moe_s) * max(1.0, most / places))
+
+
+def prompt_seconds(step_times: StepCost) -> Floats:
+    """Return what a chunk at the start of a prompt takes an engine besides experts, by its tokens.
+
+    Up to the token budget; s.
+    """
+    tables = step_times.dense_s, step_times.collectives_s, step_times.prompt_share_s
+    n = min(len(table) for table in (*tables, step_times.mixed_moe_s))
+    seconds = np.sum([table[:n] for table in tables], axis=0)
+    seconds[0] = 0.0
+    return np.maximum.accumulate(seconds)
+
+
+@njit()
+def waiting_prompts_s(
+    moe: Any, layers: int, prompt_s: Any, waiting: Any, ranks: int, worker: int, prompt_len: int
+) -> float:
+    """Return how long engines that step together take for the prompts that wait, s.
+
+    Of engines that compute as many tokens a step as they may, one that has most tokens left is the
+    slowest in every step. Their experts are taken to be all active and evenly loaded.
+
+    Parameters
+    ----------
+    moe, layers, ranks
+        Times of a rank's MoE layer, the model's MoE layers, and the GPUs of the group.
+    prompt_s
+        From `prompt_seconds`.
+    waiting
+        Shape [engines]: tokens of prompts that wait.
+    worker, prompt_len
+        One more prompt: its engine, -1 for none, and its tokens.
+    """
+    most, total, budget = 0, 0, prompt_s.shape[0] - 1
+    for w in range(waiting.shape[0]):
+        tokens = waiting[w] + (prompt_len if w == worker else 0)
+        most, total = max(most, tokens), total + tokens
+    if most == 0:
+        return 0.0
+    own = (most // budget) * prompt_s[budget] + prompt_s[most % budget]
+    pairs, slots = total * moe.top_k / ranks, moe.mixed_s.shape[1] - 1
+    return float(own + layers * rank_moe_s(moe, pairs, slots, True))
 
 
 @njit()
@@ -260,23 +317,32 @@ def place_on_ranks(
         As of `marginal_cost.place`.
     """
     n_workers, n_groups = loads.shape[0], books.used.shape[0]
-    size = n_workers // n_groups
+    size, ranks, layers = n_workers // n_groups, shares.expert.shape[2], step_times.n_moe_layers
     for g in range(n_groups):
-        own, tokens = (
-            loads[g * size : (g + 1) * size],
-            books.prompt_tokens[g * size : (g + 1) * size],
-        )
+        start, stop = g * size, (g + 1) * size
+        own, tokens = loads[start:stop], books.prompt_tokens[start:stop]
+        waiting = books.waiting[start:stop]
         load = own.sum()
-        if books.cost_load[g] != load:
+        if books.step_load[g] != load:
             now = 0.0
             if load > 0:
                 moe_s = busiest_moe_s(step_times, moe, shares, books, g, activation, 0.0, load)
                 now = group_step_s(step_times, own, tokens, moe_s, -1, 0)
-            books.cost[g], books.cost_load[g] = load * now**2, load
+            books.step_s[g], books.step_load[g] = now, load
+        now = books.step_s[g]
+        prompts = moe is not None and books.prompt_s.shape[0] > 0
+        if moe is not None:  # noqa: SIM102 by itself: the compiler drops it where None
+            if prompts:
+                now += waiting_prompts_s(moe, layers, books.prompt_s, waiting, ranks, -1, 0)
         moe_s = busiest_moe_s(step_times, moe, shares, books, g, activation, 1.0, load + 1)
         for w in range(size):
             then = group_step_s(step_times, own, tokens, moe_s, w, prompt_len)
-            books.growth[g * size + w] = (load + 1) * then**2 - books.cost[g]
+            if moe is not None:  # noqa: SIM102
+                if prompts:
+                    then += waiting_prompts_s(
+                        moe, layers, books.prompt_s, waiting, ranks, w, prompt_len
+                    )
+            books.growth[start + w] = (load + 1) * then**2 - load * now**2
     best, least = -1, 0.0
     for i in range(n_workers):
         w = (first + i) % n_workers
@@ -289,5 +355,6 @@ def place_on_ranks(
     shift(books.unions[0], books.unions[1], books.unions[2], g, log, 1.0)
     books.used[g] += activation
     books.prompt_tokens[best] += prompt_len
-    books.cost_load[g] = -1
+    books.waiting[best] += prompt_len
+    books.step_load[g] = -1
     return best

@@ -62,6 +62,18 @@ CLUSTER_FIGURES = {
     "weakest_provenance": "Step times",
     "seeds": "Seeds",
 }
+#: Of prefill workers alone.
+PROMPT_CLUSTER_FIGURES = {
+    "max_num_batched_tokens": "Tokens a step",
+    "gpus": label("gpus"),
+    "price_per_hour": CLUSTER_PRICES["price_per_hour"],
+    "slo_attainment": CLUSTER_FIGURES["slo_attainment"],
+    "p99_ttft_ms": METRICS["p99_ttft_ms"],
+    "prefill_throughput": label("prefill_throughput"),
+    "prefill_mfu": label("prefill_mfu"),
+    "weakest_provenance": "Step times",
+    "seeds": "Seeds",
+}
 _PARAMETER_UNITS = {
     "request_rate": "requests/s",
     "output_len": "tokens",

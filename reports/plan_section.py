@@ -18,8 +18,14 @@ from eldr_sim.reports.cells import (
     table,
 )
 from eldr_sim.reports.folders import Folder
-from eldr_sim.reports.headings import CLUSTER_FIGURES, CLUSTER_PRICES, bounds_in_words
+from eldr_sim.reports.headings import (
+    CLUSTER_FIGURES,
+    CLUSTER_PRICES,
+    PROMPT_CLUSTER_FIGURES,
+    bounds_in_words,
+)
 from eldr_sim.reports.pictures import Colours, Picture, intervals, pareto_picture
+from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.metrics import table_warnings
 
 Record = Mapping[str, Any]
@@ -28,12 +34,15 @@ Record = Mapping[str, Any]
 def plan_section(folder: Folder, colours: Colours) -> dict[str, Any]:
     """Return the content of ``plan.html``."""
     document = folder.documents["plan"]
-    bounds = ", ".join(bounds_in_words(document["slo_ms"]))
     fields = [[name, plain(value)] for name, value in document["config"].items()]
-    section = (_rates if document["kind"] == "rate" else _cluster)(document, colours)
-    return section | {
+    objective = ""
+    if document["kind"] != "fastest":
+        bounds = ", ".join(bounds_in_words(document["slo_ms"]))
+        objective = f"{bounds} for {100 * document['attainment']:g}% of the requests"
+    section = {"rate": _rates, "fastest": _fastest}.get(document["kind"], _cluster)
+    return section(document, colours) | {
         "plan": document,
-        "objective": f"{bounds} for {100 * document['attainment']:g}% of the requests",
+        "objective": objective,
         "configuration": table("Configuration", ["field", "value"], fields),
     }
 
@@ -75,7 +84,10 @@ def _cluster(document: Record, colours: Colours) -> dict[str, Any]:
         "found": _clusters("Cheapest cluster of each policy and GPU", found) if found else None,
         "without": table("Policies and GPUs without a cluster", why, without) if without else None,
         "savings": _savings(document["savings"]) if document["savings"] else None,
-        "pictures": [_front(document, colours), _attained(found, document, colours)],
+        "pictures": [
+            *([] if _prompts_alone(document) else [_front(document, colours)]),
+            _attained(found, document, colours),
+        ],
         "front": _clusters(meeting, front) if front else None,
         "tried": _clusters("Clusters tried", document["clusters"]),
     }
@@ -103,6 +115,11 @@ def _answer(document: Record) -> list[tuple[str, str]]:
     return rows
 
 
+def _prompts_alone(document: Record) -> bool:
+    """Whether the clusters of a plan are prefill workers alone."""
+    return str(document["config"]["topology"]).upper().endswith("P")
+
+
 def _losses(document: Record) -> Table:
     margin = document["margin"]
     cases = [
@@ -110,6 +127,8 @@ def _losses(document: Record) -> Table:
         ("one decode worker lost", margin["one_decode_worker_lost"]),
         ("one prefill worker lost", margin["one_prefill_worker_lost"]),
     ]
+    if _prompts_alone(document):
+        del cases[1]
     keys = ("slo_attainment", "p99_ttft_ms", "p99_tpot_ms")
     rows: list[list[Value]] = [
         [what, "no worker is left", *[None] * len(keys)]
@@ -123,7 +142,10 @@ def _losses(document: Record) -> Table:
 
 def _clusters(title: str, clusters: Sequence[Record]) -> Table:
     priced = any(cluster["price_per_hour"] is not None for cluster in clusters)
-    shown = {k: v for k, v in CLUSTER_FIGURES.items() if priced or k not in CLUSTER_PRICES}
+    figures = CLUSTER_FIGURES
+    if clusters and "prefill_mfu" in clusters[0]:
+        figures = PROMPT_CLUSTER_FIGURES
+    shown = {k: v for k, v in figures.items() if priced or k not in CLUSTER_PRICES}
     rows: list[list[Value]] = [
         [
             cluster["policy"],
@@ -209,6 +231,45 @@ def _price(cluster: Record) -> str:
     return "" if price is None else f", {number(float(price))} an hour"
 
 
+# Prompts at once ---------------------------------------------------------------------------------
+
+
+def _fastest(document: Record, colours: Colours) -> dict[str, Any]:
+    rows: list[list[Value]] = []
+    dots = []
+    for each in document["clusters"]:
+        known = each["cluster"] or {}
+        rate = each["prefill_throughput"]
+        rows.append(
+            [
+                *(each[key] for key in ("strategy", "gpu")),
+                known.get("topology", "refused"),
+                *(known.get(key) for key in ("max_num_batched_tokens", "gpus")),
+                None if rate is None else _interval_cell(rate),
+                each["prefill_mfu"],
+                each["price_per_million_tokens"],
+                each["weakest_provenance"],
+                "; ".join(each["reasons"]),
+            ]
+        )
+        if rate is not None:
+            dots.append(_dot({"policy": each["strategy"], "gpu": each["gpu"]}, rate, colours))
+    columns = ["strategy", "GPU", "cluster", "tokens a step", "GPUs"]
+    columns += [f"{label('prefill_throughput')} [95% interval]", label("prefill_mfu")]
+    columns += ["price of a million tokens", "step times", "refused"]
+    best = document["clusters"][0] if document["clusters"] else None
+    title = "No strategy has memory"
+    if best is not None and best["cluster"] is not None:
+        title = f"Prompts at once: {best['cluster']['topology']} on {best['gpu']}"
+    pictures = [intervals("Prompt tokens a second", "tokens/s", dots, differences=False)]
+    return {
+        "title": title,
+        "basis": _basis(document, ()),
+        "clusters": table("Strategies, the cheapest tokens first", columns, rows),
+        "pictures": pictures if dots else [],
+    }
+
+
 # The highest rate ---------------------------------------------------------------------------------
 
 
@@ -237,8 +298,8 @@ def _rates(document: Record, colours: Colours) -> dict[str, Any]:
     pictures = [intervals("Highest rate", "highest rate, requests/s", drawn, differences=False)]
     if gains:
         dots = [_dot(gain, gain["percent"], colours) for gain in gains]
-        label = f"difference from {gains[0]['reference']}, %"
-        pictures.append(intervals("Gain", label, dots))
+        text = f"difference from {gains[0]['reference']}, %"
+        pictures.append(intervals("Gain", text, dots))
     gained = [
         [gain["policy"], gain["reference"], gain["gpu"], difference(*_ends(gain["percent"]))]
         for gain in gains

@@ -42,10 +42,11 @@ from eldr_sim.simulator.group_state import (
 )
 from eldr_sim.simulator.kv_cache import make_kv_cache
 from eldr_sim.simulator.network import make_network
+from eldr_sim.simulator.prefill_reports import PrefillReports
 from eldr_sim.simulator.prompt_layout import make_prompt_layers
 from eldr_sim.simulator.relocation import RELOCATION, Relocations
 from eldr_sim.simulator.replay import Replay
-from eldr_sim.simulator.router import PolicyRouter, grown
+from eldr_sim.simulator.router import PolicyRouter, with_room
 from eldr_sim.simulator.step import Scratch
 from eldr_sim.traces.prompts import Ranges, clip_ranges, join_ranges
 from eldr_sim.traces.workload import Workload
@@ -173,11 +174,8 @@ class Cluster:
             PolicyRouter(decode_policy, spec.n_decode, workload),
         )
         self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
-        self._prefill_listener = (
-            prefill_policy if isinstance(prefill_policy, PrefillListener) else None
-        )
+        self._prefill_listens = isinstance(prefill_policy, PrefillListener)
         self._heard = 0
-        self._tokens_told = np.zeros(spec.n_prefill, np.int64)
         self._failure: BaseException | None = None
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
         myself = weakref.ref(self)
@@ -190,15 +188,22 @@ class Cluster:
         self.group_logs = tuple(np.zeros(1 << (12 if g else 0), state.GROUP_STEP) for g in grouped)
         self.gaps = np.zeros(1 << 12, state.GAP)
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
+        self.prefill_reports: PrefillReports | None = None
+        if isinstance(prefill_policy, PrefillListener):
+            stale = spec.signal_interval_s > 0
+            self.prefill_reports = PrefillReports(
+                prefill_policy, self.arrays, spec.n_prefill, stale
+            )
         self.faults = faults
         self.relocations = relocations
         if relocations is not None:
             relocations.bind(self.arrays.masks, replicas)
         self.groups = self._groups(replicas) if any(grouped) else None
-        layout, n_layers = spec.prefill.layout, spec.decode.step_time.n_moe_layers
-        self.layers = None
+        layout, steps, self.layers = spec.prefill.layout, spec.prefill.step_time, None
         if spec.n_prefill and layout is not None and layout.has_steps_of_its_own:
-            self.layers = make_prompt_layers(layout, n_layers, spec.n_prefill)
+            self.layers = make_prompt_layers(
+                layout, steps.n_moe_layers, spec.n_prefill, steps.cost.n_experts
+            )
         self.front_end = make_front_end(spec.front_end, self.requests["prompt_len"])
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
@@ -246,7 +251,7 @@ class Cluster:
                     spec.block_size,
                     max(spec.prefill.n_blocks, spec.decode.n_blocks),
                     n_workers if pools["prefix_caching"].any() else 0,
-                    0 if self._prefill_listener is None else spec.n_prefill,
+                    spec.n_prefill if self._prefill_listens else 0,
                 ),
                 pending=np.zeros((most_seqs + most_at_once(spec.front_end) + 1, 2), np.int64),
             ),
@@ -299,7 +304,7 @@ class Cluster:
         settings["egress"], settings["ingress"] = spec.transfer.bandwidth, spec.transfer.ingress
         settings["prefix_block_tokens"] = workload.prefix_block_tokens
         settings["listens"] = self._listener is not None
-        settings["prefill_listens"] = self._prefill_listener is not None
+        settings["prefill_listens"] = self._prefill_listens
         settings["front_end"] = spec.front_end is not None
         return settings
 
@@ -350,7 +355,7 @@ class Cluster:
                 assert self._failure is not None
                 raise self._failure
             if why == loop.FULL:
-                self._tell_prefill_listener()
+                self._tell_prefill()
                 self._grow_logs()
             elif why != loop.OTHERS:
                 return why
@@ -367,9 +372,9 @@ class Cluster:
         pools = self.arrays.engines.pools
         steps, group_steps = pools["n_steps"] + pools["group_size"], pools["n_group_steps"] + 1
         gaps = self.arrays.clock["n_gaps"][0] + pools["group_size"].max() * self._most_seqs
-        self.logs = tuple(map(_with_room, self.logs, steps.tolist()))
-        self.group_logs = tuple(map(_with_room, self.group_logs, group_steps.tolist()))
-        self.gaps = _with_room(self.gaps, int(gaps))
+        self.logs = tuple(map(with_room, self.logs, steps.tolist()))
+        self.group_logs = tuple(map(with_room, self.group_logs, group_steps.tolist()))
+        self.gaps = with_room(self.gaps, int(gaps))
 
     def _record(self, end_s: float) -> RunRecord:
         self._tell_listener()
@@ -414,7 +419,7 @@ class Cluster:
         """Ask a router for a worker, or for the shortlist of requests like this one."""
         router = self.routers[pool]
         self._tell_listener()
-        self._tell_prefill_listener()
+        self._tell_prefill()
         if router.shortlisting:
             members = router.unknown(request)
             rules = router.policy.shortlists([self._info(pool, member) for member in members])
@@ -457,32 +462,9 @@ class Cluster:
             self._listener.on_complete(index, worker)
         self._heard = reported
 
-    def _tell_prefill_listener(self) -> None:
-        """Let the prefill policy know of blocks and tokens since the last time."""
-        listener, kv = self._prefill_listener, self.arrays.engines.kv
-        if listener is None:
-            return
-        if kv.n_events[0]:
-            events = kv.events[: int(kv.n_events[0])]
-            for worker in np.unique(events[:, 0]).tolist():
-                own = events[events[:, 0] == worker]
-                hashes = kv.prefix_hash[own[:, 1]].tolist()
-                self._tell_blocks(listener, worker, hashes, own[:, 2] > 0)
-            kv.n_events[0] = 0
-        computed = self.arrays.engines.workers["computed_tokens"][: self.spec.n_prefill]
-        for worker in np.flatnonzero(computed > self._tokens_told).tolist():
-            listener.on_tokens(worker, int(computed[worker] - self._tokens_told[worker]))
-        self._tokens_told[:] = computed
-
-    @staticmethod
-    def _tell_blocks(
-        listener: PrefillListener, worker: int, hashes: list[int], stored: NDArray[np.bool_]
-    ) -> None:
-        """Tell what came and what went, in the order in which it did."""
-        at = 0
-        for came, run in groupby(stored.tolist()):
-            part = hashes[at : (at := at + sum(1 for _ in run))]
-            listener.on_blocks(worker, part if came else (), () if came else part)
+    def _tell_prefill(self) -> None:
+        if self.prefill_reports is not None:
+            self.prefill_reports.tell()
 
     def _signature_rows(self, request: int) -> Ranges:
         """Return the trace rows that a prompt's signature is the sum of.
@@ -592,8 +574,3 @@ def _workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray[np.
                  "arrived_head", "preempted_head", "late_head"):  # fmt: skip
         workers[name] = -1
     return workers
-
-
-def _with_room(log: NDArray[np.void], needed: int) -> NDArray[np.void]:
-    """Return a log for so many records; the same one if it has room."""
-    return log if len(log) >= needed else _with_room(grown(log), needed)

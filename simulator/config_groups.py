@@ -272,8 +272,8 @@ class ClusterConfig(_Fields):
     load_report_delay_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Age of the completions that routers have heard of, ms."""
     signal_interval_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """How often engines publish their waiting and running requests, tokens and KV usage to the
-    routers, ms (vLLM's coordinator: 100); 0: as of each decision."""
+    """How often engines publish their waiting and running requests, tokens, KV usage and cached
+    blocks to the routers, ms (vLLM's coordinator: 100); 0: as of each decision."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of a GPU-hour, for the cost per million output tokens."""
 
@@ -375,10 +375,11 @@ class RelocationConfig(_Fields):
 class StreamingConfig(_Fields):
     """Weights of experts that reach prefill workers while they compute: MoE-Prefill's AsyncEP."""
 
-    expert_gather: Literal["collective", "one_sided"] | None = None
+    expert_gather: Literal["collective", "one_sided", "needed"] | None = None
     """The engines of a prefill worker, of one GPU each, compute their own prompts: while a layer
     computes, the experts of the next one are gathered from all GPUs, by collectives that wait for
-    each other or by one-sided reads. Tokens are dispatched to the experts when not given."""
+    each other or by one-sided reads; ``needed`` reads those that a layer's gate has chosen, when it
+    has. Tokens are dispatched to the experts when not given."""
     offload_window: int | None = Field(default=None, ge=1)
     """MoE layers whose experts lie on the GPUs of a prefill worker beside the first one; the others
     are copied from host memory in time. All of them when not given."""

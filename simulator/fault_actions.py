@@ -198,7 +198,8 @@ class FaultActions:
         """Let a worker lose all it has."""
         cluster, arrays = self.cluster, self.cluster.arrays
         pool = int(arrays.engines.pool_of[engines[0]])
-        cluster._tell_prefill_listener()
+        if cluster.prefill_reports is not None:
+            cluster.prefill_reports.tell(at_once=True)
         done: list[int] = []
         for w in engines:
             done += self._cut_step(w, pool)
@@ -386,11 +387,11 @@ class FaultActions:
 
     def _tell_lost_work(self, engines: range, pool: int) -> None:
         """Let a prefill router that counts tokens know that a worker has none to compute."""
-        listener = self.cluster._prefill_listener
-        if pool == 0 and listener is not None:
-            self.cluster._tell_prefill_listener()
+        reports = self.cluster.prefill_reports
+        if pool == 0 and reports is not None:
+            reports.tell(at_once=True)
             for w in engines:
-                listener.on_tokens(w, 1 << 40)
+                reports.listener.on_tokens(w, 1 << 40)
 
     def _tell_lost_blocks(self, w: int) -> None:
         """Note for the prefill router that an engine's KV blocks are gone."""

@@ -45,6 +45,8 @@ class PromptLayout:
         Its stages; None where there is one.
     whole_prompts
         Whether it keeps no KV cache.
+    on_demand
+        Whether a layer's experts are gathered when its gate has chosen them, and no others.
     """
 
     stream: StreamPlan | None
@@ -52,6 +54,7 @@ class PromptLayout:
     together: bool
     pipeline: PipelinePlan | None
     whole_prompts: bool
+    on_demand: bool = False
 
     @property
     def provenance(self) -> dict[str, dict[str, Any]]:
@@ -123,7 +126,12 @@ def prompt_layout(
     if not (streams or pipeline or config.kv_cache_free):
         return None
     return PromptLayout(
-        stream, experts, config.expert_gather == "collective", pipeline, config.kv_cache_free
+        stream,
+        experts,
+        config.expert_gather == "collective",
+        pipeline,
+        config.kv_cache_free,
+        config.expert_gather == "needed",
     )
 
 
@@ -138,6 +146,11 @@ def _check_stream(config: RunConfig, parallelism: Parallelism) -> None:
         raise InputError(name, problem, "--expert-gather beside it, or one engine a worker")
     if config.expert_gather is not None and engines == 1:
         raise InputError(name, "one GPU has nobody to gather from", "--data-parallel-size 2 to 8")
+    if config.expert_gather == "needed":
+        # The host's copies are of whole layers, and no gather runs beside one that computes.
+        for other in ("offload_window", "gather_interference"):
+            if getattr(config, other):
+                raise InputError(other, "experts are gathered as a gate chooses them", "none")
     if config.pool("prefill").num_redundant_experts:
         raise InputError("num_redundant_experts", "every layer is gathered whole", "0")
 
@@ -147,14 +160,19 @@ def blocks_of_whole_prompts(budget: int, max_num_seqs: int, block_size: int, sta
     return stages * (-(-budget // block_size) + max_num_seqs)
 
 
-def make_prompt_layers(layout: PromptLayout, n_moe_layers: int, n_workers: int) -> PromptLayers:
+def make_prompt_layers(
+    layout: PromptLayout, n_moe_layers: int, n_workers: int, n_experts: int
+) -> PromptLayers:
     """Return the arrays of ``n_workers`` prefill workers."""
     shares = () if layout.pipeline is None else layout.pipeline.shares
-    stream, window = _NOTHING, 0
+    stream, window, expert_s = _NOTHING, 0, 0.0
     if layout.stream is not None:
         stream, window = layout.stream.stream, layout.stream.window
+    if layout.on_demand:
+        expert_s, stream = stream.gather_s / n_experts, stream._replace(gather_s=0.0)
     return PromptLayers(
         stream=stream,
+        expert_s=expert_s,
         loaded=np.zeros((n_workers, window)),
         layers_s=np.zeros((n_workers, n_moe_layers)),
         start=np.zeros(n_workers),

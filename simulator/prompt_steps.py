@@ -4,7 +4,8 @@
 those of the next layer from the other GPUs, or copies them from host memory, while a layer
 computes; a step ends when :func:`~eldr_sim.kernel_profiles.weight_streaming.streamed_ends` says,
 layer by layer. Engines that gather by collectives step together, as those that share experts do;
-one-sided ones each at their own pace.
+one-sided ones each at their own pace. Experts that are gathered as they are needed are known when
+the gate of their layer has chosen, so that their way hides behind nothing.
 
 **Stages** (pipeline parallelism): a step passes through the stages one after the other, and the
 next one follows when the first stage is free, as many steps on the way as there are stages (vLLM's
@@ -32,6 +33,7 @@ class PromptLayers(NamedTuple):
     """Where the layers of prefill workers are, as the compiled loop knows it."""
 
     stream: Stream
+    expert_s: float  #: of each expert that a layer's gate chooses; 0 where layers come whole, s
     loaded: NDArray[np.float64]  #: ``[workers, W]``, see `streamed_ends`
     layers_s: NDArray[np.float64]  #: ``[workers, MoE layers]``: what each layer computes, s
     start: NDArray[np.float64]  #: ``[workers]``: of its first layer, s
@@ -112,10 +114,13 @@ def _layer_times(
     n_layers, tokens = layers.layers_s.shape[1], engines.workers[w].chunk_tokens
     others = (parts.attention + parts.dense + parts.collectives) / n_layers
     for layer in range(n_layers):
-        moe = parts.moe / n_layers
+        moe, experts = parts.moe / n_layers, np.int64(cost.n_experts)
         if own_experts:
-            moe = cost.mixed_moe_s[tokens, scratch.activated[layer]]
+            experts = scratch.activated[layer]
+            moe = cost.mixed_moe_s[tokens, experts]
         layers.layers_s[w, layer] = others + moe
+        if layer > 0:
+            layers.layers_s[w, layer] += experts * layers.expert_s
     return parts  # type: ignore[no-any-return]
 
 

@@ -160,3 +160,8 @@ def grown(array: NDArray[Any]) -> NDArray[Any]:
     grown = np.zeros((2 * len(array), *array.shape[1:]), array.dtype)
     grown[: len(array)] = array
     return grown
+
+
+def with_room(log: NDArray[np.void], needed: int) -> NDArray[np.void]:
+    """Return a log for so many records; the same one if it has room."""
+    return log if len(log) >= needed else with_room(grown(log), needed)

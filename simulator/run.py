@@ -364,6 +364,7 @@ def _decode_policy(
             group_size=group_size,
             rank_moe=None if shared is None else shared.moe,
             placements=placements if spread else None,
+            computes_prompts=config.colocated,
         ),
     )
 

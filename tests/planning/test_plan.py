@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from unittest import mock
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from scipy.optimize import brentq
 
@@ -22,90 +20,10 @@ from eldr_sim.planning.rates import plan_rate
 from eldr_sim.planning.savings import PAIRED_SEEDS
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
 from eldr_sim.planning.split import plan_split
-from eldr_sim.simulator.config import make_config, parse_topology
+from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate_summary
 
-from ..paths import GOLDEN
-from ..queueing import erlang_c
-
-LEVEL = parse_slo(["ttft:500,tpot:30"])
-BASE = {"request_rate": 20, "duration": 60, "warmup": 5, "output_len": 64}
-#: Requests per second of a decode worker: GPUs differ, and locality makes one faster.
-SPEED = {"H100": 3.0, "MI300X": 4.0}
-LOCALITY = {"jsq": 1.0, "eldr": 1.25}
-
-
-def attained(config, luck=0.0):
-    """Two pools in which requests wait as in M/M/c; nobody may wait longer than his bound."""
-    x, y = parse_topology(config.topology)
-    rate = config.request_rate
-    speed = 6.0 * config.pool("prefill").tensor_parallel_size
-    ttft = _in_time(rate, x, speed, config.goodput.ttft / 1e3)
-    speed = SPEED[config.gpu] * LOCALITY[config.policy] * config.tensor_parallel_size**0.5
-    tpot = _in_time(rate * (1 + luck), y, speed, config.goodput.tpot / 1e3)
-    return ttft, tpot
-
-
-def _in_time(rate, servers, speed, bound):
-    load = rate / speed
-    if load >= servers:
-        return 0.0
-    return 1.0 - erlang_c(servers, load) * math.exp(-(servers * speed - rate) * bound)
-
-
-class Analytic:
-    """An evaluator; under each seed a little more or less work is to be done."""
-
-    def __init__(self, spread=0.0):
-        self.spread = spread
-        self.configs = []
-
-    def __call__(self, config):
-        self.configs.append(config)
-        return self.summary(config)
-
-    def summary(self, config):
-        luck = self.spread * np.random.default_rng([config.seed, 5]).normal()
-        ttft, tpot = attained(config, luck)
-        busy = config.request_rate / (config.n_decode * SPEED[config.gpu])
-        tokens = 64 * config.request_rate
-        price = config.price_per_hour
-        return {
-            "gpu": config.gpu,
-            "num_prompts": 100_000,
-            "slo_attainment": ttft * tpot,
-            "slo_attainment_by_metric": {"ttft": ttft, "tpot": tpot},
-            "median_ttft_ms": 100.0,
-            "p99_ttft_ms": 200.0,
-            "median_tpot_ms": 10.0 * (1 + busy) / LOCALITY[config.policy],
-            "p99_tpot_ms": 12.0 * (1 + busy),
-            "output_throughput": tokens,
-            "mean_decode_batch": 8.0,
-            "mean_active_experts_per_step": 80.0,
-            "cost_per_million_output_tokens": price and price / 3600 / tokens * 1e6,
-            "weakest_provenance": "measured",
-            "provenance": {},
-            "lookups_outside_tables": {"moe_batch": 0},
-            "decode_steps": 1000,
-            "latency_warnings": ["nothing here was simulated"],
-            "kv_transfer": "none",
-            "in_flight_at_window_start": 5,
-            "in_flight_at_window_end": 5,
-            "max_concurrency": None,
-            "failed_reasons": {},
-            "trace": {
-                "name": "none",
-                "provenance": "analytic",
-                "layers": "0 recorded layers",
-                "trace_request_uses_mean": 1.0,
-                "output_tokens_beyond_recorded_share": 0.0,
-            },
-        }
-
-
-def simulated_by(evaluate):
-    """Have the runs of this process made by an evaluator."""
-    return mock.patch("eldr_sim.planning.runner.simulate_summary", evaluate)
+from .analytic import BASE, LEVEL, LOCALITY, SPEED, Analytic, attained, simulated_by
 
 
 def ask(evaluate=None, *, attainment=0.9, looks=(3, 5), **arguments):
@@ -441,128 +359,6 @@ def test_bad_plan(arguments, message):
         ask(evaluate, **arguments)
     assert str(error.value).startswith(message)
     assert evaluate.configs == []
-
-
-# -- the command line ----------------------------------------------------------------------------
-
-
-def check_golden(name, text):
-    """Compare with ``golden/name``; to renew it, delete the file and run twice."""
-    path = GOLDEN / name
-    lines = "".join(line.rstrip() + "\n" for line in text.splitlines())
-    if not path.exists():
-        path.write_text(lines)
-        pytest.fail(f"{path} was missing: written anew, read it before you commit it")
-    assert lines == path.read_text()
-
-
-@pytest.fixture
-def analytic_cli(run_cli, monkeypatch):
-    """The command line over analytic clusters."""
-
-    def run(*arguments):
-        monkeypatch.setattr("eldr_sim.planning.runner.simulate_summary", Analytic(0.02))
-        return run_cli(
-            "plan", "--slo", "ttft:500,tpot:30", "--attainment", "0.9", "--policy", "jsq,eldr",
-            "--duration", "60", "--output-len", "64", "--seeds", "5", "--jobs", "1", *arguments,
-        )  # fmt: skip
-
-    return run
-
-
-def test_plan_is_golden(analytic_cli):
-    code, out, err = analytic_cli(
-        "--request-rate", 20, "--gpu", "h100,mi300x", "--max-gpus", 32, "--price",
-        "h100=2.5,mi300x=2.0", "--tensor-parallel-size", 1,
-    )  # fmt: skip
-    assert code == 0
-    assert err == "Warning: nothing here was simulated\n"
-    check_golden("plan.txt", out)
-
-
-def test_plan_of_a_rate_is_golden(analytic_cli):
-    code, out, _ = analytic_cli("--topology", "6P10D", "--gpu", "h100,mi300x")
-    assert code == 0
-    check_golden("plan_rate.txt", out)
-
-
-def test_no_cluster_is_exit_code_1_and_still_written(analytic_cli, tmp_path):
-    code, out, _ = analytic_cli(
-        "--request-rate", 20, "--max-gpus", 4, "--out", tmp_path / "plan", "--gpu", "h100"
-    )
-    assert code == 1
-    assert "No cluster meets the objective." in out
-    record = json.loads((tmp_path / "plan" / "plan.json").read_text())
-    assert record["answer"] is None
-    assert record["candidates"][0]["reasons"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--request-rate", "20", "--price", "h100"], "price: 'h100' (allowed: GPU=PRICE"),
-        (["--request-rate", "20", "--price", "h100=-1"], "price: 'h100=-1'"),
-        (["--request-rate", "20", "--price", "h100=x"], "price: 'h100=x'"),
-        (["--request-rate", "20", "--gpu", "h1000"], "gpu: unknown GPU 'h1000'"),
-        (["--request-rate", "20", "--attainment", "1"], "attainment: 1"),
-        (["--request-rate", "20", "--slo", "itl:3"], "slo: itl: no such field"),
-        (["--request-rate", "20", "--tensor-parallel-size", "two"], "tensor_parallel_size: 'two'"),
-        (
-            ["--request-rate", "20", "--topology", "1P1D"],
-            "topology: together with --request-rate",
-        ),
-        (["--topology", "1P"], "topology: '1P'"),
-        (["--gpus", "8", "--topology", "1P1D"], "gpus: together with --topology"),
-        (["--gpus", "0"], "gpus: 0"),
-        (["--request-rate", "20", "--jobs", "0"], "jobs: 0"),
-        (["--request-rate", "20", "--seeds", "1"], "seeds: 1"),
-        ([], "request_rate: none"),
-    ],
-)
-def test_bad_arguments(analytic_cli, arguments, message):
-    code, out, err = analytic_cli(*arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"Error: {message}")
-    assert err.count("\n") == 1
-
-
-def test_a_simulated_plan_is_the_same_however_many_processes(run_cli, tmp_path):
-    arguments = [
-        "plan", "--slo", "ttft:200,tpot:12", "--attainment", "0.9", "--request-rate", "60",
-        "--policy", "p2c", "--max-gpus", "3", "--tensor-parallel-size", "1", "--duration", "2",
-        "--warmup", "1", "--output-len", "16", "--seeds", "2", "--trace", "reference-moe",
-    ]  # fmt: skip
-    texts = []
-    for jobs in ("1", "2"):
-        code, out, _ = run_cli(*arguments, "--jobs", jobs, "--out", tmp_path / jobs)
-        assert code == 0
-        texts.append(out.replace(str(tmp_path / jobs), ""))
-    assert texts[0] == texts[1]
-    for name in ("plan.json", "points.parquet"):
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
-    record = json.loads((tmp_path / "1" / "plan.json").read_text())
-    points = pq.read_table(tmp_path / "1" / "points.parquet").to_pandas()
-    assert len(points) == record["simulated_runs"]
-    answer = record["answer"]
-    mine = points[
-        (points.topology == answer["topology"])
-        & (points.policy == answer["policy"])
-        & (points.duration == 2.0)
-        & (points.request_rate == 60)
-        & (points.seed < answer["seeds"])
-    ]
-    assert mine.slo_attainment.mean() == pytest.approx(answer["slo_attainment"]["mean"])
-    assert answer["slo_attainment"]["low"] >= 0.9
-
-
-def test_interrupt_leaves_nothing(analytic_cli, tmp_path, monkeypatch):
-    def interrupted(*_arguments, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("eldr_sim.planning.plan.plan", interrupted)
-    code, _, err = analytic_cli("--request-rate", 20, "--out", tmp_path / "plan")
-    assert (code, err.strip()) == (130, "Interrupted: nothing was written.")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -178,3 +178,81 @@ def test_shares_of_an_expert_add_up():
     for g, layer in np.ndindex(2, TRACE_LAYERS):
         total = np.bincount(found.expert[g, layer].ravel(), found.part[g, layer].ravel(), N_EXPERTS)
         assert total == pytest.approx(np.ones(N_EXPERTS))
+
+
+def lock_step_s(times, moe, placement, waiting):
+    """Seconds of prompts, a step after the other: the slowest engine's, and even experts."""
+    budget = len(times.dense_s) - 1
+    left, seconds = list(waiting), 0.0
+    while any(left):
+        chunks = [min(budget, tokens) for tokens in left]
+        left = [tokens - chunk for tokens, chunk in zip(left, chunks, strict=True)]
+        own = [times.dense_s[c] + times.collectives_s[c] + times.prompt_share_s[c] for c in chunks]
+        seconds += max(t for t, c in zip(own, chunks, strict=True) if c)
+    if any(waiting):
+        pairs = sum(waiting) * moe.top_k / placement.n_ranks
+        seconds += MODEL_LAYERS * rank_moe_s(moe, pairs, N_EXPERTS, True)
+    return seconds
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    n_groups=st.integers(1, 3),
+    size=st.integers(2, 3),
+    fresh=st.booleans(),
+)
+def test_co_located_engines_are_those_whose_group_steps_grow_least(seed, n_groups, size, fresh):
+    """Every engine tried, prompts computed step by step; signals are old, or as of now."""
+    r = np.random.default_rng(seed)
+    times, n_workers, moe = make_step_times(seed), n_groups * size, rank_times(seed)
+    times = times._replace(prompt_share_s=np.cumsum(1e-4 * r.random(SEATS + 1)))
+    placements = [random_placement(r, 2, 0) for _ in range(n_groups)]
+    truth = on_grid(r.beta(0.3, 1.0, (MODEL_LAYERS, N_EXPERTS)))
+    policy = OraclePolicy(
+        context(
+            n_workers, step_times=times, future=lambda _: truth, rank_moe=moe,
+            placements=lambda: placements, group_size=size, computes_prompts=True,
+        )
+    )  # fmt: skip
+    here = [[] for _ in range(n_workers)]
+    waiting = r.integers(0, 40, n_workers)
+    for request in range(15):
+        prompt, loads = int(r.integers(1, 60)), np.array([len(own) for own in here])
+        if fresh or request % 5 == 0:  # else what has been sent is added to what was published
+            waiting = r.integers(0, 40, n_workers)
+            seen = Workers.idle(loads)._replace(
+                waiting_tokens=waiting.copy(), signals_s=float(request)
+            )
+        growths = []
+        for w in range(n_workers):
+            g = w // size
+            of_group = range(g * size, (g + 1) * size)
+            steps = []
+            for more in (0, 1):
+                own = [here[v] + [(truth, prompt)] * (more and v == w) for v in of_group]
+                prompts = [int(waiting[v]) + prompt * (more and v == w) for v in of_group]
+                step = reference_step_s(times, moe, placements[g], own, size)
+                step += lock_step_s(times, moe, placements[g], prompts)
+                steps.append(sum(map(len, own)) * step**2)
+            growths.append(steps[1] - steps[0])
+        chosen = policy.select(RequestInfo(request, prompt, 0), seen._replace(loads=loads))
+        np.testing.assert_allclose(policy._greedy._books.growth, growths, rtol=1e-4, atol=1e-11)
+        assert growths[chosen] <= min(growths) + 1e-4 * abs(min(growths)) + 2e-12
+        here[chosen].append((truth, prompt))
+        waiting[chosen] += prompt
+
+
+def test_a_prompt_goes_where_the_group_has_time_to_spare():
+    """The engine that waits for the other one computes it for nothing; decode batches are equal."""
+    times, moe = make_step_times(1), rank_times(1)
+    greedy = GreedyOnRanks(times, moe, [random_placement(np.random.default_rng(1), 2, 0)], 2, 1,
+                           computes_prompts=True)  # fmt: skip
+    usage = (np.zeros((1, N_EXPERTS)), log_idle(np.zeros((1, N_EXPERTS))))
+    for busy in (0, 1):
+        waiting = np.zeros(2, np.int64)
+        waiting[busy] = 30
+        seen = Workers.idle(np.array([3, 3]))._replace(
+            waiting_tokens=waiting, signals_s=float(busy)
+        )
+        assert greedy.place(RequestInfo(busy, 12, 0), usage, seen) == 1 - busy

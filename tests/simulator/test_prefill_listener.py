@@ -100,8 +100,47 @@ def test_the_router_knows_the_prefix_caches_and_the_work_done(seed, topology, pr
     # In order: whom it holds is asked about until it is placed, and nobody else meanwhile.
     assert mirror.chosen == list(range(60))
     assert mirror.asked == sorted(mirror.asked)
-    cluster._tell_prefill_listener()
+    cluster.prefill_reports.tell()
     mirror.compare()
     assert sum(mirror.tokens) <= record.prefill_steps["chunk_tokens"].sum()
     done = record.requests["prompt_len"] - np.maximum(record.requests["cached_tokens"], 0)
     assert sum(mirror.tokens) == done.sum()
+
+
+class Told:
+    """Notes when it is told of tokens, and when the engines had published."""
+
+    name = "told"
+
+    def __init__(self):
+        self.tokens, self.since, self.at = 0, 0, []
+
+    def on_blocks(self, worker, stored, evicted):
+        self.since += 1
+
+    def on_tokens(self, worker, tokens):
+        self.tokens += tokens
+        self.since += 1
+
+    def select(self, request, workers):
+        self.at.append((workers.signals_s, self.since))
+        self.since = 0
+        return int(np.argmin(workers.loads))
+
+
+def test_blocks_and_tokens_are_as_old_as_the_signals():
+    arguments = random_cluster(7, (2, 0), 4, 0, 1, False, True, False)
+    arguments["workload"] = random_workload(np.random.default_rng(7), 200, 0.002, 4, 40, 1)
+    arguments |= {"window": (0.0, np.inf), "time_limit_s": np.inf, "queue_keys": None}
+    arguments["spec"] = dataclasses.replace(
+        arguments["spec"], signal_interval_s=0.03, max_concurrency=None, max_model_len=300
+    )
+    policy = Told()
+    cluster = Cluster(
+        **arguments, prefill_policy=policy, decode_policy=None, signatures=lambda r: (0, None)
+    )
+    cluster.run()
+    told = [(at, n) for at, n in policy.at if n]
+    assert len(told) > 5
+    assert len({at for at, _ in told}) == len(told)  # at most once a publication
+    assert policy.tokens > 0

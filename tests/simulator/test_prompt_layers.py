@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.pipeline import PipelinePlan
-from eldr_sim.kernel_profiles.weight_streaming import Stream, StreamPlan
+from eldr_sim.kernel_profiles.weight_streaming import Stream, StreamPlan, plan_stream
 from eldr_sim.simulator import prompt_layout, state
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.prepare import prepare
@@ -65,6 +67,29 @@ def test_collectives_wait_for_the_slowest_and_one_sided_gathers_do_not():
     np.testing.assert_allclose(ends(together)[0], ends(alone)[0], rtol=1e-12)
 
 
+def test_experts_gathered_as_they_are_needed_take_their_share_of_a_layer(tmp_path):
+    """One token needs k experts of every layer but the first; more tokens those that they choose.
+
+    Of the first layer, whose experts lie there, between k and all are activated.
+    """
+    model = load_model("Qwen3-30B-A3B")
+    gather_s = plan_stream(model, load_gpu("H100"), 2).stream.gather_s
+    for tokens in (1, 8000):
+        path = tmp_path / f"{tokens}.jsonl"
+        path.write_text(f'{{"timestamp": 0, "input_length": {tokens}, "output_length": 1}}')
+        log = {"workload": str(path), "num_requests": 1, "request_rate": None}
+        needed, alone = (
+            run(**log, **fields)
+            for fields in (SHARED | {"expert_gather": "needed"}, {"topology": "2P"})
+        )
+        layers = (ends(needed)[0] - ends(alone)[0]) / gather_s
+        (active,) = needed.record.prefill_steps["active"]
+        if tokens == 1:
+            assert layers == pytest.approx((model.n_moe_layers - 1) * model.top_k / model.n_experts)
+        assert active - model.n_experts <= layers * model.n_experts * (1 + 1e-9)
+        assert layers * model.n_experts * (1 - 1e-9) <= active - model.top_k
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     n_stages=st.integers(1, 5),
@@ -75,7 +100,10 @@ def test_steps_pass_the_stages_as_a_flow_shop(n_stages, steps, head):
     """By a table of all (step, stage), for steps that come as early as they may, or later."""
     shares = np.arange(1, n_stages + 1) / (n_stages * (n_stages + 1) / 2)
     layout = PromptLayout(None, None, False, PipelinePlan(tuple(shares), 0.5, 0.25, {}), False)
-    layers, workers = make_prompt_layers(layout, 1, 1), np.zeros(1, state.WORKER).view(np.recarray)
+    layers, workers = (
+        make_prompt_layers(layout, 1, 1, 8),
+        np.zeros(1, state.WORKER).view(np.recarray),
+    )
     ends = np.zeros((len(steps), n_stages))
     may_begin = 0.0
     for i, (computes, later) in enumerate(steps):
@@ -95,7 +123,10 @@ def test_equal_steps_fill_the_stages():
     """Makespan of a flow shop: the sum of the stage times and one stage time a further stage."""
     shares = (0.25,) * 4
     layout = PromptLayout(None, None, False, PipelinePlan(shares, 0.0, 0.0, {}), False)
-    layers, workers = make_prompt_layers(layout, 1, 1), np.zeros(1, state.WORKER).view(np.recarray)
+    layers, workers = (
+        make_prompt_layers(layout, 1, 1, 8),
+        np.zeros(1, state.WORKER).view(np.recarray),
+    )
     at = 0.0
     for _ in range(10):
         at = _pass_stages.py_func(workers, 0, at, 4.0, 0.0, layers)
@@ -139,6 +170,7 @@ def test_without_a_kv_cache_prompts_are_computed_whole_or_refused():
         ({"expert_gather": "collective"}, "expert_gather"),
         ({**SHARED, "offload_window": 3}, "offload_window"),
         ({"gather_interference": 0.1}, "gather_interference"),
+        ({**SHARED, "expert_gather": "needed", "offload_window": 3}, "offload_window"),
         ({"topology": "1P1D", "kv_cache_free": True}, "kv_cache_free"),
         ({"topology": "1C", "offload_window": 3}, "offload_window"),
         ({"topology": "1P1D", "pipeline_parallel_size": 2}, "pipeline_parallel_size"),

@@ -129,3 +129,25 @@ def test_reproduce_writes_a_picture_and_a_table_a_figure(tmp_path, monkeypatch, 
         claims = list(csv.DictReader(file))
     assert len(claims) == 5
     assert all(claim["claim"].split(",")[0][:20] in printed for claim in claims)
+
+
+@pytest.mark.parametrize(
+    ("paper", "figure", "title", "unknown", "known"),
+    [
+        ("moe-prefill", "4", "recorded", "5", "figure_12"),
+        ("metro", "3", "operational intensity", "4", "figure_3"),
+    ],
+)
+def test_the_command_writes_a_figure_whole(paper, figure, title, unknown, known, tmp_path, run_cli):
+    out = tmp_path / paper
+    code, printed, _ = run_cli("reproduce", paper, figure, "--quick", "--out", out)
+    assert code == 0
+    assert title in printed
+    assert sorted(p.name for p in out.iterdir()) == [
+        "claims.csv", f"figure_{figure}.csv", f"figure_{figure}.png", "summary.json",
+    ]  # fmt: skip
+    with (out / "claims.csv").open() as file:
+        assert {row["figure"] for row in csv.DictReader(file)} == {f"figure_{figure}"}
+    code, _, problem = run_cli("reproduce", paper, unknown)
+    assert code == 2
+    assert known in problem

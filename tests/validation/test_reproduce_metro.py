@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 
 import numpy as np
@@ -103,21 +102,6 @@ def test_set_ups_are_the_papers(tmp_path):
     log = write_log(Dataset("d", "code", 100, 50), 3, 10, tmp_path)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert lines == [{"timestamp": 0, "input_length": 10, "output_length": 5}] * 3
-
-
-def test_the_command_writes_figures_whole(tmp_path, run_cli):
-    out = tmp_path / "metro"
-    code, printed, _ = run_cli("reproduce", "metro", "3", "--quick", "--out", out)
-    assert code == 0
-    assert "operational intensity" in printed
-    assert sorted(p.name for p in out.iterdir()) == [
-        "claims.csv", "figure_3.csv", "figure_3.png", "summary.json",
-    ]  # fmt: skip
-    with (out / "claims.csv").open() as file:
-        assert {row["figure"] for row in csv.DictReader(file)} == {"figure_3"}
-    code, _, problem = run_cli("reproduce", "metro", "4")
-    assert code == 2
-    assert "figure_3" in problem
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from .experts import TraceSets, expert_set, prompt_sources, prompt_token_experts
 from .faults import TwinFaults
 from .front_end import FrontEnd
 from .links import Links
+from .prompt_layers import make_layers
 from .requests import Request
 
 
@@ -46,10 +47,11 @@ class Twin:
             [Worker(self, pool, pool.first + i) for i in range(pool.size)] for pool in self.pools
         ]
         for pool, workers in zip(self.pools, self.workers, strict=True):
-            size = pool.spec.parallelism.data_parallel_size
+            size = pool.spec.group_size
             for worker in workers:
                 first = (worker.number - pool.first) // size * size
                 worker.group = workers[first : first + size]
+        self.layers = make_layers(spec.prefill, spec.n_prefill, self.n_layers)
         self.policies = prefill_policy, decode_policy
         self.loads = [np.zeros(pool.size, np.int64) for pool in self.pools]
         self.held, self.to_ask = ([], []), [0, 0]
@@ -66,9 +68,10 @@ class Twin:
         spec = self.spec
         colocated = spec.n_prefill == 0
         caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
+        whole = spec.prefill.layout is not None and spec.prefill.layout.whole_prompts
         prefill = Pool(
             PREFILL if spec.n_decode else PREFILL_ONLY, 0, spec.n_prefill, spec.prefill,
-            prefix_caching=caching, own_experts=own_experts,
+            prefix_caching=caching and not whole, own_experts=own_experts,
             async_scheduling=spec.async_scheduling, capture_s=spec.capture_s,
         )  # fmt: skip
         decode = Pool(
@@ -207,6 +210,10 @@ class Twin:
         windows = request.window_blocks * size
         if tokens > self.spec.max_model_len:
             return "exceeds_max_model_len"
+        layout = self.spec.prefill.layout
+        whole = self.spec.n_prefill and layout is not None and layout.whole_prompts
+        if whole and request.prompt > self.spec.prefill.max_num_batched_tokens:
+            return "exceeds_token_budget"
         if (
             request.prompt > self.spec.prefill.n_blocks * size - windows
             or tokens > self.spec.decode.n_blocks * size - windows

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 from .group import group_step
 from .kv_blocks import KVBlocks
+from .prompt_layers import prompt_step
 from .requests import Sequence
 from .step_seconds import step_seconds
 
@@ -59,6 +61,9 @@ class Worker:
         self.group_steps = 0  # of its group, where it is the first
         self.alive, self.slowdown = True, 1.0
         self.last = None  # its last step: the record, who got a token, who for the first time
+        self.exit_s = -math.inf  # when its last step has left the last stage
+        layout = pool.spec.layout
+        self.whole_prompts = layout is not None and layout.whole_prompts
 
     # --- who waits ---
 
@@ -141,16 +146,12 @@ class Worker:
         if self.role in ONLY_PROMPTS:
             done = [s for s in self.prefilling if s.cached == s.context]
             self.prefilling = [s for s in self.prefilling if s not in done]
-            for sequence in done:  # its blocks are held until the decode worker has them
-                request = sequence.request
-                request.prefill_end_s = now
-                self.requests.remove(request)
-                if self.role == PREFILL:
-                    twin.todo.append((twin.hand_over, request))
-                    continue
-                request.first_token_s = request.finish_s = now
-                self.release(request)
-                twin.todo.append((twin.complete, request))
+            for sequence in done:
+                self.requests.remove(sequence.request)
+                if self.exit_s > now:  # later stages still have it
+                    twin.schedule(self.exit_s, partial(self.leave_stages, sequence.request))
+                else:
+                    self.end_prompt(sequence.request)
             return
         done = [s for s in self.decoding if s.request.generated == s.request.output]
         self.decoding = [s for s in self.decoding if s not in done]
@@ -162,6 +163,22 @@ class Worker:
             self.requests.remove(sequence.request)
             self.release(sequence.request)
             twin.todo.append((twin.complete, sequence.request))
+
+    def end_prompt(self, request):
+        """Hand it over, whose blocks are held until the decode worker has them, or end it."""
+        twin = self.twin
+        request.prefill_end_s = twin.now
+        if self.role == PREFILL:
+            twin.todo.append((twin.hand_over, request))
+            return
+        request.first_token_s = request.finish_s = twin.now
+        self.release(request)
+        twin.todo.append((twin.complete, request))
+
+    def leave_stages(self, request):
+        self.end_prompt(request)
+        if self.new:  # they may wait for its blocks
+            self.wake()
 
     def preempt(self):
         """Take sequences back until the others have the blocks they need.
@@ -243,6 +260,8 @@ class Worker:
     def admit_new(self, request):
         """It computes its prompt, or fetches it into the blocks reserved for it."""
         tokens = request.prompt + request.generated  # those that it had where it has been before
+        if self.whole_prompts and tokens > self.budget():
+            return False
         cached = self.allocate(request, tokens)
         if cached is None:
             return False
@@ -344,7 +363,11 @@ class Worker:
             if not worker.decided and (len(self.group) == 1 or worker.running()):
                 worker.boundary()
         self.due = False
-        if len(self.group) > 1:
+        layers = self.twin.layers.get(self.number) if self.role in ONLY_PROMPTS else None
+        if layers is not None:
+            if any(worker.has_step() for worker in self.group):
+                prompt_step(self.twin, self.group, layers)
+        elif len(self.group) > 1:
             if any(worker.has_step() for worker in self.group):
                 group_step(self.twin, self.group)
         elif self.has_step():

@@ -215,6 +215,15 @@ def _each(values: Sequence[float]) -> str:
     return ", ".join(f"{value:+.1f}" for value in values)
 
 
+def _of_variants(
+    name: str, title: str, rows: list[dict[str, Any]], claims: list[Claim]
+) -> Reproduction:
+    """Return a figure of ELDR's variants."""
+    return Reproduction(
+        name, title, pa.Table.from_pylist(rows), claims, lambda figure: draw_variants(figure, rows)
+    )
+
+
 def draw_variants(figure: Any, rows: list[dict[str, Any]]) -> None:
     """Draw the differences in median and p99 TPOT, a group of bars per variant."""
     names = list(dict.fromkeys(row["variant"] for row in rows))
@@ -269,13 +278,7 @@ def figure_14(
             f"{_each(beyond('count'))}",
         )
     ]
-    return Reproduction(
-        "figure_14",
-        "Signature choice",
-        pa.Table.from_pylist(rows),
-        claims,
-        lambda figure: draw_variants(figure, rows),
-    )
+    return _of_variants("figure_14", "Signature choice", rows, claims)
 
 
 def figure_15(runner: Runner, rates: Sequence[float], models: Sequence[str]) -> Reproduction:
@@ -295,13 +298,7 @@ def figure_15(runner: Runner, rates: Sequence[float], models: Sequence[str]) -> 
         claim("balanced lowers median TPOT by up to", "balanced", P50, -12.6, min),
         claim("balanced lowers p99 TPOT by up to", "balanced", P99, -6.8, min),
     ]
-    return Reproduction(
-        "figure_15",
-        "Cluster balance",
-        pa.Table.from_pylist(rows),
-        claims,
-        lambda figure: draw_variants(figure, rows),
-    )
+    return _of_variants("figure_15", "Cluster balance", rows, claims)
 
 
 def figure_16(runner: Runner, rates: Sequence[float], models: Sequence[str]) -> Reproduction:
@@ -357,13 +354,7 @@ def figure_16(runner: Runner, rates: Sequence[float], models: Sequence[str]) -> 
             stated=False,
         ),
     ]
-    return Reproduction(
-        "figure_16",
-        "Locality band width",
-        pa.Table.from_pylist(rows),
-        claims,
-        lambda figure: draw_variants(figure, rows),
-    )
+    return _of_variants("figure_16", "Locality band width", rows, claims)
 
 
 def table_2(runner: Runner, rates: Sequence[float]) -> Reproduction:

@@ -35,6 +35,7 @@ def figures(
         "crossings": lambda: experts.crossings(quick),
         "sjf_sign": lambda: studies.sjf_sign(made),
         "old_signals": lambda: studies.old_signals(made),
+        "colocated": lambda: studies.colocated(made),
         "placements": lambda: studies.placements(made),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,16 +73,25 @@ def figure_3() -> Reproduction:
               reason=", ".join(f"{n} {100 * g:.1f}%" for n, g in zip(TRACES, gain, strict=True))),
     ]  # fmt: skip
 
+    draw = _by_trace(rows, ("layer", "layer"), ("cv", "variation of the experts' load"))
+    title = "Expert activation by layer"
+    return Reproduction("figure_3", title, pa.Table.from_pylist(rows), claims, draw)
+
+
+def _by_trace(
+    rows: Sequence[dict[str, Any]], x: tuple[str, str], y: tuple[str, str]
+) -> Callable[[Any], None]:
+    """Return what draws a line a trace; ``x`` and ``y`` are column and label."""
+
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for name in TRACES:
             own = [row for row in rows if row["trace"] == name]
-            axes.plot([r["layer"] for r in own], [r["cv"] for r in own], ".-", label=name)
-        axes.set(xlabel="layer", ylabel="variation of the experts' load")
+            axes.plot([r[x[0]] for r in own], [r[y[0]] for r in own], ".-", label=name)
+        axes.set(xlabel=x[1], ylabel=y[1])
         axes.legend(fontsize=8)
 
-    title = "Expert activation by layer"
-    return Reproduction("figure_3", title, pa.Table.from_pylist(rows), claims, draw)
+    return draw
 
 
 def figure_4() -> Reproduction:
@@ -121,14 +131,8 @@ def figure_4() -> Reproduction:
               stated=False),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for name in TRACES:
-            mine = [row for row in rows if row["trace"] == name]
-            axes.plot([r["pairs"] for r in mine], [r["busier_gpu"] for r in mine], ".-", label=name)
-        axes.set(xlabel="pairs of M a layer", ylabel="load of the busier GPU over the mean")
-        axes.legend(fontsize=8)
-
+    load_of = "busier_gpu", "load of the busier GPU over the mean"
+    draw = _by_trace(rows, ("pairs", "pairs of M a layer"), load_of)
     title = "Inter-layer affinity"
     return Reproduction("figure_4", title, pa.Table.from_pylist(rows), claims, draw)
 

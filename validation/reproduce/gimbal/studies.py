@@ -13,11 +13,13 @@ from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
 from eldr_sim.validation.reproduce.gimbal.settings import (
     OUTPUTS,
+    P99,
     PROMPTS,
     TPOT,
     TTFT,
     VLLM,
     Experiment,
+    System,
     change,
     mean,
     write_log,
@@ -163,6 +165,47 @@ def old_signals(experiment: Experiment) -> Reproduction:
 
     title = "Old signals and the lock-step tax by balancer, 4 decode engines"
     return Reproduction("old_signals", title, pa.Table.from_pylist(rows), [], draw)
+
+
+_TOGETHER = ("round_robin", "vllm_dp", "vllm_dp_kv", "gimbal:reading=prose", "marginal_cost")
+
+
+def colocated(experiment: Experiment) -> Reproduction:
+    """Balancers of two and four co-located engines that step together, by age of the signals.
+
+    At the knee of two engines under `round_robin`, for four at twice its rate.
+    """
+    scale, groups = experiment.scale, dict[tuple[str, int, float, str], list[dict[str, Any]]]()
+    for shape in (scale.shapes[0], scale.shapes[-1]):
+        for engines in (2, 4):
+            for age in _AGES_MS:
+                for policy in _TOGETHER:
+                    cases = experiment.cases(System(policy=policy), shape, 1.0, scale.few)
+                    groups[shape, engines, age, policy] = [
+                        case | {"data_parallel_size": engines, "signal_interval_ms": age}
+                        | {"request_rate": case["request_rate"] * engines / 2}
+                        for case in cases
+                    ]  # fmt: skip
+    runs = experiment.run(groups)
+    rows = []
+    for (shape, engines, age, policy), own in runs.items():
+        plain = runs[shape, engines, age, "round_robin"]
+        row: dict[str, Any] = {"shape": shape, "engines": engines, "age_ms": age, "policy": policy}
+        for name, metric in (("ttft", TTFT), ("p99_ttft", P99), ("tpot", TPOT)):
+            row |= {f"{name}_ms": mean(own, metric)}
+            row |= _spread(f"{name}_%", change(own, plain, metric))
+        rows.append(row | {"idle_ms": _group(own, "mean_idle_ms")})
+
+    def draw(figure: Any) -> None:
+        own = [row for row in rows if row["age_ms"] == _AGES_MS[1]]
+        labels = [f"{r['shape']}, {r['engines']}, {r['policy']}" for r in own]
+        for axes, key in zip(figure.subplots(1, 2), ("ttft_%", "tpot_%"), strict=True):
+            axes.barh(labels, [row[key] for row in own])
+            axes.set_xlabel(f"{key} against round robin")
+            axes.tick_params(labelsize=5)
+
+    title = "Balancers of co-located engines that step together"
+    return Reproduction("colocated", title, pa.Table.from_pylist(rows), [], draw)
 
 
 #: Placements of one instance of every expert, and whether experts move.

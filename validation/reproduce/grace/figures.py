@@ -203,34 +203,17 @@ def figure_3(evaluation: Evaluation) -> Reproduction:
                     "top_quarter_of_heaviest": quarter[-1],
                 }
             )
+        copies = [n_copies(o, g, n_ranks) > 1 for o, g in zip(load, groups, strict=True)]
         claims += [
-            Claim(
-                f"a few groups carry most of the load: heaviest of 4, {source.label}",
-                25.0,
-                100.0,
-                100 * float(np.mean(heaviest)),
-                stated=False,
-                tolerance=0.0,
-            ),
-            Claim(
-                f"a few experts carry the heaviest group: its top quarter, {source.label}",
-                50.0,
-                100.0,
-                100 * float(np.mean(quarter)),
-                stated=False,
-                tolerance=0.0,
-                reason="the load of its experts is flatter",
-            ),
-            Claim(
-                f"layers whose skew gives more than one copy (rho >= 2), {source.label}",
-                1.0,
-                100.0,
-                100 * float(np.mean([n_copies(o, g, n_ranks) > 1 for o, g in
-                                     zip(load, groups, strict=True)])),
-                stated=False,
-                tolerance=0.0,
-                reason=f"rho {min(skews):.2f} to {max(skews):.2f}",
-            ),
+            Claim(f"{what}, {source.label}", low, 100.0, 100 * float(np.mean(ours)), stated=False,
+                  tolerance=0.0, reason=reason)
+            for what, low, ours, reason in (
+                ("a few groups carry most of the load: heaviest of 4", 25.0, heaviest, ""),
+                ("a few experts carry the heaviest group: its top quarter", 50.0, quarter,
+                 "the load of its experts is flatter"),
+                ("layers whose skew gives more than one copy (rho >= 2)", 1.0, copies,
+                 f"rho {min(skews):.2f} to {max(skews):.2f}"),
+            )
         ]  # fmt: skip
     return Reproduction(
         "figure_3",

@@ -21,6 +21,7 @@ def figures(runner: Runner, quick: bool) -> dict[str, Callable[[], Reproduction]
         "figure_11": lambda: results.figure_11(runner, logs, sizes),
         "figure_12": lambda: results.figure_12(runner, logs, sizes),
         "thresholds": lambda: studies.thresholds(runner, logs, sizes),
+        "routers": lambda: studies.routers(runner, logs, sizes),
         "gathers": lambda: studies.gathers(runner, logs, sizes),
         "map": studies.strategy_map,
         "needed": studies.needed,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from eldr_sim.planning.prefill import BUDGETS
 from eldr_sim.planning.runs import Summary
 from eldr_sim.validation.reproduce.moe_prefill.settings import (
     CELLS,
@@ -25,7 +26,6 @@ from eldr_sim.validation.reproduce.moe_prefill.settings import (
     run_budgets,
     tuned,
 )
-from eldr_sim.validation.reproduce.moe_prefill.steps import BUDGETS
 from eldr_sim.validation.reproduce.moe_prefill.workload import REGIME_TOKENS, REGIMES
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
 
@@ -41,7 +41,7 @@ class Sizes:
 
     def __init__(self, quick: bool) -> None:
         self.scale, self.tuning_scale = (0.02, 0.02) if quick else (0.2, 0.1)
-        self.dispatching_scale = 0.005 if quick else 0.02
+        self.dispatching_scale = 0.005 if quick else 0.2  # 4 minutes of CPU a cell
         self.budgets = (8192, 32_768, 65_536) if quick else BUDGETS
         self.seeds = range(1) if quick else range(3)
         self.regime_tokens = REGIME_TOKENS // (5 if quick else 1)

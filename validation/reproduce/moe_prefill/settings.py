@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.planning.prefill import BUDGETS, WINDOW
 from eldr_sim.planning.runs import Summary
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.prepare import prepare
 from eldr_sim.validation.reproduce.moe_prefill import workload
-from eldr_sim.validation.reproduce.moe_prefill.steps import BUDGETS, Strategy, best_backend
+from eldr_sim.validation.reproduce.moe_prefill.steps import Strategy, best_backend
 from eldr_sim.validation.reproduce.reproduction import Runner
 
 THROUGHPUT, COMPUTED, MFU = "prefill_throughput", "computed_prompt_throughput", "prefill_mfu"
-WINDOW = 4
-"""MoE layers on a GPU beside the first where experts are offloaded."""
-
 #: Fields of every run: recorded routing, tiled; room for Table 2's longest prompts.
 COMMON: dict[str, Any] = {
     "trace": "reference-moe",
@@ -99,7 +97,7 @@ def _tensor_parallel(cell: Cell, n_gpus: int) -> System | None:
     """TP+TP, or two workers where blocks of FP8 weights cannot be cut as often."""
     for workers in (1, 2):
         size = n_gpus // workers
-        fields = Strategy("tp_tp").fields(size) | {"topology": f"{workers}P"}
+        fields = Strategy("tp").fields(size) | {"topology": f"{workers}P"}
         if size > 1 and fits(cell, fields):
             label = "TP+TP" if workers == 1 else f"{workers} x TP{size}"
             return System(label, fields)
@@ -109,7 +107,7 @@ def _tensor_parallel(cell: Cell, n_gpus: int) -> System | None:
 def engine_baselines(cell: Cell, n_gpus: int) -> list[System]:
     """Return the baselines but for DP+EP that fit on ``n_gpus`` GPUs, FCFS."""
     found = []
-    for kind in ("pp_pp", "tp_ep"):
+    for kind in ("pp", "tp_ep"):
         strategy = Strategy(kind)
         fields = strategy.fields(n_gpus)
         if n_gpus > 1 and fits(cell, fields):
@@ -139,26 +137,32 @@ class Workloads:
         """Return the fields of a run of Table 2's requests, so many a second."""
         return self._log(("real", sharing, scale, seed), rate) | {"seed": seed}
 
-    def regime(self, name: str, tokens: int, rate: float = math.inf) -> dict[str, Any]:
-        """Return the fields of a run of prompts of one length, so many a second."""
-        return self._log(("regime", name, tokens), rate)
+    def regime(
+        self, name: str, tokens: int, rate: float = math.inf, arrivals: int = 0
+    ) -> dict[str, Any]:
+        """Return the fields of a run of prompts of one length, so many a second.
+
+        ``arrivals`` is the seed of when they come.
+        """
+        return self._log(("regime", name, tokens), rate, arrivals)
 
     def prompts(self, key: tuple[Any, ...]) -> list[workload.Prompt]:
         """Return the prompts of a log."""
         kind, *rest = key
         return workload.real_world(*rest) if kind == "real" else workload.regime(*rest)
 
-    def _log(self, key: tuple[Any, ...], rate: float) -> dict[str, Any]:
-        if (*key, rate) not in self._written:
-            path = Path(self._folder.name) / f"{'-'.join(map(str, (*key, rate)))}.jsonl"
+    def _log(self, key: tuple[Any, ...], rate: float, arrivals: int = 0) -> dict[str, Any]:
+        name = (*key, rate, arrivals)
+        if name not in self._written:
+            path = Path(self._folder.name) / f"{'-'.join(map(str, name))}.jsonl"
             prompts = self.prompts(key)
-            workload.write_log(prompts, path, rate)
-            self._written[*key, rate] = {
+            workload.write_log(prompts, path, rate, arrivals)
+            self._written[name] = {
                 "workload": str(path),
                 "num_requests": len(prompts),
                 "request_rate": rate,
             }
-        return self._written[*key, rate]
+        return self._written[name]
 
 
 def run_budgets(

@@ -11,81 +11,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.flops import mfu, peak_flops, prefill_flops
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Backend, Parallelism
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.pipeline import plan_pipeline
 from eldr_sim.kernel_profiles.step_cost import StepParts, rank_moe_s
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.weight_streaming import plan_stream
-
-Kind = Literal["async_ep", "dp_ep", "tp_ep", "tp_tp", "pp_pp"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-BACKENDS: tuple[Backend, ...] = ("nccl_alltoall", "deepep_ht", "allgather_reducescatter")
-BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
-"""Token budgets that every strategy may choose from."""
+from eldr_sim.planning.prefill import BACKENDS, BUDGETS
+from eldr_sim.planning.prefill_strategy import KINDS, PrefillStrategy
 
 _MOST_SEQS = 2048  # prompts of a step
 _LONGEST = 131_200  # tokens of a prompt
 
 
 @dataclass(frozen=True)
-class Strategy:
-    """How so many GPUs of a node share a model's prompts.
+class Strategy(PrefillStrategy):
+    """A strategy on other links; ``links`` is the speed of all between GPUs over the tables'."""
 
-    Attributes
-    ----------
-    kind
-        Of attention, then of the experts.
-    backend
-        Of ``dp_ep``: how tokens reach their experts.
-    window, interference
-        Of ``async_ep``: layers on the GPU beside the first (0: all), and the time that a layer
-        loses for each second of a gather beside it.
-    links
-        Speed of everything between GPUs over what the tables say.
-    """
-
-    kind: Kind
-    backend: Backend = "nccl_alltoall"
-    window: int = 0
-    interference: float = 0.0
     links: float = 1.0
-
-    def fields(self, n_gpus: int) -> dict[str, Any]:
-        """Return the fields of a run with one prefill worker of ``n_gpus`` GPUs."""
-        fields: dict[str, Any] = {"topology": "1P"}
-        match self.kind:
-            case "async_ep":
-                if n_gpus > 1:
-                    fields |= {"data_parallel_size": n_gpus, "enable_expert_parallel": True,
-                               "expert_gather": "one_sided"}  # fmt: skip
-                if self.window:
-                    fields["offload_window"] = self.window
-                if self.interference:
-                    fields["gather_interference"] = self.interference
-            case "dp_ep":
-                fields |= {"data_parallel_size": n_gpus, "enable_expert_parallel": True,
-                           "all2all_backend": self.backend}  # fmt: skip
-            case "tp_ep" | "tp_tp":
-                fields |= {"tensor_parallel_size": n_gpus,
-                           "enable_expert_parallel": self.kind == "tp_ep"}  # fmt: skip
-            case "pp_pp":
-                fields["pipeline_parallel_size"] = n_gpus
-        return fields
-
-    @property
-    def label(self) -> str:
-        """What tables call it."""
-        if self.kind == "async_ep":
-            return "AsyncEP" if not self.window else f"AsyncEP, window {self.window}"
-        name = self.kind.upper().replace("_", "+")
-        return f"{name}, {self.backend}" if self.kind == "dp_ep" else name
 
 
 @lru_cache(maxsize=32)
@@ -127,7 +75,7 @@ def step_s(
     """
     dims, part = load_model(model), gpu if isinstance(gpu, GPU) else load_gpu(gpu)
     tokens = sum(count for _, count in chunks)
-    sharded = strategy.kind in ("tp_ep", "tp_tp")
+    sharded = strategy.kind in ("tp_ep", "tp")
     parallelism = SINGLE_GPU
     if sharded:
         parallelism = Parallelism(n_gpus, strategy.kind == "tp_ep")
@@ -149,7 +97,7 @@ def step_s(
         # A window is full when a step ends, so that copies go on into the next.
         waits = max(computes, gather_s, stream.host_s)
         return parts.host + computes + (dims.n_moe_layers - 1) * waits + parts.head
-    if strategy.kind == "pp_pp":
+    if strategy.kind == "pp":
         shares = plan_pipeline(dims, part, n_gpus).shares
         whole = _resident(parts, strategy.links)
         return max(parts.host + whole * shares[0], max(shares) * whole, whole * shares[-1])
@@ -249,7 +197,7 @@ def each_rate(
     for kind in KINDS:
         for backend in BACKENDS if kind == "dp_ep" else BACKENDS[:1]:
             strategy = Strategy(kind, backend, links=links)
-            budget = tokens * n_gpus if kind in ("tp_ep", "tp_tp") else tokens
+            budget = tokens * n_gpus if kind in ("tp_ep", "tp") else tokens
             try:
                 made = rate(strategy, model, gpu, n_gpus, budget, min(context, tokens))
             except InputError:

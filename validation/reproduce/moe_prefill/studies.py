@@ -84,6 +84,70 @@ def thresholds(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     )  # fmt: skip
 
 
+_ROUTERS = {
+    "saturation, FLOPs": "saturation",
+    "saturation, tokens": "saturation:unit=tokens",
+    "saturation, FLOPs, margin 3": "saturation:margin=3",
+    "prefix hash": "prefix_hash",
+    "least loaded": "least_loaded",
+}
+_AGES_MS = (0.0, 100.0, 1000.0, 10_000.0)
+
+
+def routers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
+    """Routers by the unit of load, by what prompts share, and by the age of what they know.
+
+    Signals, cached blocks, computed tokens and completions are as old; 8 H100 in FP8, all requests
+    at once, 65,536 tokens a step. Ratios are to fresh signals, paired over seeds. Routers that hold
+    nothing have placed all before anything is published.
+    """
+    keys = [
+        (sharing, label, age) for sharing in (0.0, 0.5, 1.0) for label in _ROUTERS
+        for age in _AGES_MS if age == 0 or label.startswith("saturation")
+    ]  # fmt: skip
+    made = iter(runner.run([
+        COMMON | H100_FP8.fields | _ASYNC | logs.real(sizes.tuning_scale, sharing, seed)
+        | {"max_num_batched_tokens": 65_536, "prefill_policy": _ROUTERS[label],
+           "signal_interval_ms": age, "load_report_delay_ms": age}
+        for sharing, label, age in keys for seed in sizes.seeds
+    ]))  # fmt: skip
+    runs = {key: [next(made) for _ in sizes.seeds] for key in keys}
+    rows = []
+    for (sharing, label, age), own in runs.items():
+        rates = [run[THROUGHPUT] for run in own]
+        fresh = [run[THROUGHPUT] for run in runs[sharing, label, 0.0]]
+        mean, half = mean_and_interval(rates)
+        ratio, spread = mean_and_interval([a / b for a, b in zip(rates, fresh, strict=True)])
+        cached = [run["prefix_cache_hits"] / run["total_input_tokens"] for run in own]
+        waits = [run["weight_streaming"]["wait_share"] for run in own]
+        rows.append(
+            {
+                "sharing": sharing,
+                "router": label,
+                "age_ms": age,
+                "tokens_per_s": mean,
+                "interval": half,
+                "against_fresh_%": 100 * (ratio - 1),
+                "against_fresh_interval": 100 * spread,
+                "cached_share_%": 100 * float(np.mean(cached)),
+                "wait_share_%": 100 * float(np.mean(waits)),
+            }
+        )
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots(1, 3, sharey=True)
+        for ax, sharing in zip(axes, (0.0, 0.5, 1.0), strict=True):
+            for label in _ROUTERS:
+                own = [r for r in rows if (r["sharing"], r["router"]) == (sharing, label)]
+                ax.errorbar([r["age_ms"] for r in own], [r["tokens_per_s"] for r in own],
+                            [r["interval"] for r in own], label=label)  # fmt: skip
+            ax.set(title=f"sharing {sharing:g}", xlabel="age of signals, ms", xscale="symlog")
+        axes[0].set_ylabel("tokens/s")
+        axes[0].legend(fontsize=6)
+
+    return _plain("routers", "routers by unit, sharing and age of signals; 8 H100 FP8", rows, draw)
+
+
 def gathers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
     """Collective and one-sided gathers, by load and skew; and what interference costs."""
     tokens = sizes.regime_tokens // 5
@@ -155,12 +219,12 @@ def strategy_map() -> Reproduction:
                                 "over_second_%": 100 * (rates[ranked[0]] / rates[ranked[1]] - 1),
                                 "second": ranked[1],
                                 **{kind: rates.get(kind) for kind in
-                                   ("async_ep", "dp_ep", "tp_ep", "tp_tp", "pp_pp")},
+                                   ("async_ep", "dp_ep", "tp_ep", "tp", "pp")},
                             }
                         )  # fmt: skip
 
     def draw(figure: Any) -> None:
-        kinds = ["async_ep", "dp_ep", "tp_ep", "tp_tp", "pp_pp"]
+        kinds = ["async_ep", "dp_ep", "tp_ep", "tp", "pp"]
         axes = figure.subplots(1, 4, sharey=True)
         mine = [r for r in rows if r["gpus"] == 8]
         for ax, (model, gpu) in zip(
@@ -186,7 +250,7 @@ def strategy_map() -> Reproduction:
 def needed() -> Reproduction:
     """Experts that a step of few tokens needs, and what resident ones would save: an analysis.
 
-    Bytes are shares of gathering all experts of a layer; no engine gathers a part here.
+    Bytes are shares of gathering all experts of a layer. `expert_gather="needed"` gathers a part.
     """
     rows: list[dict[str, Any]] = []
     rng = np.random.default_rng(0)
@@ -229,8 +293,26 @@ def needed() -> Reproduction:
     )  # fmt: skip
 
 
+#: Decode pools of 2 x 8 GPUs: by load, by experts, and with METRO's choice among 16 more instances.
+_METRO = {
+    "decode": {"num_redundant_experts": 16, "expert_placement": "eplb"},
+    "replica_choice": "metro",
+    "all2all_backend": "allgather_alltoall",
+}
+_DECODE: dict[str, dict[str, Any]] = {
+    "jsq": {"policy": "jsq"},
+    "eldr": {"policy": "eldr"},
+    "jsq, METRO": _METRO | {"policy": "jsq"},
+    "eldr, METRO": _METRO | {"policy": "eldr"},
+}
+_TTFT_MS = 1000.0
+
+
 def pools(runner: Runner, logs: Workloads, quick: bool) -> Reproduction:
-    """A prefill pool of AsyncEP or DP+EP before two decode workers of 8 GPUs: TTFT by rate."""
+    """A prefill pool of AsyncEP or DP+EP before two decode workers of 8 GPUs: TTFT by rate.
+
+    Good requests have their first token within a second; means and 95% intervals over seeds.
+    """
     tokens = (100 if quick else 300) * 1024
     shape = {"data_parallel_size": 8, "enable_expert_parallel": True}
     prefill = {
@@ -239,26 +321,27 @@ def pools(runner: Runner, logs: Workloads, quick: bool) -> Reproduction:
         "AsyncEP, saturation": {"expert_gather": "one_sided", "prefill_policy": "saturation"},
     }
     rates = (20.0, 100.0) if quick else (10.0, 40.0, 70.0, 100.0)
-    keys = [(name, policy, r) for name in prefill for policy in ("jsq", "eldr") for r in rates]
-    made = runner.run([
-        H100_FP8.fields | logs.regime("short", tokens, r) | shape | prefill[name]
-        | {"topology": "1P2D", "policy": policy, "output_len": 16, "trace": COMMON["trace"],
-           "max_num_batched_tokens": 8192, "max_num_seqs": 256}
-        for name, policy, r in keys
-    ])  # fmt: skip
-    rows = [
-        {
-            "prefill": name,
-            "decode_policy": policy,
-            "requests_per_s": r,
-            "mean_ttft_ms": summary["mean_ttft_ms"],
-            "p99_ttft_ms": summary["p99_ttft_ms"],
-            "mean_tpot_ms": summary["mean_tpot_ms"],
-        }
-        for (name, policy, r), summary in zip(keys, made, strict=True)
-    ]
+    seeds = range(1 if quick else 5)
+    keys = [
+        (name, decode, r) for name in prefill for decode in _DECODE for r in rates
+        if name != "DP+EP" or "METRO" not in decode  # one backend serves both pools
+    ]  # fmt: skip
+    made = iter(runner.run([
+        H100_FP8.fields | shape | prefill[name] | _DECODE[decode]
+        | logs.regime("short", tokens, r, seed)
+        | {"topology": "1P2D", "output_len": 16, "trace": COMMON["trace"], "seed": seed,
+           "max_num_batched_tokens": 8192, "max_num_seqs": 256, "goodput": {"ttft": _TTFT_MS}}
+        for name, decode, r in keys for seed in seeds
+    ]))  # fmt: skip
+    rows = []
+    for name, decode, r in keys:
+        own = [next(made) for _ in seeds]
+        row: dict[str, Any] = {"prefill": name, "decode": decode, "requests_per_s": r}
+        for tag in ("mean_ttft_ms", "p99_ttft_ms", "slo_attainment", "mean_tpot_ms"):
+            row[tag], row[f"{tag}_interval"] = mean_and_interval([run[tag] for run in own])
+        rows.append(row)
     return _plain(
         "pools", "prefill pools of 8 H100 FP8 before 2 decode workers of 8, 1K prompts", rows,
-        _bars(rows, lambda r: f"{r['prefill']} {r['decode_policy']} {r['requests_per_s']:g}/s",
+        _bars(rows, lambda r: f"{r['prefill']} {r['decode']} {r['requests_per_s']:g}/s",
               "p99_ttft_ms"),
     )  # fmt: skip

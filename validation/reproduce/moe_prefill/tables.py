@@ -9,10 +9,11 @@ import pyarrow as pa
 
 from eldr_sim.kernel_profiles.communication import STRATEGIES, break_even_tokens, layer_bytes
 from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.planning.prefill import BACKENDS, BUDGETS
 from eldr_sim.traces.bitsets import count_rows
 from eldr_sim.traces.format import open_trace
 from eldr_sim.validation.reproduce.moe_prefill.settings import CELLS
-from eldr_sim.validation.reproduce.moe_prefill.steps import BACKENDS, BUDGETS, Strategy, rate
+from eldr_sim.validation.reproduce.moe_prefill.steps import Strategy, rate
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction
 
 _MODELS = {"BF16": "Qwen3-235B-A22B", "FP8": "Qwen3-235B-A22B-FP8"}
@@ -91,7 +92,7 @@ def table_1() -> Reproduction:
 def figure_3() -> Reproduction:
     """MFU by tokens of a step and context, for each strategy on 8 GPUs in closed form."""
     strategies = [Strategy("async_ep"), *(Strategy("dp_ep", backend) for backend in BACKENDS),
-                  Strategy("tp_ep"), Strategy("pp_pp")]  # fmt: skip
+                  Strategy("tp_ep"), Strategy("pp")]  # fmt: skip
     rows = []
     for cell in CELLS:
         for strategy in strategies:

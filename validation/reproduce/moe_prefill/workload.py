@@ -172,17 +172,20 @@ def shareable_tokens(prompts: Sequence[Prompt]) -> int:
 
 
 def write_log(
-    prompts: Sequence[Prompt], path: str | os.PathLike[str], rate: float = math.inf
+    prompts: Sequence[Prompt],
+    path: str | os.PathLike[str],
+    rate: float = math.inf,
+    arrivals: int = 0,
 ) -> None:
     """Write prompts as a request log in Mooncake's format, one output token each.
 
     ``--workload FILE`` reads it; equal arrivals keep their order. Requests come all at once, or
-    ``rate`` a second (Poisson, of a fixed seed; to the millisecond).
+    ``rate`` a second (Poisson, of the seed ``arrivals``; to the millisecond).
     """
-    gaps = np.random.default_rng(0).exponential(1e3 / rate, len(prompts))
-    arrivals = np.rint(np.cumsum(gaps)).astype(np.int64).tolist()
+    gaps = np.random.default_rng(arrivals).exponential(1e3 / rate, len(prompts))
+    times = np.rint(np.cumsum(gaps)).astype(np.int64).tolist()
     with whole_file(Path(path)) as partial, partial.open("w", encoding="utf-8") as file:
-        for prompt, arrival in zip(prompts, arrivals, strict=True):
+        for prompt, arrival in zip(prompts, times, strict=True):
             line = {
                 "timestamp": arrival,
                 "input_length": prompt.tokens,

@@ -1,0 +1,131 @@
+"""The command line of plans, over analytic clusters and simulated ones."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from ..paths import GOLDEN
+from .analytic import Analytic
+
+
+def check_golden(name, text):
+    """Compare with ``golden/name``; to renew it, delete the file and run twice."""
+    path = GOLDEN / name
+    lines = "".join(line.rstrip() + "\n" for line in text.splitlines())
+    if not path.exists():
+        path.write_text(lines)
+        pytest.fail(f"{path} was missing: written anew, read it before you commit it")
+    assert lines == path.read_text()
+
+
+@pytest.fixture
+def analytic_cli(run_cli, monkeypatch):
+    """The command line over analytic clusters."""
+
+    def run(*arguments):
+        monkeypatch.setattr("eldr_sim.planning.runner.simulate_summary", Analytic(0.02))
+        return run_cli(
+            "plan", "--slo", "ttft:500,tpot:30", "--attainment", "0.9", "--policy", "jsq,eldr",
+            "--duration", "60", "--output-len", "64", "--seeds", "5", "--jobs", "1", *arguments,
+        )  # fmt: skip
+
+    return run
+
+
+def test_plan_is_golden(analytic_cli):
+    code, out, err = analytic_cli(
+        "--request-rate", 20, "--gpu", "h100,mi300x", "--max-gpus", 32, "--price",
+        "h100=2.5,mi300x=2.0", "--tensor-parallel-size", 1,
+    )  # fmt: skip
+    assert code == 0
+    assert err == "Warning: nothing here was simulated\n"
+    check_golden("plan.txt", out)
+
+
+def test_plan_of_a_rate_is_golden(analytic_cli):
+    code, out, _ = analytic_cli("--topology", "6P10D", "--gpu", "h100,mi300x")
+    assert code == 0
+    check_golden("plan_rate.txt", out)
+
+
+def test_no_cluster_is_exit_code_1_and_still_written(analytic_cli, tmp_path):
+    code, out, _ = analytic_cli(
+        "--request-rate", 20, "--max-gpus", 4, "--out", tmp_path / "plan", "--gpu", "h100"
+    )
+    assert code == 1
+    assert "No cluster meets the objective." in out
+    record = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert record["answer"] is None
+    assert record["candidates"][0]["reasons"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--request-rate", "20", "--price", "h100"], "price: 'h100' (allowed: GPU=PRICE"),
+        (["--request-rate", "20", "--price", "h100=-1"], "price: 'h100=-1'"),
+        (["--request-rate", "20", "--price", "h100=x"], "price: 'h100=x'"),
+        (["--request-rate", "20", "--gpu", "h1000"], "gpu: unknown GPU 'h1000'"),
+        (["--request-rate", "20", "--attainment", "1"], "attainment: 1"),
+        (["--request-rate", "20", "--slo", "itl:3"], "slo: itl: no such field"),
+        (["--request-rate", "20", "--tensor-parallel-size", "two"], "tensor_parallel_size: 'two'"),
+        (
+            ["--request-rate", "20", "--topology", "1P1D"],
+            "topology: together with --request-rate",
+        ),
+        (["--topology", "1P"], "policy: prefill workers alone"),
+        (["--topology", "1P", "--prefill-only"], "prefill_only: together"),
+        (["--gpus", "8", "--topology", "1P1D"], "gpus: together with --topology"),
+        (["--gpus", "0"], "gpus: 0"),
+        (["--request-rate", "20", "--jobs", "0"], "jobs: 0"),
+        (["--request-rate", "20", "--seeds", "1"], "seeds: 1"),
+        ([], "request_rate: none"),
+    ],
+)
+def test_bad_arguments(analytic_cli, arguments, message):
+    code, out, err = analytic_cli(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"Error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_a_simulated_plan_is_the_same_however_many_processes(run_cli, tmp_path):
+    arguments = [
+        "plan", "--slo", "ttft:200,tpot:12", "--attainment", "0.9", "--request-rate", "60",
+        "--policy", "p2c", "--max-gpus", "3", "--tensor-parallel-size", "1", "--duration", "2",
+        "--warmup", "1", "--output-len", "16", "--seeds", "2", "--trace", "reference-moe",
+    ]  # fmt: skip
+    texts = []
+    for jobs in ("1", "2"):
+        code, out, _ = run_cli(*arguments, "--jobs", jobs, "--out", tmp_path / jobs)
+        assert code == 0
+        texts.append(out.replace(str(tmp_path / jobs), ""))
+    assert texts[0] == texts[1]
+    for name in ("plan.json", "points.parquet"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+    record = json.loads((tmp_path / "1" / "plan.json").read_text())
+    points = pq.read_table(tmp_path / "1" / "points.parquet").to_pandas()
+    assert len(points) == record["simulated_runs"]
+    answer = record["answer"]
+    mine = points[
+        (points.topology == answer["topology"])
+        & (points.policy == answer["policy"])
+        & (points.duration == 2.0)
+        & (points.request_rate == 60)
+        & (points.seed < answer["seeds"])
+    ]
+    assert mine.slo_attainment.mean() == pytest.approx(answer["slo_attainment"]["mean"])
+    assert answer["slo_attainment"]["low"] >= 0.9
+
+
+def test_interrupt_leaves_nothing(analytic_cli, tmp_path, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eldr_sim.planning.plan.plan", interrupted)
+    code, _, err = analytic_cli("--request-rate", 20, "--out", tmp_path / "plan")
+    assert (code, err.strip()) == (130, "Interrupted: nothing was written.")
+    assert list(tmp_path.iterdir()) == []

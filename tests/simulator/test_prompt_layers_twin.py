@@ -1,0 +1,95 @@
+"""Engines that stream experts, or whose layers lie in stages, against their brute-force twin."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.pipeline import PipelinePlan
+from eldr_sim.kernel_profiles.weight_streaming import Stream, StreamPlan
+from eldr_sim.simulator.memory import StreamedExperts
+from eldr_sim.simulator.prompt_layout import PromptLayout
+
+from .random_clusters import random_cluster
+from .test_engine import assert_same
+from .test_groups import run_pair
+
+
+def random_layout(rng, kind, size, n_layers, whole):
+    """Transfers or stages about as long as the layers of `random_cost`, 0.2 to 2 ms."""
+    if kind == "stages":
+        shares = tuple(rng.dirichlet(np.ones(size)))
+        sends = rng.random(2) * (1e-3, 1e-4) * rng.integers(2)
+        plan = PipelinePlan(shares, *map(float, sends), {})
+        return PromptLayout(None, None, False, plan, whole)
+    gather_s, host_s = 3e-3 * rng.random(2) * rng.integers(0, 3, 2)
+    window = int(rng.integers(max(1, n_layers - 1)))
+    interference = float(rng.choice([0.0, 0.3, 1.0]))
+    if kind == "needed":
+        window = interference = 0
+    if size == 1:
+        gather_s = interference = 0.0
+    stream = Stream(
+        float(gather_s), float(host_s) if window else 0.0, float(interference), size == 1
+    )
+    plan = StreamPlan(stream, window, 1, 1, {}, ())
+    held = StreamedExperts(1, 0)
+    return PromptLayout(plan, held, kind == "collective", None, whole, kind == "needed")
+
+
+def layered_cluster(seed, kind, topology, size, whole, **drawn):
+    """Return the arguments of a random cluster whose prefill workers have such layers."""
+    engines = 1 if kind == "stages" else size
+    first, last = topology
+    arguments = random_cluster(seed, (first * engines, last), grid=0, n_ranks=1, **drawn)
+    spec, rng = arguments["spec"], np.random.default_rng([seed, 7])
+    n_layers = spec.prefill.step_time.n_moe_layers
+    prefill = dataclasses.replace(
+        spec.prefill,
+        parallelism=Parallelism(1, engines > 1, engines),
+        layout=random_layout(rng, kind, size, n_layers, whole and last == 0),
+    )
+    arguments["spec"] = dataclasses.replace(spec, prefill=prefill)
+    return arguments
+
+
+LAYERED = {
+    "seed": st.integers(0, 2**32),
+    "kind": st.sampled_from(["stages", "one_sided", "collective", "needed"]),
+    "topology": st.sampled_from([(1, 0), (2, 0), (1, 1), (2, 1)]),
+    "size": st.integers(1, 4),
+    "whole": st.booleans(),
+    "prefix": st.sampled_from([0, 4, 7]),
+    "own_experts": st.booleans(),
+    "async_scheduling": st.booleans(),
+    "slow_transfers": st.booleans(),
+    "n_queue_keys": st.sampled_from([1, 3]),
+    "aging": st.sampled_from([None, None, 3]),
+    "signal_intervals": st.sampled_from([0, 0, 7]),
+}
+
+
+@settings(max_examples=80)
+@given(prefill=st.sampled_from(["least_loaded", "round_robin", "holds"]), **LAYERED)
+def test_layers_that_stream_or_lie_in_stages_equal_their_twin(prefill, **drawn):
+    record, twin = run_pair(layered_cluster(**drawn), prefill=prefill)
+    assert_same(record, twin)
+
+
+def test_the_random_clusters_wait_for_weights_and_fill_their_stages():
+    """The property above would be empty if transfers always hid, or stages held one step."""
+    stalls, overlaps = 0, 0
+    for seed in range(12):
+        common = {"prefix": 0, "own_experts": True, "async_scheduling": True, "size": 3}
+        common |= {"slow_transfers": False, "topology": (1, 0), "whole": False}
+        record, _ = run_pair(layered_cluster(seed, "collective", **common))
+        stalls += record.stall_s > 0.01 * record.streamed_s > 0
+        record, twin = run_pair(layered_cluster(seed, "stages", **common))
+        (stages,) = twin.layers.values()
+        ends = record.prefill_steps["end"]
+        overlaps += any(exit_s > end for exit_s, end in zip(stages.exits, ends, strict=False))
+    assert min(stalls, overlaps) >= 4
