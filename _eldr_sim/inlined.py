@@ -18,6 +18,9 @@ from numba.core.compiler import Compiler, CompileResult
 __all__ = ["InlinedCache", "InlinedCompiler"]
 
 
+_make_result: Any = CompileResult  # by names that its type does not know
+
+
 class _NoEnvironment:
     """Takes the place of the code's owner, who would look up a variable of the running function."""
 
@@ -67,7 +70,7 @@ class _Results(CompileResultCacheImpl):
         library = _Library(target_context.codegen(), name)
         library._final_module = llvm.parse_bitcode(bitcode)
         library._finalize_final_module()
-        return CompileResult(
+        return _make_result(
             typing_context=target_context.typing_context,
             target_context=target_context,
             entry_point=target_context.get_executable(library, fndesc, environment),
