@@ -108,7 +108,6 @@ def _write_plans(folder, result):
             "output_throughput": 2000.0,
             "mean_decode_batch": 12.0,
             "mean_active_experts_per_step": 60.0,
-            "mean_active_experts_per_token": 60.0,
             "mean_active_experts_per_token": 62.0,
             "cost_per_million_output_tokens": 1.5,
             "tokens_per_s_per_gpu": 2000.0 / (2 + decode),
