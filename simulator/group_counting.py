@@ -319,7 +319,7 @@ def _count_prompt(
     span, base = np.int64(prompts.length[source]), prompts.first_row[source]
     tiles = (need + have - 1) // have
     cycles, rest = n // span, n % span
-    for i in range(min(n, span)):
+    for i in range(rest if cycles == 0 else span):
         tokens = cycles + (1 if i < rest else 0)
         for tile in range(tiles):
             row = base + (token + i + tile * span // tiles) % span
