@@ -55,6 +55,7 @@ def evaluate(config):
         "computed_prompt_throughput": tokens, "prefill_mfu": tokens / 1e6, "p99_ttft_ms": 300.0,
         "median_ttft_ms": 100.0, "median_tpot_ms": None, "p99_tpot_ms": None,
         "output_throughput": 0.0, "mean_decode_batch": None, "mean_active_experts_per_step": None,
+        "mean_active_experts_per_token": None,
         "cost_per_million_output_tokens": None, "weakest_provenance": "measured",
         "provenance": {}, "lookups_outside_tables": {}, "decode_steps": 0, "latency_warnings": [],
         "kv_transfer": "none", "trace": {},
