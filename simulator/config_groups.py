@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import LONGEST
-from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
+from eldr_sim.kernel_profiles.parallel import Backend, Padding, Parallelism
 from eldr_sim.traces.length_shapes import LengthShape
 
 #: The named workloads; any other is a file.
@@ -326,10 +326,10 @@ class EngineConfig(_Fields):
     """The engine of a worker, in vLLM's terms, and its step times."""
 
     model: PathText = "Qwen3-30B-A3B"
-    """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
+    """A known model, or a Hugging Face ``config.json`` (or its folder)."""
     max_model_len: int | None = Field(default=None, ge=1, le=LONGEST)
-    """Most tokens of a request, prompt and output together, that a worker accepts; the model's own
-    limit when not given. More is simulated with a warning."""
+    """Most tokens of a request, prompt and output; the model's limit when not given. More is
+    simulated with a warning."""
     max_num_seqs: int | None = Field(default=None, ge=1, le=65536)
     """Running requests of a worker; vLLM's server default for the GPU when not given."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
@@ -337,24 +337,26 @@ class EngineConfig(_Fields):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV cache: bfloat16 (``auto``), or ``fp8``, half as large."""
     disable_hybrid_kv_cache_manager: bool | None = None
-    """Keep the KV cache of whole contexts in sliding-window layers, too (vLLM's option); by default
-    in prefill and decode workers, as with vLLM's KV connectors."""
+    """Keep whole contexts in sliding-window layers, too; by default where there are KV connectors
+    (vLLM's option)."""
     block_size: int = Field(default=16, ge=1)
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
     """Whether prefill workers keep KV blocks for prompts that begin alike."""
     async_scheduling: bool = True
-    """Whether decode and co-located workers schedule one step ahead, so that a request which comes
-    during a step joins the step after the next (vLLM's default since 0.14)."""
+    """Whether decoding workers schedule a step ahead (vLLM since 0.14): who comes during one joins
+    the one after the next."""
     prefill_schedule_interval: int = Field(default=1, ge=1)
-    """Engines that share experts compute prompts in every so-manieth step, if they can decode
-    meanwhile (vLLM's option)."""
+    """Engines that share experts compute prompts in every so-manieth step, where they decode
+    (vLLM's option)."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use."""
     num_gpu_blocks_override: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """KV blocks of an engine, however much memory there is (vLLM's option)."""
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Time of a step that no kernel accounts for, ms; the profile's figure when not given."""
+    """Time of a step that no kernel accounts for, ms; the profile's when not given."""
+    cudagraph_padding: Padding = "none"
+    """Rows that CUDA graphs add: none, without experts (vLLM since July 2026), with."""
     tables: PathText | None = None
     """Folder of latency tables that take precedence over the embedded ones."""
 
