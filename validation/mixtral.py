@@ -26,13 +26,13 @@ from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.run import build_cluster
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation import silicon_routing
-from eldr_sim.validation.mixtral_rows import COMMIT, RUNS, STAGE_S, MixtralRun
+from eldr_sim.validation.mixtral_rows import COMMIT, OUTPUT, RUNS, STAGE_S, MixtralRun
 from eldr_sim.validation.silicon import Form
 from eldr_sim.validation.silicon_rows import MeasuredModel
 
 PROMPTS = 100  # different ones, sent in turn
 BLOCK = 16
-_OTHERS = ("blis_trained", "blis_roofline", "llm_optimizer")
+_OTHERS = ("blis_trained", "blis_evolved", "blis_roofline", "llm_optimizer")
 Requests = tuple[NDArray[np.float64], NDArray[np.int32], NDArray[np.int32]]
 
 
@@ -101,7 +101,7 @@ def predict_mixtral(
     runs
         The stages.
     form
-        What to take into account; everything when not given.
+        What to take into account; everything when not given, graphs padded as vLLM 0.15 did.
     progress
         Called with the share of stages done.
 
@@ -116,7 +116,7 @@ def predict_mixtral(
     InputError
         If the folder lacks requests.
     """
-    form, rows = form or Form(), []
+    form, rows = form or Form(graphs="experts"), []
     with TemporaryDirectory() as work:
 
         @lru_cache
@@ -124,12 +124,13 @@ def predict_mixtral(
             return _simulate(Path(work), folder, model, size, load, form)
 
         for done, run in enumerate(runs, 1):
-            arrival, *times = simulated(run.model, run.tensor_parallel_size, run.load)
+            arrival, counted, ttft, e2e = simulated(run.model, run.tensor_parallel_size, run.load)
             stage = arrival < STAGE_S[run.load]
             here = stage if run.stage == 0 else ~stage
+            means = [1e3 * float(times[here].mean()) for times in (ttft, e2e)]
+            means.insert(1, (means[1] - means[0]) / (float(counted[here].mean()) - 1.0))
             for k, metric in enumerate(("ttft", "tpot", "e2e")):
-                measured = run.measured[k]
-                predicted = 1e3 * float(np.nanmean(times[k][here]))
+                measured, predicted = run.measured[k], means[k]
                 others = {
                     f"{name}_error": 100.0 * (getattr(run, name)[k] / measured - 1.0)
                     for name in _OTHERS
@@ -155,7 +156,7 @@ def predict_mixtral(
 def _simulate(
     work: Path, folder: Path, model: str, size: int, load: str, form: Form
 ) -> tuple[NDArray[Any], ...]:
-    """Return arrival, TTFT, TPOT and E2E of each request of a run, s."""
+    """Return arrival, s, counted output tokens, TTFT and E2E, s, of each request of a run."""
     target = MeasuredModel(model, model, ("newest",), "bf16")
     trace = work / model
     if not trace.exists():
@@ -179,10 +180,11 @@ def _simulate(
             **({"tokenizer_mode": "microbatch_sequential"} if form.frontend else {}),
         }
     )
-    workload = repeating_workload(requests)
+    arrival, prompt, counted = requests
+    workload = repeating_workload((arrival, prompt, np.full_like(counted, OUTPUT[load])))
     record = build_cluster(config, prepare(config), workload, (0.0, np.inf)).run()
     times = request_times(record)
-    return record.requests["sent_s"], times["ttft"], times["tpot"], times["e2el"]
+    return arrival, counted, times["ttft"], times["e2el"]
 
 
 def median_errors(table: pa.Table) -> pa.Table:
