@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,16 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import ARRAY_LIMIT, regular_file, within
 
-__all__ = ["numbers", "read_table"]
+__all__ = ["numbers", "read_table", "text_errors"]
+
+
+@contextmanager
+def text_errors() -> Iterator[None]:
+    """Raise ``pyarrow.ArrowInvalid`` where a file's text, a column's name say, is not UTF-8."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise pa.ArrowInvalid(str(error)) from None
 
 
 def read_table(path: Path) -> pa.Table:
@@ -24,14 +35,11 @@ def read_table(path: Path) -> pa.Table:
 
     Raises InputError where it is no regular file, or unpacks to too much.
     """
-    try:
-        with pq.ParquetFile(regular_file(path, str(path))) as file:
-            groups = range(file.metadata.num_row_groups)
-            unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
-            within(str(path), unpacked, ARRAY_LIMIT, " bytes")
-            return file.read()
-    except UnicodeDecodeError as error:  # of a column's name
-        raise pa.ArrowInvalid(str(error)) from None
+    with text_errors(), pq.ParquetFile(regular_file(path, str(path))) as file:
+        groups = range(file.metadata.num_row_groups)
+        unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
+        within(str(path), unpacked, ARRAY_LIMIT, " bytes")
+        return file.read()
 
 
 def numbers(column: pa.ChunkedArray) -> NDArray[Any]:

@@ -46,7 +46,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
 from eldr_sim.outputs import whole_file
-from eldr_sim.parquet import numbers, read_table
+from eldr_sim.parquet import numbers, read_table, text_errors
 
 FORMAT_VERSION = 1
 _METADATA_KEY = b"eldr_sim.latency_table"
@@ -238,7 +238,8 @@ def load_tables(folder: str | os.PathLike[str] | None) -> tuple[LatencyTable, ..
 
 def _read_metadata(path: Path) -> TableMetadata:
     try:
-        raw = (pq.read_schema(path).metadata or {}).get(_METADATA_KEY)
+        with text_errors():
+            raw = (pq.read_schema(path).metadata or {}).get(_METADATA_KEY)
     except (OSError, pa.ArrowException) as error:
         raise InputError("table", f"cannot read {path}: {error}") from None
     if raw is None:

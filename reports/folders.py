@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
+from eldr_sim.parquet import read_table
 
 Kind = Literal["run", "comparison", "sweep", "plan"]
 #: Files that identify the kind of a folder, the most specific first.
@@ -92,6 +92,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_table(path: Path) -> pa.Table:
     try:
-        return pq.read_table(path)
+        return read_table(path)
     except (OSError, pa.ArrowException) as error:
         raise InputError("DIR", f"cannot read {path}: {' '.join(str(error).split())}") from None

@@ -48,6 +48,25 @@ def _path_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def parse_mix(text: str, field: str = "domain_mix") -> dict[str, float]:
+    """Return the weights of ``NAME=WEIGHT,...``; raises InputError."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, weight = (word.strip() for word in part.partition("="))
+        try:
+            number = float(weight)
+        except ValueError:
+            number = math.nan
+        if not name or math.isnan(number) or name in weights:
+            raise InputError(field, repr(text), "NAME=WEIGHT,... such as code=2,math=1, each once")
+        weights[name] = number
+    return weights
+
+
+def _mix(value: Any) -> Any:
+    return parse_mix(value) if isinstance(value, str) else value
+
+
 def _topology(value: Any) -> Any:
     if isinstance(value, str):
         parse_topology(value)
@@ -56,6 +75,8 @@ def _topology(value: Any) -> Any:
 
 #: A name or a path.
 PathText = Annotated[str, BeforeValidator(_path_text)]
+#: Weights by domain, as a mapping or spelled ``code=2,math=1``.
+Mix = Annotated[dict[str, float] | None, BeforeValidator(_mix)]
 Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
 
 
@@ -155,7 +176,7 @@ class PolicyConfig(_Fields):
 
 
 class WorkloadConfig(_Fields):
-    """The requests: when they come, how long they are, and the experts that their tokens choose."""
+    """The requests: how many there are, and when they come."""
 
     workload: PathText = "task"
     """``task``, ``language``, ``trace`` (domains and lengths of the routing trace's own requests),
@@ -166,12 +187,6 @@ class WorkloadConfig(_Fields):
     also ``time``, ``time_ms``, ``session``, ``priority``."""
     arrivals: Literal["recorded", "poisson"] | None = None
     """Of a file's requests: ``recorded``, stretched evenly to a rate, or drawn at that rate."""
-    domain_mix: dict[str, float] | None = None
-    """Share of each domain of the routing trace among the requests; the workload's own when not
-    given."""
-    domain_mix_end: dict[str, float] | None = None
-    """Shares towards which the domain mix moves evenly until the measured window ends. What is
-    fitted on calibration requests knows the mix at the start alone."""
     request_rate: Rate | None = None
     """Mean requests per second; ``inf`` sends all at once. 60 when not given, the recorded
     timestamps for a file."""
@@ -185,12 +200,6 @@ class WorkloadConfig(_Fields):
     """Time before the measured window; 30, or 0 with ``num_requests``."""
     num_requests: int | None = Field(default=None, ge=1)
     """Send this many requests instead of sending for a duration."""
-    trace: PathText | None = None
-    """Name of an embedded routing trace or a trace folder; drawn for the model and the workload's
-    domains when not given (docs/synthetic.md)."""
-    trace_replay: Literal["own", "same_domain"] = "own"
-    """Whose generated tokens a request replays: its own, or those of another request of its domain
-    (then no two requests with equal signatures replay equal tokens)."""
     prompts: Literal["unique", "shared"] = "unique"
     """Whether requests that replay the same trace request have the same prompt (``shared``, so that
     prefix caches find it) or each has one of its own. A file says itself which share a prefix."""
@@ -215,6 +224,21 @@ class WorkloadConfig(_Fields):
     def from_file(self) -> bool:
         """Whether the workload is a file of recorded requests."""
         return self.workload not in WORKLOADS
+
+
+class RoutingConfig(_Fields):
+    """Whose tokens the requests replay, and so which experts they choose."""
+
+    trace: PathText | None = None
+    """Name of an embedded routing trace or a trace folder; drawn for the model and the workload's
+    domains when not given (docs/synthetic.md)."""
+    trace_replay: Literal["own", "same_domain"] = "own"
+    """Whose generated tokens a request replays: its own, or those of another request of its domain
+    (then no two requests with equal signatures replay equal tokens)."""
+    domain_mix: Mix = None
+    """Weights of the trace's domains, ``code=2,math=1``; the workload's own when not given."""
+    domain_mix_end: Mix = None
+    """Weights towards which they move while the run lasts; fits know those at its start."""
 
 
 class LengthConfig(_Fields):
@@ -421,6 +445,7 @@ class OutputConfig(_Fields):
 GROUPS: dict[str, type[BaseModel]] = {
     "policies": PolicyConfig,
     "workload": WorkloadConfig,
+    "routing": RoutingConfig,
     "lengths": LengthConfig,
     "cluster": ClusterConfig,
     "engine": EngineConfig,

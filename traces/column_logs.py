@@ -112,12 +112,15 @@ def _parquet(file: Path, columns: Mapping[str, str]) -> Iterator[Mapping[str, An
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from eldr_sim.parquet import text_errors
+
     try:
-        table = pq.ParquetFile(file)
-        _check_names(file, columns, table.schema_arrow.names)
-        for batch in table.iter_batches(_PARQUET_BATCH, columns=list(columns.values())):
-            yield from batch.to_pylist()
-    except pa.ArrowInvalid as error:
+        with text_errors():
+            table = pq.ParquetFile(file)
+            _check_names(file, columns, table.schema_arrow.names)
+            for batch in table.iter_batches(_PARQUET_BATCH, columns=list(columns.values())):
+                yield from batch.to_pylist()
+    except (OSError, pa.ArrowException) as error:
         raise InputError(str(file), f"no Parquet file: {error!s:.60}") from None
 
 

@@ -20,6 +20,9 @@ from eldr_sim import inputs
 from eldr_sim.command import run_command
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import check_arrays, parse_json, parse_yaml, read_text, regular_file, within
+from eldr_sim.kernel_profiles.tables import load_table
+from eldr_sim.parquet import read_table
+from eldr_sim.traces.column_logs import column_rows
 
 DEEP = "[" * 100_000
 #: Nine aliases of nine aliases of ..., nine times: 9^10 values where they are written out.
@@ -65,6 +68,18 @@ def test_an_array_may_not_promise_what_no_machine_holds(tmp_path):
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x02\x00\xff\xff\xff\x7f")
     with pytest.raises(InputError, match="has a header of 2,147,483,647 bytes"):
         check_arrays(tmp_path / "a.npy", "trace")
+
+
+def test_a_column_s_name_that_is_no_text(tmp_path):
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"abcdefgh": [1]}), file)
+    file.write_bytes(file.read_bytes().replace(b"abcdefgh", b"abcd\xedfgh"))
+    with pytest.raises(pa.ArrowInvalid, match="can't decode"):
+        read_table(file)
+    with pytest.raises(InputError, match=r"cannot read .*can't decode"):
+        load_table(file)
+    with pytest.raises(InputError, match=r"no Parquet file: .*can't decode"):
+        list(column_rows(file, "input=abcdefgh,output=x")[1])
 
 
 @pytest.mark.parametrize("parse", [parse_json, parse_yaml])

@@ -1,0 +1,65 @@
+"""Draw the picture of the README: the same requests on the same GPUs under two routers.
+
+``python docs/one_picture.py results/jsq results/eldr docs/images/same_requests.png`` from the root
+of a checkout, after ``eldr-sim run --request-rate 60 --policy POLICY --out results/POLICY``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+
+COLORS = ["#4878a8", "#e49444", "#6a9f58", "#a87c9f"]
+POLICY_COLORS = ["#9a9a9a", "#c4453c"]
+
+
+def load_of_workers(axes: plt.Axes, requests: pd.DataFrame) -> None:
+    """Draw the share of each domain among the requests that a decode worker served."""
+    counts = pd.crosstab(requests["decode_worker"], requests["domain"], normalize="index")
+    bottom = np.zeros(len(counts))
+    for domain, color in zip(counts.columns, COLORS, strict=True):
+        axes.bar(counts.index, counts[domain], bottom=bottom, color=color, label=domain)
+        bottom += counts[domain].to_numpy()
+    axes.set(xticks=[], yticks=[], ylim=(0, 1), xlim=(-0.5, len(counts) - 0.5))
+
+
+def main(folders: list[Path], out: Path) -> None:
+    """Read two results and draw what the router changed, and what it gave."""
+    figure = plt.figure(figsize=(10.0, 3.4), layout="constrained")
+    left, middle, right = figure.subfigures(1, 3, width_ratios=[1.15, 1, 1])
+    bars = left.subplots(2, 1)
+    experts, tpot = middle.subplots(), right.subplots()
+    for folder, axes, color in zip(folders, bars, POLICY_COLORS, strict=True):
+        summary = json.loads((folder / "summary.json").read_text())
+        requests = pd.read_parquet(folder / "requests.parquet").query("measured")
+        steps = pd.read_parquet(folder / "steps.parquet").query("role == 'decode' and batch > 0")
+        name = summary["policy"]
+        load_of_workers(axes, requests)
+        axes.set_ylabel(name, fontsize=11)
+        mean = steps.groupby("batch")["active_experts"].agg(["mean", "size"])
+        mean = mean[mean["size"] >= 50]
+        experts.plot(mean.index, mean["mean"], color=color, label=name, linewidth=2)
+        values = np.sort(requests["tpot_ms"].dropna())
+        label = f"{name}: median {np.median(values):.1f}"
+        tpot.plot(values, np.linspace(0, 1, len(values)), color=color, label=label, linewidth=2)
+    bars[0].set_title("which domains each of 16 decode workers serves", fontsize=9)
+    bars[1].legend(
+        ncols=4, loc="upper center", bbox_to_anchor=(0.5, 0.0), fontsize=8, frameon=False
+    )
+    experts.set_title("distinct experts that a step reads, a layer", fontsize=9)
+    experts.set(xlabel="batch, requests", ylim=(0, None))
+    tpot.set_title("TPOT of the requests, ms", fontsize=9)
+    tpot.set(ylabel="share of requests", ylim=(0, 1))
+    for axes in (experts, tpot):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, frameon=False)
+    figure.savefig(out, dpi=130, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main([Path(name) for name in sys.argv[1:3]], Path(sys.argv[3]))

@@ -1,0 +1,189 @@
+"""The pages hold: every link leads somewhere, every command line parses, examples run."""
+
+import itertools
+import json
+import re
+import shlex
+import textwrap
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+
+import eldr_sim
+from eldr_sim.cli.main import cli
+from eldr_sim.cli.options import _POOL_OPTIONS, config_from_options
+from eldr_sim.policies.choice import split
+from eldr_sim.simulator.config import RunConfig
+
+from ..paths import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)\s]*)\)")
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)
+
+
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page, *languages):
+    found = BLOCK.finditer(page.read_text())
+    return [textwrap.dedent(block[3]) for block in found if block[2] in languages]
+
+
+def commands(page):
+    """Return the words of each ``eldr-sim`` command line of a page, shell variables written out."""
+    found = []
+    for block in blocks(page, "sh", "bash"):
+        known = {}
+        for line in block.replace("\\\n", " ").splitlines():
+            for variable, value in known.items():
+                line = line.replace(f"${variable}", value)
+            if setting := re.fullmatch(r"([A-Z]\w*)=(\S+)", line):
+                known[setting[1]] = setting[2]
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            words = list(lexer)
+            ends = [i for i, word in enumerate(words) if word in ("&&", "|", "&")]
+            for before, after in itertools.pairwise([-1, *ends, len(words)]):
+                first, *rest = words[before + 1 : after] or [""]
+                if Path(first).name == "eldr-sim":
+                    found.append(rest)
+    return found
+
+
+COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
+
+
+def parsed(words):
+    """Return the command of some words and the values of its options, as click reads them."""
+    command, path, rest = cli, [], list(words)
+    while isinstance(command, click.Group):
+        path.append(rest.pop(0))
+        command = command.get_command(click.Context(cli), path[-1])
+        assert command is not None, f"no command {' '.join(path)}"
+    with command.make_context(" ".join(path), rest) as context:
+        return context.info_name, context.params
+
+
+def test_pages_are_found():
+    assert len(PAGES) > 25
+    assert len(COMMANDS) > 70
+    assert next(w for _, w in COMMANDS if "--gpus" in w)[:3] == ["plan", "--gpus", "10"]
+
+
+def test_every_link_leads_to_a_file_and_a_heading():
+    broken = []
+    for page in PAGES:
+        for link in LINK.findall(page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists():
+                broken.append(f"{name(page)}: {link}")
+            elif anchor and anchor not in anchors(target):
+                broken.append(f"{name(page)}: no heading {link}")
+            elif DOCS in page.parents and DOCS not in target.resolve().parents:
+                broken.append(f"{name(page)}: {link} is not in the site")
+    assert broken == []
+
+
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub and Python-Markdown make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[\s]", "-", heading) for heading in plain} | {
+        re.sub(r"[-\s]+", "-", heading) for heading in plain
+    }
+
+
+def test_every_page_is_in_the_site_s_navigation():
+    def pages(part):
+        if isinstance(part, str):
+            return [part]
+        values = part.values() if isinstance(part, dict) else part
+        return [page for value in values for page in pages(value)]
+
+    site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    named = pages(site["nav"])
+    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_command_line_parses(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in commands(page):
+        command, options = parsed(words)
+        run = RunConfig.model_fields.keys() | _POOL_OPTIONS.keys() | {"goodput", "config_file"}
+        if {"request_rate", "seed", "model"} <= options.keys() and command != "trace synthesize":
+            given = {key: value for key, value in options.items() if key in run}
+            if not Path(str(options["model"])).suffix and options["model"] != "live/model":
+                config_from_options(given)
+            for policy in [p for text in options.get("policies") or () for p in split(text)]:
+                RunConfig(policy=policy)
+
+
+# --- Whole, in a quick form ----------------------------------------------------------------------
+
+#: What makes a command quick.
+QUICK = {
+    "run": ["--duration", "1", "--warmup", "0.5"],
+    "compare": ["--duration", "1", "--warmup", "0.5", "--seeds", "2", "--jobs", "1"],
+    "what-if": ["--seeds", "2", "--jobs", "1"],
+    "explain": [],
+    "report": [],
+    "sweep": ["--jobs", "1"],
+    "policies": [],
+}
+#: The files that examples name, small.
+FILES = {
+    "docs/sweep_eldr_figure_11.yaml": "config: {topology: 1P2D, num_requests: 5, output_len: 4}\n"
+    "sweep: {type: grid, parameters: {policy: [jsq, eldr]}}\n"
+    "multiRun: {numRuns: 2, confidenceLevel: 0.95}\n",
+    "mooncake.jsonl": "".join(
+        json.dumps(
+            {"timestamp": 100 * i, "input_length": 600, "output_length": 4, "hash_ids": [0, i]}
+        )
+        + "\n"
+        for i in range(20)
+    ),
+    "log.csv": "t,prompts,outputs\n" + "".join(f"{i / 10},{40 + i},4\n" for i in range(20)),
+}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/explain.md", "docs/faults.md"])
+def test_examples_run(page, run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("docs").mkdir()
+    for file, text in FILES.items():
+        Path(file).write_text(text)
+    for words in commands(ROOT / page):
+        command, options = parsed(words)
+        if command in QUICK:
+            more = QUICK[command]
+            if options.get("num_requests"):
+                more = ["--num-requests", "20"]
+            code, out, err = run_cli(*words, *more)
+            assert code == 0, (words, out, err)
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/python.md", pytest.param("docs/planning.md", marks=pytest.mark.slow)]
+)
+def test_python_examples_run(page, capsys, tmp_path, monkeypatch):
+    """As they stand, but for shorter runs."""
+
+    def quick(function):
+        return lambda config, *rest, **more: function(
+            config.replace(duration=2, warmup=1), *rest, **more
+        )
+
+    monkeypatch.chdir(tmp_path)
+    for function in ("simulate", "plan", "what_if"):
+        whole = getattr(eldr_sim, function)
+        monkeypatch.setattr(eldr_sim, function, quick(whole), raising=False)
+    for block in blocks(ROOT / page, "python"):
+        exec(compile(block, page, "exec"), {})
+    assert capsys.readouterr().out
