@@ -20,7 +20,7 @@ from eldr_sim.inputs import read_text
 class GPU(BaseModel):
     """One GPU and the node it sits in."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     """Short name, as accepted by :func:`load_gpu`."""
@@ -45,9 +45,9 @@ class GPU(BaseModel):
     """Bandwidth that copies from pinned host memory reach, bytes per second; 0 where unknown."""
     engine_reserved_bytes: int = Field(ge=0)
     """Memory that is neither weights nor KV cache: activations, graphs, communicators, runtime."""
-    max_num_seqs: int = Field(ge=1)
+    max_num_seqs: int = Field(ge=1, le=65536)
     """Default of ``vllm serve --max-num-seqs`` on this GPU."""
-    max_num_batched_tokens: int = Field(ge=1)
+    max_num_batched_tokens: int = Field(ge=1, le=2**20)
     """Default of ``vllm serve --max-num-batched-tokens`` on this GPU."""
     sibling: str = ""
     """A GPU with the same chip and links but other memory, whose latency tables stand in for this

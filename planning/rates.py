@@ -22,6 +22,8 @@ from eldr_sim.simulator.headline import Headline, Shown, number
 LEAST_REQUESTS = 100
 #: Largest relative distance between the rate returned and one that misses.
 TOLERANCE = 0.01
+#: Step by which a seed's highest rate is looked for from that of another seed.
+NEAR = 1.04
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def plan_rate(
 ) -> RatePlan:
     """Find the highest rate that a cluster carries within its objective, seed by seed.
 
-    The highest rate of each seed is found by bisection to 1%. Under one seed all policies and rates
+    The highest rate of each seed is found by bisection to 1%, those of further seeds from that of
+    the first. Under one seed all policies and rates
     see the same requests; the rate scales the gaps between them. The mean over ``objective.seeds``
     seeds has Student's t interval.
 
@@ -139,22 +142,33 @@ def plan_rate(
     configs = clusters_to_plan(config, policies, gpus, prices or {})
     low = lowest_rate(config)
     runs = Runs(jobs, progress)
-    searches: list[Search[float | None]] = []
-    impossible = []
-    for each in configs:
-        rate = max(low, float(each.n_decode or each.n_prefill))
-        start = each.model_copy(update={"request_rate": rate})
-        impossible.append(bounds(start, objective).impossible)
-        if not impossible[-1]:
-            searches += [
-                carried(start, seed, objective, low=low) for seed in range(objective.seeds)
-            ]
-    found = iter(runs.together(searches))
+    starts = [
+        each.model_copy(update={"request_rate": max(low, float(each.n_decode or each.n_prefill))})
+        for each in configs
+    ]
+    impossible = [bounds(start, objective).impossible for start in starts]
+    possible = [start for start, reason in zip(starts, impossible, strict=True) if not reason]
+    first = runs.together([carried(start, 0, objective, low=low) for start in possible])
+    others: list[Search[float | None]] = []
+    for start, rate in zip(possible, first, strict=True):
+        near, factor = (start, 2.0) if rate is None else (_at(start, rate), NEAR)
+        others += [
+            carried(near, seed, objective, low=low, factor=factor)
+            for seed in range(1, objective.seeds)
+        ]
+    of_first, of_others = iter(first), iter(runs.together(others))
     rates = []
     for each, reason in zip(configs, impossible, strict=True):
-        by_seed = () if reason else tuple(next(found) for _ in range(objective.seeds))
+        by_seed: tuple[float | None, ...] = ()
+        if not reason:
+            rest = (next(of_others) for _ in range(1, objective.seeds))
+            by_seed = (next(of_first), *rest)
         rates.append(_carried_rate(each, by_seed, reason or f"{low:.3g} req/s is too much", runs))
     return RatePlan(asked, objective, rates, _gains(rates), runs)
+
+
+def _at(config: RunConfig, rate: float) -> RunConfig:
+    return config.model_copy(update={"request_rate": rate})
 
 
 def lowest_rate(config: RunConfig) -> float:
@@ -183,7 +197,7 @@ def carried(
     assert config.request_rate is not None
 
     def meets(rate: float) -> Search[bool]:
-        return attains(config.model_copy(update={"request_rate": rate}), seed, objective)
+        return attains(_at(config, rate), seed, objective)
 
     return highest_rate(
         config.request_rate, low, meets, factor=factor, tolerance=TOLERANCE, high=high
@@ -196,7 +210,7 @@ def _carried_rate(
     known = [rate for rate in by_seed if rate is not None]
     if not known or len(known) < len(by_seed):
         return CarriedRate(config, gpu_label(config), by_seed, None, None, reason)
-    (summary,) = runs.summaries([config.model_copy(update={"request_rate": known[0]})])
+    (summary,) = runs.summaries([_at(config, known[0])])
     return CarriedRate(config, gpu_label(config), by_seed, t_interval(known), summary)
 
 

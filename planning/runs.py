@@ -75,21 +75,33 @@ class Runs:
 
     def together(self, searches: Sequence[Search[T]]) -> list[T]:
         """Advance all searches in rounds to their ends, and return their results."""
-        results: dict[int, T] = {}
-        asked: dict[int, Sequence[RunConfig]] = {}
-
-        def resume(index: int, summaries: list[Summary] | None) -> None:
-            search = searches[index]
+        search, found = side_by_side(searches), None
+        while True:
             try:
-                asked[index] = next(search) if summaries is None else search.send(summaries)
+                asked = next(search) if found is None else search.send(found)
             except StopIteration as end:
-                results[index] = end.value
-                asked.pop(index, None)
+                results: list[T] = end.value
+                return results
+            found = self.summaries(asked)
 
-        for index in range(len(searches)):
-            resume(index, None)
-        while asked:
-            self.summaries([config for configs in asked.values() for config in configs])
-            for index, configs in list(asked.items()):
-                resume(index, self.summaries(configs))
-        return [results[index] for index in range(len(searches))]
+
+def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
+    """Make one search of several: it asks for what all of them need next."""
+    results: dict[int, T] = {}
+    asked: dict[int, Sequence[RunConfig]] = {}
+
+    def resume(index: int, summaries: list[Summary] | None) -> None:
+        search = searches[index]
+        try:
+            asked[index] = next(search) if summaries is None else search.send(summaries)
+        except StopIteration as end:
+            results[index] = end.value
+            asked.pop(index, None)
+
+    for index in range(len(searches)):
+        resume(index, None)
+    while asked:
+        found = iter((yield [config for configs in asked.values() for config in configs]))
+        for index, configs in list(asked.items()):
+            resume(index, [next(found) for _ in configs])
+    return [results[index] for index in range(len(searches))]

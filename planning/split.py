@@ -14,8 +14,8 @@ from eldr_sim.planning.candidates import (
     make_candidate,
 )
 from eldr_sim.planning.intervals import t_interval
-from eldr_sim.planning.rates import CarriedRate, RatePlan, carried, lowest_rate
-from eldr_sim.planning.runs import Runs, Search
+from eldr_sim.planning.rates import NEAR, CarriedRate, RatePlan, carried, lowest_rate
+from eldr_sim.planning.runs import Runs, Search, side_by_side
 from eldr_sim.planning.savings import PAIRED_SEEDS
 from eldr_sim.planning.shapes import capacity
 from eldr_sim.planning.slo import Objective
@@ -24,6 +24,8 @@ from eldr_sim.simulator.config import RunConfig
 #: Splits that are simulated first, of each candidate, and those of them that all seeds decide.
 _TRIED, _COMPARED = 8, 2
 _RUNS_OF_RATE = 8
+#: Step by which the highest rate is looked for from an estimate.
+_FROM_ESTIMATE = 1.25
 
 
 def plan_split(
@@ -102,29 +104,45 @@ def _best(
     def rate_of(template: ClusterTemplate, x: int, y: int, start: float) -> Search[float]:
         key = (id(template), x, y)
         if key not in known:
-            known[key] = (yield from _carried(template.at(x, y), 0, objective, low, start)) or 0.0
+            at = _at(template, x, y, max(low, start))
+            found = yield from carried(at, 0, objective, low=low, factor=_FROM_ESTIMATE)
+            known[key] = found or 0.0
         return known[key]
 
-    tried = []
-    for start, template, x, y in splits[:_TRIED]:
-        tried.append(((yield from rate_of(template, x, y, start)), template, x, y))
+    first = splits[:_TRIED]
+    rates = yield from side_by_side([rate_of(t, x, y, start) for start, t, x, y in first])
+    tried = [(rate, *split[1:]) for rate, split in zip(rates, first, strict=True)]
     tried.sort(key=lambda split: -split[0])
     while tried:
         rate, template, x, y = tried[0]
-        beside = [s for s in _full_splits(template, n_gpus) if abs(s[0] - x) == 1]
-        better = []
-        for other in beside:
-            if (id(template), *other) not in known:
-                better.append(((yield from rate_of(template, *other, rate)), template, *other))
+        beside = [
+            (a, b)
+            for a, b in _full_splits(template, n_gpus)
+            if abs(a - x) == 1 and (id(template), a, b) not in known
+        ]
+        rates = yield from side_by_side([rate_of(template, a, b, rate) for a, b in beside])
+        better = [(found, template, *split) for found, split in zip(rates, beside, strict=True)]
         tried = sorted([*tried, *better], key=lambda split: -split[0])
         if tried[0][1:] == (template, x, y):
             break
+    seeds = range(1, min(PAIRED_SEEDS, objective.seeds))
+    compared = [split for split in tried[:_COMPARED] if split[0]]
+    again = iter(
+        (
+            yield from side_by_side(
+                [
+                    carried(_at(t, x, y, rate), seed, objective, low=low, factor=NEAR)
+                    for rate, t, x, y in compared
+                    for seed in seeds
+                ]
+            )
+        )
+    )
     result = []
-    for nth, (rate, template, x, y) in enumerate(tried):
+    for rate, template, x, y in tried:
         by_seed: list[float | None] = [rate or None]
-        if rate and nth < _COMPARED:
-            for seed in range(1, min(PAIRED_SEEDS, objective.seeds)):
-                by_seed.append((yield from _carried(template.at(x, y), seed, objective, low, rate)))
+        if (rate, template, x, y) in compared:
+            by_seed += [next(again) for _ in seeds]
         values = [value for value in by_seed if value is not None]
         config, whole = template.at(x, y), len(values) == len(by_seed)
         summary = None
@@ -139,6 +157,10 @@ def _best(
     return result
 
 
+def _at(template: ClusterTemplate, x: int, y: int, rate: float) -> RunConfig:
+    return template.at(x, y).model_copy(update={"request_rate": rate})
+
+
 def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]]:
     """Return the clusters of a shape that leave no room for a decode worker more."""
     of_prefill, of_decode = template.worker_sizes
@@ -151,10 +173,3 @@ def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]
             return splits
         splits.append((x, y))
     return splits
-
-
-def _carried(
-    config: RunConfig, seed: int, objective: Objective, low: float, start: float
-) -> Search[float | None]:
-    at = config.model_copy(update={"request_rate": max(low, start)})
-    return carried(at, seed, objective, low=low, factor=1.25)

@@ -282,13 +282,13 @@ def _faults(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPl
     """Return what goes wrong; None where nothing does."""
     if not config.fail and config.events is None:
         return None
-    if spec.front_end is not None:
-        problem = "requests that are lost or given up with API servers are not simulated"
-        raise InputError("events", f"beside --frontend: {problem}", "one of the two")
     faults: list[Fault] = []
     cancels: list[Cancel] = []
     if config.events is not None:
         faults, cancels = read_events(config.events)
+    if cancels and spec.front_end is not None:
+        problem = "clients that give up while API servers have their requests are not simulated"
+        raise InputError("events", f"cancel beside --frontend: {problem}", "one of the two")
     faults += [parse_fail(text) for text in config.fail]
     check_fits(faults, (config.n_prefill, config.n_decode))
     for fault in faults:

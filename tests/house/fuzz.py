@@ -314,7 +314,7 @@ def _changes(rng: Any, folder: Path) -> list[str]:
 
 
 def _synthetic(rng: Any, folder: Path) -> list[str]:
-    argv = ["trace", "synthesize", "--preset", "OLMoE-1B-7B", "--requests", "2"]
+    argv = ["trace", "synthesize", "--preset", "Qwen3-30B-A3B", "--requests", "2"]
     argv += ["--calibration", "1", "--prompt-len", "2", "--output-len", "2"]
     names = ["layers", "experts", "top-k", "domains", "set", "requests", "prompt-len", "seed"]
     argv += [f"--{names[rng.integers(len(names))]}", _text(rng)]

@@ -41,6 +41,20 @@ def test_a_command_imports_no_more_than_it_needs(command, unwanted):
     subprocess.run([sys.executable, "-c", code, *command.split()], check=True, capture_output=True)
 
 
+def test_an_interrupt_while_importing_is_one_line():
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from eldr_sim.start import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "Interrupted: nothing was written.\n")
+
+
 @pytest.mark.parametrize("home", [main, trace], ids=["eldr-sim", "trace"])
 def test_the_help_of_a_group_is_what_its_commands_say(home):
     lazy = home._COMMANDS

@@ -1,5 +1,7 @@
 """GPUs: lookup, and the memory that is left for KV blocks."""
 
+import json
+
 import pytest
 
 from eldr_sim.errors import InputError
@@ -58,3 +60,14 @@ def test_utilization_out_of_range_is_refused(utilization):
 def test_unknown_gpus_are_refused_with_the_names_that_exist():
     with pytest.raises(InputError, match="MI300X"):
         load_gpu("H900")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_num_batched_tokens", 2**63), ("max_num_seqs", 2**31), ("bf16_flops", "inf")],
+)
+def test_figures_that_no_gpu_has_are_refused(tmp_path, field, value):
+    document = json.loads(load_gpu("H100").model_dump_json())
+    (tmp_path / "gpu.json").write_text(json.dumps(document | {field: value}))
+    with pytest.raises(InputError, match=field):
+        load_gpu(str(tmp_path / "gpu.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from unittest import mock
 
 import numpy as np
@@ -228,3 +229,19 @@ def test_command_line(run_cli, tmp_path):
     assert (code, err.startswith("Error: out: ")) == (2, True)
     code, _, err = run_cli("what-if", tmp_path / "none", "--set", "policy.tau=0.2")
     assert (code, err.startswith("Error: config: cannot read")) == (2, True)
+
+
+def test_a_fault_is_a_change_like_others(run_cli, tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(json.dumps(BASE | {"goodput": {"tpot": 50}, "output_len": 60}))
+    fault = "fail=decode:1@2s+1s"
+    code, text, err = run_cli(
+        "what-if", base, "--set", fault, "--set", f"{fault} retry=migrate",
+        "--seeds", "2", "--jobs", "1",
+    )  # fmt: skip
+    assert code == 0, err
+    before, *changes = re.split(r"(?m)^fail=", text)
+    assert "recover" not in before
+    assert len(changes) == 2
+    for change in changes:
+        assert re.search(r"goodput \S+ before, \S+ during, \S+ after req/s; \d of 2", change)

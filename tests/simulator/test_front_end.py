@@ -144,3 +144,21 @@ def test_a_slower_cpu_takes_longer_by_as_much():
 def test_what_cannot_be_is_refused(fields, what):
     with pytest.raises(InputError, match=what):
         simulate(make_config(RUN | fields))
+
+
+def test_requests_of_a_dead_worker_are_not_tokenised_again(tmp_path):
+    (cpu,) = list_front_ends()
+    config = make_config(
+        RUN
+        | {"topology": "2C", "frontend": cpu, "num_requests": 20, "request_rate": 20.0}
+        | {"output_len": 60, "fail": ["decode:0@0.5s+1s"], "retry": "migrate"}
+    )
+    found = simulate(config)
+    requests, retried = found.record.requests, found.record.retries > 0
+    assert found.summary["completed"] == 20
+    assert retried.any()
+    assert (requests["tokenized_s"][retried] < 0.5).all()
+    events = tmp_path / "events.yaml"
+    events.write_text("- {cancel: 0.5, after_s: 1}")
+    with pytest.raises(InputError, match="events: cancel beside --frontend"):
+        simulate(config.replace(events=str(events)))

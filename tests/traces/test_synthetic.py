@@ -466,6 +466,7 @@ def test_presets_save_what_the_paper_measured(name):
         (["--preset", "GPT-OSS-120B", "--set", "task=2"], "task: got 2.0"),
         (["--preset", "GPT-OSS-120B", "--domains", "a,a"], "domains: got 'a, a'"),
         (["--preset", "GPT-OSS-120B", "--prompt-len", "9:3"], "prompt_len: got 9:3"),
+        (["--preset", "GPT-OSS-120B", "--prompt-len", str(2**63)], "prompt_len: 9.22"),
         (["--preset", "GPT-OSS-120B", "--prompt-len", "long"], "prompt-len: got 'long'"),
         (["--preset", "GPT-OSS-120B", "--requests", "-1"], "requests: got -1"),
         (["--preset", "GPT-OSS-120B", "--like", "no-such"], "trace: 'no-such' is neither"),

@@ -24,6 +24,7 @@ from eldr_sim.traces.writer import write_trace
 __all__ = ["synthesize", "synthesize_like"]
 
 _MOST_REQUESTS = 1_000_000
+_LONGEST = 2**31 - 1
 Lengths = tuple[int, int]
 Progress = Callable[[float], None]
 
@@ -105,6 +106,7 @@ def _uniform(name: str, span: Lengths, n: int, seed: int) -> NDArray[np.int64]:
     low, high = span
     if not 1 <= low <= high:
         raise InputError(name, f"got {low}:{high}", "1 or more, the lesser first")
+    within(name, high, _LONGEST, " tokens")
     return stream(seed, f"synthetic-{name}").integers(low, high, n, endpoint=True)
 
 

@@ -230,6 +230,9 @@ class _Probe:
     def __init__(self, runner: Any, layers: list[Any]) -> None:
         import torch
 
+        # vLLM's MoE kernel uses AMX, for which a process must ask Linux first. Others do that for
+        # it, in engines with a KV connector only in the first step, which comes after a probe.
+        torch.cpu._init_amx()
         self._layer = layers[0].forward  # not yet timed
         hidden = runner.model_config.get_hidden_size()
         self._token = torch.ones(1, hidden, dtype=runner.dtype)
