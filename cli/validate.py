@@ -192,7 +192,7 @@ def pd(out: Path | None, force: bool) -> None:
 @validate.command()
 @click.option(
     "--requests",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=click.Path(path_type=Path),
     required=True,
     metavar="DIR",
     help="replay_data of github.com/inference-sim/training at commit c4f0340.",

@@ -332,3 +332,13 @@ def test_experts_at_the_home_of_their_requests_are_reached_with_fewer_bytes():
     alone = {"data_parallel_size": 1, "tensor_parallel_size": 4}
     with pytest.raises(InputError, match="expert_placement: 'time_aware' needs the times of GPUs"):
         run(**alone | {"expert_placement": "time_aware"})
+
+
+def test_padded_graphs_of_engines_that_share_experts_are_refused():
+    """They pad to the widest of them."""
+    config = make_config(
+        {"topology": "1C", "trace": "reference-moe", "enable_expert_parallel": True}
+        | {"data_parallel_size": 2, "cudagraph_padding": "dense"}
+    )
+    with pytest.raises(InputError, match="cudagraph_padding: engines that share experts"):
+        prepare(config)
