@@ -18,35 +18,43 @@ from numba.extending import intrinsic
 
 import eldr_sim
 from eldr_sim.cache import NUMBA, stamp, writable_folder
+from eldr_sim.inlined import InlinedCache, InlinedCompiler
 
 __all__ = ["is_cold", "njit", "popcount"]
 
 _config: Any = numba.config  # its settings are made when it is imported, which mypy cannot see
 
 
-def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def njit(*, inlined: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function with ``numba.njit`` and keep the result where that can be.
 
     That is in ``NUMBA_CACHE_DIR`` if the user has set it, else in `eldr_sim.cache`.
 
     Parameters
     ----------
+    inlined
+        Whether only compiled code calls the function: it then takes less time (`inlined`).
     options
         Of ``numba.njit``, but for ``cache``.
     """
+    if inlined:
+        only_code = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        options |= only_code | {"pipeline_class": InlinedCompiler}
 
     def decorate(function: Callable[..., Any]) -> Any:
-        if _config.CACHE_DIR:
-            return numba.njit(cache=True, **options)(function)
-        place = _place()
-        if not place:
-            return numba.njit(**options)(function)
-        # numba reads this while it decorates: other packages' functions keep their places.
-        _config.CACHE_DIR = place
-        try:
-            return numba.njit(cache=True, **options)(function)
-        finally:
-            _config.CACHE_DIR = ""
+        dispatcher = numba.njit(**options)(function)
+        place = _config.CACHE_DIR or _place()
+        if place:
+            # numba reads this while it decorates: other packages' functions keep their places.
+            before, _config.CACHE_DIR = _config.CACHE_DIR, place
+            try:
+                if inlined:
+                    dispatcher._cache = InlinedCache(function)
+                else:
+                    dispatcher.enable_caching()
+            finally:
+                _config.CACHE_DIR = before
+        return dispatcher
 
     return decorate
 

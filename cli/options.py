@@ -25,9 +25,8 @@ from eldr_sim.simulator.config import Pool, RunConfig, make_config, read_config,
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Fields that are mappings: ``goodput`` and the pools have options of their own, the mixes are for
-#: files.
-_MAPPINGS = ("goodput", "domain_mix", "domain_mix_end", "prefill", "decode")
+#: Fields that are mappings and have options of their own.
+_MAPPINGS = ("goodput", "prefill", "decode")
 #: Options of one pool's workers, such as ``prefill_gpu``, and the fields they stand for.
 _POOL_OPTIONS = {
     f"{role}_{name}": (role, name) for role in ("prefill", "decode") for name in Pool.model_fields
@@ -172,6 +171,8 @@ def _metavar(name: str) -> str:
         "input_len": "N",
         "prefix_len": "N",
         "columns": "KEY=COLUMN,...",
+        "domain_mix": "NAME=WEIGHT,...",
+        "domain_mix_end": "NAME=WEIGHT,...",
         "model": "NAME|PATH",
         "gpu": "NAME",
         "frontend": "CPU|FILE",

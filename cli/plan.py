@@ -345,16 +345,28 @@ def _print_shapes(plan: Plan) -> None:
             ]
             for result in plan.candidates
             for each in result.shapes
+            # Prefill workers alone have many: those that arithmetic or estimates rule out are in
+            # plan.json.
+            if not plan.config.prefill_only
+            or each.topology
+            or (each.is_searched and each.least_cost < result.cost)
         ],
     )
     config, left = plan.config, []
-    if config.data_parallel_size == 1:
-        left.append("engines that share experts (--data-parallel-size)")
-    left.append("expert parallelism in one pool alone")
-    if config.max_num_batched_tokens is None:
-        left.append("token budgets of prefill workers (--max-num-batched-tokens)")
+    if config.prefill_only:
+        left.append("other token budgets (--max-num-batched-tokens)")
+    else:
+        if config.data_parallel_size == 1:
+            left.append("engines that share experts (--data-parallel-size)")
+        left.append("expert parallelism in one pool alone")
+        if config.max_num_batched_tokens is None:
+            left.append("token budgets of prefill workers (--max-num-batched-tokens)")
     if any(not each.is_searched for result in plan.candidates for each in result.shapes):
-        left.append("the shapes above that were not simulated")
+        left.append(
+            "the shapes estimated too dear"
+            if config.prefill_only
+            else "the shapes above that were not simulated"
+        )
     click.echo(f"Not searched: {', '.join(left)}")
 
 

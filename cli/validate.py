@@ -13,6 +13,7 @@ from eldr_sim.cli.console import print_table, progress_bar, task_bar
 from eldr_sim.cli.options import check_out
 from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.config_groups import parse_mix
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.validation.live.campaign import (
     LOADS,
@@ -337,9 +338,8 @@ def _cell(value: object) -> str:
 @click.option(
     "--domain-mix",
     "domain_mix",
-    multiple=True,
-    metavar="NAME=WEIGHT",
-    help="Weight of a domain (code, math, medical, legal); repeat for more. All alike by default.",
+    metavar="NAME=WEIGHT,...",
+    help="Weights of the domains code, math, medical and legal. All alike by default.",
 )
 @click.option(
     "--num-gpu-blocks-override",
@@ -370,7 +370,7 @@ def vllm(
     lengths: Literal["recorded", "fixed"],
     burstiness: float,
     workload: Path | None,
-    domain_mix: tuple[str, ...],
+    domain_mix: str | None,
     num_gpu_blocks_override: int | None,
     shortest_first: bool,
     **engine: Any,
@@ -397,7 +397,7 @@ def vllm(
         output_len=output_len,
         seed=seed,
         workload=workload,
-        domain_mix=dict(_weight(text) for text in domain_mix),
+        domain_mix=parse_mix(domain_mix) if domain_mix else {},
     )
     with task_bar() as update:
         folders = record_campaign(
@@ -416,14 +416,6 @@ def vllm(
             document = write_report(out, report, force=True, progress=compared)
         print_table("Goals", *headline_table(document))
         click.echo(f"Wrote {report}")
-
-
-def _weight(text: str) -> tuple[str, float]:
-    name, _, weight = text.partition("=")
-    try:
-        return name, float(weight)
-    except ValueError:
-        raise InputError("domain_mix", repr(text), "NAME=WEIGHT, such as code=2") from None
 
 
 def _endpoint(field: str, text: str) -> tuple[str, Path]:

@@ -38,6 +38,9 @@ Backend = Literal[
 ]
 """How tokens reach experts on other GPUs, vLLM's ``--all2all-backend``; see `all_to_all`."""
 
+Padding = Literal["none", "dense", "experts"]
+"""What the padding rows of CUDA graphs compute; see `cuda_graphs`."""
+
 NODE_GPUS = 8
 """GPUs of a node, the most that one worker may span: collectives are those inside a node."""
 

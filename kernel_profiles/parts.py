@@ -25,7 +25,7 @@ from eldr_sim.kernel_profiles.moe_latency import (
     interpolate,
     monotone_fit,
 )
-from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.tables import (
     MOE_DTYPES,
@@ -122,13 +122,6 @@ class Parts:
         if self.engine_step is None:
             self.collective_tables = self._collectives()
             self.elementwise = self._elementwise()
-        weights = parallelism.weight_bytes(whole)
-        if weights > 0.9 * gpu.memory_bytes:
-            share = "" if parallelism == SINGLE_GPU else " on each GPU"
-            self.warnings.append(
-                f"{whole.name} needs {weights / 1e9:.0f} GB for weights{share}, "
-                f"more than 90% of one {gpu.name}: step times are those of an impossible worker"
-            )
 
     def _record(self, component: str, table: LatencyTable, **more: Any) -> None:
         metadata = table.metadata

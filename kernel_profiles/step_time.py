@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.cuda_graphs import pad, padded_sizes
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Padding, Parallelism
 from eldr_sim.kernel_profiles.parts import MoELayer, Parts
 from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, weakest
 
@@ -240,6 +241,7 @@ def build_step_time_model(
     max_num_batched_tokens: int = 16384,
     parallelism: Parallelism = SINGLE_GPU,
     host_gap_s: float | None = None,
+    cudagraph_padding: Padding = "none",
     tables: Sequence[LatencyTable] = (),
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
@@ -260,6 +262,9 @@ def build_step_time_model(
     host_gap_s
         Engine time per step in seconds; None takes
         :data:`~eldr_sim.kernel_profiles.parts.HOST_GAP_S`.
+    cudagraph_padding
+        What the padding rows of CUDA graphs compute, see
+        :mod:`~eldr_sim.kernel_profiles.cuda_graphs`.
     tables
         Tables of the user's own; they take precedence over the shipped ones. One of kind
         ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host gap together.
@@ -283,9 +288,13 @@ def build_step_time_model(
 
     parts = Parts(dims, device, parallelism, tables, max_model_len)
     gap = parts.host_gap_s(host_gap_s)
+    if cudagraph_padding != "none" and parts.engine_step is not None:
+        problem = "an engine_step table contains what its engine padded"
+        raise InputError("cudagraph_padding", problem, "none")
+    cost = _tabulate(parts, gap, max_num_seqs, max_model_len, max_num_batched_tokens)
     measured = [decode for _, decode, _ in parts.attention]
     return StepTimeModel(
-        cost=_tabulate(parts, gap, max_num_seqs, max_model_len, max_num_batched_tokens),
+        cost=pad(cost, cudagraph_padding, padded_sizes(max_num_seqs, max_num_batched_tokens)),
         model=dims,
         gpu=device,
         parallelism=parallelism,

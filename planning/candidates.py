@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import Literal
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.planning.bounds import Bounds, bounds
-from eldr_sim.planning.prefill_strategy import prefill_label
+from eldr_sim.planning.prefill_strategy import chunk_label, prefill_label
 from eldr_sim.planning.search import SearchSpace
 from eldr_sim.planning.shapes import estimate, shapes
 from eldr_sim.planning.slo import Objective
@@ -128,10 +129,15 @@ def worker_gpus(config: RunConfig) -> int:
 
 
 def shape_label(config: RunConfig) -> str:
-    """Return how many GPUs the workers of a cluster have, and whether prefill is apart."""
+    """Return how many GPUs the workers of a cluster have, and whether prefill is apart.
+
+    Of prefill workers alone, how those share the model, and the tokens of a step.
+    """
+    if config.prefill_only:
+        return f"{prefill_label(config)}, {chunk_label(config)} tokens a step"
     kinds = []
     for role in ("prefill", "decode"):
-        if role == ("prefill" if config.colocated else "decode" if config.prefill_only else ""):
+        if role == "prefill" and config.colocated:
             continue
         own = config.pool(role).parallelism
         name = f"TP{own.tensor_parallel_size}"
@@ -217,8 +223,8 @@ def clusters_to_plan(
             base = config.model_copy(
                 update={"gpu": gpu, "policy": policy, "num_redundant_experts": redundant}
             )
-            pools = {}
-            for role in ("prefill", "decode"):
+            pools: dict[str, Pool] = {}
+            for role in _roles(base):
                 pool = base.pool(role)
                 price = by_gpu.get(load_gpu(pool.gpu or "").name, pool.price_per_gpu_hour)
                 own: Pool = getattr(base, role)
@@ -229,11 +235,16 @@ def clusters_to_plan(
     return list(made.values())
 
 
+def _roles(config: RunConfig) -> tuple[Literal["prefill", "decode"], ...]:
+    """Return the pools that have a price."""
+    return ("prefill",) if config.prefill_only else ("prefill", "decode")
+
+
 def _check_prices(configs: Iterable[RunConfig]) -> None:
     prices = {
         load_gpu(pool.gpu or "").name: pool.price_per_gpu_hour
         for config in configs
-        for pool in (config.pool("prefill"), config.pool("decode"))
+        for pool in map(config.pool, _roles(config))
     }
     free = [name for name, price in prices.items() if price is None]
     if free and len(free) < len(prices):

@@ -19,12 +19,11 @@ from eldr_sim.planning.candidates import (
     shape_label,
 )
 from eldr_sim.planning.intervals import Interval, t_interval
-from eldr_sim.planning.prefill import prefill_candidates
-from eldr_sim.planning.prefill_strategy import chunk_label
+from eldr_sim.planning.prefill import by_speed, prefill_candidates
 from eldr_sim.planning.rates import LEAST_REQUESTS, carried
 from eldr_sim.planning.runs import Runs, Search
 from eldr_sim.planning.savings import PAIRED_SEEDS, Saving, savings_of
-from eldr_sim.planning.search import SearchState, cheapest, fewest, fewest_colocated
+from eldr_sim.planning.search import SearchState, cheapest, fewest
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.planning.trial import Trial, try_cluster
 from eldr_sim.simulator.catalogue import label
@@ -301,7 +300,9 @@ def plan(
         candidates = [
             candidate
             for each in configs
-            for candidate in prefill_candidates(each, objective, max_gpus, sizes, strategies)
+            for candidate in prefill_candidates(
+                each, objective, max_gpus, sizes, strategies, apart=False
+            )
         ]
     else:
         candidates = [make_candidate(each, objective, max_gpus, sizes) for each in configs]
@@ -355,6 +356,8 @@ def _search_sizes(candidate: Candidate, objective: Objective) -> Search[Candidat
         candidate.gpu, candidate.policy, refused=not candidate.templates, reasons=[]
     )
     templates = list(candidate.templates)
+    if templates and templates[0].config.prefill_only:
+        templates = yield from by_speed(templates)
     for template in templates:
         yield from _search_shape(result, template, objective)
     for template in _other_budgets(result):
@@ -435,22 +438,18 @@ def _search_size(
     x, y = template.estimate
     start = SearchState(x_least=x, y_least=y)
     near = template.cost(2 * x, 2 * y) + 1e-9
-    if template.config.prefill_only:
-        state = yield from fewest(template.search_space(below), judge)
-        return state, trials
     for limit in (near, below) if near < below else (below,):
-        if template.config.colocated:
-            state = yield from fewest_colocated(template.search_space(limit), judge, start)
+        space, prompts = template.search_space(limit), template.config.prefill_only
+        if template.config.colocated or prompts:
+            state = yield from fewest(space, judge, start, prefill=prompts)
         else:
-            state = yield from cheapest(template.search_space(limit), judge, start)
+            state = yield from cheapest(space, judge, start)
         if state.best is not None:
             break
     return state, trials
 
 
 def _of_size(template: ClusterTemplate, text: str) -> str:
-    if template.config.prefill_only:
-        return f"{chunk_label(template.config)} tokens a step: {text}"
     return f"{shape_label(template.config)}: {text}"
 
 

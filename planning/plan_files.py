@@ -37,6 +37,7 @@ FIGURES = (
     "output_throughput",
     "mean_decode_batch",
     "mean_active_experts_per_step",
+    "mean_active_experts_per_token",
     "cost_per_million_output_tokens",
 )
 #: More of them where prompts are all that is computed.

@@ -8,6 +8,7 @@ objective.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from eldr_sim.planning.candidates import (
 from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.planning.paired import with_seed
 from eldr_sim.planning.prefill_strategy import (
+    KIND_LABELS,
     KINDS,
     Kind,
     PrefillStrategy,
@@ -38,6 +40,7 @@ from eldr_sim.planning.prefill_strategy import (
     prefill_label,
 )
 from eldr_sim.planning.runs import Runs, Search, Summary
+from eldr_sim.planning.shapes import BUSY
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
@@ -49,6 +52,8 @@ BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
 """Token budgets to choose from."""
 WINDOW = 4
 """MoE layers on a GPU beside the first where experts are offloaded."""
+#: Fewest and most prompts by which a worker's speed is estimated.
+_AT_ONCE = (32, 512)
 #: Strategies of one GPU: it holds all experts, or copies them from the host.
 _ALONE = ("tp", "async_ep")
 #: Fields that a plan chooses.
@@ -112,6 +117,8 @@ def prefill_candidates(
     max_gpus: int,
     sizes: Sequence[int] = (),
     strategies: Sequence[str] = (),
+    *,
+    apart: bool = True,
 ) -> list[Candidate]:
     """Return a candidate for each strategy and worker size, with a template for each token budget.
 
@@ -127,6 +134,8 @@ def prefill_candidates(
         GPUs of a worker; if empty, powers of two up to a node.
     strategies
         Kinds of strategies; all of them if empty.
+    apart
+        Whether worker sizes are candidates of their own; else a strategy has one for all of them.
 
     Returns
     -------
@@ -147,18 +156,59 @@ def prefill_candidates(
     prompts = offered_load(config, routing_of(config, model))[0].prompt_len
     accepted = prompts[prompts <= (config.max_model_len or model.max_position_embeddings)]
     longest = int(accepted.max(initial=1))
-    found = [
-        _candidate(config, objective, max_gpus, size, kind, longest)
-        for kind in (kind for kind in KINDS if kind in strategies or not strategies)
-        for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]
-        if size <= max_gpus and (size > 1 or kind in _ALONE)
-    ]
+    found = []
+    for kind in (kind for kind in KINDS if kind in strategies or not strategies):
+        sized = [
+            _candidate(config, objective, max_gpus, size, kind, longest)
+            for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]
+            if size <= max_gpus and (size > 1 or kind in _ALONE)
+        ]
+        found += sized if apart or not sized else [_of_all_sizes(kind, sized)]
     if not found:
         problem = (
             f"no worker of {', '.join(strategies) or 'these GPUs'} has {max_gpus} GPUs at most"
         )
         raise InputError("max_gpus", problem, "2 or more, or the size of a worker")
     return found
+
+
+def _of_all_sizes(kind: Kind, sized: Sequence[Candidate]) -> Candidate:
+    """Return candidates of one strategy as one."""
+    templates = [template for each in sized for template in each.templates]
+    reasons = [f"{each.policy}, {reason}" for each in sized for reason in each.reasons]
+    return Candidate(sized[0].gpu, KIND_LABELS[kind], tuple(templates), tuple(reasons))
+
+
+def by_speed(templates: Sequence[ClusterTemplate]) -> Search[list[ClusterTemplate]]:
+    """Estimate how many workers templates take, by runs; return the likely cheapest first.
+
+    One worker of each computes some steps of prompts that come at once. A cluster is taken to keep
+    up as long as its workers are busy for 85% of the time.
+    """
+    possible = [each for each in templates if not each.bounds.impossible]
+    summaries = yield [_at_once(each.config) for each in possible]
+    found = [each for each in templates if each.bounds.impossible]
+    for template, summary in zip(possible, summaries, strict=True):
+        speed = (summary["completed"] or 0) / (summary["makespan_s"] or math.inf)
+        workers = template.max_workers + 1
+        if speed > 0.0:
+            workers = math.ceil(template.bounds.rate / (BUSY * speed))
+        estimate = max(workers, template.bounds.n_prefill), 0
+        found.append(dataclasses.replace(template, estimate=estimate))
+    return sorted(found, key=lambda each: (each.estimated_cost, each.worker_sizes))
+
+
+def _at_once(config: RunConfig) -> RunConfig:
+    """Return a run of prompts that fill two steps of a worker."""
+    prepared = prepare(config)
+    mean = float(offered_load(config, prepared.trace)[0].prompt_len.mean())
+    pool = prepared.spec.prefill
+    tokens = pool.max_num_batched_tokens * pool.parallelism.data_parallel_size
+    n = min(max(math.ceil(2 * tokens / mean), _AT_ONCE[0]), _AT_ONCE[1])
+    return with_seed(
+        config.model_copy(update={"request_rate": math.inf, "num_requests": n, "warmup": 0.0}),
+        0,
+    )
 
 
 def _candidate(

@@ -10,6 +10,9 @@ from eldr_sim.simulator.config import RunConfig
 
 Kind = Literal["async_ep", "dp_ep", "tp_ep", "tp", "pp"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+KIND_LABELS: dict[Kind, str] = {
+    "async_ep": "AsyncEP", "dp_ep": "DP+EP", "tp_ep": "TP+EP", "tp": "TP+TP", "pp": "PP+PP",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,10 @@ class PrefillStrategy:
     @property
     def label(self) -> str:
         """What tables call it; the words are MoE-Prefill's."""
+        name = KIND_LABELS[self.kind]
         if self.kind == "async_ep":
-            return "AsyncEP" if not self.window else f"AsyncEP, window {self.window}"
-        if self.kind == "dp_ep":
-            return f"DP+EP, {self.backend}"
-        return {"tp": "TP+TP", "tp_ep": "TP+EP", "pp": "PP+PP"}[self.kind]
+            return f"{name}, window {self.window}" if self.window else name
+        return f"{name}, {self.backend}" if self.kind == "dp_ep" else name
 
 
 def strategy_of(config: RunConfig) -> PrefillStrategy:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.planning.runs import Runs, Search
-from eldr_sim.planning.search import cheapest, fewest_colocated
+from eldr_sim.planning.search import cheapest, fewest
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.planning.trial import attains
 
@@ -82,7 +82,7 @@ def _fewest_gpus(result: CandidateResult, seed: int, objective: Objective) -> Se
         good = yield from attains(template.at(x, y), seed, objective)
         return Verdict.MEETS if good else Verdict.MISSES
 
-    search = fewest_colocated if template.config.colocated else cheapest
+    search = fewest if template.config.colocated else cheapest
     # A seed differs by a worker or two: far larger clusters need not be tried.
     space = template.search_space(1.5 * result.cost + 2 * template.unit)
     state = yield from search(space, judge, result.search)

@@ -203,37 +203,29 @@ def cheapest(
     return state
 
 
-def fewest_colocated(
-    space: SearchSpace, judge: Judge, start: SearchState | None = None
+def fewest(
+    space: SearchSpace, judge: Judge, start: SearchState | None = None, *, prefill: bool = False
 ) -> Search[SearchState]:
-    """Find the fewest co-located workers that meet the objective; as `cheapest`, with x = 0."""
+    """Find the fewest workers of one kind that meet the objective; as `cheapest`.
+
+    They are co-located (x = 0), or compute prompts alone (``prefill``, y = 0).
+    """
     state = SearchState(x_least=0)
+    least, most = (space.x_min, space.most_prefill) if prefill else (space.y_min, space.most_decode)
 
-    def meets(y: int) -> Search[bool]:
-        if (0, y) not in state.verdicts:
-            state.verdicts[0, y] = yield from judge(0, y)
-        return state.verdicts[0, y] is Verdict.MEETS
+    def meets(n: int) -> Search[bool]:
+        point = (n, 0) if prefill else (0, n)
+        if point not in state.verdicts:
+            state.verdicts[point] = yield from judge(*point)
+        return state.verdicts[point] is Verdict.MEETS
 
-    begin = None if start is None else start.y_least
-    y = yield from smallest(space.y_min, space.most_decode(0), meets, begin)
-    while y is not None and y > 1 and (yield from meets(y - 1)):
-        y -= 1  # below the bound of the arithmetic, or not monotone
-    state.y_least = y
-    state.best = None if y is None else (0, y)
-    return state
-
-
-def fewest(space: SearchSpace, judge: Judge) -> Search[SearchState]:
-    """Find the fewest prefill workers, with no others, that meet the objective; by bisection."""
-    state = SearchState()
-
-    def meets(x: int) -> Search[bool]:
-        state.verdicts[x, 0] = yield from judge(x, 0)
-        return state.verdicts[x, 0] is Verdict.MEETS
-
-    x = yield from smallest(space.x_min, space.most_prefill(0), meets)
-    if x is not None:
-        state.best, state.x_least, state.y_least = (x, 0), x, 0
+    begin = None if start is None else (start.x_least if prefill else start.y_least)
+    n = yield from smallest(least, most(0), meets, begin)
+    while n is not None and n > 1 and (yield from meets(n - 1)):
+        n -= 1  # below the bound of the arithmetic, or not monotone
+    if n is not None:
+        state.best = (n, 0) if prefill else (0, n)
+    state.x_least, state.y_least = (n, 0) if prefill else (0, n)
     return state
 
 

@@ -25,7 +25,7 @@ from eldr_sim.simulator.run import offered_load
 from eldr_sim.traces.format import RoutingTrace
 
 #: Share of its time that a worker can compute before requests wait too long, by experience.
-_BUSY = 0.85
+BUSY = 0.85
 #: Requests differ: the mean time per token must stay below the bound by this factor.
 _BELOW = 0.93
 _ROWS = 2048
@@ -105,10 +105,10 @@ def capacity(config: RunConfig, objective: Objective) -> tuple[float, float]:
     if config.colocated:
         served = batch / (output * step_s + batch * prompt_s)
         in_time = np.maximum(1.0 - step_s / bound_s, 0.0) / prompt_s
-        best = np.minimum(np.minimum(served, in_time), _BUSY / prompt_s).max()
+        best = np.minimum(np.minimum(served, in_time), BUSY / prompt_s).max()
     else:
         best = np.where(step_s <= bound_s, batch / step_s, 0.0).max() * _BELOW / output
-    return _BUSY / prompt_s, max(float(best), 1.0 / 3600.0)
+    return BUSY / prompt_s, max(float(best), 1.0 / 3600.0)
 
 
 def _prompt_s(engine: EngineSpec, length: int) -> float:

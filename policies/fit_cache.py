@@ -54,7 +54,7 @@ def cached_fit(
         "layer_mask": layer_mask,
         "clustering": clustering,
     }
-    manifest = trace.manifest
+    manifest = trace.for_calibration.manifest
     files = [manifest.checksum, manifest.requests_checksum, manifest.gate_scores_checksum]
     mix = None if domain_mix is None else list(domain_mix.items())
     key = [files, trace.top_k, workload, mix, options, cache.stamp(_SOURCES)]

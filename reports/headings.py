@@ -50,6 +50,7 @@ CLUSTER_PRICES = {
     "price_per_hour": "Price/hour",
     "cost_per_million_output_tokens": label("cost_per_million_output_tokens"),
 }
+_EXPERTS = ("per_step", "per_token")
 CLUSTER_FIGURES = {
     "gpus": label("gpus"),
     **CLUSTER_PRICES,
@@ -58,7 +59,7 @@ CLUSTER_FIGURES = {
     "p99_tpot_ms": METRICS["p99_tpot_ms"],
     "tokens_per_s_per_user": label("tokens_per_s_per_user"),
     "tokens_per_s_per_gpu": label("tokens_per_s_per_gpu"),
-    "mean_active_experts_per_step": METRICS["mean_active_experts_per_step"],
+    **{f"mean_active_experts_{of}": METRICS[f"mean_active_experts_{of}"] for of in _EXPERTS},
     "weakest_provenance": "Step times",
     "seeds": "Seeds",
 }

@@ -15,9 +15,9 @@ from eldr_sim.jit import njit
 import_module("numba.experimental.function_type")  # makes callbacks an argument's type
 
 #: The decorator of functions that only compiled code calls. Compiling takes time on a new machine,
-#: and much of it goes into what such functions do not need: a wrapper that Python could call, and
-#: counting references to arrays that their caller holds.
-compiled = partial(njit, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+#: and much of it goes into what such functions do not need: code that runs by itself, and counting
+#: references to arrays that their caller holds.
+compiled = partial(njit, inlined=True, _nrt=False)
 
 
 class Callback(types.WrapperAddressProtocol):

@@ -24,6 +24,7 @@ from eldr_sim.simulator.config_groups import (
     PolicyConfig,
     Pool,
     RelocationConfig,
+    RoutingConfig,
     ServiceLevel,
     StreamingConfig,
     WorkloadConfig,
@@ -54,6 +55,7 @@ class RunConfig(
     EngineConfig,
     ClusterConfig,
     LengthConfig,
+    RoutingConfig,
     WorkloadConfig,
     PolicyConfig,
 ):

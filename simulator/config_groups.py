@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import LONGEST
-from eldr_sim.kernel_profiles.parallel import Backend, Parallelism
+from eldr_sim.kernel_profiles.parallel import Backend, Padding, Parallelism
 from eldr_sim.traces.length_shapes import LengthShape
 
 #: The named workloads; any other is a file.
@@ -48,6 +48,25 @@ def _path_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def parse_mix(text: str, field: str = "domain_mix") -> dict[str, float]:
+    """Return the weights of ``NAME=WEIGHT,...``; raises InputError."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, weight = (word.strip() for word in part.partition("="))
+        try:
+            number = float(weight)
+        except ValueError:
+            number = math.nan
+        if not name or math.isnan(number) or name in weights:
+            raise InputError(field, repr(text), "NAME=WEIGHT,... such as code=2,math=1, each once")
+        weights[name] = number
+    return weights
+
+
+def _mix(value: Any) -> Any:
+    return parse_mix(value) if isinstance(value, str) else value
+
+
 def _topology(value: Any) -> Any:
     if isinstance(value, str):
         parse_topology(value)
@@ -56,6 +75,8 @@ def _topology(value: Any) -> Any:
 
 #: A name or a path.
 PathText = Annotated[str, BeforeValidator(_path_text)]
+#: Weights by domain, as a mapping or spelled ``code=2,math=1``.
+Mix = Annotated[dict[str, float] | None, BeforeValidator(_mix)]
 Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
 
 
@@ -155,7 +176,7 @@ class PolicyConfig(_Fields):
 
 
 class WorkloadConfig(_Fields):
-    """The requests: when they come, how long they are, and the experts that their tokens choose."""
+    """The requests: how many there are, and when they come."""
 
     workload: PathText = "task"
     """``task``, ``language``, ``trace`` (domains and lengths of the routing trace's own requests),
@@ -166,12 +187,6 @@ class WorkloadConfig(_Fields):
     also ``time``, ``time_ms``, ``session``, ``priority``."""
     arrivals: Literal["recorded", "poisson"] | None = None
     """Of a file's requests: ``recorded``, stretched evenly to a rate, or drawn at that rate."""
-    domain_mix: dict[str, float] | None = None
-    """Share of each domain of the routing trace among the requests; the workload's own when not
-    given."""
-    domain_mix_end: dict[str, float] | None = None
-    """Shares towards which the domain mix moves evenly until the measured window ends. What is
-    fitted on calibration requests knows the mix at the start alone."""
     request_rate: Rate | None = None
     """Mean requests per second; ``inf`` sends all at once. 60 when not given, the recorded
     timestamps for a file."""
@@ -185,12 +200,6 @@ class WorkloadConfig(_Fields):
     """Time before the measured window; 30, or 0 with ``num_requests``."""
     num_requests: int | None = Field(default=None, ge=1)
     """Send this many requests instead of sending for a duration."""
-    trace: PathText | None = None
-    """Name of an embedded routing trace or a trace folder; drawn for the model and the workload's
-    domains when not given (docs/synthetic.md)."""
-    trace_replay: Literal["own", "same_domain"] = "own"
-    """Whose generated tokens a request replays: its own, or those of another request of its domain
-    (then no two requests with equal signatures replay equal tokens)."""
     prompts: Literal["unique", "shared"] = "unique"
     """Whether requests that replay the same trace request have the same prompt (``shared``, so that
     prefix caches find it) or each has one of its own. A file says itself which share a prefix."""
@@ -215,6 +224,21 @@ class WorkloadConfig(_Fields):
     def from_file(self) -> bool:
         """Whether the workload is a file of recorded requests."""
         return self.workload not in WORKLOADS
+
+
+class RoutingConfig(_Fields):
+    """Whose tokens the requests replay, and so which experts they choose."""
+
+    trace: PathText | None = None
+    """Name of an embedded routing trace or a trace folder; drawn for the model and the workload's
+    domains when not given (docs/synthetic.md)."""
+    trace_replay: Literal["own", "same_domain"] = "own"
+    """Whose generated tokens a request replays: its own, or those of another request of its domain
+    (then no two requests with equal signatures replay equal tokens)."""
+    domain_mix: Mix = None
+    """Weights of the trace's domains, ``code=2,math=1``; the workload's own when not given."""
+    domain_mix_end: Mix = None
+    """Weights towards which they move while the run lasts; fits know those at its start."""
 
 
 class LengthConfig(_Fields):
@@ -302,10 +326,10 @@ class EngineConfig(_Fields):
     """The engine of a worker, in vLLM's terms, and its step times."""
 
     model: PathText = "Qwen3-30B-A3B"
-    """Name of a known model, or a Hugging Face ``config.json`` (or its folder)."""
+    """A known model, or a Hugging Face ``config.json`` (or its folder)."""
     max_model_len: int | None = Field(default=None, ge=1, le=LONGEST)
-    """Most tokens of a request, prompt and output together, that a worker accepts; the model's own
-    limit when not given. More is simulated with a warning."""
+    """Most tokens of a request, prompt and output; the model's limit when not given. More is
+    simulated with a warning."""
     max_num_seqs: int | None = Field(default=None, ge=1, le=65536)
     """Running requests of a worker; vLLM's server default for the GPU when not given."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
@@ -313,24 +337,26 @@ class EngineConfig(_Fields):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV cache: bfloat16 (``auto``), or ``fp8``, half as large."""
     disable_hybrid_kv_cache_manager: bool | None = None
-    """Keep the KV cache of whole contexts in sliding-window layers, too (vLLM's option); by default
-    in prefill and decode workers, as with vLLM's KV connectors."""
+    """Keep whole contexts in sliding-window layers, too; by default where there are KV connectors
+    (vLLM's option)."""
     block_size: int = Field(default=16, ge=1)
     """Tokens of a KV block."""
     enable_prefix_caching: bool = True
     """Whether prefill workers keep KV blocks for prompts that begin alike."""
     async_scheduling: bool = True
-    """Whether decode and co-located workers schedule one step ahead, so that a request which comes
-    during a step joins the step after the next (vLLM's default since 0.14)."""
+    """Whether decoding workers schedule a step ahead (vLLM since 0.14): who comes during one joins
+    the one after the next."""
     prefill_schedule_interval: int = Field(default=1, ge=1)
-    """Engines that share experts compute prompts in every so-manieth step, if they can decode
-    meanwhile (vLLM's option)."""
+    """Engines that share experts compute prompts in every so-manieth step, where they decode
+    (vLLM's option)."""
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use."""
     num_gpu_blocks_override: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """KV blocks of an engine, however much memory there is (vLLM's option)."""
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Time of a step that no kernel accounts for, ms; the profile's figure when not given."""
+    """Time of a step that no kernel accounts for, ms; the profile's when not given."""
+    cudagraph_padding: Padding = "none"
+    """Rows that CUDA graphs add: none, without experts (vLLM since July 2026), with."""
     tables: PathText | None = None
     """Folder of latency tables that take precedence over the embedded ones."""
 
@@ -419,6 +445,7 @@ class OutputConfig(_Fields):
 GROUPS: dict[str, type[BaseModel]] = {
     "policies": PolicyConfig,
     "workload": WorkloadConfig,
+    "routing": RoutingConfig,
     "lengths": LengthConfig,
     "cluster": ClusterConfig,
     "engine": EngineConfig,

@@ -95,7 +95,7 @@ def count_rows(bits: Any, rows: Any, c: Counting) -> None:
     for i in range(rows.shape[0]):
         c.work.tokens[i % c.ranks] += 1
         for k in range(bits.shape[1]):
-            _add_word(c.work.planes, k, bits[rows[i], k])
+            _add_word(c.work.planes, 0, k, bits[rows[i], k])
     settle_totals(c)
 
 
@@ -156,28 +156,34 @@ def _count_engine(engines: Engines, w: int, bits: Any, prompts: Any, c: Counting
     n_planes = _n_planes(run)
     if c.counts == BY_HOME:
         work.planes[:n_planes] = 0
+    # A token's place matters where instances are chosen, or take turns, token by token.
+    alike = c.counts == TOTALS or c.replicas.multi.shape[0] == 0
     position = np.int64(0)
     for i in range(worker.batch):
         _begin_token(c, first, position, run, n_planes)
         _count_row(bits, sequences[i].row, np.int64(0), work.active.shape[1], c,
-                   first + position // run, position % run)  # fmt: skip
+                   first + position // run, position % run, np.int64(1))  # fmt: skip
         position += 1
     for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
         if sequences[i].chunk == 0:
             continue
         request = sequences[i].request
         record = engines.requests[request]
-        begin, stop = sequences[i].computed, sequences[i].computed + sequences[i].chunk
-        for at in range(begin, stop):
+        at, stop = sequences[i].computed, sequences[i].computed + sequences[i].chunk
+        while at < stop:
             _begin_token(c, first, position, run, n_planes)
-            home, place = first + position // run, position % run
+            home, place, n = first + position // run, position % run, np.int64(1)
             if at < record.prompt_len:
-                _count_prompt_token(prompts, request, record.trace_request, at, c, home, place)
+                if alike:
+                    n = min(run - place, min(stop, record.prompt_len) - at)
+                n = _count_prompt(prompts, request, record.trace_request, at, n, c, home, place)
+                work.tokens[home] += n - 1
             else:  # the window begins with the last prompt token
                 row = (record.window_offset + at - record.prompt_len + 1) % record.window_len
                 row += record.window_row
-                _count_row(bits, row, np.int64(0), work.active.shape[1], c, home, place)
-            position += 1
+                _count_row(bits, row, np.int64(0), work.active.shape[1], c, home, place,
+                           np.int64(1))  # fmt: skip
+            at, position = at + n, position + n
     if c.counts == BY_HOME:
         _flush(c, first + (position - 1) // run, n_planes)
 
@@ -294,31 +300,49 @@ def _add_several(c: Counting, layer: int, words: int, n_several: int) -> None:
 
 
 @compiled()
-def _count_prompt_token(
-    prompts: Any, request: int, own: int, token: int, c: Counting, home: int, place: int
-) -> None:
-    """Count a prompt token; layers beyond those of the trace are as `expert_union` has them."""
-    size, source = prompts.prefix_block_tokens, np.int64(own)
-    if size > 0:
-        first, end = prompts.prefix_indptr[request], prompts.prefix_indptr[request + 1]
-        if token // size < end - first:
-            source = np.int64(prompts.prefix_trace_request[first + token // size])
+def _count_prompt(
+    prompts: Any, request: int, own: int, token: int, n: int, c: Counting, home: int, place: int
+) -> Any:
+    """Count up to ``n`` prompt tokens of one home rank; return how many of them.
+
+    It ends where another trace request's rows begin. A prompt longer than its recording repeats the
+    rows, each of which is counted once, for all its tokens. Layers beyond those of the trace are as
+    `expert_union` has them.
+    """
+    source = np.int64(own)
+    if prompts.prefix_block_tokens > 0:
+        source, end = _source(prompts, request, own, token), token + 1
+        while end < token + n and _source(prompts, request, own, end) == source:
+            end = (end // prompts.prefix_block_tokens + 1) * prompts.prefix_block_tokens
+        n = min(n, end - token)
     have, need = prompts.bits.shape[1], c.work.active.shape[1]
-    span, base = prompts.length[source], prompts.first_row[source]
+    span, base = np.int64(prompts.length[source]), prompts.first_row[source]
     tiles = (need + have - 1) // have
-    for tile in range(tiles):
-        row = base + (token + tile * span // tiles) % span
-        width = min(have, need - tile * have)
-        _count_row(prompts.bits, row, np.int64(tile * have), width, c, home, place)
+    cycles, rest = n // span, n % span
+    for i in range(rest if cycles == 0 else span):
+        tokens = cycles + (1 if i < rest else 0)
+        for tile in range(tiles):
+            row = base + (token + i + tile * span // tiles) % span
+            width = min(have, need - tile * have)
+            _count_row(prompts.bits, row, np.int64(tile * have), width, c, home, place, tokens)
+    return n
+
+
+@compiled()
+def _source(prompts: Any, request: int, own: int, token: int) -> Any:
+    """Return the trace request whose rows a prompt token replays."""
+    first, end = prompts.prefix_indptr[request], prompts.prefix_indptr[request + 1]
+    block = token // prompts.prefix_block_tokens
+    return np.int64(prompts.prefix_trace_request[first + block] if block < end - first else own)
 
 
 @compiled()
 def _count_row(
-    bits: Any, row: int, first: int, width: int, c: Counting, home: int, place: int
+    bits: Any, row: int, first: int, width: int, c: Counting, home: int, place: int, tokens: int
 ) -> None:
-    """Count the experts of one token on the layers from bit-set word ``first`` on.
+    """Count the experts of tokens that are alike on the layers from bit-set word ``first`` on.
 
-    ``home`` is the token's rank, ``place`` its position there.
+    ``home`` is the tokens' rank, ``place`` the position of the first one there.
     """
     work, replicas, leader = c.work, c.replicas, c.leader
     per = c.group.copy_per
@@ -327,11 +351,15 @@ def _count_row(
     words = work.active.shape[1] // layers
     hashed = (place * HASH_MULTIPLIER) & 0xFFFFFFFF
     if c.counts == COPIES:
-        _send_row(bits, row, first, width, c, home)
+        _send_row(bits, row, first, width, c, home, tokens)
         return
     if c.counts == TOTALS or (not by_rank and replicas.multi.shape[0] == 0):
-        for k in range(width):
-            _add_word(work.planes, first + k, bits[row, k])
+        plane = 0
+        while tokens >> plane:
+            if (tokens >> plane) & 1:
+                for k in range(width):
+                    _add_word(work.planes, plane, first + k, bits[row, k])
+            plane += 1
         return
     for layer in range(first // words, (first + width) // words):
         if by_rank:
@@ -345,7 +373,7 @@ def _count_row(
                 for r in range(c.ranks):
                     if word & c.masks[leader, r, k]:
                         work.reached[r] = True
-            _add_word(work.planes, k, word)
+            _add_word(work.planes, 0, k, word)
             while many != 0:
                 bit = many & (~many + np.uint64(1))
                 many ^= bit
@@ -364,25 +392,27 @@ def _count_row(
                     work.sent[layer, home, r] += 1.0
                 work.reached[r] = True
         if by_rank:
-            _send_once(c, layer, home)
+            _send_once(c, layer, home, tokens)
 
 
 @compiled()
-def _send_once(c: Counting, layer: int, home: int) -> None:
-    """Count a copy for each rank, and each node, that a token reaches."""
+def _send_once(c: Counting, layer: int, home: int, tokens: int) -> None:
+    """Count copies of tokens for each rank, and each node, that they reach."""
     node_before = np.int64(-1)
     for r in range(c.ranks):
         if c.work.reached[r]:
-            c.work.sent[layer, home, r] += 1.0
+            c.work.sent[layer, home, r] += tokens
             node = np.int64(r // c.group.gpus_per_node)
             if node != node_before:
-                c.work.sent_nodes[layer, home, node] += 1.0
+                c.work.sent_nodes[layer, home, node] += tokens
                 node_before = node
 
 
 @compiled()
-def _send_row(bits: Any, row: int, first: int, width: int, c: Counting, home: int) -> None:
-    """Count the copies of one token to the ranks that compute it, which are settled."""
+def _send_row(
+    bits: Any, row: int, first: int, width: int, c: Counting, home: int, tokens: int
+) -> None:
+    """Count the copies of tokens to the ranks that compute them, which are settled."""
     work, by_expert, several = c.work, c.group.copy_per == EXPERT, c.replicas.multi.shape[0] > 0
     words = work.active.shape[1] // work.pairs.shape[0]
     for layer in range(first // words, (first + width) // words):
@@ -398,7 +428,7 @@ def _send_row(bits: Any, row: int, first: int, width: int, c: Counting, home: in
                     work.reached[r] = True
                     if by_expert:
                         copies: Any = popcount(held)  # type: ignore[call-arg]
-                        work.sent[layer, home, r] += copies
+                        work.sent[layer, home, r] += tokens * copies
             while many != 0:
                 bit = many & (~many + np.uint64(1))
                 many ^= bit
@@ -411,13 +441,12 @@ def _send_row(bits: Any, row: int, first: int, width: int, c: Counting, home: in
                 if by_expert:
                     work.sent[layer, home, chosen] += 1.0
         if not by_expert:
-            _send_once(c, layer, home)
+            _send_once(c, layer, home, tokens)
 
 
 @compiled(inline="always")
-def _add_word(planes: Any, k: int, word: Any) -> None:
-    """Count the bits of a word in bit planes: carry-save addition."""
-    plane = 0
+def _add_word(planes: Any, plane: int, k: int, word: Any) -> None:
+    """Count the bits of a word in bit planes from one on: carry-save addition."""
     while word != 0:
         both = planes[plane, k] & word
         planes[plane, k] ^= word

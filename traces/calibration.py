@@ -37,7 +37,7 @@ class CalibrationSet:
     domains
         Domain names of the trace.
     requests
-        int64 ``[n]``, indices into the trace.
+        int64 ``[n]``, indices into the trace that holds the calibration split.
     trace_checksum
         Checksum of the trace's experts, to tell what a fit was made on.
     gate_scores
@@ -129,6 +129,7 @@ def calibration_set(
         the trace carries no such score at all.
     """
     shares, _ = resolve_domain_mix(trace, workload, domain_mix)
+    trace = trace.for_calibration
     pools = {name: trace.requests_of([name], calibration=True) for name in shares}
     if score != "count":
         covered, _ = of_kind(trace.gate_scores, score)

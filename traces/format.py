@@ -32,8 +32,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -107,6 +107,9 @@ class RoutingTrace:
     kept_top_k
         Of each token's experts, take this many that the gate ranked first (`with_top_k`); None
         takes all.
+    calibration_apart
+        Opens the trace of the calibration split, where that lies in a folder of its own; None
+        where it is a part of this one.
     """
 
     path: Path
@@ -120,6 +123,7 @@ class RoutingTrace:
     is_calibration: NDArray[np.bool_]
     gate_scores: GateScores | None = None
     kept_top_k: int | None = None
+    calibration_apart: Callable[[], RoutingTrace] | None = field(default=None, repr=False)
 
     @cached_property
     def experts(self) -> NDArray[np.uint8] | NDArray[np.uint16]:
@@ -134,6 +138,13 @@ class RoutingTrace:
     def bits(self) -> NDArray[np.uint64]:
         """The ids as bit sets, uint64 ``[n_tokens, n_layers, ceil(n_experts / 64)]``."""
         return bit_sets(self)
+
+    @cached_property
+    def for_calibration(self) -> RoutingTrace:
+        """The trace that holds the calibration split: this one, or one opened when asked for."""
+        if self.calibration_apart is None:
+            return self
+        return replace(self.calibration_apart(), kept_top_k=self.kept_top_k)
 
     @property
     def has_prompts(self) -> bool:

@@ -34,7 +34,7 @@ import pyarrow as pa
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.parallel import Padding, Parallelism
 from eldr_sim.kernel_profiles.parts import bytes_alone
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     attention_tables,
@@ -98,6 +98,9 @@ class Form:
     norms
         Whether norms and the like take `~eldr_sim.kernel_profiles.parts.NORMS_S` a layer, which was
         chosen with five of the rows in view; else what their bytes take.
+    graphs
+        What the padding rows of CUDA graphs compute, see
+        :mod:`~eldr_sim.kernel_profiles.cuda_graphs`.
     """
 
     routing: Routing = "drawn"
@@ -105,6 +108,7 @@ class Form:
     cpu_slowdown: float = 1.0
     padding: bool = True
     norms: bool = True
+    graphs: Padding = "none"
 
 
 def predict(
@@ -141,8 +145,8 @@ def simulate_case(
     target
         The model.
     form
-        What to take into account; everything when not given. Its front end is used here, the rest
-        is in the trace and the tables.
+        What to take into account; everything when not given. Its front end and graphs are used
+        here, the rest is in the trace and the tables.
     tokenizer_mode
         How the API server tokenises.
     """
@@ -176,6 +180,7 @@ def simulate_case(
             "max_num_batched_tokens": 8192,
             "gpu_memory_utilization": 0.9,
             "enable_prefix_caching": False,
+            "cudagraph_padding": form.graphs,
             **_front_end(form, tokenizer_mode),
         }
     )
@@ -196,7 +201,7 @@ def _front_end(form: Form, mode: Mode) -> dict[str, Any]:
 
 
 def tokenizer_mode(version: str, backend: str = "vllm") -> Mode:
-    """Return how a version of an engine tokenises; rows without one are of 2025, vLLM 0.11.
+    """Return how a version of an engine tokenises; rows without one are of 2025, vLLM 0.10 or 0.11.
 
     vLLM passes a maximum length since 0.15 (`vllm/renderers/params.py`), which keeps the tokeniser
     from taking prompts as a batch, and has had no batches since June 2026. SGLang tokenises one
@@ -439,7 +444,7 @@ def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
     frame = frame[frame.excluded == ""]
     frame = frame.reindex(frame.tpot_error.abs().sort_values(ascending=False).index)[:n].copy()
     old = frame.date.between("2025", "2026")
-    frame["why"] = old.map({True: "run of 2025, vLLM 0.11", False: ""})
+    frame["why"] = old.map({True: "run of 2025, vLLM 0.10 or 0.11", False: ""})
     columns = ["gpu", "tensor_parallel_size", "input_len", "output_len", "concurrency"]
     columns += ["date", "tpot_ms", "predicted_tpot_ms", "tpot_error", "why"]
     return pa.Table.from_pandas(frame[columns], preserve_index=False)

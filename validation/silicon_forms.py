@@ -21,7 +21,7 @@ from eldr_sim.validation.silicon_rows import MeasuredModel, MeasuredRun
 
 _BARE = Form(routing="uniform", frontend=None, padding=False)
 
-#: Predictions by what they take into account. The last three vary the complete one.
+#: Predictions by what they take into account. The last ones vary the complete one.
 FORMS: dict[str, Form] = {
     "neither": _BARE,
     "padding": Form(routing="uniform", frontend=None),
@@ -33,6 +33,8 @@ FORMS: dict[str, Form] = {
     "all, CPU x 0.7": Form(cpu_slowdown=0.7),
     "all, CPU x 1.3": Form(cpu_slowdown=1.3),
     "all, norms by bytes alone": Form(norms=False),
+    "all, padded graphs": Form(graphs="dense"),
+    "all, padded graphs and experts": Form(graphs="experts"),
 }
 
 

@@ -4,6 +4,7 @@ import re
 from typing import get_args
 
 import click
+import pyarrow.parquet as pq
 import pytest
 
 from eldr_sim.cli.groups import GROUPS
@@ -99,3 +100,29 @@ def test_words_of_a_field_are_its_metavar(run_cli):
     _, out, _ = run_cli("run", "--help")
     words = get_args(RunConfig.model_fields["kv_transfer"].annotation)
     assert f"--kv-transfer {'|'.join(words)}" in out
+
+
+def test_a_domain_mix_is_one_word_of_names_and_weights():
+    config = parse("--domain-mix", "code=2, math=0.5", "--domain-mix-end", "zh=1")
+    assert config.domain_mix == {"code": 2.0, "math": 0.5}
+    assert config.domain_mix_end == {"zh": 1.0}
+    assert config == config.replace(domain_mix="code=2,math=0.5")
+
+
+@pytest.mark.parametrize("text", ["code", "code=", "=1", "code=x", "code=nan", "code=1,code=2"])
+def test_a_bad_domain_mix_is_one_line(run_cli, text):
+    code, _, err = run_cli("run", "--domain-mix", text)
+    assert code == 2
+    assert re.fullmatch(r"Error: domain_mix: .*NAME=WEIGHT.*\n", err)
+
+
+def test_requests_have_the_domains_of_a_trace_by_weight(run_cli, tmp_path):
+    out = tmp_path / "result"
+    code, _, err = run_cli(
+        "run", "--workload", "language", "--domain-mix", "legal=1,zh=3", "--num-requests", 200,
+        "--topology", "1P2D", "--output-len", 2, "--out", out,
+    )  # fmt: skip
+    assert code == 0, err
+    domains = pq.read_table(out / "requests.parquet")["domain"].to_pylist()
+    assert set(domains) == {"legal", "zh"}
+    assert abs(domains.count("zh") - 150) < 4 * (200 * 0.75 * 0.25) ** 0.5

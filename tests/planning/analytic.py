@@ -66,6 +66,7 @@ class Analytic:
             "output_throughput": tokens,
             "mean_decode_batch": 8.0,
             "mean_active_experts_per_step": 80.0,
+            "mean_active_experts_per_token": 80.0,
             "cost_per_million_output_tokens": price and price / 3600 / tokens * 1e6,
             "weakest_provenance": "measured",
             "provenance": {},

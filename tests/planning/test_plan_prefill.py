@@ -47,12 +47,15 @@ def attained(config):
 def evaluate(config):
     share = attained(config) if math.isfinite(config.request_rate) else 1.0
     tokens = 100 * speed(config) * config.n_prefill * (1 + 0.01 * config.seed)
+    at_once = (config.num_requests or 10) / (speed(config) * config.n_prefill)
     return {
-        "gpu": config.gpu, "num_prompts": 100_000, "slo_attainment": share, "completed": 10,
+        "gpu": config.gpu, "num_prompts": 100_000, "slo_attainment": share,
+        "completed": config.num_requests or 10, "makespan_s": at_once,
         "slo_attainment_by_metric": {"ttft": share}, "failed": 0, "prefill_throughput": tokens,
         "computed_prompt_throughput": tokens, "prefill_mfu": tokens / 1e6, "p99_ttft_ms": 300.0,
         "median_ttft_ms": 100.0, "median_tpot_ms": None, "p99_tpot_ms": None,
         "output_throughput": 0.0, "mean_decode_batch": None, "mean_active_experts_per_step": None,
+        "mean_active_experts_per_token": None,
         "cost_per_million_output_tokens": None, "weakest_provenance": "measured",
         "provenance": {}, "lookups_outside_tables": {}, "decode_steps": 0, "latency_warnings": [],
         "kv_transfer": "none", "trace": {},
@@ -85,20 +88,24 @@ def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
             tensor_parallel_sizes=[1, 4],
         )  # fmt: skip
     least = {}
-    for kind, size, config in every_cluster(8, (1, 4), BUDGETS):
+    for kind, _, config in every_cluster(8, (1, 4), BUDGETS):
         if attained(config) >= 0.9:
-            key = kind, size
-            least[key] = min(config.n_gpus, least.get(key, math.inf))
+            least[kind] = min(config.n_gpus, least.get(kind, math.inf))
     mine = {
-        (strategy_of(each.trial.config).kind, each.trial.config.pool("prefill").parallelism.n_gpus):
-        each.cost for each in found.candidates if each.trial
-    }  # fmt: skip
+        strategy_of(each.trial.config).kind: each.cost for each in found.candidates if each.trial
+    }
     assert mine == least
     assert found.best.cost == min(least.values())
     assert found.candidates == sorted(found.candidates, key=lambda each: each.cost)
     assert found.margin.lost_prefill is None or found.margin.lost_prefill.attainment.mean < 0.9
     assert found.margin.rate.mean >= 40 * 0.99
     assert (found.front, found.savings) == ([], [])
+    with analytic():
+        priced = plan(
+            make_config(BASE), Objective(LEVEL, 0.9, (3,)), max_gpus=8, jobs=1,
+            tensor_parallel_sizes=[4], strategies=["tp"], prices={"h100": 2.5},
+        )  # fmt: skip
+    assert priced.best.cost == 2.5 * priced.best.trial.config.n_gpus
     found.write(tmp_path / "plan")
     written = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert written["answer"]["max_num_batched_tokens"] in BUDGETS

@@ -8,6 +8,7 @@ import pytest
 from eldr_sim import cache
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import list_models, load_model
+from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.synthetic import drawn
@@ -74,8 +75,10 @@ def test_a_trace_is_drawn_once_and_again_when_a_part_is_gone(few, monkeypatch):
     made = drawn_trace("Some-Model", SMALL, domains)
     assert (made.n_layers, made.n_experts, made.top_k) == (2, 32, 4)
     assert made.path.parent == few / "traces"
-    for calibration, n in ((False, 40), (True, 12)):
-        counts = np.bincount(made.domain[made.is_calibration == calibration], minlength=4)
+    assert len(list((few / "traces").iterdir())) == 1, "calibration requests that nobody asked for"
+    for split, n in ((made, 40), (made.for_calibration, 12)):
+        counts = np.bincount(split.domain, minlength=4)
+        assert (split.is_calibration == (n == 12)).all()
         exact = n * np.array(list(DOMAIN_MIXES["language"].values())) / 87.6
         assert counts.sum() == n
         assert (np.abs(counts - exact) < 1).all()
@@ -93,11 +96,31 @@ def test_a_trace_is_drawn_once_and_again_when_a_part_is_gone(few, monkeypatch):
         assert (made.path / part).exists()
 
 
+def test_splits_that_are_drawn_apart_are_those_of_the_trace_of_both(few):
+    domains = wanted_domains("task", None)
+    both = drawn_trace("Some-Model", SMALL, domains, gate_scores=True)
+    apart = drawn_trace("Some-Model", SMALL, domains).with_top_k(3)
+    assert both.for_calibration is both
+    for calibration, split in ((False, apart), (True, apart.for_calibration)):
+        mine = np.flatnonzero(both.is_calibration == calibration)
+        assert split.top_k == 3
+        assert split.domains == both.domains
+        assert split.request_id == [both.request_id[i] for i in mine]
+        first, n = both.recorded_rows(mine)
+        rows = np.concatenate([np.arange(f, f + k) for f, k in zip(first, n, strict=True)])
+        np.testing.assert_array_equal(split.experts, both.experts[rows, :, :3])
+    known = calibration_set(both.with_top_k(3), workload="task")
+    found = calibration_set(apart, workload="task")
+    np.testing.assert_array_equal(found.counts, known.counts)
+    np.testing.assert_array_equal(found.coactivation(), known.coactivation())
+    assert found.trace_checksum == apart.for_calibration.manifest.checksum
+
+
 def test_without_a_cache_a_process_draws_for_itself(few, monkeypatch):
     few.write_text("a file, no folder")
     monkeypatch.setattr(cache, "_warned", True)
     made = drawn_trace("Some-Model", SMALL, wanted_domains("task", None))
-    assert made.n_requests == 52
+    assert made.n_requests == 40
     assert few not in made.path.parents
 
 

@@ -14,8 +14,10 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from eldr_sim import cache
 from eldr_sim.errors import InputError
@@ -26,6 +28,7 @@ from eldr_sim.traces.synthetic.synthesize import synthesize
 
 __all__ = ["CALIBRATION", "SERVING", "Shape", "drawn_trace", "nearest_preset", "wanted_domains"]
 
+Split = Literal["both", "calibration", "serving"]
 SERVING, CALIBRATION = 1000, 1000
 """Requests drawn of each split: twice as many to serve change no median by a point
 (docs/synthetic.md); ELDR calibrates on 1,000 (Sec. 6)."""
@@ -109,6 +112,8 @@ def drawn_trace(
 ) -> RoutingTrace:
     """Draw the routing of a model, or open what was drawn before on this machine.
 
+    The calibration split lies apart, and is drawn when it is asked for.
+
     Parameters
     ----------
     model, shape
@@ -116,16 +121,32 @@ def drawn_trace(
     domains
         Domains and their weights, see `wanted_domains`.
     gate_scores
-        Whether to draw the gate's probabilities, too; the experts are the same either way.
+        Whether to draw the gate's probabilities, too, of both splits in one folder; the experts
+        are the same either way.
     """
+    if gate_scores:
+        return _split(model, shape, domains, "both", gate_scores=True)
+    serving = _split(model, shape, domains, "serving")
+    return replace(serving, calibration_apart=partial(_split, model, shape, domains, "calibration"))
+
+
+def _split(
+    model: str,
+    shape: Shape,
+    domains: tuple[tuple[str, float], ...],
+    split: Split,
+    *,
+    gate_scores: bool = False,
+) -> RoutingTrace:
+    """Draw a split, or both, of a model's routing, or open what was drawn before."""
     preset = nearest_preset(model, shape)
     fitted = hashlib.sha256(fitted_path(PRESETS[preset].fitted).read_bytes()).hexdigest()
-    what = [preset, asdict(shape), domains, gate_scores, cache.stamp(_SOURCES), fitted]
+    what = [preset, asdict(shape), domains, split, gate_scores, cache.stamp(_SOURCES), fitted]
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     name = f"{re.sub('[^a-z0-9.]+', '-', model.lower())}-{digest[:16]}"
 
     def draw(folder: Path) -> None:
-        _draw(preset, shape, domains, gate_scores, folder)
+        _draw(preset, shape, domains, split, gate_scores, folder)
 
     found = cache.find(cache.TRACES, name)
     if found is not None and found.is_dir():
@@ -145,6 +166,7 @@ def _draw(
     preset: str,
     shape: Shape,
     domains: tuple[tuple[str, float], ...],
+    split: Split,
     gate_scores: bool,
     folder: Path,
 ) -> None:
@@ -163,5 +185,6 @@ def _draw(
         seed=0,
         shares=[weights.get(name, 0.0) / total for name in model.domains],
         gate_scores=gate_scores,
+        split=split,
         force=True,
     )

@@ -54,12 +54,19 @@ def _of_mean(tokens: float, spread: float) -> float:
 
 
 _USUAL = 0.5  # spread of HumanEval, for data sets of which only a mean is known
+# A question has 116.6 words in the mean, each of its four options 3.5 (Jin et al. 2021, "What
+# Disease Does This Patient Have?", arXiv 2009.13081, statistics of USMLE); 1.3 tokens a word is
+# assumed.
 _MEDQA = _of_mean(1.3 * (116.6 + 4 * 3.5), _USUAL)
-# Of user messages of 295.58 tokens in the mean, 1609.18 standard deviation (Zhao et al. 2024,
-# WildChat, Table 2).
+# User messages have 295.58 tokens of Llama 2's in the mean, 1609.18 standard deviation (Zhao et al.
+# 2024, "WildChat", arXiv 2405.01470, Table 1).
 _WILD = math.sqrt(math.log(1 + (1609.18 / 295.58) ** 2))
 _WILDCHAT = DataSet(
-    "WildChat", 1, _of_mean(295.58, _WILD), _WILD, "mean and deviation of a message, Zhao 2024"
+    "WildChat",
+    1,
+    _of_mean(295.58, _WILD),
+    _WILD,
+    "mean, deviation of a message, arXiv 2405.01470",
 )
 
 DATA_SETS: dict[str, tuple[DataSet, ...]] = {
@@ -76,7 +83,13 @@ DATA_SETS: dict[str, tuple[DataSet, ...]] = {
     "math": (DataSet("GSM8K", 1319, 222 / CHARACTERS, 0.39, "measured, 5-95% 119-431 characters"),),
     "medical": (
         DataSet("PubMedQA", 1000, 91 / CHARACTERS, 0.32, "measured, 5-95% 52-148 characters"),
-        DataSet("MedQA", 1273, _MEDQA, _USUAL, "mean words, question and options, Jin 2021"),
+        DataSet(
+            "MedQA",
+            1273,
+            _MEDQA,
+            _USUAL,
+            "mean words, arXiv 2009.13081",
+        ),
         DataSet("MMLU, professional medicine", 272, _MEDQA, _USUAL, "MedQA's: the same exam"),
     ),
     "legal": (

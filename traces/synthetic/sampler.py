@@ -45,6 +45,7 @@ def sample_experts(
     seed: int,
     progress: Progress = lambda share: None,
     gate: Floats | None = None,
+    first: int = 0,
 ) -> NDArray[np.uint8] | NDArray[np.uint16]:
     """Draw the experts of every token of some requests.
 
@@ -63,6 +64,8 @@ def sample_experts(
     gate
         ``[n, L, E]``: where to put the gate's probabilities, summed over each prompt, if wanted.
         The experts are the same either way.
+    first
+        Requests before these, which are not drawn.
 
     Returns
     -------
@@ -73,9 +76,10 @@ def sample_experts(
     topics = [np.flatnonzero(model.topic_domain == d) for d in range(len(model.domains))]
     choice = [
         int(stream(seed, f"synthetic-topic-{i}").choice(topics[int(d)]))
-        for i, d in enumerate(np.asarray(domain).tolist())
+        for i, d in enumerate(np.asarray(domain).tolist(), first)
     ]
-    return sample_kinds_and_experts(model, choice, prompt_len, output_len, seed, progress, gate)[1]
+    lengths = prompt_len, output_len
+    return sample_kinds_and_experts(model, choice, *lengths, seed, progress, gate, first)[1]
 
 
 def sample_kinds_and_experts(
@@ -86,6 +90,7 @@ def sample_kinds_and_experts(
     seed: int,
     progress: Progress = lambda share: None,
     gate: Floats | None = None,
+    first: int = 0,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8] | NDArray[np.uint16]]:
     """Draw requests of given topics: the kind of every token, and its experts."""
     prompt = np.asarray(prompt_len, dtype=np.int64)
@@ -103,11 +108,11 @@ def sample_kinds_and_experts(
     decay = np.exp(-DRIFT_BLOCK / model.drift_tokens)
     drift = np.stack([model.drift_sd, decay, np.sqrt(1 - decay**2)]).astype(np.float32)
 
-    def draw(first: int) -> int:
-        last = min(first + _CHUNK, n)
+    def draw(begin: int) -> int:
+        last = min(begin + _CHUNK, n)
         room = _room(*topic_terms.shape[1:])
-        for request in range(first, last):
-            rng = stream(seed, f"synthetic-request-{request}")
+        for request in range(begin, last):
+            rng = stream(seed, f"synthetic-request-{first + request}")
             c, rows = topics[request], slice(end[request] - length[request], end[request])
             base = topic_terms[c]
             if model.own:
@@ -242,7 +247,7 @@ def _sample_request(
             _add_gate(noise, before_choice, out, t, gate)
 
 
-@njit()
+@njit(inlined=True)
 def _random(state: NDArray[np.uint64]) -> np.uint64:
     """Return the next 64 random bits: SplitMix64 (Steele, Lea and Flood 2014, OOPSLA)."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
@@ -252,12 +257,12 @@ def _random(state: NDArray[np.uint64]) -> np.uint64:
     return np.uint64(z ^ (z >> np.uint64(31)))
 
 
-@njit()
+@njit(inlined=True)
 def _uniform(state: NDArray[np.uint64]) -> float:
     return float(np.int64(_random(state) >> np.uint64(11))) * 2.0**-53
 
 
-@njit()
+@njit(inlined=True)
 def _next_kind(random: float, shares: Doubles, succession: Doubles, kind_of: Ints, t: int) -> int:
     total = 0.0
     for kind in range(len(shares)):
@@ -299,7 +304,7 @@ def _drift(key: np.uint64, first: bool, drift: Floats, process: int, moved: Floa
         )
 
 
-@njit()
+@njit(inlined=True)
 def _folded(h: np.uint32, by: np.uint32) -> np.uint32:
     mixed: np.uint32 = np.bitwise_xor(h, np.right_shift(h, by))
     return mixed
@@ -331,7 +336,7 @@ def _exponential(
         out[i] *= power[i]
 
 
-@njit()
+@njit(inlined=True)
 def _sum_up(weight: Floats, before: Doubles) -> None:
     """Set ``before [_COLUMNS, layers]`` to the weights of all columns up to and with one."""
     width, layers = weight.shape
@@ -347,7 +352,7 @@ def _sum_up(weight: Floats, before: Doubles) -> None:
             before[c, layer] += before[c - 1, layer]
 
 
-@njit()
+@njit(inlined=True)
 def _choose(
     state: NDArray[np.uint64],
     weight: Floats,
@@ -389,7 +394,7 @@ def _choose(
             before[c, layer] -= target[layer] if column[layer] <= c else 0.0
 
 
-@njit()
+@njit(inlined=True)
 def _add_gate(
     noise: NDArray[np.uint64],
     weight: Floats,
@@ -426,7 +431,7 @@ def _add_gate(
             gate[e, layer] += 1.0 / time[e] / total
 
 
-@njit()
+@njit(inlined=True)
 def _search(random: float, weight: Floats, layer: int) -> int:
     """Draw an expert of a layer by the weights alone."""
     total = 0.0

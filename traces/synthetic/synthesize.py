@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ def synthesize(
     seed: int,
     shares: Sequence[float] | None = None,
     gate_scores: bool = False,
+    split: Literal["both", "calibration", "serving"] = "both",
     force: bool = False,
     progress: Progress = lambda share: None,
 ) -> RoutingTrace:
@@ -62,6 +63,8 @@ def synthesize(
         Share of each of the model's domains in both splits, which sum to 1; by default all alike.
     gate_scores
         Whether to draw the gate's probabilities, too; the experts are the same either way.
+    split
+        Which requests to draw: those of a split are the same as in the trace of both.
     force
         Replace ``out`` if it is a trace.
     progress
@@ -81,6 +84,7 @@ def synthesize(
         domain = np.arange(n) % len(model.domains)
     else:
         domain = np.concatenate([_turns(shares, count) for count in (calibration, requests)])
+    spans = {"calibration": (0, calibration), "serving": (calibration, n)}
     return _write(
         model,
         out,
@@ -90,6 +94,7 @@ def synthesize(
         else _uniform("prompt_len", prompt_len, n, seed),
         output_len=_uniform("output_len", output_len, n, seed),
         is_calibration=np.arange(n) < calibration,
+        span=spans.get(split),
         seed=seed,
         gate_scores=gate_scores,
         force=force,
@@ -169,6 +174,7 @@ def _write(
     prompt_len: NDArray[Any],
     output_len: NDArray[Any],
     is_calibration: NDArray[np.bool_],
+    span: tuple[int, int] | None = None,
     seed: int,
     gate_scores: bool = False,
     force: bool,
@@ -176,17 +182,21 @@ def _write(
 ) -> RoutingTrace:
     if os.path.lexists(out) and not force:
         raise InputError("out", f"{os.fspath(out)} exists", "a new folder, or --force")
+    used = [name for d, name in enumerate(model.domains) if (domain == d).any()]
+    first, last = span or (0, len(domain))
+    domain, prompt_len, output_len, is_calibration = (
+        column[first:last] for column in (domain, prompt_len, output_len, is_calibration)
+    )
     tokens = float(prompt_len.sum(dtype=np.float64) + output_len.sum(dtype=np.float64))
     ids = tokens * model.n_layers * model.top_k
     within("requests", 2 * ids, ARRAY_LIMIT, " bytes of expert ids")
-    used = [name for d, name in enumerate(model.domains) if (domain == d).any()]
     n = len(domain)
     prob = np.empty((n, model.n_layers, model.n_experts), np.float32) if gate_scores else None
-    experts = sample_experts(model, domain, prompt_len, output_len, seed, progress, prob)
+    experts = sample_experts(model, domain, prompt_len, output_len, seed, progress, prob, first)
     return write_trace(
         out,
         experts=experts,
-        request_id=[f"{model.domains[d]}-{i:05d}" for i, d in enumerate(domain.tolist())],
+        request_id=[f"{model.domains[d]}-{i:05d}" for i, d in enumerate(domain.tolist(), first)],
         domain=[model.domains[d] for d in domain.tolist()],
         prompt_len=prompt_len,
         output_len=output_len,
