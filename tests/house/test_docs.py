@@ -91,12 +91,11 @@ def test_every_link_leads_to_a_file_and_a_heading():
 
 
 def anchors(page):
-    """Return the anchors of a page's headings, as GitHub and Python-Markdown make them."""
+    """Return a page's anchors: its own, and those that GitHub and Python-Markdown make."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    own = set(re.findall(r'<a id="([^"]+)">', page.read_text()))
     plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
-    return {re.sub(r"[\s]", "-", heading) for heading in plain} | {
-        re.sub(r"[-\s]+", "-", heading) for heading in plain
-    }
+    return own | {re.sub(way, "-", heading) for heading in plain for way in (r"\s", r"[-\s]+")}
 
 
 def test_every_page_is_in_the_site_s_navigation():
