@@ -6,7 +6,6 @@ cores.
 
 import asyncio
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -14,8 +13,7 @@ import time
 
 import pytest
 
-from eldr_sim.validation.live.random_model import domain_slices, write_model
-from eldr_sim.validation.live.router.decisions import build_decode_policy
+from eldr_sim.validation.live.random_model import write_model
 from eldr_sim.validation.live.servers import EngineOptions, EngineProcess
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
@@ -140,44 +138,3 @@ def test_hand_overs(started):
             await until(lambda: metric(at, prefill, "kv_cache_usage_perc"), 0, 20)
 
     asyncio.run(scene())
-
-
-def test_eldr_sends_a_domain_to_the_engine_of_its_experts(started, tmp_path, run_cli):
-    """From the log of the prefill engine over the fit to decisions, by the commands of the docs."""
-    prefill, first, second = started("prefill", "decode", "decode")
-    slices = list(domain_slices(2048).items())[:2]
-
-    def prompt(i):
-        start, stop = slices[i % 2][1]
-        return [start + (37 * i + 11 * j) % (stop - start) for j in range(48)]
-
-    async def ask_all(numbers, policy, **about):
-        """Return the decode engine of each request, 0 or 1, one request after the other."""
-        served = []
-        about |= {"health_interval_s": 0.5, "health_timeout_s": 3.0}
-        made = build_decode_policy(policy, 2, seed=0)
-        async with running([first.url, second.url], [prefill.url], made, **about) as at:
-            for i in numbers:
-                before = await metric(at, first, "request_success_total")
-                asked = ASKED | {"prompt": prompt(i), "max_tokens": 4}
-                status, said = await at.ask(**asked, headers={"X-Request-Id": f"r-{i}"})
-                assert status == 200, said
-                served.append(int(await metric(at, first, "request_success_total") == before))
-        return served
-
-    assert set(asyncio.run(ask_all(range(40), "round_robin"))) == {0, 1}
-    requests = tmp_path / "requests.jsonl"
-    lines = [{"request_id": f"r-{i}", "domain": slices[i % 2][0]} for i in range(40)]
-    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    trace, fit = tmp_path / "trace", tmp_path / "fit.npz"
-    for command in (
-        f"trace capture collect {prefill.log} --requests {requests} --out {trace}",
-        f"fit --trace {trace} --workload trace --decoders 2 --out {fit}",
-    ):
-        code, _, err = run_cli(*command.split())
-        assert code == 0, err
-    policy = f"eldr:artifact={fit}"
-    served = asyncio.run(ask_all(range(100, 130), policy, capture=[str(prefill.log)]))
-    homes = served[0], served[1]
-    assert set(homes) == {0, 1}
-    assert served == [homes[i % 2] for i in range(30)]
