@@ -27,6 +27,7 @@ from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import headline_table
 from eldr_sim.validation.live.servers import EngineOptions
 from eldr_sim.validation.live.setups import SETUPS
+from eldr_sim.validation.mixtral import median_errors, predict_mixtral
 from eldr_sim.validation.pd import predict_runs
 from eldr_sim.validation.pd_rows import ASSUMED
 from eldr_sim.validation.silicon import (
@@ -90,7 +91,8 @@ def silicon(
     out: Path | None,
     force: bool,
 ) -> None:
-    """Predict TTFT and TPOT of published runs, on vLLM (DeepSeek-R1: on SGLang).
+    """Predict TTFT and TPOT of published runs, on vLLM (DeepSeek-R1: SGLang, gpt-oss-120b-trtllm:
+    TensorRT-LLM).
 
     Co-located workers, with data-parallel attention too, and prefill and decode pools. The runs
     come with `pip install eldr-sim[aiconfigurator]`. Nothing is fitted on them.
@@ -184,6 +186,45 @@ def pd(out: Path | None, force: bool) -> None:
     if out is not None:
         with result_folder(out, force, "runs.csv") as folder:
             csv.write_csv(table, folder / "runs.csv")
+        click.echo(f"Wrote {out}")
+
+
+@validate.command()
+@click.option(
+    "--requests",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    required=True,
+    metavar="DIR",
+    help="replay_data of github.com/inference-sim/training at commit c4f0340.",
+)
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write a table here.")
+@click.option("--force", is_flag=True, help="Replace the report in --out.")
+def mixtral(requests: Path, out: Path | None, force: bool) -> None:
+    """Predict published runs of Mixtral, beside other estimators' errors.
+
+    vLLM 0.15.1 on H100, from the recorded requests, which do not come with the package. Nothing is
+    fitted on the runs.
+    """
+    check_out(out, force, "stages.csv")
+    with progress_bar("stages") as update:
+        table = predict_mixtral(requests, progress=update)
+    errors = [name for name in table.column_names if name.endswith("error")]
+    cells = [
+        [row["model"], str(row["tensor_parallel_size"]), f"{row['load']} {row['stage']}",
+         row["metric"].upper(), f"{row['measured_ms']:.4g}", f"{row['predicted_ms']:.4g}",
+         *(f"{row[name]:+.1f}" for name in errors)]
+        for row in table.to_pylist()
+    ]  # fmt: skip
+    names = [name.removesuffix("_error").replace("_", " ") for name in errors]
+    names[0] = "error, %"
+    columns = ["model", "GPUs", "load", "metric", "measured, ms", "predicted, ms", *names]
+    print_table("Published stages, means", columns, cells)
+    medians = [[str(cell if isinstance(cell, str) else f"{cell:.1f}") for cell in row.values()]
+               for row in median_errors(table).to_pylist()]  # fmt: skip
+    print_table("Median absolute error, %", ["estimator", "TTFT", "TPOT", "E2E"], medians)
+    if out is not None:
+        with result_folder(out, force, "stages.csv") as folder:
+            csv.write_csv(table, folder / "stages.csv")
         click.echo(f"Wrote {out}")
 
 

@@ -20,6 +20,9 @@ started. The labels often say something else, and the scripts are followed:
 - Kimi-K2.5: the scripts know ``--tensor-parallel-size`` alone.
 - Kimi-K2.5 on GB200, disaggregated: prefill workers, and decode workers of 16 GPUs, have ``dp-attn:
   true`` and are labelled ``tp n, dp 1, ep n``.
+- GPT-OSS on GB200 under TensorRT-LLM, disaggregated: the file has no workers, ``gptoss-fp4-gb200-
+  dynamo-trt`` of the configuration has (:data:`_GPT_OSS_WORKERS`). Loads that it starts in several
+  ways, or with ``dp-attn: true`` (labelled ``dp 1``), are not told apart.
 """
 
 from __future__ import annotations
@@ -53,6 +56,15 @@ _DATA_PARALLEL = (
     ("B300", "2026-04-17", "2026-04-20", 1024, 512, 512),
     ("B300", "2026-04-21", "2026-04-27", 1024, 256, 2048),
     ("B300", "2026-04-21", "2026-04-27", 8192, 512, 512),
+)
+
+#: Prefill and decode workers of GPT-OSS on GB200 by prompt length, GPUs of a decode worker and
+#: concurrency; prefill workers have one GPU.
+_GPT_OSS_WORKERS = (
+    {(1024, 4, c): (1, 1) for c in (1, 2, 4, 16, 32, 64, 128)}
+    | {(1024, 2, 16): (1, 4), (8192, 8, 1): (1, 1)}
+    | {(8192, 4, c): (1, 1) for c in (2, 4, 8, 16, 32, 64)}
+    | {(8192, 4, 512): (2, 1), (8192, 2, 256): (2, 1), (8192, 2, 384): (2, 1)}
 )
 
 
@@ -111,6 +123,9 @@ MEASURED_MODELS = {
     "kimi-k2.5": MeasuredModel("moonshotai/Kimi-K2.5", None, _KERNELS[::-1], "int4"),
     "kimi-k2.5-nvfp4": MeasuredModel(
         "moonshotai/Kimi-K2.5", None, _KERNELS, "fp4", "nvidia/Kimi-K2.5-NVFP4"
+    ),
+    "gpt-oss-120b-trtllm": MeasuredModel(
+        "openai/gpt-oss-120b", None, ("newest",), "fp4", backend="trtllm"
     ),
     "qwen3-235b": MeasuredModel("Qwen/Qwen3-235B-A22B-FP8", None, _KERNELS),
     "deepseek-r1": MeasuredModel("deepseek-ai/DeepSeek-R1", None, _KERNELS[::-1], backend="sglang"),
@@ -269,10 +284,10 @@ def _row(record: dict[str, str], model: ModelDims, backend: str) -> MeasuredRun 
     prefill, decode_workers = Workers(), 1
     try:
         if record["mode"] == "disagg":
-            counts = [record.get(f"{pool}_num_workers", "") for pool in ("prefill", "decode")]
-            if not all(counts):
-                return "disaggregated: its workers are not given"
-            n_prefill, decode_workers = (int(float(count)) for count in counts)
+            known = _n_workers(record, concurrency)
+            if isinstance(known, str):
+                return known
+            n_prefill, decode_workers = known
             layout = _pool(record, "decode", gpu)
             spread = _pool(record, "prefill", gpu)
             spread.check(model)
@@ -283,7 +298,7 @@ def _row(record: dict[str, str], model: ModelDims, backend: str) -> MeasuredRun 
                 spread.data_parallel_size,
             )
             # The batch size is a data-parallel rank's.
-            batch = int(record["decode_batch_size"]) * layout.data_parallel_size
+            batch = int(record["decode_batch_size"] or 0) * layout.data_parallel_size
             concurrency = concurrency or batch * decode_workers
         else:
             layout = _colocated(record, gpu, date[1] if date else "", concurrency)
@@ -310,6 +325,18 @@ def _row(record: dict[str, str], model: ModelDims, backend: str) -> MeasuredRun 
         record["backend_version"],
         date[1] if date else "",
     )
+
+
+def _n_workers(record: dict[str, str], concurrency: int) -> tuple[int, int] | str:
+    """Return the prefill and decode workers of a disaggregated run, or why they are not known."""
+    counts = [record.get(f"{pool}_num_workers", "") for pool in ("prefill", "decode")]
+    if all(counts):
+        n_prefill, n_decode = (int(float(count)) for count in counts)
+        return n_prefill, n_decode
+    if (record["model_path"], record["backend"]) == ("openai/gpt-oss-120b", "trtllm"):
+        key = int(record["isl"]), int(record["decode_tp_size"]), concurrency
+        return _GPT_OSS_WORKERS.get(key, "data-parallel attention, or workers not told apart")
+    return "disaggregated: its workers are not given"
 
 
 class _UnusableError(Exception):

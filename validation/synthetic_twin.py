@@ -33,11 +33,19 @@ from eldr_sim.traces.structure import nearest_neighbour_accuracy, next_layer_ent
 from eldr_sim.traces.synthetic.model_fit import requests_of
 from eldr_sim.traces.synthetic.moments import BLOCK, LAGS, information, measure
 
-__all__ = ["TwinStatistic", "compare_with_twin", "twin_report"]
+__all__ = [
+    "STEP_BATCH",
+    "TwinStatistic",
+    "compare_with_twin",
+    "prompt_decode_rho",
+    "reuse_by_lag",
+    "step_spread",
+    "twin_report",
+]
 
 REUSE_LAGS = (1, 2, 4, 8, 16, 32, 64)
 _PAIR_TOKENS = 40_000
-_STEPS, _STEP_BATCH = 400, 32
+_STEPS, STEP_BATCH = 400, 32
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ def _facts(trace: RoutingTrace, other: RoutingTrace) -> dict[tuple[bool, str], f
         facts[False, f"distinct experts of {tokens} requests, a token each"] = distinct
     for tokens, distinct in overlap.one_request.items():
         facts[False, f"distinct experts of one request in {tokens} tokens"] = distinct
-    reuse = _reuse_by_lag(trace)
+    reuse = reuse_by_lag(trace)
     facts[True, "reuse at lag 1"] = reuse[1]
     for i, bits in enumerate(moments.coupling_bits):
         if np.isfinite(bits).any():
@@ -111,13 +119,13 @@ def _facts(trace: RoutingTrace, other: RoutingTrace) -> dict[tuple[bool, str], f
             facts[False, "the same, given this layer's first"] = fmean(layer.conditional)
     for group, batch, name, value in _distinct(statistics):
         facts[False, f"distinct experts, {group}, batch {batch}, {name}"] = value
-    mean, spread = _step_spread(trace)
-    facts[False, f"distinct experts in steps of batch {_STEP_BATCH}"] = mean
+    mean, spread = step_spread(trace)
+    facts[False, f"distinct experts in steps of batch {STEP_BATCH}"] = mean
     facts[False, "standard deviation of the same over steps"] = spread
     pearson = list(statistics.prefill_decode_pearson.values())
     facts[False, "prefill-decode Pearson, mean of domains"] = float(np.nanmean(pearson))
     for group, domains in _groups(trace).items():
-        facts[False, f"rho, {group}"] = _rho(trace, domains)
+        facts[False, f"rho, {group}"] = prompt_decode_rho(trace, domains)
     near = nearest_neighbour_accuracy(moments.prompt_share.astype(np.float64), trace.domain)
     facts[False, "nearest neighbour of the same domain, share"] = near or float("nan")
     return facts
@@ -165,7 +173,8 @@ def _decode_rows(trace: RoutingTrace, lag: int) -> NDArray[np.int64]:
     return rows[:: max(1, len(rows) // _PAIR_TOKENS)]
 
 
-def _reuse_by_lag(trace: RoutingTrace) -> dict[int, float]:
+def reuse_by_lag(trace: RoutingTrace) -> dict[int, float]:
+    """Return the share of a generated token's experts that one so many before chose, too."""
     reuse = {}
     for lag in REUSE_LAGS:
         rows = _decode_rows(trace, lag)
@@ -212,10 +221,10 @@ def _distinct(statistics: TraceStatistics) -> Iterator[tuple[str, int, str, floa
         yield entry.group, entry.batch, "saved, percent", 100 * entry.reduction
 
 
-def _step_spread(trace: RoutingTrace) -> tuple[float, float]:
+def step_spread(trace: RoutingTrace) -> tuple[float, float]:
     """Return mean and deviation, over random steps, of the distinct experts, mean over layers."""
     rng = np.random.default_rng(0)
-    batch = min(_STEP_BATCH, trace.n_requests)
+    batch = min(STEP_BATCH, trace.n_requests)
     layers = np.arange(trace.n_layers)[None, :, None]
     distinct = np.empty(_STEPS)
     for step in range(_STEPS):
@@ -227,7 +236,7 @@ def _step_spread(trace: RoutingTrace) -> tuple[float, float]:
     return float(distinct.mean()), float(distinct.std(ddof=1))
 
 
-def _rho(trace: RoutingTrace, domains: Sequence[str]) -> float:
+def prompt_decode_rho(trace: RoutingTrace, domains: Sequence[str]) -> float:
     """Return Eq. 1 of ELDR for count-idf signatures on all layers, of calibration requests."""
     q = trace.requests_of(domains, calibration=True)
     if len(q) < 3:

@@ -170,7 +170,7 @@ class TestOtherModels:
             refused = uncovered_rows(target)
             covered = len(mine) - refused.total()
             assert 0 < len(read_rows(target=target)) <= covered
-            assert bool(refused) == (name in ("qwen3-235b", "deepseek-r1"))
+            assert bool(refused) == (name in ("qwen3-235b", "deepseek-r1", "gpt-oss-120b-trtllm"))
 
     def test_tables_are_of_the_cards_and_sizes_asked_for(self, tmp_path):
         from eldr_sim.kernel_profiles.tables import load_table
@@ -272,6 +272,30 @@ def test_pools_of_a_disaggregated_run_are_read(make_csv):
     (row,) = read_rows(path)
     assert row.case == Case("H200", 1, 1024, 1024, 96, True, 4, 3, Workers(2, 2))
     assert row.case.prefill.parallelism == Parallelism(2)
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "c", "workers"),
+    [(4, 1024, 64, (1, 1)), (2, 1024, 16, (1, 4)), (2, 8192, 384, (2, 1)), (2, 1024, 512, None)],
+)
+def test_workers_of_gpt_oss_on_gb200_are_those_that_were_configured(
+    make_csv, size, length, c, workers
+):
+    """512 requests on decode workers of 2 GPUs were run with one and with two of them."""
+    labels = pools(decode_tp_size=size, decode_moe_tp_size=size, decode_num_workers="")
+    path = make_csv(
+        ("gb200", "", length, 1024, c, 50.0, 5.0),
+        **labels | {"backend": "trtllm", "decode_batch_size": ""},
+    )
+    target = MEASURED_MODELS["gpt-oss-120b-trtllm"]
+    if workers is None:
+        ((_, why), _), *_ = uncovered_rows(target, path).items()
+        assert "not told apart" in why
+    else:
+        (row,) = read_rows(path, target)
+        assert row.case == Case(
+            "GB200", size, length, 1024, c, decode_workers=workers[1], prefill=Workers(workers[0])
+        )
 
 
 def test_without_a_concurrency_the_decode_batches_give_it(make_csv):
