@@ -117,8 +117,10 @@ class CandidateResult:
         """Return the trial of the cluster with this many more workers, or None if not tried."""
         if self.template is None or self.trial is None:
             return None
-        x, y = self.trial.config.n_prefill + prefill, self.trial.config.n_decode + decode
-        wanted = self.template.at(x, y) if min(x, y) >= 0 and max(x, y) > 0 else None
+        before = self.trial.config.n_prefill, self.trial.config.n_decode
+        x, y = before[0] + prefill, before[1] + decode
+        pools = [n > 0 for n in (x, y)] == [n > 0 for n in before]  # neither is lost
+        wanted = self.template.at(x, y) if pools and min(x, y) >= 0 else None
         return next((trial for trial in self.trials if trial.config == wanted), None)
 
 

@@ -15,11 +15,13 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning import plan_files
 from eldr_sim.planning.bounds import bounds
 from eldr_sim.planning.candidates import ClusterTemplate
-from eldr_sim.planning.plan import per_gpu, per_user, plan
+from eldr_sim.planning.intervals import Interval
+from eldr_sim.planning.plan import CandidateResult, per_gpu, per_user, plan
 from eldr_sim.planning.rates import plan_rate
 from eldr_sim.planning.savings import PAIRED_SEEDS
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
 from eldr_sim.planning.split import plan_split
+from eldr_sim.planning.trial import Trial
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate_summary
 
@@ -419,3 +421,14 @@ def test_redundant_experts_need_engines_that_share_experts():
         plan(make_config(BASE), Objective(LEVEL), max_gpus=4, redundant_experts=(0, 16))
     with pytest.raises(InputError, match=r"num_redundant_experts: 16, 16 names one twice"):
         plan(make_config(GROUPS), Objective(LEVEL), max_gpus=4, redundant_experts=(16, 16))
+
+
+@pytest.mark.parametrize("topology", ["1P1D", "1C", "1P"])
+def test_a_pool_s_last_worker_cannot_be_lost(topology):
+    config = make_config({"topology": topology, "request_rate": 1, "goodput": {"tpot": 50}})
+    template = ClusterTemplate(config, bounds(config, Objective(LEVEL)), 8)
+    trial = Trial(config, Verdict.MEETS, Interval(1.0, 1.0, 1.0), (), hopeless=False)
+    found = CandidateResult("H100", "jsq", template=template, trial=trial, trials=[trial])
+    assert found.beside() is trial
+    for less in ({"prefill": -1}, {"decode": -1}):
+        assert found.beside(**less) is None
