@@ -282,6 +282,7 @@ def test_workers_of_gpt_oss_on_gb200_are_those_that_were_configured(
     make_csv, size, length, c, workers
 ):
     """512 requests on decode workers of 2 GPUs were run with one and with two of them."""
+    pytest.importorskip("aiconfigurator_core", reason="needs eldr-sim[aiconfigurator]")
     labels = pools(decode_tp_size=size, decode_moe_tp_size=size, decode_num_workers="")
     path = make_csv(
         ("gb200", "", length, 1024, c, 50.0, 5.0),

@@ -128,7 +128,7 @@ def test_the_page_is_made_of_comparison_json_alone(written):
 
 @pytest.mark.parametrize("name", ["live_vllm", "live_vllm_xeon", "live_vllm_orders"])
 def test_a_committed_page_is_made_of_the_committed_figures(name):
-    folder = ROOT / "validation" / "reports" / name
+    folder = ROOT / "docs" / "live_reports" / name
     document = json.loads((folder / "comparison.json").read_text())
     assert markdown(document) == (folder / "README.md").read_text()
 
