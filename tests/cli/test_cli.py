@@ -9,20 +9,10 @@ import yaml
 from eldr_sim.cli.console import print_summary
 from eldr_sim.traces.format import open_trace
 
-from ..paths import GOLDEN
+from ..golden_output import check_golden
 
 SHORT = ["--topology", "1P2D", "--request-rate", "10", "--duration", "3", "--warmup", "1"]
 SHORT += ["--output-len", "20"]
-
-
-def check_golden(name, text):
-    """Compare with ``golden/name``; to renew it, delete the file and run twice."""
-    path = GOLDEN / name
-    lines = "".join(line.rstrip() + "\n" for line in text.splitlines())
-    if not path.exists():
-        path.write_text(lines)
-        pytest.fail(f"{path} was missing: written anew, read it before you commit it")
-    assert lines == path.read_text()
 
 
 @pytest.mark.parametrize("command", ["models", "trace list", "trace inspect", "--help"])

@@ -10,7 +10,7 @@ import pytest
 from eldr_sim.traces.writer import write_trace
 from eldr_sim.validation import trace_report
 
-from ..paths import GOLDEN
+from ..golden_output import check_golden
 
 
 @pytest.fixture
@@ -39,16 +39,6 @@ def tiny(tmp_path):
         provenance="synthetic",
         rank_groups=[1] * 4,
     )
-
-
-def check_golden(name, text):
-    """Compare with ``golden/name``; to renew it, delete the file and run twice."""
-    path = GOLDEN / name
-    lines = "".join(line.rstrip() + "\n" for line in text.splitlines())
-    if not path.exists():
-        path.write_text(lines)
-        pytest.fail(f"{path} was missing: written anew, read it before you commit it")
-    assert lines == path.read_text()
 
 
 def test_inspect_is_golden(tiny, run_cli):
