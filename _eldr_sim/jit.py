@@ -102,7 +102,8 @@ LINKED = (
 @cache
 def _place() -> str:
     """Return the folder of these sources' functions; empty where nothing can be kept."""
-    sources = hashlib.sha256(Path(__file__).read_bytes() + stamp(LINKED).encode())
+    compilers = (Path(__file__), Path(__file__).with_name("inlined.py"))
+    sources = hashlib.sha256(b"".join(map(Path.read_bytes, compilers)) + stamp(LINKED).encode())
     place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{sources.hexdigest()[:8]}")
     return "" if place is None else str(place)
 

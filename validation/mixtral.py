@@ -8,7 +8,6 @@ that fell out of the cache in host memory, too, which is not simulated; none fal
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_json, read_text
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.metrics import request_times
 from eldr_sim.simulator.prepare import prepare
@@ -51,8 +51,9 @@ def read_requests(folder: Path, load: str) -> Requests:
             f"{folder} has no requests of the load {load}",
             f"replay_data of github.com/inference-sim/training at {COMMIT}",
         )
+    document = parse_json(read_text(files[0], "requests"), "requests", files[0].name)
     try:
-        rows = json.loads(files[0].read_text(encoding="utf-8"))["requests"]
+        rows = document["requests"]
         values = [(r["arrival_time_us"] / 1e6, r["input_tokens"], r["output_tokens"]) for r in rows]
         arrival, prompt, output = np.array(values, dtype=np.float64).T
     except (KeyError, TypeError, ValueError) as error:
