@@ -236,6 +236,8 @@ def test_collect_leaves_out_what_did_not_generate(tmp_path):
     write_log(tmp_path, {"a": ([1, 2], chosen(2)), "b": ([1, 2], chosen(3))})
     collected = collect(tmp_path, [Prompt("a", "d", None), Prompt("b", "d", None)])
     assert collected.unfinished == ["a"]
+    with pytest.raises(InputError, match="none of the 1 requests that are in it has a generated"):
+        collect(tmp_path, [Prompt("a", "d", None), Prompt("z", "d", None)])
     with pytest.raises(InputError, match="none of the 1 requests is among the 2"):
         collect(tmp_path, [Prompt("z", "d", None)])
 

@@ -91,6 +91,12 @@ def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Colle
             unfinished.append(request.request_id)
         else:
             found.append((request, match))
+    if unfinished and not found:
+        raise InputError(
+            "log",
+            f"none of the {len(unfinished)} requests that are in it has a generated token",
+            "the logs of prefill and decode engines in one folder",
+        )
     if not found:
         raise InputError(
             "log",

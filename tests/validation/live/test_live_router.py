@@ -6,14 +6,19 @@ cores.
 
 import asyncio
 import importlib.util
+import json
 import os
+import random
 import re
+import shutil
 import signal
 import time
+from collections import Counter
 
 import pytest
 
-from eldr_sim.validation.live.random_model import write_model
+from eldr_sim.validation.live.random_model import domain_slices, write_model
+from eldr_sim.validation.live.router.decisions import build_decode_policy
 from eldr_sim.validation.live.servers import EngineOptions, EngineProcess
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("nixl") is None:
@@ -138,3 +143,48 @@ def test_hand_overs(started):
             await until(lambda: metric(at, prefill, "kv_cache_usage_perc"), 0, 20)
 
     asyncio.run(scene())
+
+
+def test_signatures(started, tmp_path, run_cli):
+    """ELDR, as docs/router.md says: engines log, a fit to what they logged, a domain an engine."""
+    prefill, first, second = started("prefill", "decode", "decode")
+    slices = domain_slices(2048)
+    rng = random.Random(0)
+    urls = [first.url, second.url], [prefill.url]
+
+    async def send_requests(at, prefix):
+        domains = {f"{prefix}-{i}": rng.choice(("code", "legal")) for i in range(40)}
+        for name, domain in domains.items():
+            prompt = rng.choices(range(*slices[domain]), k=24)
+            asked = {"model": "model", "prompt": prompt, "max_tokens": 16, "ignore_eos": True}
+            assert (await at.ask(**asked, headers={"X-Request-Id": name}))[0] == 200
+        return domains
+
+    async def scene(prefix, policy=None, **about):
+        async with running(*urls, policy, health_timeout_s=3.0, **about) as at:
+            return await send_requests(at, prefix)
+
+    domains = asyncio.run(scene("a"))
+    requests, joint = tmp_path / "requests.jsonl", tmp_path / "joint"
+    joint.mkdir()
+    for engine in (prefill, first, second):
+        for file in engine.log.glob("steps-*"):
+            shutil.copy(file, joint)
+    lines = [json.dumps({"request_id": name, "domain": d}) for name, d in domains.items()]
+    requests.write_text("\n".join(lines))
+    trace, fit = tmp_path / "trace", tmp_path / "fit.npz"
+    for command in (
+        ["trace", "capture", "collect", joint, "--requests", requests, "--out", trace],
+        ["fit", "--trace", trace, "--workload", "trace", "--decoders", 2, "--out", fit],
+    ):
+        code, _, error = run_cli(*command)
+        assert code == 0, error
+
+    routed = tmp_path / "routed.jsonl"
+    policy = build_decode_policy(f"eldr:artifact={fit}", 2, seed=0)
+    domains = asyncio.run(scene("b", policy, capture=[str(prefill.log)], log=str(routed)))
+    lines = [json.loads(line) for line in routed.read_text().splitlines()]
+    pairs = Counter((domains[line["request_id"]], line["engine"]) for line in lines)
+    assert pairs.total() == 40
+    assert sum(n for _, n in pairs.most_common(2)) >= 38
+    assert {engine for (_, engine), _ in pairs.most_common(2)} == {0, 1}
