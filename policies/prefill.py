@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.decode import RoundRobinPolicy
+from eldr_sim.policies.decode import JoinShortestQueuePolicy, RoundRobinPolicy
 from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
 
 _MASK64 = (1 << 64) - 1
@@ -18,23 +18,11 @@ class PrefillRoundRobinPolicy(RoundRobinPolicy):
     decision: ClassVar[str] = "prefill"
 
 
-class LeastLoadedPolicy:
+class LeastLoadedPolicy(JoinShortestQueuePolicy):
     """The prefill worker with the fewest requests; ties in turn (see ``shortlist``)."""
 
     name = "least_loaded"
     decision: ClassVar[str] = "prefill"
-    shortlist_by: ClassVar[ShortlistBy] = "nothing"
-
-    def __init__(self, context: PolicyContext) -> None:
-        self._everyone = Shortlist(range(context.n_workers))
-
-    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
-        """Return all workers, the least loaded first."""
-        return [self._everyone] * len(requests)
-
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the least loaded worker."""
-        return self.shortlists([request])[0].pick(workers)
 
 
 class PrefixHashPolicy:
