@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.all_to_all import AllToAllCost
 
@@ -67,6 +69,50 @@ def busiest_all(tokens: Any, gpus_per_node: int) -> tuple[float, float]:
     return inside, between
 
 
+#: Columns of traffic ``[ranks, 4]``: copies that a rank sends and receives in its node and beyond.
+SENT, RECEIVED, SENT_FAR, RECEIVED_FAR = range(4)
+
+
+@njit(inlined=True, _nrt=False)
+def add_direct(traffic: Any, home: int, rank: int, copies: float, gpus_per_node: int) -> None:
+    """Add copies that go straight from rank to rank."""
+    if home == rank:
+        return
+    if home // gpus_per_node == rank // gpus_per_node:
+        traffic[home, SENT] += copies
+        traffic[rank, RECEIVED] += copies
+    else:
+        traffic[home, SENT_FAR] += copies
+        traffic[rank, RECEIVED_FAR] += copies
+
+
+@njit(inlined=True, _nrt=False)
+def add_to_node(traffic: Any, home: int, there: int, copies: float) -> None:
+    """Add copies for another node, which go to the GPU ``there``, of the same place."""
+    if there < traffic.shape[0]:
+        traffic[home, SENT_FAR] += copies
+        traffic[there, RECEIVED_FAR] += copies
+
+
+@njit(inlined=True, _nrt=False)
+def add_forwarded(traffic: Any, there: int, rank: int, copies: float) -> None:
+    """Add copies from the GPU of their home's place in the rank's node to the rank."""
+    if there != rank:
+        traffic[rank, RECEIVED] += copies
+        if there < traffic.shape[0]:
+            traffic[there, SENT] += copies
+
+
+@njit(inlined=True, _nrt=False)
+def busiest(traffic: Any) -> tuple[float, float]:
+    """Return what the busiest rank sends or receives: inside its node, between nodes."""
+    inside = between = 0.0
+    for rank in range(traffic.shape[0]):
+        inside = max(inside, traffic[rank, SENT], traffic[rank, RECEIVED])
+        between = max(between, traffic[rank, SENT_FAR], traffic[rank, RECEIVED_FAR])
+    return inside, between
+
+
 @njit()
 def busiest_direct(copies: Any, gpus_per_node: int) -> tuple[float, float]:
     """Return the busiest rank's copies (inside, between): straight from rank to rank.
@@ -74,21 +120,12 @@ def busiest_direct(copies: Any, gpus_per_node: int) -> tuple[float, float]:
     For a copy for each expert (``pplx``, ``deepep_ll``) or each rank (``nccl_alltoall``), by what
     ``copies`` counts.
     """
-    inside = between = 0.0
     n_ranks = copies.shape[0]
-    for rank in range(n_ranks):
-        sent = received = sent_far = received_far = 0.0
-        for other in range(n_ranks):
-            if other == rank:
-                continue
-            if other // gpus_per_node == rank // gpus_per_node:
-                sent += copies[rank, other]
-                received += copies[other, rank]
-            else:
-                sent_far += copies[rank, other]
-                received_far += copies[other, rank]
-        inside = max(inside, sent, received)
-        between = max(between, sent_far, received_far)
+    traffic = np.zeros((n_ranks, 4))
+    for home in range(n_ranks):
+        for rank in range(n_ranks):
+            add_direct(traffic, home, rank, copies[home, rank], gpus_per_node)
+    inside, between = busiest(traffic)
     return inside, between
 
 
@@ -99,22 +136,16 @@ def busiest_forwarded(copies: Any, node_copies: Any, gpus_per_node: int) -> tupl
     A copy for another node goes to the GPU of the same place there, which forwards it
     (``deepep_ht``); a node's own tokens go straight to their ranks.
     """
-    inside = between = 0.0
-    n_ranks, n_nodes = copies.shape[0], node_copies.shape[1]
-    for rank in range(n_ranks):
-        node, place = rank // gpus_per_node, rank % gpus_per_node
-        sent = received = sent_far = received_far = 0.0
-        for far in range(n_nodes):
-            home = far * gpus_per_node + place
-            if home < n_ranks and far != node:
-                sent_far += node_copies[rank, far]
-                received_far += node_copies[home, node]
-        for home in range(n_ranks):
-            for other in range(node * gpus_per_node, min((node + 1) * gpus_per_node, n_ranks)):
-                if home % gpus_per_node == place and other != rank:
-                    sent += copies[home, other]
-            if home % gpus_per_node != place:
-                received += copies[home, rank]
-        inside = max(inside, sent, received)
-        between = max(between, sent_far, received_far)
+    n_ranks = copies.shape[0]
+    traffic = np.zeros((n_ranks, 4))
+    for home in range(n_ranks):
+        place = home % gpus_per_node
+        for node in range(node_copies.shape[1]):
+            if node != home // gpus_per_node:
+                there = node * gpus_per_node + place
+                add_to_node(traffic, home, there, node_copies[home, node])
+        for rank in range(n_ranks):
+            there = rank // gpus_per_node * gpus_per_node + place
+            add_forwarded(traffic, there, rank, copies[home, rank])
+    inside, between = busiest(traffic)
     return inside, between

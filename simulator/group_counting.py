@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.jit import popcount
+from eldr_sim.kernel_profiles.all_to_all_cost import add_direct, add_forwarded, add_to_node
 from eldr_sim.policies.replicas import HASH_MULTIPLIER
 from eldr_sim.policies.weighted_replicas import SPLITMIX
 from eldr_sim.simulator.compiled import compiled
@@ -38,6 +39,8 @@ from eldr_sim.simulator.group_state import (
 )
 from eldr_sim.simulator.instances import choose_instances
 
+#: Ranks from which on that of an expert is looked up; fewer are searched 64 experts at once.
+_WIDE = 16
 _ADD, _FIRST, _SECOND = (np.uint64(constant) for constant in SPLITMIX)
 
 
@@ -69,11 +72,13 @@ def count_step(
         add_counts(loads, c.leader, c.work.planes, n_planes)
     if by_home:
         c.work.tokens[:] = 0
+        _find_owners(c.work, c.masks[c.leader], c.ranks)
         _count_group(engines, size, bits, prompts, _of_pass(c, BY_HOME))
         return
     settle_totals(c)
     if c.group.copy_per != ALL:
         c.work.tokens[:] = 0
+        _find_owners(c.work, c.work.active, c.ranks)
         _count_group(engines, size, bits, prompts, _of_pass(c, COPIES))
 
 
@@ -135,11 +140,29 @@ def _clear(work: GroupScratch, ranks: int) -> None:
     work.tokens[:] = 0
     work.active[:ranks] = 0
     work.split[:] = 0
-    for layer in range(work.pairs.shape[0]):
-        for r in range(ranks):
-            work.pairs[layer, r] = 0.0
-            for other in range(ranks):
-                work.sent[layer, r, other] = work.sent_nodes[layer, r, other] = 0.0
+    work.pairs[:, :ranks] = 0.0
+    work.traffic[:, :ranks] = 0.0
+
+
+@compiled()
+def _find_owners(work: GroupScratch, held: Any, ranks: int) -> None:
+    """Note the rank of each expert that one rank computes, ``held`` by rank, if they are many."""
+    if ranks < _WIDE:
+        return
+    for r in range(ranks):
+        for at in range(held.shape[1]):
+            word = held[r, at]
+            while word != 0:
+                bit = word & (~word + np.uint64(1))
+                word ^= bit
+                work.owner[at * 64 + _place(bit)] = r
+
+
+@compiled(inline="always")
+def _place(bit: Any) -> Any:
+    """Return the place of a word's only bit."""
+    below: Any = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
+    return np.int64(below)
 
 
 @compiled()
@@ -202,21 +225,30 @@ def _flush(c: Counting, home: int, n_planes: int) -> None:
     work, masks, leader = c.work, c.masks, c.leader
     layers = work.pairs.shape[0]
     words = work.active.shape[1] // layers
-    by_home = c.group.copy_per == EXPERT
     for layer in range(layers):
+        work.load[: c.ranks] = 0.0
         for k in range(layer * words, (layer + 1) * words):
             weight = 1.0
             for plane in range(n_planes):
                 word = work.planes[plane, k]
-                if word != 0:
+                if c.ranks >= _WIDE:
+                    while word != 0:
+                        bit = word & (~word + np.uint64(1))
+                        word ^= bit
+                        owner = work.owner[k * 64 + _place(bit)]
+                        work.active[owner, k] |= bit
+                        work.load[owner] += weight
+                elif word != 0:
                     for r in range(c.ranks):
                         held = word & masks[leader, r, k]
                         work.active[r, k] |= held
-                        pairs = weight * popcount(held)  # type: ignore[call-arg]
-                        work.pairs[layer, r] += pairs
-                        if by_home:
-                            work.sent[layer, home, r] += pairs
+                        work.load[r] += weight * popcount(held)  # type: ignore[call-arg]
                 weight *= 2.0
+        for r in range(c.ranks):
+            if work.load[r] > 0.0:
+                work.pairs[layer, r] += work.load[r]
+                if c.group.copy_per == EXPERT:
+                    add_direct(work.traffic[layer], home, r, work.load[r], c.group.gpus_per_node)
     work.planes[:n_planes] = 0
 
 
@@ -272,8 +304,7 @@ def _list_several(c: Counting, layer: int, words: int, n_planes: int) -> Any:
         while many != 0:
             bit = many & (~many + np.uint64(1))
             many ^= bit
-            below: Any = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
-            expert, tokens = k * 64 + np.int64(below), np.int64(0)
+            expert, tokens = k * 64 + _place(bit), np.int64(0)
             for plane in range(n_planes):
                 if work.planes[plane, at] & bit:
                     tokens += np.int64(1) << plane
@@ -362,23 +393,20 @@ def _count_row(
             plane += 1
         return
     for layer in range(first // words, (first + width) // words):
-        if by_rank:
-            work.reached[: c.ranks] = False
+        n_reached = np.int64(0)
         for k in range(layer * words, (layer + 1) * words):
             word, many = bits[row, k - first], np.uint64(0)
             if replicas.multi.shape[0] > 0:
                 many = word & replicas.multi[leader, k]
                 word &= ~many
             if by_rank:
-                for r in range(c.ranks):
-                    if word & c.masks[leader, r, k]:
-                        work.reached[r] = True
+                held = c.masks[leader]
+                n_reached = _reach_all(work, n_reached, word, held, k, c.ranks)
             _add_word(work.planes, 0, k, word)
             while many != 0:
                 bit = many & (~many + np.uint64(1))
                 many ^= bit
-                below: Any = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
-                expert = (k - layer * words) * 64 + np.int64(below)
+                expert = (k - layer * words) * 64 + _place(bit)
                 at = layer % replicas.n_instances.shape[1]
                 n = np.int64(replicas.n_instances[leader, at, expert])
                 r = _instance(
@@ -389,23 +417,53 @@ def _count_row(
                 work.active[r, k] |= bit
                 work.pairs[layer, r] += 1.0
                 if per == EXPERT:
-                    work.sent[layer, home, r] += 1.0
-                work.reached[r] = True
+                    add_direct(work.traffic[layer], home, r, 1.0, c.group.gpus_per_node)
+                n_reached = _reach(work.reached, n_reached, r)
         if by_rank:
-            _send_once(c, layer, home, tokens)
+            _send_once(c, layer, home, tokens, n_reached)
+
+
+@compiled(inline="always")
+def _reach(reached: Any, n: int, rank: int) -> Any:
+    """Add a rank to the ``n`` that a token reaches, unless it is among them; return how many."""
+    for i in range(n):
+        if reached[i] == rank:
+            return n
+    reached[n] = rank
+    return n + 1
 
 
 @compiled()
-def _send_once(c: Counting, layer: int, home: int, tokens: int) -> None:
+def _reach_all(work: GroupScratch, n: int, word: Any, held: Any, at: int, ranks: int) -> Any:
+    """Add the ranks that hold experts of a token's word, ``held[:, at]``; return how many."""
+    if ranks < _WIDE:
+        for r in range(ranks):
+            if word & held[r, at]:
+                n = _reach(work.reached, n, r)
+        return n
+    while word != 0:
+        bit = word & (~word + np.uint64(1))
+        word ^= bit
+        n = _reach(work.reached, n, np.int64(work.owner[at * 64 + _place(bit)]))
+    return n
+
+
+@compiled()
+def _send_once(c: Counting, layer: int, home: int, tokens: int, n_reached: int) -> None:
     """Count copies of tokens for each rank, and each node, that they reach."""
-    node_before = np.int64(-1)
-    for r in range(c.ranks):
-        if c.work.reached[r]:
-            c.work.sent[layer, home, r] += tokens
-            node = np.int64(r // c.group.gpus_per_node)
-            if node != node_before:
-                c.work.sent_nodes[layer, home, node] += tokens
-                node_before = node
+    traffic, gpus, reached = c.work.traffic[layer], c.group.gpus_per_node, c.work.reached
+    own, place, n_nodes = home // gpus, home % gpus, np.int64(0)
+    for i in range(n_reached):
+        if c.group.copy_per == RANK:
+            add_direct(traffic, home, reached[i], tokens, gpus)
+            continue
+        node = reached[i] // gpus
+        there = node * gpus + place
+        add_forwarded(traffic, there, reached[i], tokens)
+        before = n_nodes
+        n_nodes = _reach(c.work.reached_nodes, n_nodes, node)
+        if n_nodes > before and node != own:
+            add_to_node(traffic, home, there, tokens)
 
 
 @compiled()
@@ -414,34 +472,39 @@ def _send_row(
 ) -> None:
     """Count the copies of tokens to the ranks that compute them, which are settled."""
     work, by_expert, several = c.work, c.group.copy_per == EXPERT, c.replicas.multi.shape[0] > 0
+    nodes = c.group.gpus_per_node
     words = work.active.shape[1] // work.pairs.shape[0]
     for layer in range(first // words, (first + width) // words):
-        work.reached[: c.ranks] = False
+        n_reached = np.int64(0)
         for k in range(layer * words, (layer + 1) * words):
             word, many = bits[row, k - first], np.uint64(0)
             if several:
                 many = word & work.split[k]
                 word &= ~many
-            for r in range(c.ranks):
-                held = word & work.active[r, k]
-                if held != 0:
-                    work.reached[r] = True
-                    if by_expert:
-                        copies: Any = popcount(held)  # type: ignore[call-arg]
-                        work.sent[layer, home, r] += tokens * copies
+            if not by_expert:
+                n_reached = _reach_all(work, n_reached, word, work.active, k, c.ranks)
+            elif c.ranks >= _WIDE:
+                while word != 0:
+                    bit = word & (~word + np.uint64(1))
+                    word ^= bit
+                    owner = np.int64(work.owner[k * 64 + _place(bit)])
+                    add_direct(work.traffic[layer], home, owner, tokens, nodes)
+            else:
+                for r in range(c.ranks):
+                    copies: Any = popcount(word & work.active[r, k])  # type: ignore[call-arg]
+                    add_direct(work.traffic[layer], home, r, tokens * copies, nodes)
             while many != 0:
                 bit = many & (~many + np.uint64(1))
                 many ^= bit
-                below: Any = popcount(bit - np.uint64(1))  # type: ignore[call-arg]
-                expert = (k - layer * words) * 64 + np.int64(below)
+                expert = (k - layer * words) * 64 + _place(bit)
                 turn = work.turn[layer, expert]
                 work.turn[layer, expert] = turn + 1
                 chosen = work.chosen[layer, expert, turn % work.n_chosen[layer, expert]]
-                work.reached[chosen] = True
+                n_reached = _reach(work.reached, n_reached, chosen)
                 if by_expert:
-                    work.sent[layer, home, chosen] += 1.0
+                    add_direct(work.traffic[layer], home, chosen, 1.0, nodes)
         if not by_expert:
-            _send_once(c, layer, home, tokens)
+            _send_once(c, layer, home, tokens, n_reached)
 
 
 @compiled(inline="always")

@@ -82,10 +82,11 @@ class GroupScratch(NamedTuple):
     active: NDArray[np.uint64]  #: ``[ranks, layers * words]``: activated on each rank
     turn: NDArray[np.int64]  #: ``[layers, experts]``: tokens of experts of several instances
     pairs: NDArray[np.float64]  #: ``[layers, ranks]``
-    sent: NDArray[np.float64]  #: ``[layers, ranks, ranks]``: copies by home and target
-    sent_nodes: NDArray[np.float64]  #: ``[layers, ranks, nodes]``
+    traffic: NDArray[np.float64]  #: ``[layers, ranks, 4]``: copies, see `all_to_all_cost`
     tokens: NDArray[np.int64]  #: ``[ranks]``: at home there
-    reached: NDArray[np.bool_]  #: ``[ranks]``: by one token
+    owner: NDArray[np.int16]  #: ``[layers * words * 64]``: the rank of an expert that one computes
+    reached: NDArray[np.int64]  #: ``[ranks]``: those that one token reaches,
+    reached_nodes: NDArray[np.int64]  #: ``[ranks]``: and their nodes
     # Of choices by count:
     union: NDArray[np.uint64]  #: ``[words]``: activated in a layer
     split: NDArray[np.uint64]  #: ``[layers * words]``: experts computed by several instances
@@ -105,16 +106,17 @@ class GroupScratch(NamedTuple):
 def make_group_scratch(
     n_layers: int, width: int, ranks: int, n_experts: int, instances: int
 ) -> GroupScratch:
-    """Return working memory for groups of so many ranks; nodes are ranks at most."""
+    """Return working memory for groups of so many ranks."""
     return GroupScratch(
         planes=np.zeros((_PLANES, width), np.uint64),
         active=np.zeros((ranks, width), np.uint64),
         turn=np.zeros((n_layers, n_experts), np.int64),
         pairs=np.zeros((n_layers, ranks)),
-        sent=np.zeros((n_layers, ranks, ranks)),
-        sent_nodes=np.zeros((n_layers, ranks, ranks)),
+        traffic=np.zeros((n_layers, ranks, 4)),
         tokens=np.zeros(ranks, np.int64),
-        reached=np.zeros(ranks, np.bool_),
+        owner=np.zeros(width * 64, np.int16),
+        reached=np.zeros(ranks, np.int64),
+        reached_nodes=np.zeros(ranks, np.int64),
         union=np.zeros(width // n_layers, np.uint64),
         split=np.zeros(width, np.uint64),
         total=np.zeros(n_experts, np.int64),

@@ -21,9 +21,8 @@ import numpy as np
 
 from eldr_sim.jit import njit, popcount
 from eldr_sim.kernel_profiles.all_to_all_cost import (
+    busiest,
     busiest_all,
-    busiest_direct,
-    busiest_forwarded,
     combine_s,
     dispatch_s,
 )
@@ -37,7 +36,6 @@ from eldr_sim.simulator.group_state import (
     ALL,
     EVEN,
     METRO,
-    NODE,
     OPTIMAL,
     TOTALS,
     Counting,
@@ -154,7 +152,7 @@ def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: b
     """Return what the MoE layers take whose tokens have been counted; ``computes``: prompts."""
     moe = dispatched = combined = 0.0
     inside_bytes, between_bytes = 0.0, 0.0
-    active, busiest, busiest_pairs, pairs_sum = 0, 0, 0.0, 0.0
+    active, most_active, busiest_pairs, pairs_sum = 0, 0, 0.0, 0.0
     gathers = group.gathers and not computes
     table = group.gathered if gathers else group.all_to_all
     layers = work.pairs.shape[0]
@@ -171,7 +169,7 @@ def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: b
             most, most_pairs = max(most, count), max(most_pairs, pairs)
             if pairs > 0:
                 slowest = max(slowest, rank_moe_s(group.moe, pairs, float(count), computes))
-        busiest += most
+        most_active += most
         busiest_pairs += most_pairs
         moe += slowest
         inside, between = _busiest(group, work, layer, ranks)
@@ -184,7 +182,7 @@ def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: b
         inside_bytes += table.dispatch_bytes * inside
         between_bytes += table.dispatch_bytes * between
     return SharedLayers(
-        moe, dispatched, combined, inside_bytes, between_bytes, active, busiest, pairs_sum,
+        moe, dispatched, combined, inside_bytes, between_bytes, active, most_active, pairs_sum,
         busiest_pairs,
     )  # fmt: skip
 
@@ -213,10 +211,4 @@ def _busiest(group: GroupCost, work: GroupScratch, layer: int, ranks: int) -> An
     """Return the copies that the busiest rank sends or receives, inside its node and between."""
     if group.copy_per == ALL:
         return busiest_all(work.tokens[:ranks], group.gpus_per_node)
-    copies = work.sent[layer, :ranks, :ranks]
-    if group.copy_per == NODE:
-        nodes = (ranks + group.gpus_per_node - 1) // group.gpus_per_node
-        return busiest_forwarded(
-            copies, work.sent_nodes[layer, :ranks, :nodes], group.gpus_per_node
-        )
-    return busiest_direct(copies, group.gpus_per_node)
+    return busiest(work.traffic[layer, :ranks])
