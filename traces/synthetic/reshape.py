@@ -51,6 +51,7 @@ def with_layers(model: RoutingModel, n_layers: int, seed: int = 0) -> RoutingMod
         ),
         phase=model.phase[:, origin[:, None], renamed],
         topics=model.topics[:, origin[:, None], renamed],
+        loadings=model.loadings[:, origin[:, None], renamed],
         reuse=model.reuse[origin],
         facts=_told(model, f"{model.n_layers} layers stretched to {n_layers}"),
     )
@@ -104,6 +105,7 @@ def with_experts(model: RoutingModel, n_experts: int, top_k: int, seed: int = 0)
         kinds=widened(even.transpose(1, 0, 2)).transpose(1, 0, 2).copy(),
         phase=widened(model.phase),
         topics=widened(model.topics),
+        loadings=widened(model.loadings),
         facts=_told(model, f"{width} experts, top-{model.top_k}, made {n_experts}, top-{top_k}"),
     )
 
