@@ -466,7 +466,7 @@ def test_popularity_of_zero_is_an_even_load():
 def test_domains_are_as_alike_as_told():
     model = model_of(layers=4, experts=32, n_topics=24, topics=1.5)
     seen = []
-    for alike in (0.0, 0.6, 1.0):
+    for alike in (0.0, 0.7, 1.0):
         domains = with_domains(model, {"a": alike, "b": alike})
         assert np.std(domains.topics) == pytest.approx(np.std(model.topics), rel=0.1)
         _, moments = drawn(domains, n=100)
