@@ -7,6 +7,7 @@ taken evenly.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,8 @@ class Overlap:
         Expected distinct experts a layer of one random token of each of so many requests, mean over
         layers, exact; absent where there are fewer requests.
     one_request
-        Mean distinct experts a layer of so many consecutive tokens of one request.
+        Mean distinct experts a layer of so many consecutive tokens of one request; each request
+        counts alike, as in ``mixed``: long texts repeat themselves, and have most windows.
     cosine_between
         Cosine of the expert counts (of all layers) of two requests: its quantiles, by percent.
     cosine_nearest
@@ -74,23 +76,21 @@ def request_overlap(trace: RoutingTrace) -> Overlap:
     cosine = flat @ flat.T
     pairs = cosine[np.triu_indices(len(every), 1)]
     np.fill_diagonal(cosine, -np.inf)
-    one = np.zeros((len(ONE_REQUEST), 2))
+    one: dict[int, list[float]] = {}
     ids = trace.experts
     for row, n in zip(first.tolist(), length.tolist(), strict=True):
         own = np.ascontiguousarray(ids[row : row + n], dtype=np.uint16)
-        for i, tokens in enumerate(ONE_REQUEST):
+        for tokens in ONE_REQUEST:
             if n >= tokens:
-                _windows(own, tokens, trace.n_experts, one[i])
+                seen = np.zeros(2)
+                _windows(own, tokens, trace.n_experts, seen)
+                one.setdefault(tokens, []).append(seen[0] / seen[1] / trace.n_layers)
     alone = len(every) < 2
     return Overlap(
         load_max_over_mean=[float(x) for x in load.max(axis=1) / load.mean(axis=1)],
         load_cv=[float(x) for x in load.std(axis=1) / load.mean(axis=1)],
         mixed={b: float(expected_distinct([share], [b]).mean()) for b in MIXED if b <= len(every)},
-        one_request={
-            tokens: float(total / windows / trace.n_layers)
-            for tokens, (total, windows) in zip(ONE_REQUEST, one.tolist(), strict=True)
-            if windows
-        },
+        one_request={tokens: fmean(each) for tokens, each in one.items()},
         cosine_between={} if alone else {q: float(np.percentile(pairs, q)) for q in QUANTILES},
         cosine_nearest=float("nan") if alone else float(cosine.max(axis=1).mean()),
         cosine_within=float(within.mean()) if len(within) else float("nan"),

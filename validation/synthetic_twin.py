@@ -93,7 +93,7 @@ def _facts(trace: RoutingTrace, other: RoutingTrace) -> dict[tuple[bool, str], f
     facts[True, "load of the busiest expert / mean"] = float(load.mean())
     facts[True, "the same, standard deviation over layers"] = float(load.std())
     facts[True, "coefficient of variation of the load"] = float(cv.mean())
-    facts[True, "cosine of requests, nearest"] = overlap.cosine_nearest
+    facts[False, "cosine of requests, nearest"] = overlap.cosine_nearest
     facts |= {(False, f"cosine of requests, {q}%"): x for q, x in overlap.cosine_between.items()}
     facts[False, "cosine of a request's halves"] = overlap.cosine_within
     for tokens, distinct in overlap.mixed.items():

@@ -55,9 +55,15 @@ def test_windows_of_one_request(trace):
     found = request_overlap(trace)
     for tokens in (8, 16):
         seen = [
-            np.mean([len(np.unique(own[a : a + tokens, layer])) for layer in range(2)])
+            np.mean(
+                [
+                    len(np.unique(own[a : a + tokens, layer]))
+                    for a in range(0, len(own) - tokens + 1, tokens // 2)
+                    for layer in range(2)
+                ]
+            )
             for own in rows(trace)
-            for a in range(0, len(own) - tokens + 1, tokens // 2)
+            if len(own) >= tokens
         ]
         assert found.one_request[tokens] == pytest.approx(np.mean(seen))
     assert list(found.one_request) == [8, 16]

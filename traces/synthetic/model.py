@@ -12,18 +12,18 @@ gate. The logarithm of an expert's weight is a sum of terms::
                 + reuse[l]                      if the token before chose e in layer l
 
 A request's topic is one of ``topics``, drawn from its domain's, not a point of a normal
-distribution: real requests come in clusters. Of its variance in the domain the share ``o^2`` is the
-request's own, normal with the variance that the domain's topics have (the variance-correcting
-smoothed bootstrap of Silverman and Young 1987, Biometrika 74:469): without it two requests of a
-topic would be copies. Some real requests are nearly copies and some are like no other, so every
-request draws ``o`` between 0 and twice ``own``, at most 1.
+distribution: real requests come in clusters, and what two requests of a topic do not share is the
+drift.
 
 The kind of a token is drawn from its topic's ``topic_kinds``, times ``succession[before, kind]``:
 how much likelier a kind is after another than it would be by chance. A kind holds in all layers:
 real tokens that choose alike in one layer do so in all, since layers read the same residual stream.
 
-The drift is a sum of two autoregressive processes, one that decays over some tokens and one over
-some sentences, independent by expert and constant over blocks of `DRIFT_BLOCK` tokens.
+The drift is ``sum_r a_r(t) loadings[r, l, e]``: a text turns in few directions, and all layers with
+it. If experts drifted independently, a prompt would foretell the experts of its generation far too
+well, since what moves would average out over them. Each score ``a_r`` is a sum of two
+autoregressive processes, one that decays over some tokens and one over some sentences, constant
+over blocks of `DRIFT_BLOCK` tokens.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ __all__ = ["DRIFT_BLOCK", "RoutingModel"]
 DRIFT_BLOCK = 4
 """Tokens over which the drift is constant."""
 
-_FORMAT = "eldr-sim routing model 2"
+_FORMAT = "eldr-sim routing model 3"
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingModel:
-    """Parameters of the generative model, see the module; L layers, E experts, K kinds, C topics.
+    """Parameters of the generative model, see the module; L layers, E experts, K kinds, C topics, R
+    factors of the drift.
 
     Attributes
     ----------
@@ -75,12 +76,11 @@ class RoutingModel:
         ``[C, K]``: share of a topic's tokens that are of each kind; rows sum to 1.
     topic_domain
         ``[C]``: domain of a topic; each domain has one or more.
-    own
-        Standard deviation of what is a request's own, over that of its domain's topics, in the
-        mean; 0 to 1.
+    loadings
+        ``[R, L, E]``: directions of the drift.
     drift_sd, drift_tokens
-        ``[2]`` each: standard deviation of a process of the drift, and the tokens after which its
-        autocorrelation has fallen to 1/e.
+        ``[2]`` each: standard deviation of a process of the drift's scores, and the tokens after
+        which its autocorrelation has fallen to 1/e.
     reuse
         ``[L]``: added for an expert that the token before chose.
     facts
@@ -96,7 +96,7 @@ class RoutingModel:
     topics: Floats
     topic_kinds: Floats
     topic_domain: NDArray[np.int64]
-    own: float
+    loadings: Floats
     drift_sd: Floats
     drift_tokens: Floats
     reuse: Floats
@@ -112,6 +112,7 @@ class RoutingModel:
             ("topics", (n_topics, n_layers, n_experts)),
             ("topic_kinds", (n_topics, n_kinds)),
             ("topic_domain", (n_topics,)),
+            ("loadings", (len(self.loadings), n_layers, n_experts)),
             ("drift_sd", (2,)),
             ("drift_tokens", (2,)),
             ("reuse", (n_layers,)),
@@ -119,7 +120,8 @@ class RoutingModel:
             value = getattr(self, name)
             if value.shape != shape:
                 raise InputError(name, f"has shape {list(value.shape)}", str(list(shape)))
-        for name in ("kinds", "succession", "phase", "topics", "topic_kinds", "drift_sd", "reuse"):
+        finite = ("kinds", "succession", "phase", "topics", "topic_kinds", "loadings", "drift_sd")
+        for name in (*finite, "reuse"):
             if not np.isfinite(getattr(self, name)).all():
                 raise InputError(name, "holds a number that is not finite")
         if not 1 <= self.top_k <= n_experts:
@@ -129,8 +131,6 @@ class RoutingModel:
         for name in ("succession", "topic_kinds", "drift_sd"):
             if getattr(self, name).min() < 0:
                 raise InputError(name, "holds a number below 0")
-        if not 0 <= self.own <= 1:
-            raise InputError("own", f"got {self.own}", "0 to 1")
         for tokens in self.drift_tokens.tolist():
             if not (tokens > 0 and math.isfinite(tokens)):
                 raise InputError("drift_tokens", f"got {tokens}", "a number above 0")
@@ -164,7 +164,7 @@ class RoutingModel:
         arrays: dict[str, Any] = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name != "facts"
         }
-        for name in ("kinds", "phase", "topics"):
+        for name in ("kinds", "phase", "topics", "loadings"):
             arrays[name] = arrays[name].astype(np.float16)
         for name in ("succession", "topic_kinds"):
             arrays[name] = arrays[name].astype(np.float32)
@@ -203,7 +203,6 @@ class RoutingModel:
             **values
             | {
                 "top_k": int(arrays["top_k"]),
-                "own": float(arrays["own"]),
                 "domains": [str(name) for name in arrays["domains"]],
                 "topic_domain": arrays["topic_domain"].astype(np.int64),
                 "facts": facts,

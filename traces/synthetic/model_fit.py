@@ -14,8 +14,9 @@ topics         the same of a request's tokens, as far as it lasts (`_lasting`)
 phase          the same of prompts and of generated tokens
 reuse          share of a token's experts that the token before chose, by layer
 drift_sd       how that share falls from 2 to 16 tokens apart, and from 16 to 64
-own            cosine of a request's counts and those of the nearest fitted one
 ============== ==================================================================
+
+The directions of the drift are found beforehand (`drift_factors`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.synthetic.drift_factors import drift_factors
 from eldr_sim.traces.synthetic.model import RoutingModel
 from eldr_sim.traces.synthetic.moments import Requests
-from eldr_sim.traces.synthetic.sampler import sample_experts, sample_kinds_and_experts
+from eldr_sim.traces.synthetic.sampler import sample_kinds_and_experts
 from eldr_sim.traces.synthetic.token_kinds import count_groups, token_kinds
 
 __all__ = ["fit_routing_model", "requests_of"]
@@ -50,10 +52,9 @@ ROUNDS = 10
 
 _PRIOR_TOKENS = 4.0
 """Tokens of the whole trace that are added to a group's when its shares are taken."""
-_TOPIC_PRIOR_TOKENS = 6.0
-"""The same for a request's, whose tokens are fewer and depend on each other."""
+_TOPIC_PRIOR_TOKENS = 1.0
+"""The same for a request's: real passages leave many experts wholly unused."""
 _LAGS = (1, 2, 16, 64)
-_OWN = (0.0, 0.2, 0.4, 0.6, 0.8)
 
 
 def requests_of(trace: RoutingTrace) -> Requests:
@@ -144,15 +145,13 @@ def fit_routing_model(
     aims = _Statistics.of(real, real.ids, real.kind)
     lasting = 1.0
     for turn in range(rounds):
-        progress(turn / (rounds + 1))
+        progress(turn / rounds)
         kind, ids = _twin(model, real, seed + 1 + turn)
         drawn = _Statistics.of(real, ids, kind)
         step = min(1.0, 3 / (turn + 1))
         lasting = _lasting(lasting, aims, drawn, real.domain, step)
         aim = replace(aims, topics=_toward_domains(aims.topics, real.domain, lasting))
         model = _corrected(model, aim, drawn, step, two_phases)
-    progress(rounds / (rounds + 1))
-    model = replace(model, own=_own(model, real, seed + 1 + rounds))
     progress(1.0)
     return model
 
@@ -253,7 +252,7 @@ def _first_guess(trace: RoutingTrace, real: _Real) -> RoutingModel:
         topics=_log_weight(statistics.topics) - _log_weight(expected),
         topic_kinds=topic_kinds,
         topic_domain=real.domain,
-        own=0.0,
+        loadings=drift_factors(real.ids, kind, statistics.kinds, real.prompt_len + real.output_len),
         drift_sd=np.array([0.9, 0.6]),
         drift_tokens=np.array([6.0, 64.0]),
         reuse=np.full(trace.n_layers, 0.5),
@@ -298,17 +297,21 @@ def _corrected(
 
 
 def _toward_domains(topics: Floats, domain: NDArray[np.int64], lasting: float) -> Floats:
-    """Return shares whose log weights differ from those of the domain's mean by a part as much."""
+    """Return shares whose log weights exceed those of the domain's mean by a part as much.
+
+    What a request favours may be chance or drift. An expert that it leaves out, it leaves out.
+    """
     mean = np.stack([topics[domain == d].mean(axis=0) for d in range(int(domain.max()) + 1)])
     usual = _log_weight(mean)[domain]
-    share = -np.expm1(-np.exp(usual + lasting * (_log_weight(topics) - usual)))
+    beyond = _log_weight(topics) - usual
+    share = -np.expm1(-np.exp(usual + np.where(beyond > 0, lasting, 1.0) * beyond))
     return np.asarray(share * topics.sum(axis=2, keepdims=True) / share.sum(axis=2, keepdims=True))
 
 
 def _lasting(
     lasting: float, aims: _Statistics, drawn: _Statistics, domain: NDArray[np.int64], step: float
 ) -> float:
-    """Correct how much of what a request has beyond its domain lasts for the whole request.
+    """Correct how much of what a request favours beyond its domain lasts for the whole request.
 
     Its counts hold chance and drift, too. What lasts shows in tokens of a request far apart: how
     many more experts they share than tokens of two requests of the domain.
@@ -317,7 +320,7 @@ def _lasting(
     if not (np.isfinite(want) and np.isfinite(have)):
         return lasting
     ratio = np.clip(max(want, 1e-3) / max(have, 1e-3), 0.25, 4.0)
-    return float(np.clip(lasting * ratio ** (0.5 * step), 0.05, 1.0))
+    return float(np.clip(lasting * ratio ** (1.5 * step), 0.05, 1.0))
 
 
 def _beyond_domain(statistics: _Statistics, domain: NDArray[np.int64]) -> float:
@@ -347,33 +350,6 @@ def _drift_ratio(want: Floats, have: Floats) -> Floats:
 def _odds(share: Floats) -> Floats:
     share = np.clip(share, 1e-4, 1 - 1e-4)
     return np.asarray(np.log(share / (1 - share)))
-
-
-def _own(model: RoutingModel, real: _Real, seed: int) -> float:
-    """Return the share of a request's own at which a new request is as far from those fitted.
-
-    A drawn request has a fitted one's topic, so without anything of its own it is nearer to that
-    one than a real request is to any other.
-    """
-    counts = _directions(real, real.ids)
-    others = np.einsum("ra,sa->rs", counts, counts)
-    np.fill_diagonal(others, -1.0)
-    want = float(others.max(axis=1).mean())
-    near = []
-    for own in _OWN:
-        trial = replace(model, own=own)
-        ids = sample_experts(trial, real.domain, real.prompt_len, real.output_len, seed)
-        near.append(float((_directions(real, ids) @ counts.T).max(axis=1).mean()))
-    # The more of its own, the farther.
-    return round(float(np.interp(-want, -np.minimum.accumulate(near), _OWN)), 2)
-
-
-def _directions(real: _Real, ids: NDArray[Any]) -> Floats:
-    """Return the requests' counts in all layers, scaled to length 1, ``[requests, L E]``."""
-    n = len(real.domain)
-    counts = real.counts(np.ascontiguousarray(ids, dtype=np.uint16), real.request, n)
-    flat = counts.reshape(n, -1)
-    return np.asarray(flat / np.linalg.norm(flat, axis=1, keepdims=True))
 
 
 @njit()

@@ -112,15 +112,15 @@ class Preset:
     tuned_to: str = ""
 
 
-_LITE = {"popularity": 0.0, "kinds": 0.9, "topics": 0.1, "reuse": 0.0}
+_LITE = {"popularity": 0.0, "kinds": 0.75, "topics": 0.1, "reuse": 0.0}
 """Factors on gpt-oss-20b that give the load and the distinct experts measured of
 DeepSeek-V2-Lite-Chat on 94,165 prompt tokens, see docs/synthetic.md."""
 _LITE_FIGURES = "load and distinct experts measured of DeepSeek-V2-Lite-Chat"
 
 PRESETS: dict[str, Preset] = {
-    "Qwen3-30B-A3B": Preset(48, 128, 8, "qwen3-30b-a3b", Parameters(task=0.99, language=0.62)),
-    "Qwen3-235B-A22B": Preset(94, 128, 8, "qwen3-30b-a3b", Parameters(task=0.99, language=0.62)),
-    "Gemma-4-26B-A4B": Preset(30, 128, 8, "qwen3-30b-a3b", Parameters(task=0.99, language=0.62)),
+    "Qwen3-30B-A3B": Preset(48, 128, 8, "qwen3-30b-a3b", Parameters(task=0.98, language=0.58)),
+    "Qwen3-235B-A22B": Preset(94, 128, 8, "qwen3-30b-a3b", Parameters(task=0.98, language=0.58)),
+    "Gemma-4-26B-A4B": Preset(30, 128, 8, "qwen3-30b-a3b", Parameters(task=0.98, language=0.58)),
     "GPT-OSS-20B": Preset(24, 32, 4, "gpt-oss-20b", Parameters(task=0.9, language=0.5)),
     "GPT-OSS-120B": Preset(36, 128, 4, "gpt-oss-20b", Parameters(task=0.9, language=0.5)),
     "DeepSeek-V2-Lite": Preset(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
@@ -15,8 +16,8 @@ from eldr_sim.traces.synthetic.model import Floats, RoutingModel
 
 __all__ = ["scaled", "with_domains", "with_experts", "with_layers"]
 
-TOPICS_PER_DOMAIN = 32
-"""Most topics that `with_domains` gives a domain."""
+TOPICS_PER_DOMAIN = 128
+"""Topics that `with_domains` gives a domain: requests that share one are nearly alike."""
 _BALANCING_TURNS, _BALANCING_TOPICS = 6, 24
 
 
@@ -51,6 +52,7 @@ def with_layers(model: RoutingModel, n_layers: int, seed: int = 0) -> RoutingMod
         ),
         phase=model.phase[:, origin[:, None], renamed],
         topics=model.topics[:, origin[:, None], renamed],
+        loadings=model.loadings[:, origin[:, None], renamed],
         reuse=model.reuse[origin],
         facts=_told(model, f"{model.n_layers} layers stretched to {n_layers}"),
     )
@@ -104,6 +106,7 @@ def with_experts(model: RoutingModel, n_experts: int, top_k: int, seed: int = 0)
         kinds=widened(even.transpose(1, 0, 2)).transpose(1, 0, 2).copy(),
         phase=widened(model.phase),
         topics=widened(model.topics),
+        loadings=widened(model.loadings),
         facts=_told(model, f"{width} experts, top-{model.top_k}, made {n_experts}, top-{top_k}"),
     )
 
@@ -165,7 +168,9 @@ def with_domains(model: RoutingModel, alike: Mapping[str, float], seed: int = 0)
 
     A domain gets a topic ``b`` of the model that its requests have in common; its topics are
     ``a b + sqrt(1 - a^2) c`` with topics ``c`` of the model and ``a`` the domain's likeness, so
-    that topics vary as they did. The kinds of tokens are mixed likewise, by logarithms of shares.
+    that topics vary as they did. Where the model has fewer than `TOPICS_PER_DOMAIN`, further ``c``
+    are the sum of two over the root of 2. The kinds of tokens are mixed likewise, by logarithms of
+    shares.
 
     Parameters
     ----------
@@ -189,12 +194,16 @@ def with_domains(model: RoutingModel, alike: Mapping[str, float], seed: int = 0)
     topics, kinds, domain = [], [], []
     for d, (a, b) in enumerate(zip(alike.values(), common, strict=False)):
         others = np.setdiff1d(np.arange(n_topics), [b]) if n_topics > 1 else np.arange(1)
-        chosen = np.sort(rng.permutation(others)[:TOPICS_PER_DOMAIN])
-        rest = math.sqrt(1 - a * a)
-        topics.append(a * model.topics[b] + rest * model.topics[chosen])
-        mixed = base * np.exp(a * share[b] + rest * share[chosen])
+        single = np.eye(n_topics)[rng.permutation(others)[:TOPICS_PER_DOMAIN]]
+        pairs = rng.permutation(list(combinations(others.tolist(), 2)))
+        pairs = pairs[: TOPICS_PER_DOMAIN - len(single)].reshape(-1, 2).astype(int)
+        double = (np.eye(n_topics)[pairs] / math.sqrt(2)).sum(axis=1)
+        part = math.sqrt(1 - a * a) * np.concatenate([single, double])
+        part[:, b] += a
+        topics.append(np.tensordot(part, model.topics, 1))
+        mixed = base * np.exp(part @ share)
         kinds.append(mixed / mixed.sum(axis=1, keepdims=True))
-        domain.append(np.full(len(chosen), d))
+        domain.append(np.full(len(part), d))
     return replace(
         model,
         domains=list(alike),

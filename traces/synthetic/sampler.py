@@ -104,9 +104,9 @@ def sample_kinds_and_experts(
     weights = [_transposed(np.exp(_clipped(part))) for part in terms]
     reuse = np.exp(_clipped(model.reuse)).astype(np.float32)
     topic_terms = _transposed(model.topics)
-    usual, spread = _domains(model)
     decay = np.exp(-DRIFT_BLOCK / model.drift_tokens)
     drift = np.stack([model.drift_sd, decay, np.sqrt(1 - decay**2)]).astype(np.float32)
+    loadings = _transposed(model.loadings).reshape(len(model.loadings), -1)
 
     def draw(begin: int) -> int:
         last = min(begin + _CHUNK, n)
@@ -114,19 +114,14 @@ def sample_kinds_and_experts(
         for request in range(begin, last):
             rng = stream(seed, f"synthetic-request-{first + request}")
             c, rows = topics[request], slice(end[request] - length[request], end[request])
-            base = topic_terms[c]
-            if model.own:
-                d, own = model.topic_domain[c], min(2 * model.own * rng.random(), 1.0)
-                noise = spread[d] * rng.standard_normal(base.shape, dtype=np.float32)
-                shrunk = np.float32(math.sqrt(1 - own**2)) * (base - usual[d])
-                base = usual[d] + shrunk + np.float32(own) * noise
             # One type for the compiler; ids become narrow afterwards.
             chosen = np.empty((int(length[request]), model.n_layers, model.top_k), np.uint16)
-            summed = None if gate is None else np.zeros(base.shape)
+            summed = None if gate is None else np.zeros(topic_terms[c].shape)
             _sample_request(
                 rng.integers(1 << 64, dtype=np.uint64),
-                base.ravel(),
-                drift,
+                topic_terms[c].ravel(),
+                loadings,
+                _walk(rng, int(length[request]), len(loadings), drift),
                 *weights,
                 reuse,
                 model.topic_kinds[c],
@@ -148,18 +143,39 @@ def sample_kinds_and_experts(
     return kinds, experts
 
 
-def _domains(model: RoutingModel) -> tuple[Floats, Floats]:
-    """Return mean and standard deviation of each domain's topics, ``[D, E, L]``."""
-    own = [model.topics[model.topic_domain == d] for d in range(len(model.domains))]
-    mean, deviation = (np.stack([of(t, axis=0) for t in own]) for of in (np.mean, np.std))
-    return _transposed(mean), _transposed(deviation)
+def _walk(rng: np.random.Generator, tokens: int, factors: int, drift: Floats) -> Floats:
+    """Return the drift's scores in every block, ``[blocks, factors]``."""
+    blocks = -(-tokens // DRIFT_BLOCK)
+    noise = rng.standard_normal((blocks, 2, factors), dtype=np.float32)
+    path = np.empty((blocks, factors), np.float32)
+    _autoregress(noise, drift, path)
+    return path
+
+
+@njit(nogil=True)
+def _autoregress(noise: Floats, drift: Floats, path: Floats) -> None:
+    """Set ``path`` to the sums of processes that ``noise [blocks, 2, factors]`` moves on.
+
+    ``drift`` has a column a process: standard deviation, decay over a block, and the share of the
+    noise that keeps the variance. The first values are the noise itself.
+    """
+    for block in range(len(path)):
+        for r in range(path.shape[1]):
+            total = np.float32(0.0)
+            for process in range(2):
+                if block > 0:
+                    noise[block, process, r] = (
+                        drift[1, process] * noise[block - 1, process, r]
+                        + drift[2, process] * noise[block, process, r]
+                    )
+                total += drift[0, process] * noise[block, process, r]
+            path[block, r] = total
 
 
 def _room(width: int, layers: int) -> tuple[NDArray[Any], ...]:
-    """Return what `_sample_request` works in: its parameters ``moved`` to ``state``."""
+    """Return what `_sample_request` works in: its parameters ``bits`` to ``state``."""
     bits, topic = np.empty(width * layers, np.int32), np.empty((width, layers), np.float32)
     return (
-        np.zeros((2, topic.size), np.float32),
         bits,
         bits.view(np.float32),
         topic.ravel(),  # the same numbers
@@ -191,14 +207,14 @@ def _transposed(part: NDArray[np.float64]) -> NDArray[np.float32]:
 def _sample_request(
     seed: np.uint64,
     base: Floats,
-    drift: Floats,
+    loadings: Floats,
+    path: Floats,
     phases: Floats,
     kinds: Floats,
     reuse: Floats,
     shares: Doubles,
     succession: Doubles,
     prompt: int,
-    moved: Floats,
     bits: Narrow,
     power: Floats,
     flat: Floats,
@@ -214,8 +230,9 @@ def _sample_request(
 ) -> None:
     """Fill ``out [tokens, layers, top_k]`` with the experts of one request, ``kind_of`` with kinds.
 
-    ``base`` and ``moved`` are tables ``[E, L]`` that lie flat; ``moved`` to ``state`` are room to
-    work in, of `_room`. ``gate [E, L]`` takes the probabilities of prompt tokens, if given.
+    ``base`` and each of the ``loadings`` are tables ``[E, L]`` that lie flat, ``path`` holds the
+    drift's scores by block; ``bits`` to ``state`` are room to work in, of `_room`. ``gate [E, L]``
+    takes the probabilities of prompt tokens, if given.
     """
     tokens, layers, top_k = out.shape
     state[0] = seed
@@ -223,10 +240,7 @@ def _sample_request(
         noise, before_choice = np.array([~seed]), np.empty_like(weight)
     for t in range(tokens):
         if t % DRIFT_BLOCK == 0:
-            for process in range(2):
-                if drift[0, process] > 0:
-                    _drift(_random(state), t == 0, drift, process, moved)
-            _exponential(base, drift, moved, bits, power, flat)
+            _exponential(base, loadings, path[t // DRIFT_BLOCK], bits, power, flat)
         kind = _next_kind(_uniform(state), shares, succession, kind_of, t)
         kind_of[t] = kind
         phase = 0 if t < prompt else 1
@@ -277,49 +291,21 @@ def _next_kind(random: float, shares: Doubles, succession: Doubles, kind_of: Int
 
 
 @njit()
-def _drift(key: np.uint64, first: bool, drift: Floats, process: int, moved: Floats) -> None:
-    """Move a process of the drift on by a block; its first values are normal.
-
-    The noise is the sum of the four bytes of a hash, which is as normal as the drift needs: the
-    process adds many of them. The hash is lowbias32 (Wellons 2018, "Prospecting for hash
-    functions").
-    """
-    low, high = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
-    decay, new = drift[1, process], drift[2, process]
-    if first:
-        decay, new = np.float32(0.0), np.float32(1.0)
-    scale = np.float32(new / 147.8005412)
-    for i in range(moved.shape[1]):
-        # ufuncs keep to 32 bits, which a processor multiplies beside each other; `*` would not.
-        h = np.add(np.multiply(np.uint32(i), np.uint32(0x9E3779B9)), low)
-        h = np.multiply(_folded(h, np.uint32(16)), np.uint32(0x7FEB352D))
-        h = np.multiply(np.bitwise_xor(_folded(h, np.uint32(15)), high), np.uint32(0x846CA68B))
-        h = _folded(h, np.uint32(16))
-        even, odd = np.uint32(0x00FF00FF), np.right_shift(h, np.uint32(8))
-        pairs = np.add(np.bitwise_and(h, even), np.bitwise_and(odd, even))
-        low_pair = np.bitwise_and(pairs, np.uint32(0xFFFF))
-        summed = np.add(low_pair, np.right_shift(pairs, np.uint32(16)))
-        moved[process, i] = decay * moved[process, i] + scale * (
-            np.float32(np.int32(summed)) - np.float32(510)
-        )
-
-
-@njit(inlined=True)
-def _folded(h: np.uint32, by: np.uint32) -> np.uint32:
-    mixed: np.uint32 = np.bitwise_xor(h, np.right_shift(h, by))
-    return mixed
-
-
-@njit()
 def _exponential(
-    base: Floats, drift: Floats, moved: Floats, bits: Narrow, power: Floats, out: Floats
+    base: Floats, loadings: Floats, scores: Floats, bits: Narrow, power: Floats, out: Floats
 ) -> None:
     """Set ``out`` to the exponential of topic and drift, within float32's rounding.
 
-    ``power`` is ``bits`` read as floating-point numbers, as long as the others.
+    ``power`` is ``bits`` read as floating-point numbers, as long as ``base`` and ``out``.
     """
     for i in range(len(base)):
-        x = base[i] + drift[0, 0] * moved[0, i] + drift[0, 1] * moved[1, i]
+        out[i] = base[i]
+    for r in range(len(scores)):
+        score = scores[r]
+        for i in range(len(base)):
+            out[i] += score * loadings[r, i]
+    for i in range(len(base)):
+        x = out[i]
         x = min(max(x, np.float32(-_LIMIT)), np.float32(_LIMIT)) * np.float32(1.4426950408889634)
         whole = np.int32(x + np.float32(64.5)) - np.int32(64)
         x -= np.float32(np.int32(whole))
