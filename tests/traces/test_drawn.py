@@ -13,7 +13,8 @@ from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.synthetic import drawn
 from eldr_sim.traces.synthetic.drawn import Shape, drawn_trace, nearest_preset, wanted_domains
-from eldr_sim.traces.synthetic.presets import PRESETS
+from eldr_sim.traces.synthetic.presets import PRESETS, preset_model
+from eldr_sim.traces.synthetic.sampler import sample_experts
 
 SHORT = [
     "--topology", "1P2D", "--request-rate", "10", "--duration", "2", "--warmup", "1",
@@ -38,7 +39,7 @@ def few(tmp_path, monkeypatch):
         ("DeepSeek-R1", "DeepSeek-V3"),
         ("Kimi-K2", "DeepSeek-V3"),
         ("OLMoE-1B-7B", "DeepSeek-V2-Lite"),
-        ("Mixtral-8x7B", "GPT-OSS-20B"),
+        ("Mixtral-8x22B", "Mixtral-8x7B"),
         ("Llama-4-Maverick", "GPT-OSS-120B"),
     ],
 )
@@ -58,6 +59,22 @@ def test_presets_are_the_models_own():
             dims.top_k,
         )
     assert len(list_models()) > len(PRESETS)
+
+
+def test_mixtrals_load_varies_as_counted():
+    """By counts of three layers and five domains (allenai/OLMoE)."""
+    model = preset_model("Mixtral-8x7B")
+    domain = np.arange(64) % 8
+    prompts, outputs = np.full(64, 256), np.full(64, 64)
+    experts = sample_experts(model, domain, prompts, outputs, 0).reshape(64, 320, 32, 2)
+
+    def variation(some):
+        counts = np.stack([np.bincount(some[:, :, i].ravel(), minlength=8) for i in range(32)])
+        return float(np.mean(counts.std(axis=1) / counts.mean(axis=1)))
+
+    assert variation(experts) == pytest.approx(0.10, abs=0.02)
+    own = [variation(experts[domain == d]) for d in range(8)]
+    assert np.mean(own) == pytest.approx(0.14, abs=0.03)
 
 
 def test_a_workload_has_its_domains_and_a_mix_those_it_names():

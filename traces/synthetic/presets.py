@@ -117,6 +117,11 @@ _LITE = {"popularity": 0.0, "kinds": 0.75, "topics": 0.1, "reuse": 0.0}
 DeepSeek-V2-Lite-Chat on 94,165 prompt tokens, see docs/synthetic.md."""
 _LITE_FIGURES = "load and distinct experts measured of DeepSeek-V2-Lite-Chat"
 
+_MIXTRAL = {"popularity": 0.0, "kinds": 0.35, "topics": 0.0, "reuse": 0.0}
+"""Factors on gpt-oss-20b that give the variation of Mixtral-8x7B's load over experts, whose gates
+are nearly even: counted tokens of three layers and five domains, see docs/synthetic.md."""
+_MIXTRAL_COUNTS = "load counted of Mixtral-8x7B by layer and domain (allenai/OLMoE)"
+
 PRESETS: dict[str, Preset] = {
     "Qwen3-30B-A3B": Preset(48, 128, 8, "qwen3-30b-a3b", Parameters(task=0.98, language=0.58)),
     "Qwen3-235B-A22B": Preset(94, 128, 8, "qwen3-30b-a3b", Parameters(task=0.98, language=0.58)),
@@ -127,6 +132,9 @@ PRESETS: dict[str, Preset] = {
         26, 64, 6, "gpt-oss-20b", Parameters(0.9, 0.6, **_LITE), _LITE_FIGURES
     ),
     "DeepSeek-V3": Preset(58, 256, 8, "gpt-oss-20b", Parameters(0.9, 0.6, **_LITE), _LITE_FIGURES),
+    "Mixtral-8x7B": Preset(
+        32, 8, 2, "gpt-oss-20b", Parameters(0.0, 0.0, **_MIXTRAL), _MIXTRAL_COUNTS
+    ),
 }
 """``task`` and ``language`` were found by a search, at full depth and seed 0, for reductions within
 the paper's ranges."""
