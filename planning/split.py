@@ -17,7 +17,6 @@ from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.rates import NEAR, CarriedRate, RatePlan, carried, lowest_rate
 from eldr_sim.planning.runs import Runs, Search, side_by_side
 from eldr_sim.planning.savings import PAIRED_SEEDS
-from eldr_sim.planning.shapes import capacity
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.config import RunConfig
 
@@ -93,7 +92,7 @@ def _best(
     splits: list[tuple[float, ClusterTemplate, int, int]] = []
     for template in candidate.templates:
         if not template.bounds.impossible:
-            prefill, decode = capacity(template.config, objective)
+            prefill, decode = template.capacity
             splits += [
                 (min(x * prefill if x else decode * y, y * decode), template, x, y)
                 for x, y in _full_splits(template, n_gpus)
