@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.run import simulate_summary
@@ -70,6 +71,7 @@ def run_points(
     *,
     backend: Backend = "joblib",
     address: str | None = None,
+    started: bool = False,
 ) -> Generator[Outcome, None, None]:
     """Run points and yield their outcomes in the order in which they end.
 
@@ -90,6 +92,8 @@ def run_points(
     address
         Address of the Ray cluster: ``auto`` (the one that runs here; the default), ``local`` (a
         cluster of this machine alone, for the time of the sweep) or ``HOST:PORT``.
+    started
+        Whether `start_processes` has started the processes: they are good for a single point, too.
 
     Raises
     ------
@@ -103,15 +107,49 @@ def run_points(
 
         yield from run_on_ray(todo, jobs, address or "auto")
         return
-    if jobs is None:
-        from joblib import cpu_count  # takes long to import, here and below
-
-        jobs = cpu_count()
-    jobs = min(jobs, len(todo))
+    jobs = _processes(jobs)
+    if not started:
+        jobs = min(jobs, len(todo))
     if jobs <= 1:
         yield from map(run_point, todo)
+    elif todo:
+        yield from _run_on_processes(todo, jobs, _share_replays(todo))
+
+
+def _processes(jobs: int | None) -> int:
+    if jobs is not None:
+        return jobs
+    from joblib import cpu_count  # takes long to import, here and below
+
+    return int(cpu_count())
+
+
+def start_processes(config: RunConfig, jobs: int | None = None) -> Generator[None, None, None]:
+    """Start the processes of runs like this one while the caller does something else.
+
+    They import and load what runs need, by a run of one request on workers that hold any model.
+    The generator yields once, when they begin, and ends when they have; closing it stops them.
+    `run_points` with ``started`` then finds them.
+    """
+    n = _processes(jobs)
+    if n <= 1:
+        yield
         return
-    yield from _run_on_processes(todo, jobs, _share_replays(todo))
+    one = config.model_copy(
+        update={
+            "topology": "1P" if config.prefill_only else "1P1D",
+            "tensor_parallel_size": NODE_GPUS,
+            "policy": "jsq",
+            "num_requests": 1,
+            "request_rate": 1.0,
+            "warmup": 0.0,
+        }
+    )
+    with _closing(_parallel(n, n, iter([_call(Point("", one), ())] * n))) as outcomes:
+        yield
+        with contextlib.suppress(Exception):  # the runs themselves will report it
+            for _ in outcomes:
+                pass
 
 
 def check_backend(

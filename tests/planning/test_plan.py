@@ -145,7 +145,7 @@ def test_hopeless_clusters_take_one_run_and_clear_ones_the_fewest_seeds():
     # Every run is made once.
     assert len({c.model_dump_json() for c in evaluate.configs}) == len(evaluate.configs)
     assert len(found.runs) == len(evaluate.configs)
-    assert len(tried) < 30
+    assert len(tried) < 32
 
 
 def test_margin_is_the_rate_at_which_the_target_is_just_attained():
