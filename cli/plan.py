@@ -144,6 +144,8 @@ def plan(
         options["topology"] = "1P"
     check_out(out, force, MARKER)
     worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]
+    if len(set(worker_sizes)) < len(worker_sizes):
+        raise InputError("tensor_parallel_size", f"{sizes} names one twice")
     if topology is not None and worker_sizes:
         if len(worker_sizes) > 1:
             raise InputError("tensor_parallel_size", f"{sizes} for one cluster", "one size")
@@ -231,6 +233,8 @@ def _prices(text: str | None) -> dict[str, float]:
     prices: dict[str, float] = {}
     for part in _list(text):
         name, equals, price = part.partition("=")
+        if name in prices:
+            raise InputError("price", f"{name} is given twice", "GPU=PRICE, each once")
         try:
             prices[name] = float(price)
         except ValueError:

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Literal
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
@@ -24,6 +25,10 @@ from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.prepare import routing_of
 from eldr_sim.simulator.run import offered_load
 
+#: Most GPUs of a cluster that is planned: a pool has no more workers.
+MOST_GPUS = 9999
+#: Highest price of a GPU-hour: sums of prices stay numbers.
+MOST_PRICE = 1e12
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
 SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size", "num_redundant_experts")
 
@@ -211,6 +216,8 @@ def clusters_to_plan(
         raise InputError("max_concurrency", "a plan is for an open load", "none")
     policies = [canonical("decode", policy) for policy in policies]
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
+    if len(by_gpu) < len(prices):
+        raise InputError("price", f"{', '.join(prices)} names one GPU twice")
     chosen = [load_gpu(name).name for name in gpus or [config.gpu]]
     several = list(map(str, redundant_experts))
     for field, listed in (
@@ -255,8 +262,10 @@ def _check_prices(configs: Iterable[RunConfig]) -> None:
     free = [name for name, price in prices.items() if price is None]
     if free and len(free) < len(prices):
         raise InputError("price", f"none of {', '.join(free)}", "a price of every GPU, or of none")
-    if any(price == 0 for price in prices.values()):
-        raise InputError("price", "0", "a positive price")
+    for price in prices.values():
+        if price == 0:
+            raise InputError("price", "0", "a positive price")
+        within("price", price or 0.0, MOST_PRICE, " an hour")
 
 
 def make_candidate(

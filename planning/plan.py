@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.planning.candidates import (
+    MOST_GPUS,
     Candidate,
     ClusterTemplate,
     clusters_to_plan,
@@ -291,6 +293,7 @@ def plan(
     """
     if max_gpus < (1 if config.prefill_only else 2):
         raise InputError("max_gpus", str(max_gpus), "room for one worker of each kind")
+    within("max_gpus", max_gpus, MOST_GPUS)
     if strategies and not config.prefill_only:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
     if config.request_rate == math.inf:

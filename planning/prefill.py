@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend
 from eldr_sim.planning.bounds import Bounds, bounds
 from eldr_sim.planning.candidates import (
+    MOST_GPUS,
     SIZE_FIELDS,
     Candidate,
     ClusterTemplate,
@@ -152,6 +154,7 @@ def prefill_candidates(
     for name in strategies:
         if name not in KINDS or list(strategies).count(name) > 1:
             raise InputError("strategy", f"{name!r}", f"{', '.join(KINDS)}, each once")
+    within("max_gpus", max_gpus, MOST_GPUS)
     config = config.model_copy(update={"topology": "1P"})
     model = load_model(config.model)
     workload, _ = offered_load(config, routing_of(config, model))

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any, Literal, get_args
 
 from eldr_sim.errors import InputError
@@ -229,7 +230,7 @@ def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Generator[Outc
     from joblib import Parallel, parallel_config
 
     # One thread a process: the points run side by side.
-    with parallel_config(backend="loky", inner_max_num_threads=1):
+    with parallel_config(backend="loky", inner_max_num_threads=1), _without_interrupts():
         outcomes: Generator[Outcome, None, None] = Parallel(
             n_jobs=jobs,
             return_as="generator_unordered",
@@ -237,6 +238,20 @@ def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Generator[Outc
             batch_size=1,
         )(calls)
     return outcomes
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back while processes start: they inherit that, and leave Ctrl-C to this one.
+
+    Until they ignore it (`_follow`) they import, and each would print a traceback.
+    """
+    resource_tracker.ensure_running()  # loky would start it, which lets Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _call(point: Point, shared: Sequence[SharedReplay]) -> Any:

@@ -46,15 +46,23 @@ class Runs:
     def starting(self, config: RunConfig) -> Iterator[None]:
         """Start the processes of runs like this one; they load while the caller prepares.
 
-        Where no run was made at the end they are stopped.
+        Where no run was made at the end they have begun nevertheless: stopped earlier, joblib's
+        thread would print a traceback.
         """
         self._starting = start_processes(config, self.jobs)
         next(self._starting)
         try:
             yield
-        finally:
-            if self._starting is not None:
-                self._starting.close()
+        except Exception:
+            self._wait()
+            raise
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait until the processes have begun, if they were started."""
+        if self._starting is not None:
+            next(self._starting, None)
+            self._starting, self._started = None, True
 
     def __len__(self) -> int:
         return len(self._made)
@@ -75,9 +83,8 @@ class Runs:
         new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}
         found: dict[str, Summary] = {}
         points = [Point(key, config) for key, config in new.items()]
-        if self._starting is not None and points:
-            next(self._starting, None)
-            self._starting, self._started = None, True
+        if points:
+            self._wait()
         with closing(run_points(points, self.jobs, started=self._started)) as outcomes:
             for outcome in outcomes:
                 if outcome.summary is None:

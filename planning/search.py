@@ -7,8 +7,10 @@ reports the verdicts that contradict this.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from eldr_sim.planning.runs import Search, side_by_side
@@ -53,17 +55,13 @@ class SearchSpace:
     def most_decode(self, x: int, below: float | None = None) -> int:
         """Return the most decode workers that ``x`` prefill workers allow, or 0."""
         limit = self.below if below is None else min(below, self.below)
-        y = (self.max_workers - x * self.x_size) // self.y_size
-        while y > 0 and not self.cost(x, y) < limit:
-            y -= 1
-        return max(y, 0)
+        most = max(0, (self.max_workers - x * self.x_size) // self.y_size)
+        return bisect_left(range(1, most + 1), limit, key=lambda y: self.cost(x, y))
 
     def most_prefill(self, y: int) -> int:
         """Return the most prefill workers that ``y`` decode workers allow, or 0."""
-        x = (self.max_workers - y * self.y_size) // self.x_size
-        while x > 0 and not self.cost(x, y) < self.below:
-            x -= 1
-        return max(x, 0)
+        most = max(0, (self.max_workers - y * self.y_size) // self.x_size)
+        return bisect_left(range(1, most + 1), self.below, key=lambda x: self.cost(x, y))
 
 
 @dataclass
@@ -238,8 +236,7 @@ def _first(
     if state.x_least is None:
         return None
     for n in range(state.x_least, x_top + 1):
-        most, at = space.most_decode(n), n
-        found = yield from smallest(state.y_least, most, lambda m, at=at: meets(at, m))
+        found = yield from smallest(state.y_least, space.most_decode(n), partial(meets, n))
         if found is not None:
             return n, found
     return None

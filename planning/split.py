@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.planning.candidates import (
+    MOST_GPUS,
     Candidate,
     ClusterTemplate,
     clusters_to_plan,
@@ -78,6 +80,7 @@ def plan_split(
     """
     if n_gpus < 1:
         raise InputError("gpus", str(n_gpus), "1 or more")
+    within("gpus", n_gpus, MOST_GPUS)
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     low = lowest_rate(config)
     config = config.model_copy(update={"request_rate": max(low, 1.0)})
