@@ -14,6 +14,8 @@ import os
 import re
 import stat
 import zipfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -93,7 +95,7 @@ def parse_json(text: str | bytes, field: str, what: str = "") -> Any:
 
 
 def parse_yaml(text: str, field: str, what: str) -> Any:
-    """Return a YAML document, whose aliases must not make it endless."""
+    """Return a YAML document, whose aliases must not make it endless, nor keys stand twice."""
     import yaml
 
     try:
@@ -104,6 +106,8 @@ def parse_yaml(text: str, field: str, what: str) -> Any:
                 return None
             if _size(node, {}) > _NODE_LIMIT:
                 raise InputError(field, f"{what} has over {_NODE_LIMIT:,} values, aliases counted")
+            for key in _twice(node):
+                raise InputError(field, f"{what} has {key!r} twice in one mapping", "each key once")
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -125,6 +129,24 @@ def _size(node: yaml.Node, known: dict[int, int]) -> int:
             parts = [part for pair in parts for part in pair]
         known[number] = 1 + sum(_size(part, known) for part in parts)
     return known[number]
+
+
+def _twice(root: yaml.Node) -> Iterator[str]:
+    """Yield keys that stand more than once in a mapping; PyYAML takes the last of them."""
+    todo: list[yaml.Node] = [root]
+    seen: set[int] = set()
+    while todo:
+        node = todo.pop()
+        parts: list[Any] = node.value if isinstance(node.value, list) else []
+        if id(node) in seen or not parts:
+            continue
+        seen.add(id(node))
+        if not isinstance(parts[0], tuple):
+            todo += parts
+            continue
+        keys = Counter((key.tag, key.value) for key, _ in parts if isinstance(key.value, str))
+        yield from (key for (_, key), n in keys.items() if n > 1)
+        todo += [value for _, value in parts]
 
 
 def check_arrays(path: str | os.PathLike[str], field: str) -> Path:

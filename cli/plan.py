@@ -23,7 +23,7 @@ from eldr_sim.simulator.config import RunConfig
 if TYPE_CHECKING:
     from eldr_sim.planning.plan import Plan
     from eldr_sim.planning.prefill import FastestPlan
-    from eldr_sim.planning.rates import RatePlan
+    from eldr_sim.planning.rates import CarriedRate, RatePlan
     from eldr_sim.planning.runs import Summary
     from eldr_sim.planning.slo import Objective
     from eldr_sim.planning.trial import Trial
@@ -144,6 +144,8 @@ def plan(
         options["topology"] = "1P"
     check_out(out, force, MARKER)
     worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]
+    if len(set(worker_sizes)) < len(worker_sizes):
+        raise InputError("tensor_parallel_size", f"{sizes} names one twice")
     if topology is not None and worker_sizes:
         if len(worker_sizes) > 1:
             raise InputError("tensor_parallel_size", f"{sizes} for one cluster", "one size")
@@ -231,6 +233,8 @@ def _prices(text: str | None) -> dict[str, float]:
     prices: dict[str, float] = {}
     for part in _list(text):
         name, equals, price = part.partition("=")
+        if name in prices:
+            raise InputError("price", f"{name} is given twice", "GPU=PRICE, each once")
         try:
             prices[name] = float(price)
         except ValueError:
@@ -513,8 +517,8 @@ def _print_rates(plan: RatePlan) -> bool:
                 each.gpu,
                 _workers(each.config),
                 str(each.config.n_gpus),
-                f"none: {each.reason}" if each.rate is None else interval_text(*each.rate, ".2f"),
-                str(len(each.by_seed)),
+                _rate_text(each),
+                str(len(each.by_seed) or 1),
                 each.summary["weakest_provenance"] if each.summary else "",
             ]
             for each in plan.rates
@@ -528,6 +532,12 @@ def _print_rates(plan: RatePlan) -> bool:
     if summary is not None:
         _print_assumptions(summary)
     return summary is not None
+
+
+def _rate_text(each: CarriedRate) -> str:
+    if each.rate is not None:
+        return interval_text(*each.rate, ".2f")
+    return each.reason if each.is_beaten else f"none: {each.reason}"
 
 
 def _print_assumptions(summary: Summary) -> None:

@@ -397,7 +397,7 @@ def _from_hf_config(path: Path) -> ModelDims:
 
 def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     """Translate a Hugging Face configuration; key names differ by family."""
-    config: dict[str, Any] = {**raw, **(raw.get("text_config") or {})}
+    config: dict[str, Any] = raw | _object(raw, "text_config", path)
     family = str(config.get("model_type", ""))
 
     def first(*keys: str, default: Any = None) -> Any:
@@ -473,7 +473,15 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         }
     if family.startswith("llama4"):
         fields |= _llama4(config)
-    return fields | _dtypes(config.get("quantization_config") or {})
+    return fields | _dtypes(_object(config, "quantization_config", path), path)
+
+
+def _object(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """Return an object within a configuration; empty where there is none."""
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise InputError("model", f"{path}: {key} is {found!r:.80}", "a JSON object, or none")
+    return found
 
 
 def _llama4(config: dict[str, Any]) -> dict[str, Any]:
@@ -505,7 +513,7 @@ def _attention_bias(family: str, config: dict[str, Any]) -> str:
     return "qkv" if config.get("attention_bias") else "none"
 
 
-def _dtypes(quantization: dict[str, Any]) -> dict[str, str]:
+def _dtypes(quantization: dict[str, Any], path: Path) -> dict[str, str]:
     method = str(quantization.get("quant_method", ""))
     if not method:
         return {}
@@ -514,8 +522,8 @@ def _dtypes(quantization: dict[str, Any]) -> dict[str, str]:
     if method == "fp8":
         stored = "fp8_block" if quantization.get("weight_block_size") else "fp8"
         return {"expert_dtype": stored, "linear_dtype": stored}
-    groups = (quantization.get("config_groups") or {}).values()
-    weights = [group.get("weights") or {} for group in groups]
+    groups = _object(quantization, "config_groups", path)
+    weights = [_object(_object(groups, name, path), "weights", path) for name in groups]
     int4 = [w.get("num_bits") == 4 and w.get("type") == "int" for w in weights]
     if method == "compressed-tensors" and int4 and all(int4):  # as Kimi-K2.5: experts alone
         return {"expert_dtype": "int4"}

@@ -89,6 +89,18 @@ def bytes_alone(model: ModelDims, gpu: GPU) -> LatencyTable:
     )
 
 
+def _provenance(table: LatencyTable) -> dict[str, Any]:
+    """Return what results say of a table that their times come from."""
+    metadata = table.metadata
+    return {
+        "label": metadata.provenance,
+        "origin": metadata.origin,
+        "kernel_source": metadata.kernel_source,
+        "framework": metadata.framework,
+        "device": metadata.device,
+    }
+
+
 class MoELayer(NamedTuple):
     """A MoE layer as it was measured, on a GPU with all experts or on one of several ranks."""
 
@@ -124,15 +136,7 @@ class Parts:
             self.elementwise = self._elementwise()
 
     def _record(self, component: str, table: LatencyTable, **more: Any) -> None:
-        metadata = table.metadata
-        entry = {
-            "label": metadata.provenance,
-            "origin": metadata.origin,
-            "kernel_source": metadata.kernel_source,
-            "framework": metadata.framework,
-            "device": metadata.device,
-            **more,
-        }
+        entry = _provenance(table) | more
         known = self.provenance.get(component)
         if known is None or weakest([known["label"], entry["label"]]) != known["label"]:
             self.provenance[component] = entry
@@ -238,28 +242,28 @@ class Parts:
         }
         return None
 
-    def host_gap_s(self, given: float | None) -> float:
-        """Engine time per step: given, else the median of a profile's table, else the default.
+    def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:
+        """Engine time per step, s: given, else the median of a profile's table, else the default.
 
-        Whole engine steps contain it.
+        And its provenance. Whole engine steps contain it.
         """
         if self.engine_step is not None:
             if given is not None:
                 raise InputError(
                     "host_gap_s", "an engine_step table contains the host gap", "none given"
                 )
-            return 0.0
+            return 0.0, {}
         shape = {"n_layers": self.whole.n_layers, "hidden_size": self.whole.hidden_size}
         table = gpu_table("host_gap", self.gpu, shape=shape, extra=self.tables)
         if given is None and table is not None:
-            self._record("host_gap", table)
-            return float(np.median(table.columns["latency_s"]))
-        self.provenance["host_gap"] = {
+            gap_s = float(np.median(table.columns["latency_s"]))
+            return gap_s, {"host_gap": _provenance(table)}
+        said = {
             "label": "derived" if given is None else "measured",
             "origin": "GPT-OSS-120B on H200 (TPOT less kernels)" if given is None else "given",
             "kernel_source": "",
         }
-        return HOST_GAP_S if given is None else float(given)
+        return HOST_GAP_S if given is None else float(given), {"host_gap": said}
 
     def _collectives(self) -> dict[str, CollectiveLatency]:
         """Tables of collectives between this many GPUs: ``custom`` (all-reduce only), ``nccl``."""

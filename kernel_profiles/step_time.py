@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -286,8 +287,8 @@ def build_step_time_model(
     if host_gap_s is not None and not (np.isfinite(host_gap_s) and host_gap_s >= 0):
         raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
 
-    parts = Parts(dims, device, parallelism, tables, max_model_len)
-    gap = parts.host_gap_s(host_gap_s)
+    parts = _parts(dims, device, parallelism, tuple(tables), max_model_len)
+    gap, gap_provenance = parts.host_gap(host_gap_s)
     if cudagraph_padding != "none" and parts.engine_step is not None:
         problem = "an engine_step table contains what its engine padded"
         raise InputError("cudagraph_padding", problem, "none")
@@ -307,10 +308,22 @@ def build_step_time_model(
         context_max=int(min(decode.context[-1] for decode in measured)),
         attention_tokens_max=min(decode.tokens_max for decode in measured),
         host_gap_s=gap,
-        provenance=parts.provenance,
+        provenance=parts.provenance | gap_provenance,
         warnings=tuple(parts.warnings),
         layer=parts.layer,
     )
+
+
+@lru_cache(maxsize=16)
+def _parts(
+    model: ModelDims,
+    gpu: GPU,
+    parallelism: Parallelism,
+    tables: tuple[LatencyTable, ...],
+    max_model_len: int,
+) -> Parts:
+    """Return a worker's kernels; those of workers that differ in batch or budget are the same."""
+    return Parts(model, gpu, parallelism, tables, max_model_len)
 
 
 def _tabulate(

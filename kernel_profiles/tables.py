@@ -389,20 +389,22 @@ def _name_of(parts: Sequence[str]) -> str:
 @lru_cache(maxsize=1)
 def shipped_tables() -> tuple[tuple[Path, TableMetadata], ...]:
     """Path and metadata of every table that ships with the package, sorted by file name."""
-    return tuple((path, _shipped_metadata(path)) for path in _shipped_paths())
+    return tuple((path, _shipped_metadata(path)) for _, _, path in _shipped_paths())
 
 
 def shipped_of_kind(kind: Kind) -> dict[str, Path]:
     """Return the shipped tables of a kind by the name of their GPU or CPU."""
-    named = (path for path in _shipped_paths() if f"_{kind}_" in path.name)
+    named = (path for name, _, path in _shipped_paths() if f"_{kind}_" in name)
     found = ((path, _shipped_metadata(path)) for path in named)
     return {metadata.gpu: path for path, metadata in found if metadata.kind == kind}
 
 
 @lru_cache(maxsize=1)
-def _shipped_paths() -> tuple[Path, ...]:
+def _shipped_paths() -> tuple[tuple[str, frozenset[str], Path], ...]:
+    """Return the name of every shipped table, the name's parts, and the path."""
     folder = Path(str(resources.files("eldr_sim.kernel_profiles").joinpath("data/tables")))
-    return tuple(sorted(folder.glob("*.parquet")))
+    paths = sorted(folder.glob("*.parquet"))
+    return tuple((path.name, frozenset(path.name.split("_")), path) for path in paths)
 
 
 @cache
@@ -455,11 +457,11 @@ def find_table(
         if fits(table.metadata):
             return table
     # A thousand files take long to open: names tell which can fit.
-    start, parts = _name_of([gpu, kind]) + "_", set(_shape_parts(wanted))
+    start, wanted_parts = _name_of([gpu, kind]) + "_", set(_shape_parts(wanted))
     named = [
         (path, _shipped_metadata(path))
-        for path in _shipped_paths()
-        if path.name.startswith(start) and parts.issubset(path.name.split("_"))
+        for name, parts, path in _shipped_paths()
+        if name.startswith(start) and wanted_parts <= parts
     ]
     candidates = [(path, metadata) for path, metadata in named if fits(metadata)]
     if not candidates:

@@ -18,6 +18,7 @@ from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.run import offered_load
+from eldr_sim.traces.workload import Workload
 
 #: A finite run may serve a little more than the cluster's steady state.
 _SLACK = 0.9
@@ -37,7 +38,7 @@ class Bounds:
     impossible: str = ""
 
 
-def bounds(config: RunConfig, objective: Objective) -> Bounds:
+def bounds(config: RunConfig, objective: Objective, workload: Workload | None = None) -> Bounds:
     """Bound the workers that a load needs on the pools of a configuration.
 
     - A prefill worker computes prompts of mean length, at best in steps filled up to the token
@@ -50,13 +51,23 @@ def bounds(config: RunConfig, objective: Objective) -> Bounds:
     - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster, and
       any cluster rejects a request longer than ``max_model_len``.
 
+    Parameters
+    ----------
+    config
+        Pools, GPUs and load.
+    objective
+        Service level and attainment.
+    workload
+        The load where the caller has it: it is the same for all shapes of a cluster.
+
     Raises
     ------
     InputError
         As :func:`~eldr_sim.simulator.run.prepare`, for example if the model does not fit.
     """
     prepared = prepare(config)
-    workload, _ = offered_load(config, prepared.trace)
+    if workload is None:
+        workload, _ = offered_load(config, prepared.trace)
     prefill, decode = prepared.spec.prefill, prepared.spec.decode
     span = float(workload.arrival_s[-1] - workload.arrival_s[0])
     rate = config.effective_rate or (len(workload) - 1) / max(span, 1e-9)
@@ -128,11 +139,17 @@ def _workers(load: float) -> int:
 def _late(step_time: StepTimeModel, lengths: NDArray[np.int64], bound_s: float) -> float:
     """Return the share of prompts whose prefill alone takes longer than a bound."""
     values, counts = np.unique(lengths, return_counts=True)
-    late = [step_time.prompt_s(n) > bound_s for n in values.tolist()]
+    late = _prompts_s(step_time, tuple(values.tolist())) > bound_s
     return float(counts[late].sum() / counts.sum())
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
+def _prompts_s(step_time: StepTimeModel, lengths: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return the time of a prompt alone of each length, s."""
+    return np.array([step_time.prompt_s(n) for n in lengths])
+
+
+@lru_cache(maxsize=16)
 def _fastest_steps(
     step_time: StepTimeModel, n_ranks: int, top_k: int, context: float
 ) -> NDArray[np.float64]:

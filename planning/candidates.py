@@ -10,17 +10,25 @@ from itertools import product
 from typing import Literal
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.planning.bounds import Bounds, bounds
 from eldr_sim.planning.prefill_strategy import chunk_label, prefill_label
 from eldr_sim.planning.search import SearchSpace
-from eldr_sim.planning.shapes import estimate, shapes
+from eldr_sim.planning.shapes import capacity, estimate, shapes
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies.choice import parse
 from eldr_sim.policies.registry import canonical
 from eldr_sim.simulator.config import Pool, RunConfig
+from eldr_sim.simulator.prepare import routing_of
+from eldr_sim.simulator.run import offered_load
 
+#: Most GPUs of a cluster that is planned: a pool has no more workers.
+MOST_GPUS = 9999
+#: Highest price of a GPU-hour: sums of prices stay numbers.
+MOST_PRICE = 1e12
 #: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
 SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size", "num_redundant_experts")
 
@@ -39,12 +47,15 @@ class ClusterTemplate:
         Most GPUs of the cluster.
     estimate
         Prefill and decode (or co-located) workers that it likely takes, see `shapes.estimate`.
+    capacity
+        Requests per second that a worker of either kind likely serves, see `shapes.capacity`.
     """
 
     config: RunConfig
     bounds: Bounds
     max_gpus: int
     estimate: tuple[int, int] = (1, 1)
+    capacity: tuple[float, float] = (math.inf, math.inf)
 
     @property
     def worker_sizes(self) -> tuple[int, int]:
@@ -205,6 +216,8 @@ def clusters_to_plan(
         raise InputError("max_concurrency", "a plan is for an open load", "none")
     policies = [canonical("decode", policy) for policy in policies]
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
+    if len(by_gpu) < len(prices):
+        raise InputError("price", f"{', '.join(prices)} names one GPU twice")
     chosen = [load_gpu(name).name for name in gpus or [config.gpu]]
     several = list(map(str, redundant_experts))
     for field, listed in (
@@ -249,8 +262,10 @@ def _check_prices(configs: Iterable[RunConfig]) -> None:
     free = [name for name, price in prices.items() if price is None]
     if free and len(free) < len(prices):
         raise InputError("price", f"none of {', '.join(free)}", "a price of every GPU, or of none")
-    if any(price == 0 for price in prices.values()):
-        raise InputError("price", "0", "a positive price")
+    for price in prices.values():
+        if price == 0:
+            raise InputError("price", "0", "a positive price")
+        within("price", price or 0.0, MOST_PRICE, " an hour")
 
 
 def make_candidate(
@@ -271,20 +286,24 @@ def make_candidate(
     """
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []
+    workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
     for shape in shapes(config, sizes or [2**n for n in range(NODE_GPUS.bit_length())]):
         label, least = shape_label(shape), shape.n_gpus
         if least > max_gpus:
             reasons.append(f"{label}: {least} GPUs are more than {max_gpus}")
             continue
         try:
-            found = bounds(shape, objective)
-            likely = (1, 1) if found.impossible else estimate(shape, objective, found.rate)
+            found = bounds(shape, objective, workload)
+            each = (math.inf, math.inf)
+            if not found.impossible:
+                each = capacity(shape, objective, workload)
         except InputError as error:
             if error.field not in SIZE_FIELDS:
                 raise
             reasons.append(f"{label}: {error.problem}")
             continue
+        likely = estimate(each, found.rate, colocated=shape.colocated)
         likely = max(likely[0], found.n_prefill), max(likely[1], found.n_decode)
-        templates.append(ClusterTemplate(shape, found, max_gpus, likely))
+        templates.append(ClusterTemplate(shape, found, max_gpus, likely, each))
     templates.sort(key=lambda t: (t.estimated_cost, t.worker_sizes, t.config.colocated))
     return Candidate(gpu_label(config), policy_label(config), tuple(templates), tuple(reasons))

@@ -8,9 +8,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.planning.candidates import (
+    MOST_GPUS,
     Candidate,
     ClusterTemplate,
     clusters_to_plan,
@@ -20,8 +23,8 @@ from eldr_sim.planning.candidates import (
 )
 from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.planning.prefill import by_speed, prefill_candidates
-from eldr_sim.planning.rates import LEAST_REQUESTS, carried
-from eldr_sim.planning.runs import Runs, Search
+from eldr_sim.planning.rates import LEAST_REQUESTS, carried_by_seed
+from eldr_sim.planning.runs import Runs, Search, side_by_side
 from eldr_sim.planning.savings import PAIRED_SEEDS, Saving, savings_of
 from eldr_sim.planning.search import SearchState, cheapest, fewest
 from eldr_sim.planning.slo import Objective, Verdict
@@ -290,6 +293,7 @@ def plan(
     """
     if max_gpus < (1 if config.prefill_only else 2):
         raise InputError("max_gpus", str(max_gpus), "room for one worker of each kind")
+    within("max_gpus", max_gpus, MOST_GPUS)
     if strategies and not config.prefill_only:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only beside")
     if config.request_rate == math.inf:
@@ -297,33 +301,44 @@ def plan(
     _check_workers(config)
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     configs = clusters_to_plan(config, policies, gpus, prices or {}, redundant_experts)
-    sizes = tensor_parallel_sizes
-    if config.prefill_only:
-        candidates = [
-            candidate
-            for each in configs
-            for candidate in prefill_candidates(
-                each, objective, max_gpus, sizes, strategies, apart=False
-            )
-        ]
-    else:
-        candidates = [make_candidate(each, objective, max_gpus, sizes) for each in configs]
-    sized = (template for candidate in candidates for template in candidate.templates)
-    rate = next((template.bounds.rate for template in sized), math.nan)
-    _check_load(config, rate)
     runs = Runs(jobs, progress)
-    runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
-    results = runs.together([_search_sizes(each, objective) for each in candidates])
-    runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if len(results) > 1 else 0)
-    savings = [] if config.prefill_only else savings_of(results, objective, runs)
-    ranked = sorted(results, key=lambda result: (result.cost, _rank(result.trial)))
-    margin = None
-    if ranked[0].trial is not None:
-        margin = _margin(ranked[0], objective, rate, runs)
-    larger = [search for result in results for search in _larger(result, objective)]
-    trials = [trial for result in results for trial in result.trials] + runs.together(larger)
+    with runs.starting(configs[0]):
+        candidates = _candidates(configs, objective, max_gpus, tensor_parallel_sizes, strategies)
+        sized = (template for candidate in candidates for template in candidate.templates)
+        rate = next((template.bounds.rate for template in sized), math.nan)
+        _check_load(config, rate)
+        runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
+        results = runs.together([_search_sizes(each, objective) for each in candidates])
+        runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if results[1:] else 0)
+        ranked = sorted(results, key=lambda result: (result.cost, _rank(result.trial)))
+        further: list[Search[Any]] = [
+            _margin(ranked[0], objective, rate),
+            savings_of([] if config.prefill_only else results, objective),
+            side_by_side([search for each in results for search in _larger(each, objective)]),
+        ]
+        margin, savings, larger = runs.together(further)
+    trials = [trial for result in results for trial in result.trials] + larger
     front = [] if config.prefill_only else _front(trials, max_gpus)
     return Plan(asked, objective, rate, max_gpus, ranked, margin, front, savings, runs)
+
+
+def _candidates(
+    configs: Sequence[RunConfig],
+    objective: Objective,
+    max_gpus: int,
+    sizes: Sequence[int],
+    strategies: Sequence[str],
+) -> list[Candidate]:
+    """Return the shapes of every candidate; of prefill workers alone, its sizes and budgets."""
+    if not configs[0].prefill_only:
+        return [make_candidate(each, objective, max_gpus, sizes) for each in configs]
+    return [
+        candidate
+        for each in configs
+        for candidate in prefill_candidates(
+            each, objective, max_gpus, sizes, strategies, apart=False
+        )
+    ]
 
 
 def _check_workers(config: RunConfig) -> None:
@@ -438,14 +453,13 @@ def _search_size(
         return trials[x, y].verdict
 
     x, y = template.estimate
-    start = SearchState(x_least=x, y_least=y)
     near = template.cost(2 * x, 2 * y) + 1e-9
     for limit in (near, below) if near < below else (below,):
         space, prompts = template.search_space(limit), template.config.prefill_only
         if template.config.colocated or prompts:
-            state = yield from fewest(space, judge, start, prefill=prompts)
+            state = yield from fewest(space, judge, x if prompts else y, prefill=prompts)
         else:
-            state = yield from cheapest(space, judge, start)
+            state = yield from cheapest(space, judge, (x, y))
         if state.best is not None:
             break
     return state, trials
@@ -515,16 +529,16 @@ def _notes(
     return notes
 
 
-def _margin(result: CandidateResult, objective: Objective, rate: float, runs: Runs) -> Margin:
+def _margin(result: CandidateResult, objective: Objective, rate: float) -> Search[Margin | None]:
     """Find the highest rate of a cluster under each seed, up to four times the planned rate."""
-    assert result.trial is not None
+    if result.trial is None:
+        return None
     config = result.trial.config.model_copy(update={"request_rate": rate})
-    high = 4.0 * rate
-    searches = [
-        carried(config, seed, objective, low=rate / 4.0, high=high, factor=1.25)
-        for seed in range(min(PAIRED_SEEDS, objective.seeds))
-    ]
-    rates = [value or 0.0 for value in runs.together(searches)]
+    n_seeds, high = min(PAIRED_SEEDS, objective.seeds), 4.0 * rate
+    found = yield from carried_by_seed(
+        config, n_seeds, objective, low=rate / 4.0, high=high, at_once=2
+    )
+    rates = [value or 0.0 for value in found]
     return Margin(
         t_interval(rates),
         t_interval([100.0 * (value / rate - 1.0) for value in rates]),

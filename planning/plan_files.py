@@ -236,8 +236,6 @@ def _candidate(result: CandidateResult) -> dict[str, Any]:
         "gpu": result.gpu,
         "policy": result.policy,
         "cluster": _maybe(result.trial),
-        "fewest_prefill_workers": result.search.x_least,
-        "fewest_decode_workers": result.search.y_least,
         "shapes": [dataclasses.asdict(shape) for shape in result.shapes],
         "reasons": result.reasons,
         "notes": result.notes,

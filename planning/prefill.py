@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.kernel_profiles.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend
 from eldr_sim.planning.bounds import Bounds, bounds
 from eldr_sim.planning.candidates import (
+    MOST_GPUS,
     SIZE_FIELDS,
     Candidate,
     ClusterTemplate,
@@ -46,6 +48,7 @@ from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.prepare import prepare, routing_of
 from eldr_sim.simulator.run import offered_load
+from eldr_sim.traces.workload import Workload
 
 BACKENDS: tuple[Backend, ...] = ("nccl_alltoall", "deepep_ht", "allgather_reducescatter")
 BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
@@ -151,15 +154,17 @@ def prefill_candidates(
     for name in strategies:
         if name not in KINDS or list(strategies).count(name) > 1:
             raise InputError("strategy", f"{name!r}", f"{', '.join(KINDS)}, each once")
+    within("max_gpus", max_gpus, MOST_GPUS)
     config = config.model_copy(update={"topology": "1P"})
     model = load_model(config.model)
-    prompts = offered_load(config, routing_of(config, model))[0].prompt_len
+    workload, _ = offered_load(config, routing_of(config, model))
+    prompts = workload.prompt_len
     accepted = prompts[prompts <= (config.max_model_len or model.max_position_embeddings)]
     longest = int(accepted.max(initial=1))
     found = []
     for kind in (kind for kind in KINDS if kind in strategies or not strategies):
         sized = [
-            _candidate(config, objective, max_gpus, size, kind, longest)
+            _candidate(config, objective, max_gpus, size, kind, longest, workload)
             for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]
             if size <= max_gpus and (size > 1 or kind in _ALONE)
         ]
@@ -186,7 +191,10 @@ def by_speed(templates: Sequence[ClusterTemplate]) -> Search[list[ClusterTemplat
     up as long as its workers are busy for 85% of the time.
     """
     possible = [each for each in templates if not each.bounds.impossible]
-    summaries = yield [_at_once(each.config) for each in possible]
+    config = templates[0].config
+    workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
+    mean = float(workload.prompt_len.mean())
+    summaries = yield [_at_once(each.config, mean) for each in possible]
     found = [each for each in templates if each.bounds.impossible]
     for template, summary in zip(possible, summaries, strict=True):
         speed = (summary["completed"] or 0) / (summary["makespan_s"] or math.inf)
@@ -198,13 +206,10 @@ def by_speed(templates: Sequence[ClusterTemplate]) -> Search[list[ClusterTemplat
     return sorted(found, key=lambda each: (each.estimated_cost, each.worker_sizes))
 
 
-def _at_once(config: RunConfig) -> RunConfig:
+def _at_once(config: RunConfig, mean_prompt: float) -> RunConfig:
     """Return a run of prompts that fill two steps of a worker."""
-    prepared = prepare(config)
-    mean = float(offered_load(config, prepared.trace)[0].prompt_len.mean())
-    pool = prepared.spec.prefill
-    tokens = pool.max_num_batched_tokens * pool.parallelism.data_parallel_size
-    n = min(max(math.ceil(2 * tokens / mean), _AT_ONCE[0]), _AT_ONCE[1])
+    tokens = (config.max_num_batched_tokens or 0) * config.data_parallel_size
+    n = min(max(math.ceil(2 * tokens / mean_prompt), _AT_ONCE[0]), _AT_ONCE[1])
     return with_seed(
         config.model_copy(update={"request_rate": math.inf, "num_requests": n, "warmup": 0.0}),
         0,
@@ -218,6 +223,7 @@ def _candidate(
     size: int,
     kind: Kind,
     longest: int,
+    workload: Workload,
 ) -> Candidate:
     given = config.pool("prefill").max_num_batched_tokens
     templates: list[ClusterTemplate] = []
@@ -233,7 +239,9 @@ def _candidate(
             label = label or prefill_label(sized)
             problem = _refusal(sized, longest)
             if not problem:
-                known = Bounds(1, 0, math.nan) if objective is None else bounds(sized, objective)
+                known = Bounds(1, 0, math.nan)
+                if objective is not None:
+                    known = bounds(sized, objective, workload)
                 templates.append(ClusterTemplate(sized, known, max_gpus, (known.n_prefill, 0)))
                 break
             why = why or problem

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.bounds import bounds
 from eldr_sim.planning.candidates import clusters_to_plan, gpu_label, policy_label
 from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
-from eldr_sim.planning.runs import Runs, Search, Summary
-from eldr_sim.planning.search import highest_rate
+from eldr_sim.planning.runs import Runs, Search, Summary, side_by_side
+from eldr_sim.planning.search import RateRange, highest_rate
+from eldr_sim.planning.shapes import capacity
 from eldr_sim.planning.slo import Objective
 from eldr_sim.planning.trial import attains
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.headline import Headline, Shown, number
+from eldr_sim.simulator.prepare import routing_of
+from eldr_sim.simulator.run import offered_load
 
 #: Fewest expected requests of a run that estimates a share such as 99%.
 LEAST_REQUESTS = 100
 #: Largest relative distance between the rate returned and one that misses.
 TOLERANCE = 0.01
 #: Step by which a seed's highest rate is looked for from that of another seed.
-NEAR = 1.04
+NEAR = 1.02
+#: Step by which it is looked for from an estimate.
+FROM_ESTIMATE = 1.25
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,8 @@ class CarriedRate:
         Summary of the first seed's run at its highest rate.
     reason
         Why there is no rate.
+    is_beaten
+        Whether there is none because other clusters carry more.
     """
 
     config: RunConfig
@@ -52,6 +61,7 @@ class CarriedRate:
     rate: Interval | None
     summary: Summary | None
     reason: str = ""
+    is_beaten: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,29 +152,38 @@ def plan_rate(
     configs = clusters_to_plan(config, policies, gpus, prices or {})
     low = lowest_rate(config)
     runs = Runs(jobs, progress)
-    starts = [
-        each.model_copy(update={"request_rate": max(low, float(each.n_decode or each.n_prefill))})
-        for each in configs
-    ]
-    impossible = [bounds(start, objective).impossible for start in starts]
-    possible = [start for start, reason in zip(starts, impossible, strict=True) if not reason]
-    first = runs.together([carried(start, 0, objective, low=low) for start in possible])
-    others: list[Search[float | None]] = []
-    for start, rate in zip(possible, first, strict=True):
-        near, factor = (start, 2.0) if rate is None else (_at(start, rate), NEAR)
-        others += [
-            carried(near, seed, objective, low=low, factor=factor)
-            for seed in range(1, objective.seeds)
+    with runs.starting(configs[0]):
+        starts = [_at(each, _likely(each, objective, low)) for each in configs]
+        impossible = [bounds(start, objective).impossible for start in starts]
+        possible = [start for start, reason in zip(starts, impossible, strict=True) if not reason]
+        at_once = 1 if len(possible) > 1 else 2  # else one process would wait
+        searches = [
+            carried_by_seed(start, objective.seeds, objective, low=low, at_once=at_once)
+            for start in possible
         ]
-    of_first, of_others = iter(first), iter(runs.together(others))
-    rates = []
-    for each, reason in zip(configs, impossible, strict=True):
-        by_seed: tuple[float | None, ...] = ()
-        if not reason:
-            rest = (next(of_others) for _ in range(1, objective.seeds))
-            by_seed = (next(of_first), *rest)
-        rates.append(_carried_rate(each, by_seed, reason or f"{low:.3g} req/s is too much", runs))
+        found = iter(runs.together(searches))
+        rates = []
+        for each, why in zip(configs, impossible, strict=True):
+            by_seed = () if why else tuple(next(found))
+            rates.append(_carried_rate(each, by_seed, why or f"{low:.3g} req/s is too much", runs))
     return RatePlan(asked, objective, rates, _gains(rates), runs)
+
+
+def _likely(config: RunConfig, objective: Objective, low: float) -> float:
+    """Return the rate that a cluster carries by the estimate of `shapes.capacity`.
+
+    One a worker where it says nothing.
+    """
+    some = max(low, float(config.n_decode or config.n_prefill))
+    if config.prefill_only:
+        return some
+    config = _at(config, some)
+    workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
+    prefill, decode = capacity(config, objective, workload)
+    rate = decode * config.n_decode
+    if config.n_prefill:
+        rate = min(rate, prefill * config.n_prefill)
+    return some if math.isinf(rate) else max(low, rate)
 
 
 def _at(config: RunConfig, rate: float) -> RunConfig:
@@ -186,13 +205,14 @@ def carried(
     objective: Objective,
     *,
     low: float,
-    high: float = float("inf"),
-    factor: float = 2.0,
-) -> Search[float | None]:
+    high: float = math.inf,
+    factor: float = FROM_ESTIMATE,
+    at_once: int = 1,
+    beaten: Callable[[float], bool] = lambda rate: False,
+) -> Search[RateRange | None]:
     """Find the highest rate of a cluster under one seed, starting at the configuration's rate.
 
-    For ``low``, ``high`` and ``factor`` see
-    :func:`~eldr_sim.planning.search.highest_rate`.
+    For ``low`` and what follows see :func:`~eldr_sim.planning.search.highest_rate`.
     """
     assert config.request_rate is not None
 
@@ -200,8 +220,34 @@ def carried(
         return attains(_at(config, rate), seed, objective)
 
     return highest_rate(
-        config.request_rate, low, meets, factor=factor, tolerance=TOLERANCE, high=high
+        config.request_rate, low, meets, factor=factor, tolerance=TOLERANCE, high=high,
+        at_once=at_once, beaten=beaten,
+    )  # fmt: skip
+
+
+def carried_by_seed(
+    config: RunConfig,
+    n_seeds: int,
+    objective: Objective,
+    *,
+    low: float,
+    high: float = math.inf,
+    at_once: int = 1,
+) -> Search[list[float | None]]:
+    """Find the highest rate of a cluster under each seed; of further seeds near that of the first.
+
+    Starts at the configuration's rate. For ``low``, ``high`` and ``at_once`` (of the first seed)
+    see :func:`~eldr_sim.planning.search.highest_rate`.
+    """
+    first = yield from carried(config, 0, objective, low=low, high=high, at_once=at_once)
+    start, factor = (config, FROM_ESTIMATE) if first is None else (_at(config, first.good), NEAR)
+    others = yield from side_by_side(
+        [
+            carried(start, seed, objective, low=low, high=high, factor=factor)
+            for seed in range(1, n_seeds)
+        ]
     )
+    return [None if found is None else found.good for found in [first, *others]]
 
 
 def _carried_rate(

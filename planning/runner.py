@@ -18,9 +18,11 @@ import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any, Literal, get_args
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.run import simulate_summary
@@ -70,6 +72,7 @@ def run_points(
     *,
     backend: Backend = "joblib",
     address: str | None = None,
+    started: bool = False,
 ) -> Generator[Outcome, None, None]:
     """Run points and yield their outcomes in the order in which they end.
 
@@ -90,6 +93,8 @@ def run_points(
     address
         Address of the Ray cluster: ``auto`` (the one that runs here; the default), ``local`` (a
         cluster of this machine alone, for the time of the sweep) or ``HOST:PORT``.
+    started
+        Whether `start_processes` has started the processes: they are good for a single point, too.
 
     Raises
     ------
@@ -103,15 +108,49 @@ def run_points(
 
         yield from run_on_ray(todo, jobs, address or "auto")
         return
-    if jobs is None:
-        from joblib import cpu_count  # takes long to import, here and below
-
-        jobs = cpu_count()
-    jobs = min(jobs, len(todo))
+    jobs = _processes(jobs)
+    if not started:
+        jobs = min(jobs, len(todo))
     if jobs <= 1:
         yield from map(run_point, todo)
+    elif todo:
+        yield from _run_on_processes(todo, jobs, _share_replays(todo))
+
+
+def _processes(jobs: int | None) -> int:
+    if jobs is not None:
+        return jobs
+    from joblib import cpu_count  # takes long to import, here and below
+
+    return int(cpu_count())
+
+
+def start_processes(config: RunConfig, jobs: int | None = None) -> Generator[None, None, None]:
+    """Start the processes of runs like this one while the caller does something else.
+
+    They import and load what runs need, by a run of one request on workers that hold any model.
+    The generator yields once, when they begin, and ends when they have; closing it stops them.
+    `run_points` with ``started`` then finds them.
+    """
+    n = _processes(jobs)
+    if n <= 1:
+        yield
         return
-    yield from _run_on_processes(todo, jobs, _share_replays(todo))
+    one = config.model_copy(
+        update={
+            "topology": "1P" if config.prefill_only else "1P1D",
+            "tensor_parallel_size": NODE_GPUS,
+            "policy": "jsq",
+            "num_requests": 1,
+            "request_rate": 1.0,
+            "warmup": 0.0,
+        }
+    )
+    with _closing(_parallel(n, n, iter([_call(Point("", one), ())] * n))) as outcomes:
+        yield
+        with contextlib.suppress(Exception):  # the runs themselves will report it
+            for _ in outcomes:
+                pass
 
 
 def check_backend(
@@ -191,7 +230,7 @@ def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Generator[Outc
     from joblib import Parallel, parallel_config
 
     # One thread a process: the points run side by side.
-    with parallel_config(backend="loky", inner_max_num_threads=1):
+    with parallel_config(backend="loky", inner_max_num_threads=1), _without_interrupts():
         outcomes: Generator[Outcome, None, None] = Parallel(
             n_jobs=jobs,
             return_as="generator_unordered",
@@ -199,6 +238,20 @@ def _parallel(jobs: int, in_flight: int, calls: Iterator[Any]) -> Generator[Outc
             batch_size=1,
         )(calls)
     return outcomes
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back while processes start: they inherit that, and leave Ctrl-C to this one.
+
+    Until they ignore it (`_follow`) they import, and each would print a traceback.
+    """
+    resource_tracker.ensure_running()  # loky would start it, which lets Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _call(point: Point, shared: Sequence[SharedReplay]) -> Any:

@@ -6,12 +6,12 @@ A search is a generator that yields the configurations it needs next and is sent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runner import Point, check_backend, config_key, run_points
+from eldr_sim.planning.runner import Point, check_backend, config_key, run_points, start_processes
 from eldr_sim.simulator.config import RunConfig
 
 T = TypeVar("T")
@@ -39,6 +39,30 @@ class Runs:
         #: How many runs a search is likely to take, if it knows; for the estimate of its time.
         self.expected = 0
         self._made: dict[str, tuple[RunConfig, Summary]] = {}
+        self._started = False
+        self._starting: Generator[None, None, None] | None = None
+
+    @contextmanager
+    def starting(self, config: RunConfig) -> Iterator[None]:
+        """Start the processes of runs like this one; they load while the caller prepares.
+
+        Where no run was made at the end they have begun nevertheless: stopped earlier, joblib's
+        thread would print a traceback.
+        """
+        self._starting = start_processes(config, self.jobs)
+        next(self._starting)
+        try:
+            yield
+        except Exception:
+            self._wait()
+            raise
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait until the processes have begun, if they were started."""
+        if self._starting is not None:
+            next(self._starting, None)
+            self._starting, self._started = None, True
 
     def __len__(self) -> int:
         return len(self._made)
@@ -59,7 +83,9 @@ class Runs:
         new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}
         found: dict[str, Summary] = {}
         points = [Point(key, config) for key, config in new.items()]
-        with closing(run_points(points, self.jobs)) as outcomes:
+        if points:
+            self._wait()
+        with closing(run_points(points, self.jobs, started=self._started)) as outcomes:
             for outcome in outcomes:
                 if outcome.summary is None:
                     failed = new[outcome.key]
@@ -75,13 +101,17 @@ class Runs:
 
     def together(self, searches: Sequence[Search[T]]) -> list[T]:
         """Advance all searches in rounds to their ends, and return their results."""
-        search, found = side_by_side(searches), None
+        return self.ended(side_by_side(searches))
+
+    def ended(self, search: Search[T]) -> T:
+        """Advance a search to its end, and return its result."""
+        found = None
         while True:
             try:
                 asked = next(search) if found is None else search.send(found)
             except StopIteration as end:
-                results: list[T] = end.value
-                return results
+                result: T = end.value
+                return result
             found = self.summaries(asked)
 
 

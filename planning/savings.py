@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eldr_sim.planning.intervals import Interval, t_interval
-from eldr_sim.planning.runs import Runs, Search
+from eldr_sim.planning.runs import Search, side_by_side
 from eldr_sim.planning.search import cheapest, fewest
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.planning.trial import attains
@@ -36,9 +36,7 @@ class Saving:
     gpus: Interval
 
 
-def savings_of(
-    results: Sequence[CandidateResult], objective: Objective, runs: Runs
-) -> list[Saving]:
+def savings_of(results: Sequence[CandidateResult], objective: Objective) -> Search[list[Saving]]:
     """Find the cheapest cluster under each seed, and pair policies on the same GPU."""
     seeds = range(min(PAIRED_SEEDS, objective.seeds))
     by_gpu: dict[str, list[CandidateResult]] = {}
@@ -52,7 +50,7 @@ def savings_of(
     ]
     asked = {id(result): result for pair in pairs for result in pair}
     searches = [_fewest_gpus(each, seed, objective) for each in asked.values() for seed in seeds]
-    gpus = iter(runs.together(searches))
+    gpus = iter((yield from side_by_side(searches)))
     by_seed = {key: [next(gpus) for _ in seeds] for key in asked}
     savings = []
     for reference, other in pairs:
@@ -82,10 +80,14 @@ def _fewest_gpus(result: CandidateResult, seed: int, objective: Objective) -> Se
         good = yield from attains(template.at(x, y), seed, objective)
         return Verdict.MEETS if good else Verdict.MISSES
 
-    search = fewest if template.config.colocated else cheapest
     # A seed differs by a worker or two: far larger clusters need not be tried.
     space = template.search_space(1.5 * result.cost + 2 * template.unit)
-    state = yield from search(space, judge, result.search)
+    assert result.search.best is not None
+    x, y = result.search.best
+    if template.config.colocated:
+        state = yield from fewest(space, judge, y)
+    else:
+        state = yield from cheapest(space, judge, (x, y), around=False)
     if state.best is None:
         return None
     return template.at(*state.best).n_gpus

@@ -15,14 +15,15 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.kernel_profiles.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
 from eldr_sim.simulator.cluster_spec import EngineSpec
 from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.prepare import prepare
-from eldr_sim.simulator.run import offered_load
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.workload import Workload
 
 #: Share of its time that a worker can compute before requests wait too long, by experience.
 BUSY = 0.85
@@ -70,14 +71,17 @@ def _may_be_colocated(config: RunConfig) -> bool:
     return own == Pool() and not getattr(decode, "reads_signature", False)
 
 
-def estimate(config: RunConfig, objective: Objective, rate: float) -> tuple[int, int]:
-    """Estimate the workers that a rate takes, (prefill, decode) or (0, co-located)."""
-    prefill, decode = capacity(config, objective)
-    x = 0 if config.colocated else max(1, math.ceil(rate / prefill))
+def estimate(each: tuple[float, float], rate: float, *, colocated: bool) -> tuple[int, int]:
+    """Estimate the workers that a rate takes, (prefill, decode) or (0, co-located).
+
+    ``each`` is what a worker of either kind serves, see `capacity`.
+    """
+    prefill, decode = each
+    x = 0 if colocated else max(1, math.ceil(rate / prefill))
     return x, max(1, math.ceil(rate / decode))
 
 
-def capacity(config: RunConfig, objective: Objective) -> tuple[float, float]:
+def capacity(config: RunConfig, objective: Objective, workload: Workload) -> tuple[float, float]:
     """Estimate the requests per second of a prefill and of a decode (or co-located) worker.
 
     - A prefill worker computes steps full of mean prompts for 85% of its time.
@@ -89,18 +93,20 @@ def capacity(config: RunConfig, objective: Objective) -> tuple[float, float]:
       r n s(b) <= b (1 - r e) and s(b) <= (1 - r e) TPOT for some batch b.
 
     Workers whose engines share experts are not estimated: infinity. Less than a request in an hour
-    counts as one.
+    counts as one. ``workload`` is the load.
     """
     prepared = prepare(config)
-    workload, _ = offered_load(config, prepared.trace)
     prompt, output = float(workload.prompt_len.mean()), float(workload.output_len.mean())
     prefill, decode = prepared.spec.prefill, prepared.spec.decode
     if prefill.group is not None or decode.group is not None:
         return math.inf, math.inf
     prompt_s = _prompt_s(prefill, max(1, int(prompt)))
     bound_s = math.inf if objective.level.tpot is None else objective.level.tpot / 1e3 * _BELOW
+    context = prompt + output / 2
+    room = decode.n_blocks * config.block_size / max(context, 1.0)
+    largest = max(1, min(decode.max_num_seqs, int(room)))
     batch, step_s = _decode_steps(
-        decode, prepared.trace, config.block_size, prompt + output / 2, prepared.model.top_k
+        decode.step_time, decode.n_expert_ranks, prepared.trace, largest, context
     )
     if config.colocated:
         served = batch / (output * step_s + batch * prompt_s)
@@ -119,17 +125,15 @@ def _prompt_s(engine: EngineSpec, length: int) -> float:
     return engine.step_time.prefill_s([length] * n, [0] * n) / n
 
 
+@lru_cache(maxsize=16)
 def _decode_steps(
-    engine: EngineSpec, trace: RoutingTrace, block_size: int, context: float, top_k: int
+    step_time: StepTimeModel, ranks: int, trace: RoutingTrace, largest: int, context: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return batches and the time of a decode step of each, s."""
-    room = engine.n_blocks * block_size / max(context, 1.0)
-    largest = max(1, min(engine.max_num_seqs, int(room)))
+    """Return batches up to the largest and the time of a decode step of each, s."""
     batch = np.unique(np.geomspace(1, largest, 48).astype(np.int64))
-    layers, ranks = engine.step_time.n_moe_layers, engine.n_expert_ranks
-    experts = np.maximum(_expected_experts(trace, batch), top_k) / ranks
+    experts = np.maximum(_expected_experts(trace, batch), step_time.model.top_k) / ranks
     step_s = [
-        engine.step_time.decode_s([active] * layers, n, context)
+        step_time.decode_s([active] * step_time.n_moe_layers, n, context)
         for n, active in zip(batch.tolist(), experts.tolist(), strict=True)
     ]
     return batch.astype(float), np.array(step_s)

@@ -59,6 +59,11 @@ class Objective:
         """Attainment of the first seed at or below which a cluster is dropped."""
         return self.attainment / 2
 
+    def is_out_of_reach(self, shares: Sequence[float]) -> bool:
+        """Whether further seeds, were they all perfect, could not show that the target is met."""
+        left = self.seeds - len(shares)
+        return (math.fsum(shares) + left) / self.seeds < self.attainment
+
     def interval(self, shares: Sequence[float], requests: int) -> Interval:
         """Return the attainment at one look, see :func:`attainment_interval`."""
         each = 1.0 - (1.0 - self.confidence) / len(self.looks)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
 from eldr_sim.planning.candidates import (
+    MOST_GPUS,
     Candidate,
     ClusterTemplate,
     clusters_to_plan,
@@ -14,18 +18,25 @@ from eldr_sim.planning.candidates import (
     make_candidate,
 )
 from eldr_sim.planning.intervals import t_interval
-from eldr_sim.planning.rates import NEAR, CarriedRate, RatePlan, carried, lowest_rate
+from eldr_sim.planning.rates import (
+    FROM_ESTIMATE,
+    NEAR,
+    TOLERANCE,
+    CarriedRate,
+    RatePlan,
+    carried,
+    lowest_rate,
+)
 from eldr_sim.planning.runs import Runs, Search, side_by_side
 from eldr_sim.planning.savings import PAIRED_SEEDS
-from eldr_sim.planning.shapes import capacity
+from eldr_sim.planning.search import highest_rate
 from eldr_sim.planning.slo import Objective
+from eldr_sim.planning.trial import attains
 from eldr_sim.simulator.config import RunConfig
 
 #: Splits that are simulated first, of each candidate, and those of them that all seeds decide.
 _TRIED, _COMPARED = 8, 2
 _RUNS_OF_RATE = 8
-#: Step by which the highest rate is looked for from an estimate.
-_FROM_ESTIMATE = 1.25
 
 
 def plan_split(
@@ -43,8 +54,8 @@ def plan_split(
     """Find the clusters of up to so many GPUs that carry the highest rates within an objective.
 
     The estimate of `shapes.capacity` ranks every split of every shape. The first eight of each
-    candidate, and what lies beside the best of them, are simulated under one seed; the best two
-    under up to three.
+    candidate, and what lies beside the best of them, are simulated under one seed, those that two
+    others beat only until that is known; the best two under up to three.
 
     Parameters
     ----------
@@ -69,96 +80,147 @@ def plan_split(
     """
     if n_gpus < 1:
         raise InputError("gpus", str(n_gpus), "1 or more")
+    within("gpus", n_gpus, MOST_GPUS)
     asked, config = config, config.model_copy(update={"goodput": objective.level})
     low = lowest_rate(config)
     config = config.model_copy(update={"request_rate": max(low, 1.0)})
     configs = clusters_to_plan(config, policies, gpus, prices or {})
-    candidates = [
-        make_candidate(each, objective, n_gpus, tensor_parallel_sizes) for each in configs
-    ]
-    if not any(candidate.templates for candidate in candidates):
-        raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
     runs = Runs(jobs, progress)
-    runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + _COMPARED * PAIRED_SEEDS)
-    found = runs.together([_best(each, objective, n_gpus, low) for each in candidates])
+    with runs.starting(configs[0]):
+        candidates = [
+            make_candidate(each, objective, n_gpus, tensor_parallel_sizes) for each in configs
+        ]
+        if not any(candidate.templates for candidate in candidates):
+            raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
+        runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + _COMPARED * PAIRED_SEEDS)
+        found = runs.together([_best(each, objective, n_gpus, low) for each in candidates])
     rates = [rate for each in found for rate in each]
     rates.sort(key=lambda each: -(each.rate.mean if each.rate else 0.0))
     return RatePlan(asked, objective, rates, [], runs)
+
+
+@dataclass
+class _Split:
+    """A cluster of all GPUs, and what is known of its highest rate under the first seed.
+
+    Attributes
+    ----------
+    template, x, y
+        Shape and workers.
+    likely
+        Highest rate by the estimate.
+    good, bad
+        The highest rate that meets the objective so far, and the lowest that does not.
+    """
+
+    template: ClusterTemplate
+    x: int
+    y: int
+    likely: float
+    good: float = 0.0
+    bad: float = math.inf
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What tells a split from others."""
+        return id(self.template), self.x, self.y
+
+    def at(self, rate: float) -> RunConfig:
+        """Return the cluster under a rate."""
+        config = self.template.at(self.x, self.y)
+        return config.model_copy(update={"request_rate": rate})
 
 
 def _best(
     candidate: Candidate, objective: Objective, n_gpus: int, low: float
 ) -> Search[list[CarriedRate]]:
     """Find the best splits of a candidate."""
-    splits: list[tuple[float, ClusterTemplate, int, int]] = []
-    for template in candidate.templates:
-        if not template.bounds.impossible:
-            prefill, decode = capacity(template.config, objective)
-            splits += [
-                (min(x * prefill if x else decode * y, y * decode), template, x, y)
-                for x, y in _full_splits(template, n_gpus)
-            ]
-    splits.sort(key=lambda split: -split[0])
-    known: dict[tuple[int, int, int], float] = {}
-
-    def rate_of(template: ClusterTemplate, x: int, y: int, start: float) -> Search[float]:
-        key = (id(template), x, y)
-        if key not in known:
-            at = _at(template, x, y, max(low, start))
-            found = yield from carried(at, 0, objective, low=low, factor=_FROM_ESTIMATE)
-            known[key] = found or 0.0
-        return known[key]
-
-    first = splits[:_TRIED]
-    rates = yield from side_by_side([rate_of(t, x, y, start) for start, t, x, y in first])
-    tried = [(rate, *split[1:]) for rate, split in zip(rates, first, strict=True)]
-    tried.sort(key=lambda split: -split[0])
-    while tried:
-        rate, template, x, y = tried[0]
+    splits = [
+        _split(template, x, y)
+        for template in candidate.templates
+        if not template.bounds.impossible
+        for x, y in _full_splits(template, n_gpus)
+    ]
+    splits.sort(key=lambda split: -split.likely)
+    tried: list[_Split] = []
+    new, best = splits[:_TRIED], None
+    while new:
+        tried += new
+        yield from side_by_side([_race(split, tried, objective, low) for split in new])
+        tried.sort(key=lambda split: -split.good)
+        best, known = tried[0], {split.key for split in tried}
         beside = [
-            (a, b)
-            for a, b in _full_splits(template, n_gpus)
-            if abs(a - x) == 1 and (id(template), a, b) not in known
+            _split(best.template, x, y, best.good)
+            for x, y in _full_splits(best.template, n_gpus)
+            if abs(x - best.x) == 1
         ]
-        rates = yield from side_by_side([rate_of(template, a, b, rate) for a, b in beside])
-        better = [(found, template, *split) for found, split in zip(rates, beside, strict=True)]
-        tried = sorted([*tried, *better], key=lambda split: -split[0])
-        if tried[0][1:] == (template, x, y):
-            break
+        new = [split for split in beside if split.key not in known]
     seeds = range(1, min(PAIRED_SEEDS, objective.seeds))
-    compared = [split for split in tried[:_COMPARED] if split[0]]
-    again = iter(
-        (
-            yield from side_by_side(
-                [
-                    carried(_at(t, x, y, rate), seed, objective, low=low, factor=NEAR)
-                    for rate, t, x, y in compared
-                    for seed in seeds
-                ]
-            )
-        )
-    )
+    again = [
+        carried(split.at(split.good), seed, objective, low=low, factor=NEAR)
+        for split in _compared(tried)
+        for seed in seeds
+    ]
+    others = iter((yield from side_by_side(again)))
     result = []
-    for rate, template, x, y in tried:
-        by_seed: list[float | None] = [rate or None]
-        if (rate, template, x, y) in compared:
-            by_seed += [next(again) for _ in seeds]
-        values = [value for value in by_seed if value is not None]
-        config, whole = template.at(x, y), len(values) == len(by_seed)
-        summary = None
-        if whole:
-            summary = (yield [config.model_copy(update={"request_rate": values[0]})])[0]
-        reason = "" if whole else f"{low:.3g} req/s is too much"
-        interval = t_interval(values) if whole else None
-        carried_rate = CarriedRate(
-            config, gpu_label(config), tuple(by_seed), interval, summary, reason
-        )
-        result.append(carried_rate)
+    for split in tried:
+        by_seed: list[float | None] = [split.good or None]
+        if split in _compared(tried):
+            found = (next(others) for _ in seeds)
+            by_seed += [None if each is None else each.good for each in found]
+        result.append((yield from _carried_rate(split, by_seed, low)))
     return result
 
 
-def _at(template: ClusterTemplate, x: int, y: int, rate: float) -> RunConfig:
-    return template.at(x, y).model_copy(update={"request_rate": rate})
+def _split(template: ClusterTemplate, x: int, y: int, likely: float | None = None) -> _Split:
+    """Return a split with the rate that the estimate says, or the one that is given."""
+    prefill, decode = template.capacity
+    estimate = min(x * prefill, y * decode) if x else y * decode
+    return _Split(template, x, y, estimate if likely is None else likely)
+
+
+def _compared(tried: Sequence[_Split]) -> list[_Split]:
+    """Return those of the splits, highest rate first, that all seeds decide."""
+    return [split for split in tried[:_COMPARED] if split.good]
+
+
+def _race(
+    split: _Split, against: Sequence[_Split], objective: Objective, low: float
+) -> Search[None]:
+    """Find the highest rate of a split, or that it is below those of the best others."""
+
+    def meets(rate: float) -> Search[bool]:
+        fine = yield from attains(split.at(rate), 0, objective)
+        if fine:
+            split.good = max(split.good, rate)
+        return fine
+
+    def beaten(rate: float) -> bool:
+        ahead = sum(other.good >= rate for other in against if other is not split)
+        return ahead >= _COMPARED
+
+    found = yield from highest_rate(
+        max(low, split.likely), low, meets, factor=FROM_ESTIMATE, tolerance=TOLERANCE,
+        beaten=beaten,
+    )  # fmt: skip
+    split.bad = low if found is None else found.bad
+
+
+def _carried_rate(
+    split: _Split, by_seed: Sequence[float | None], low: float
+) -> Search[CarriedRate]:
+    """Return what is known of a split."""
+    config = split.template.at(split.x, split.y)
+    values = [value for value in by_seed if value is not None]
+    if split.bad > max(low, split.good * (1.0 + TOLERANCE)) and split.bad < math.inf:
+        reason = f"{split.good:.3g} to {split.bad:.3g}, less than the best"
+        return CarriedRate(config, gpu_label(config), (), None, None, reason, is_beaten=True)
+    if len(values) < len(by_seed):
+        reason = f"{low:.3g} req/s is too much"
+        return CarriedRate(config, gpu_label(config), tuple(by_seed), None, None, reason)
+    summary = (yield [split.at(values[0])])[0]
+    interval = t_interval(values)
+    return CarriedRate(config, gpu_label(config), tuple(by_seed), interval, summary)
 
 
 def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]]:

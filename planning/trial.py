@@ -50,7 +50,8 @@ def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
     """Judge a cluster.
 
     First one seed: a cluster that attains at most half of the target is dropped. Then more, the
-    same seeds for every cluster, until the confidence interval lies on one side of the target.
+    same seeds for every cluster, until the confidence interval lies on one side of the target or
+    no further seeds could bring it above: such a cluster stays undecided.
 
     Parameters
     ----------
@@ -68,12 +69,10 @@ def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
     verdict, attainment = Verdict.UNDECIDED, Interval(math.nan, math.nan, math.nan)
     for seeds in objective.looks:
         summaries += yield [with_seed(config, i) for i in range(len(summaries), seeds)]
-        attainment = objective.interval(
-            [summary["slo_attainment"] for summary in summaries],
-            sum(summary["num_prompts"] for summary in summaries),
-        )
+        shares = [summary["slo_attainment"] for summary in summaries]
+        attainment = objective.interval(shares, sum(each["num_prompts"] for each in summaries))
         verdict = objective.verdict(attainment)
-        if verdict is not Verdict.UNDECIDED:
+        if verdict is not Verdict.UNDECIDED or objective.is_out_of_reach(shares):
             break
     return Trial(config, verdict, attainment, tuple(summaries), hopeless=False)
 

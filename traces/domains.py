@@ -88,9 +88,12 @@ def resolve_domain_mix(
             )
         if not math.isfinite(weight) or weight < 0:
             raise InputError(field, f"weight of {name} is {weight}", "a finite number >= 0")
-    total = math.fsum(weights.values())
+    total = sum(weights.values())
     if total <= 0:
         raise InputError(field, "no domain has a positive weight")
+    if not math.isfinite(total):
+        raise InputError(field, "the weights sum to more than a float holds", "smaller weights")
+    total = math.fsum(weights.values())
     return (
         {name: weights[name] / total for name in trace.domains if weights.get(name, 0) > 0},
         source,

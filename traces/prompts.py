@@ -13,7 +13,7 @@ Prefix blocks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any
@@ -107,7 +107,8 @@ class PromptSignatures:
 
     A call with a prompt's ranges returns ``(id, counts)``: `count_experts`, or `sum_gate_scores`
     where a policy asks for gate scores. Equal ids mean equal counts; the cache holds some thousands
-    of prompts, the least recently used go first. Counts of a decode-only trace are None.
+    of prompts, the least recently used go first, and stays for the next run of this process. Counts
+    of a decode-only trace are None.
 
     Parameters
     ----------
@@ -127,21 +128,29 @@ class PromptSignatures:
     def __init__(
         self, trace: RoutingTrace, kind: PromptScore = "count", requests: ArrayLike = ()
     ) -> None:
-        numbers = count()
         if kind != "count":
             trace.prompt_scores(requests, kind)
-
-        @lru_cache(maxsize=_REMEMBERED)
-        def summed(ranges: Ranges) -> tuple[int, NDArray[Any] | None]:
-            if kind != "count":
-                return next(numbers), sum_gate_scores(trace, ranges, kind)
-            return next(numbers), count_experts(trace, ranges) if trace.has_prompts else None
-
-        self._summed = summed
+        self._summed = _remembered(trace, kind)
 
     def __call__(self, ranges: Ranges) -> tuple[int, NDArray[Any] | None]:
         """Return an id and the counts, ``[n_layers, n_experts]``, of ``ranges``."""
         return self._summed(ranges)
+
+
+@lru_cache(maxsize=1)
+def _remembered(
+    trace: RoutingTrace, kind: PromptScore
+) -> Callable[[Ranges], tuple[int, NDArray[Any] | None]]:
+    """Return what sums the experts of a trace's prompts: runs of one trace have the same."""
+    numbers = count()
+
+    @lru_cache(maxsize=_REMEMBERED)
+    def summed(ranges: Ranges) -> tuple[int, NDArray[Any] | None]:
+        if kind != "count":
+            return next(numbers), sum_gate_scores(trace, ranges, kind)
+        return next(numbers), count_experts(trace, ranges) if trace.has_prompts else None
+
+    return summed
 
 
 def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDArray[np.uint64]:

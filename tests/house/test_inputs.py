@@ -98,6 +98,12 @@ def test_documents_that_cannot_be_parsed(parse, text, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3", "x: [{y: {a: 1, 'b': 2, b: 3, a: 1}}]"])
+def test_a_key_that_stands_twice_is_refused(text):
+    with pytest.raises(InputError, match=r"^config: a\.yaml has '[ab]' twice in one mapping"):
+        parse_yaml(text, "config", "a.yaml")
+
+
 def test_aliases_are_counted_and_those_of_themselves_refused():
     shared = parse_yaml("base: &b {x: 1}\nmore: [*b, *b]", "config", "a.yaml")
     assert shared == {"base": {"x": 1}, "more": [{"x": 1}, {"x": 1}]}

@@ -145,7 +145,7 @@ def test_hopeless_clusters_take_one_run_and_clear_ones_the_fewest_seeds():
     # Every run is made once.
     assert len({c.model_dump_json() for c in evaluate.configs}) == len(evaluate.configs)
     assert len(found.runs) == len(evaluate.configs)
-    assert len(tried) < 30
+    assert len(tried) < 32
 
 
 def test_margin_is_the_rate_at_which_the_target_is_just_attained():
@@ -348,6 +348,12 @@ def test_the_best_split_is_that_of_all_splits():
         ({"prices": {"h100": 2.0}}, "price: none of MI300X"),
         ({"prices": {"h1000": 2.0}}, "gpu: unknown GPU 'h1000'"),
         ({"max_gpus": 1}, "max_gpus: 1"),
+        (
+            {"max_gpus": 10**12},
+            "max_gpus: 1,000,000,000,000 is above the limit (allowed: at most",
+        ),
+        ({"prices": {"h100": 1e308, "mi300x": 1}}, "price: 1e+308 an hour is above the limit"),
+        ({"prices": {"h100": 2.0, "H100": 1.0}}, "price: h100, H100 names one GPU twice"),
         ({"config": {"request_rate": math.inf, "num_requests": 500}}, "request_rate: inf"),
         ({"config": {"duration": 3}}, "duration: about 60 requests in the measured window"),
         ({"policies": ["eldr:artifact=a.npz"]}, "policy.artifact: "),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.search import SearchSpace, SearchState, cheapest, highest_rate, smallest
+from eldr_sim.planning.search import SearchSpace, cheapest, highest_rate, smallest
 from eldr_sim.planning.slo import (
     Objective,
     Verdict,
@@ -85,8 +85,7 @@ def test_cheapest_is_that_of_the_whole_grid(staircase, hint):
     good = [(x, y) for x, y in points if y >= fewest[x - 1]]
     oracle = Oracle(lambda x, y: y >= fewest[x - 1])
     space = SearchSpace(1, 1, size, lambda x, y: prefill * x + decode * y)
-    start = None if hint is None else SearchState(x_least=hint[0], y_least=hint[1])
-    found = finish(cheapest(space, oracle, start))
+    found = finish(cheapest(space, oracle, hint))
     if good:
         assert space.cost(*found.best) == min(space.cost(*point) for point in good)
         x, y = found.best
@@ -144,17 +143,28 @@ def test_undecided_is_not_good_enough_and_no_contradiction():
 
 
 @given(
-    border=st.floats(0.5, 500), start=st.floats(0.1, 900), high=st.sampled_from([math.inf, 300.0])
-)
-def test_highest_rate_is_just_below_the_border(border, start, high):
+    border=st.floats(0.5, 500), start=st.floats(0.1, 900), high=st.sampled_from([math.inf, 300.0]),
+    at_once=st.integers(1, 3),
+)  # fmt: skip
+def test_highest_rate_is_just_below_the_border(border, start, high, at_once):
     oracle = Oracle(lambda rate: rate <= border)
-    found = finish(highest_rate(start, 1.0, question(oracle), tolerance=0.01, high=high))
+    search = highest_rate(start, 1.0, question(oracle), tolerance=0.01, high=high, at_once=at_once)
+    found = finish(search)
     if border < 1.0:
         assert found is None
     else:
-        assert found <= min(border, high) * (1 + 1e-12)
-        assert found * 1.01 >= min(border, high) * (1 - 1e-12)
-    assert len(oracle.asked) < 30
+        assert found.good <= min(border, high) * (1 + 1e-12)
+        assert found.good * 1.01 >= min(border, high) * (1 - 1e-12)
+        assert found.bad == math.inf if border >= high else found.bad > border
+    assert len(oracle.asked) == len(set(oracle.asked)) < 30
+
+
+def test_a_rate_that_is_beaten_is_not_narrowed_down():
+    oracle = Oracle(lambda rate: rate <= 100)
+    found = finish(highest_rate(80, 1.0, question(oracle), beaten=lambda bad: bad <= 170))
+    assert (found.good, found.bad) == (80, 160)
+    found = finish(highest_rate(110, 1.0, question(oracle), beaten=lambda bad: bad <= 170))
+    assert (found.good, found.bad) == (0.0, 110)
 
 
 # -- intervals ----------------------------------------------------------------------------------

@@ -181,7 +181,8 @@ def test_searches_go_on_side_by_side(monkeypatch):
     """Round by round: what two searches ask for at the same time is run once, together."""
     batches = []
 
-    def fake_points(points, _jobs):
+    def fake_points(points, _jobs, started):
+        assert not started
         batches.append([point.config.seed for point in points])
         yield from (Outcome(p.key, {"seed": p.config.seed}, "", 0.0) for p in reversed(points))
 

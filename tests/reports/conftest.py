@@ -130,7 +130,7 @@ def _write_plans(folder, result):
     eldr, larger, jsq = cluster("eldr", 3, 10.0), cluster("eldr", 5, 8.0), cluster("jsq", 4, 11.0)
     lost = cluster("eldr", 2, 14.0, "misses")
     span = {"mean": 1.25, "low": 0.5, "high": 2.0}
-    candidate = {"gpu": "H100", "fewest_prefill_workers": 2, "fewest_decode_workers": 3}
+    candidate = {"gpu": "H100", "notes": []}
     plan = common | {
         "kind": "cluster",
         "request_rate": 20.0,

@@ -365,6 +365,7 @@ def test_log_with_fixed_output_and_mix(tiny, log):
         ({"domain_mix": {"code": math.nan}}, "weight of code is nan"),
         ({"domain_mix": {"code": 0}}, "no domain has a positive weight"),
         ({"domain_mix": {}}, "no domain has a positive weight"),
+        ({"domain_mix": {"code": 1e308, "math": 1e308}}, "the weights sum to more than a float"),
     ],
 )
 def test_bad_argument_is_told_in_one_line(trace, changes, message):

@@ -150,7 +150,8 @@ class Experiment:
                 return found[0][P99] <= P99_TTFT_MS
 
             search = highest_rate(8.0, 0.25, meets, tolerance=0.02, high=1000.0)
-            self._knees[key] = self.runner.search(search) or 0.25
+            found = self.runner.search(search)
+            self._knees[key] = found.good if found else 0.25
         return self._knees[key]
 
     def run(self, groups: Mapping[Any, Sequence[dict[str, Any]]]) -> dict[Any, list[Summary]]:
