@@ -126,7 +126,9 @@ def test_the_page_is_made_of_comparison_json_alone(written):
     assert not re.search(r"\b(nan|inf)\b", text)
 
 
-@pytest.mark.parametrize("name", ["live_vllm", "live_vllm_turin", "live_vllm_xeon", "live_vllm_orders"])
+@pytest.mark.parametrize(
+    "name", ["live_vllm", "live_vllm_turin", "live_vllm_xeon", "live_vllm_orders"]
+)
 def test_a_committed_page_is_made_of_the_committed_figures(name):
     folder = ROOT / "docs" / "live_reports" / name
     document = json.loads((folder / "comparison.json").read_text())
