@@ -283,7 +283,7 @@ def _kv_blocks(
     activation_bytes: int = 0,
 ) -> int:
     if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
+        return config.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
     return kv_blocks(
         model,
         gpu,

@@ -133,8 +133,7 @@ def _compared(
         artifact = campaign / "calibration" / setup / "artifact.npz"
         for run in runs:
             if run.info.setup == setup:
-                fit = artifact if artifact.exists() else None
-                yield run, simulate_run(run, calibrated[setup], fit)
+                yield run, simulate_run(run, calibrated[setup], artifact)
                 done += 1
                 progress(0.9 * done / len(runs))
 

@@ -104,7 +104,7 @@ def simulate_run(
     run, calibrated
         The recording, and the calibration of its engines.
     artifact
-        ELDR's offline fit of the proxy's policy, if it needs one.
+        ELDR's offline fit; other policies read none.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def simulate_run(
     order = np.argsort(queued, kind="stable")
     everyone = np.arange(len(order))
     policy = build_decode_policy(  # as the proxy builds it
-        info.policy if artifact is None else f"{info.policy}:artifact={artifact}",
+        f"eldr:artifact={artifact}" if info.policy == "eldr" else info.policy,
         spec.n_decode,
         seed=info.load.seed,
     )
@@ -166,9 +166,8 @@ def _cluster_spec(
 
     def spec_of(engine: EngineInfo) -> EngineSpec:
         step_time = calibrated.step_time(model, engine, info.max_model_len)
-        return EngineSpec(
-            step_time, engine.max_num_seqs, engine.max_num_batched_tokens, engine.n_blocks
-        )
+        blocks = engine.n_blocks - 1  # one is vLLM's null block (vllm/v1/core/block_pool.py)
+        return EngineSpec(step_time, engine.max_num_seqs, engine.max_num_batched_tokens, blocks)
 
     prefills = [engine for engine in info.engines if engine.role == "prefill"]
     decode = _common([engine for engine in info.engines if engine.role != "prefill"])

@@ -145,7 +145,7 @@ def test_the_proxy_s_eldr_policy_takes_its_fit_from_a_file(make_live_run, tmp_pa
     fit(chosen, 2, seed=0).save(tmp_path / "artifact.npz")
     run, replayed = make_live_run("1P2D", policy="eldr", artifact=tmp_path / "artifact.npz")
     assert set(replayed.engine.tolist()) == {0, 1}
-    alternate, _ = make_live_run("1P2D")
+    alternate, _ = make_live_run("1P2D", artifact=tmp_path / "artifact.npz")  # which it ignores
     assert run.requests["engine"] != alternate.requests["engine"]
 
 
