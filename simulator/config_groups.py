@@ -352,8 +352,7 @@ class EngineConfig(_Fields):
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1, allow_inf_nan=False)
     """Share of the GPU's memory that an engine may use."""
     num_gpu_blocks_override: int | None = Field(default=None, ge=2, le=2**31 - 1)
-    """KV blocks of an engine, however much memory there is (vLLM's option); one of them is vLLM's
-    null block, which holds nothing."""
+    """KV blocks of an engine, whatever its memory (vLLM's option; one is the null block)."""
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Time of a step that no kernel accounts for, ms; the profile's when not given."""
     cudagraph_padding: Padding = "none"
