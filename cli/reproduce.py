@@ -160,12 +160,11 @@ def _row(claim: Claim) -> list[str]:
     span = f"{claim.low:g}" if claim.low == claim.high else f"{claim.low:g} to {claim.high:g}"
     paper = f"{span} {claim.unit}".strip() if claim.stated else "no figure"
     ours = "-" if claim.ours is None else f"{claim.ours:.2f}"
-    agrees = {True: "agrees", False: "differs", None: "-"}
     return [
         claim.statement,
         paper,
         ours,
-        agrees[claim.direction_agrees],
-        agrees[claim.size_agrees],
-        "" if claim.size_agrees else claim.reason,
+        claim.direction,
+        claim.size,
+        "" if claim.size == "agrees" else claim.reason,
     ]

@@ -46,14 +46,10 @@ def claims(folders: list[Path]) -> str:
         span = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         paper = "no figure" if pd.isna(low) else f"{span} {unit}".strip()
         ours = "-" if pd.isna(row.ours) else f"{row.ours:.2f}"
-        agrees = [
-            "-" if pd.isna(value) else "agrees" if str(value).lower() == "true" else "differs"
-            for value in (row.direction_agrees, row.size_agrees)
-        ]
         reason = "" if pd.isna(row.reason) else row.reason
         name = row.figure.replace("_", " ").capitalize()
         lines.append(
-            f"| {name} | {row.claim} | {paper} | {ours} | {' | '.join(agrees)} | {reason} |"
+            f"| {name} | {row.claim} | {paper} | {ours} | {row.direction} | {row.size} | {reason} |"
         )
     return "\n".join(lines)
 

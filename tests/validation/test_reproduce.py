@@ -1,6 +1,7 @@
 """Reproductions of a paper: claims judged rightly, runs made once, files whole."""
 
 import csv
+import re
 import sys
 
 import pytest
@@ -12,27 +13,76 @@ from eldr_sim.validation.reproduce.eldr import evaluation as eldr_evaluation
 from eldr_sim.validation.reproduce.eldr.results import mean_difference, run_grid
 from eldr_sim.validation.reproduce.reproduction import Claim, Runner, choose, write_reproduction
 
+from ..paths import ROOT
+
+VERDICTS = ("agrees", "no effect", "contradicts")
 TINY = {"topology": "1P2D", "duration": 2, "warmup": 1, "output_len": 16}
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "ours", "direction", "size"),
+    ("low", "high", "ours", "unit", "direction", "size"),
     [
-        (-13.9, -7.0, -10.0, True, True),
-        (-13.9, -7.0, -14.5, True, True),  # within the tolerance of 1
-        (-13.9, -7.0, -15.0, True, False),
-        (-13.9, -7.0, -2.0, True, False),
-        (-13.9, -7.0, 3.0, False, False),
-        (-3.0, 3.0, 2.0, True, True),
-        (-3.0, 3.0, -14.0, False, False),
-        (4.7, 4.7, 5.4, True, True),
-        (4.7, 4.7, None, None, None),
+        (-13.9, -7.0, -10.0, "%", "agrees", "agrees"),
+        (-13.9, -7.0, -14.5, "%", "agrees", "agrees"),  # within the tolerance of 1
+        (-13.9, -7.0, -15.0, "%", "agrees", "differs"),
+        (-13.9, -7.0, -2.0, "%", "agrees", "differs"),
+        (-13.9, -7.0, 3.0, "%", "contradicts", "differs"),
+        (-13.9, -7.0, -0.7, "%", "no effect", "differs"),  # a tenth of 7
+        (-13.9, -7.0, 0.7, "%", "no effect", "differs"),
+        (0.5, 0.5, -0.4, "points", "contradicts", "agrees"),  # a size that agrees, the other way
+        (4.7, 4.7, 5.4, "x", "agrees", "agrees"),
+        (4.7, 4.7, 0.5, "x", "contradicts", "differs"),  # a ratio lies above or below 1, not 0
+        (4.7, 4.7, 1.2, "x", "no effect", "differs"),
+        (0.0, 1.0, 4.5, "x", "contradicts", "differs"),  # METRO's and MoE-Prefill's "fewer bytes"
+        (1.0, 2.0, 0.99, "x", "contradicts", "agrees"),
+        (1.01, 8.0, 1.0, "x", "no effect", "agrees"),
+        (-3.0, 3.0, 2.0, "%", "-", "agrees"),  # the paper claims no effect
+        (-3.0, 3.0, -14.0, "%", "-", "differs"),
+        (0.0, 0.0, 4.0, "%", "-", "differs"),
+        (26.0, 26.0, 99.0, "us", "-", "differs"),  # a time, a count: no direction
+        (1.0, 1.0, 4.0, "GPUs", "-", "differs"),
+        (4.7, 4.7, None, "x", "-", "-"),
     ],
 )
-def test_agreement_of_a_claim(low, high, ours, direction, size):
-    claim = Claim("statement", low, high, ours)
-    assert claim.direction_agrees is direction
-    assert claim.size_agrees is size
+def test_verdicts_of_a_claim(low, high, ours, unit, direction, size):
+    claim = Claim("statement", low, high, ours, unit)
+    assert claim.direction == direction
+    assert claim.size == size
+
+
+def test_a_neutral_value_of_its_own_and_an_input():
+    saved = Claim("a layer gets shorter", -81, -81, 55.0, "us", neutral=0.0)
+    assert saved.direction == "contradicts"
+    wins = Claim("share of the cases that it wins", 100, 100, 0.0, "%", neutral=50.0)
+    assert wins.direction == "contradicts"
+    assert Claim("MFU", 30, 30, 12.0, "%", neutral=None).direction == "-"
+    charged = Claim("charged", 26, 26, 25.7, "us", given=True)
+    assert (charged.direction, charged.size) == ("input", "input")
+
+
+PAGES = ("evaluation", "metro", "moe_prefill")
+ROW = re.compile(
+    r"^\| (?P<figure>[^|]+) \| (?P<claim>[^|]+) "
+    r"\| (?P<low>-?[\d.]+)(?: to (?P<high>-?[\d.]+))? ?(?P<unit>[^|]*?) \| (?P<ours>-?[\d.]+) "
+    r"\| (?P<direction>agrees|no effect|contradicts|differs|input|-) \| (?P<size>[^|]+) \|",
+    re.M,
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_verdicts_on_pages_follow_from_the_figures_beside_them(page):
+    rows = [m.groupdict() for m in ROW.finditer((ROOT / f"docs/{page}.md").read_text())]
+    assert len(rows) > 15
+    for row in rows:
+        low = float(row["low"])
+        claim = Claim(row["claim"], low, float(row["high"] or low), float(row["ours"]), row["unit"])
+        # A claim may say that it has no direction, or a neutral value of its own.
+        own = {"-", "input"} if row["unit"] in ("%", "points", "x") else {*VERDICTS, "-", "input"}
+        if "share of the points" in row["claim"]:
+            own = set(VERDICTS)
+        assert row["direction"] in {claim.direction, *own}, row
+        if claim.direction == "contradicts":
+            assert row["direction"] != "agrees", row
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -128,6 +178,7 @@ def test_reproduce_writes_a_picture_and_a_table_a_figure(tmp_path, monkeypatch, 
     with (out / "claims.csv").open() as file:
         claims = list(csv.DictReader(file))
     assert len(claims) == 5
+    assert [claim["direction"] for claim in claims] == ["input", "-", "agrees", "input", "input"]
     assert all(claim["claim"].split(",")[0][:20] in printed for claim in claims)
 
 

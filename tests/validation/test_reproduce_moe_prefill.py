@@ -118,8 +118,10 @@ def test_table_1_names_what_differs():
     made = figures(make_runner(True, lambda share: None), True)["table_1"]()
     assert all(claim.ours is not None for claim in made.claims)
     assert made.claims[0].ours == pytest.approx(4.5)  # 36,864 tokens over 8,192
-    assert made.claims[0].direction_agrees
-    assert not made.claims[0].size_agrees
+    assert [claim.direction for claim in made.claims] == [
+        "contradicts", "no effect", "no effect", "agrees",
+    ]  # fmt: skip
+    assert made.claims[0].size == "differs"
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pyarrow as pa
 from pyarrow import csv
@@ -15,6 +15,9 @@ from eldr_sim.planning.runs import Runs, Search, Summary
 from eldr_sim.simulator.config import make_config
 
 T = TypeVar("T")
+
+#: The value of a unit that means no effect; in others a value has no direction of its own.
+_NEUTRAL = {"%": 0.0, "points": 0.0, "x": 1.0}
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class Claim:
         Measured reason for a difference or a missing value; may be empty.
     stated
         Whether the paper states the range; False if we read it from a picture or from words.
+    neutral
+        The value of no effect, on either side of which a direction lies: by default 0 of a change
+        (%, points) and 1 of a ratio (x). None: the claim has no direction (a count, a time, a
+        share, or a figure that lies on one side by construction).
+    given
+        Whether the figure went into the simulator: an input is no claim, and has no verdict.
     """
 
     statement: str
@@ -47,22 +56,37 @@ class Claim:
     tolerance: float = 1.0
     reason: str = ""
     stated: bool = True
+    neutral: float | Literal["by unit"] | None = "by unit"
+    given: bool = False
 
     @property
-    def direction_agrees(self) -> bool | None:
-        """Whether our value has the sign of the paper's range; None without a value."""
-        if self.ours is None:
-            return None
-        if self.low < 0.0 < self.high:
-            return self.size_agrees
-        return (self.ours > 0.0) == (self.low + self.high > 0.0)
+    def direction(self) -> Literal["agrees", "no effect", "contradicts", "input", "-"]:
+        """Whether our effect has the sign of the paper's.
+
+        ``no effect``: ours is less than a tenth of the least that the paper claims. A dash: the
+        claim has no direction (no neutral value, or a range around it), or no value of ours.
+        """
+        if self.given:
+            return "input"
+        neutral = _NEUTRAL.get(self.unit) if self.neutral == "by unit" else self.neutral
+        if self.ours is None or neutral is None:
+            return "-"
+        low, high, ours = (value - neutral for value in (self.low, self.high, self.ours))
+        if low < 0.0 < high or low == high == 0.0:
+            return "-"
+        if abs(ours) <= 0.1 * min(abs(low), abs(high)):
+            return "no effect"
+        return "agrees" if (ours > 0.0) == (low + high > 0.0) else "contradicts"
 
     @property
-    def size_agrees(self) -> bool | None:
+    def size(self) -> Literal["agrees", "differs", "input", "-"]:
         """Whether our value lies in the paper's range, within the tolerance."""
+        if self.given:
+            return "input"
         if self.ours is None:
-            return None
-        return self.low - self.tolerance <= self.ours <= self.high + self.tolerance
+            return "-"
+        within = self.low - self.tolerance <= self.ours <= self.high + self.tolerance
+        return "agrees" if within else "differs"
 
 
 @dataclass(frozen=True)
@@ -133,7 +157,7 @@ def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]])
 
 
 def claims_table(reproductions: list[Reproduction]) -> pa.Table:
-    """Return a row per claim: the paper's value, ours, and whether they agree."""
+    """Return a row per claim: the paper's value, ours, and the verdicts on direction and size."""
     return pa.Table.from_pylist(
         [
             {
@@ -143,9 +167,9 @@ def claims_table(reproductions: list[Reproduction]) -> pa.Table:
                 "paper_high": claim.high if claim.stated else None,
                 "ours": claim.ours,
                 "unit": claim.unit,
-                "direction_agrees": claim.direction_agrees,
-                "size_agrees": claim.size_agrees,
-                "reason": claim.reason if not claim.size_agrees else "",
+                "direction": claim.direction,
+                "size": claim.size,
+                "reason": "" if claim.size == "agrees" else claim.reason,
             }
             for reproduction in reproductions
             for claim in reproduction.claims

@@ -43,6 +43,7 @@ def figure_2(model: str, gpu: str) -> Reproduction:
             "x",
             0.1,
             f"{moe['label']} table ({moe['origin']})",
+            given=moe["label"] == "derived",
         ),
         Claim(
             "batch 16 to 128 at 64 active experts barely moves it",
@@ -52,6 +53,7 @@ def figure_2(model: str, gpu: str) -> Reproduction:
             "x",
             0.15,
             stated=False,
+            neutral=None,
         ),
     ]
 
@@ -100,6 +102,7 @@ def figure_3(trace: RoutingTrace) -> Reproduction:
             0.02,
             "a drawn topic is the same in prompt and generation, a real one turns; an untrained "
             "model reaches .88 to .95: the figure does not prove domains",
+            neutral=0.0,
         )
     ]
 
@@ -140,6 +143,7 @@ def figure_4(trace: RoutingTrace) -> Reproduction:
                 high,
                 float(np.mean(own)) if own else None,
                 reason=f"{span}; the presets' domains are tuned to this very figure",
+                given=True,
             )
         )
 

@@ -104,6 +104,7 @@ def figure_8(fits: Fits) -> Reproduction:
                 0.005,
                 f"rho peaks at {rho[kept - 1]:.2f}: a drawn topic is the same in prompt and "
                 "generation",
+                neutral=0.0,
             )
         )
     return Reproduction(
@@ -129,6 +130,7 @@ def figure_9(fits: Fits) -> Reproduction:
                 100.0,
                 purity,
                 stated=False,
+                neutral=None,
             )
         )
     return Reproduction(

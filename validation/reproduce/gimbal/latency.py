@@ -133,8 +133,8 @@ def _by_rate(
         largest = min(alone, key=lambda part: alone[part])
         claims.append(
             Claim("the balancer gives most of the gain: its share of the largest part's", 0.5, 1.0,
-                  alone["DPLB"] / alone[largest] if alone[largest] else None, "", 0.0,
-                  f"the largest is {largest}; {said}", stated=False)
+                  alone["DPLB"] / alone[largest] if alone[largest] < 0 else None, "", 0.0,
+                  f"the largest is {largest}; {said}", stated=False, neutral=0.5)
         )  # fmt: skip
 
     def draw(figure: Any) -> None:

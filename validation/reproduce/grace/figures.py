@@ -206,7 +206,7 @@ def figure_3(evaluation: Evaluation) -> Reproduction:
         copies = [n_copies(o, g, n_ranks) > 1 for o, g in zip(load, groups, strict=True)]
         claims += [
             Claim(f"{what}, {source.label}", low, 100.0, 100 * float(np.mean(ours)), stated=False,
-                  tolerance=0.0, reason=reason)
+                  tolerance=0.0, reason=reason, neutral=None)
             for what, low, ours, reason in (
                 ("a few groups carry most of the load: heaviest of 4", 25.0, heaviest, ""),
                 ("a few experts carry the heaviest group: its top quarter", 50.0, quarter,

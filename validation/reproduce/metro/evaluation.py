@@ -177,7 +177,7 @@ def figure_3() -> Reproduction:
         Claim("small batches: two orders of magnitude (ours: batch 2, least)", 100, 1000,
               least / small, "x", 10.0, why),
         Claim("activations' share of the experts' bytes at batch 1,024, below", 0.0, 0.6, share,
-              "%", 0.02, "a token's hidden state is read and written once in BF16"),
+              "%", 0.02, "a token's hidden state is read and written once in BF16", neutral=None),
     ]  # fmt: skip
 
     def draw(figure: Any) -> None:
@@ -221,9 +221,9 @@ def figure_6(routings: list[Routing], n_batches: int) -> Reproduction:
     claims = [
         Claim("maximum flow on a CPU (116.3 us) against our layer, least", 31.4, 31.4,
               100 * 116.3 / max(layers), "%", 5.0, f"layers of {min(layers):.0f} to "
-              f"{max(layers):.0f} us; the paper's are 281 to 370"),
+              f"{max(layers):.0f} us; the paper's are 281 to 370", neutral=None),
         Claim("maximum flow on a GPU (290 us) against our layer, least", 86.4, 86.4,
-              100 * 290.0 / max(layers), "%", 10.0, "as above"),
+              100 * 290.0 / max(layers), "%", 10.0, "as above", neutral=None),
         Claim("the exact choice on one core of this machine, a layer, most (paper: maximum flow)",
               116.3, 128.8, max(best), "us", 1.0,
               f"{min(best):.1f} to {max(best):.1f} us, the greedy one {min(greedy):.1f} to "

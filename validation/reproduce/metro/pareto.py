@@ -233,7 +233,7 @@ def figure_13(setup: Setup, routing: Routing, n_batches: int) -> Reproduction:
             "at 1/TPOT above 0.9 of the most, full tensor parallelism wins (share of the points)",
             100, 100, 100 * float(np.mean([p.layout.startswith("TP") and "DP" not in p.layout
                                            for p in fast])),
-            "%", 1.0, "; ".join(f"{p.layout} at batch {p.batch}" for p in fast),
+            "%", 1.0, "; ".join(f"{p.layout} at batch {p.batch}" for p in fast), neutral=50.0,
         ),
         Claim("the largest batch there is at most", 64, 64, max(p.batch for p in fast), "sequences",
               0.5, "; ".join(f"{p.layout} at batch {p.batch}: {p.tpot_ms:.2f} ms" for p in fast)),

@@ -170,7 +170,7 @@ def figure_8(routings: Sequence[Routing], n_batches: int) -> Reproduction:
             10.9, 10.9, max(over.values()), "%", 2.0,
             f"{min(over.values()):.1f} to {max(over.values()):.1f}% over the cells, most for "
             f"{_named(max(over, key=lambda key: over[key]))}; with 32 tokens a GPU "
-            f"{min(each):.1f} to {max(each):.1f}%",
+            f"{min(each):.1f} to {max(each):.1f}%", neutral=None,
         ),
         Claim(
             "METRO activates fewer than EPLB's split by up to", -42.3, -42.3,
@@ -287,7 +287,7 @@ def _no_worse_than_none(rows: Sequence[dict[str, Any]], choice: str, tokens: int
     least, most = min(each, key=lambda name: each[name]), max(each, key=lambda name: each[name])
     return Claim(
         f"{CHOICES[choice]}, {tokens} tokens: MoE time no longer than without replicas, median",
-        0.0, 0.0, float(np.median(list(each.values()))), "%", 0.0,
+        -100.0, 0.0, float(np.median(list(each.values()))), "%", 0.0,
         f"{each[least]:+.1f}% ({least}) to {each[most]:+.1f}% ({most}); experts of the busiest GPU "
         f"{min(experts):+.1f} to {max(experts):+.1f}%", stated=False,
     )  # fmt: skip

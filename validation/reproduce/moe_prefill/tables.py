@@ -165,14 +165,14 @@ def figure_4() -> Reproduction:
         Claim("all 48 layers together: most over fewest tokens of an expert", 1, 10,
               float(total.max() / total.min()), "x", 0.0,
               "the paper's ratio is lost in its text; 4,010 recorded prompt and output tokens",
-              stated=False),
+              stated=False, neutral=None),
         Claim("single layers are more skewed: median of most over mean, against all layers'", 1, 10,
               float(np.median(over_mean) / (total.max() / total.mean())), "x", 0.0,
               stated=False),
         Claim("the heaviest of 8 GPUs over the mean, experts in order: mean of the layers", 1, 8,
               float(straggler.mean()), "x", 0.0,
               f"most {straggler.max():.2f}; {int((idle > 0).sum())} layers have idle experts",
-              stated=False),
+              stated=False, neutral=None),
     ]  # fmt: skip
 
     def draw(figure: Any) -> None:
