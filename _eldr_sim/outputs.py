@@ -23,7 +23,7 @@ def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
     Raises
     ------
     InputError
-        Names ``field`` if the folder cannot be written.
+        Names ``field`` if the folder cannot be written, or the disk is full.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -33,9 +33,10 @@ def whole_file(out: Path, field: str = "out") -> Iterator[Path]:
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
-        temporary.chmod(0o644)
-        os.replace(temporary, out)
+        with _named(out, temporary, field):
+            yield temporary
+            temporary.chmod(0o644)
+            os.replace(temporary, out)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -49,7 +50,7 @@ def whole_folder(out: Path, field: str = "out") -> Iterator[Path]:
     Raises
     ------
     InputError
-        Names ``field`` if the folder above cannot be written.
+        Names ``field`` if the folder above cannot be written, or the disk is full.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -57,14 +58,31 @@ def whole_folder(out: Path, field: str = "out") -> Iterator[Path]:
     except OSError as error:
         raise InputError(field, f"cannot write {out}: {error.strerror}") from None
     try:
-        yield temporary
-        temporary.chmod(0o755)
-        if out.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
-            os.replace(out, old)
-            os.replace(temporary, out)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, out)
+        with _named(out, temporary, field):
+            yield temporary
+            temporary.chmod(0o755)
+            if out.exists():
+                old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.parent))
+                os.replace(out, old)
+                os.replace(temporary, out)
+                shutil.rmtree(old)
+            else:
+                os.replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _named(out: Path, temporary: Path, field: str) -> Iterator[None]:
+    """Name ``out`` where something below the temporary path, or nothing at all, cannot be written.
+
+    What a full disk refuses has no name, and the temporary one says nothing to users.
+    """
+    try:
+        yield
+    except OSError as error:
+        name = error.filename
+        if name is not None and not Path(os.fsdecode(name)).is_relative_to(temporary):
+            raise
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise InputError(field, f"cannot write {out}: {reason}") from None

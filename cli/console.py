@@ -205,7 +205,9 @@ def interval_text(mean: float, low: float, high: float, form: str) -> str:
 
 def print_summary(summary: dict[str, Any]) -> None:
     """Print a run's summary with the headings of ``vllm bench serve``."""
-    from eldr_sim.simulator.metrics import warnings_of  # the simulator, which listings do without
+    # The simulator, which listings do without.
+    from eldr_sim.kernel_profiles.tables import parts_by_provenance
+    from eldr_sim.simulator.metrics import warnings_of
 
     def figures(*tags: str) -> None:
         for tag in tags:
@@ -286,6 +288,8 @@ def print_summary(summary: dict[str, Any]) -> None:
                 _line(f"  Goodput {when} (req/s)", event[f"goodput_{when}"])
             _line("  Time to recover (s)", event["time_to_recover_s"])
         _line("Requests sent again", faults["retried"])
+        _line("Requests lost with their worker", faults["worker_lost"])
+        _line("Requests that gave up", faults["cancelled"])
     figures("preemptions")
     if not alone:
         figures("gpu_hours_per_million_output_tokens")
@@ -294,20 +298,19 @@ def print_summary(summary: dict[str, Any]) -> None:
     if limits := summary.get("limits"):  # older results have none
         click.echo("What limits it".center(_WIDTH, "-"))
         _line("Bottleneck", limits["bottleneck"])
-        click.echo(
-            textwrap.fill(
-                limits["because"], _WIDTH - 2, initial_indent="  ", subsequent_indent="  "
-            )
-        )
+        _text(limits["because"], "  ")
     click.echo("Rests on".center(_WIDTH, "-"))
-    _line("Weakest latency provenance", summary["weakest_provenance"])
+    for known, parts in parts_by_provenance(summary.get("provenance", {})).items():
+        _text(f"Step times, {known}: {', '.join(parts)}")
     if handover := summary.get("handover"):  # older results and other topologies have none
         presets = (summary["kv_transfer"], handover)
         _line("KV transfer, hand-over", ", ".join(text.partition(":")[0] for text in presets))
+    for note in summary.get("latency_notes", ()):  # older results have none
+        _text(note, "  ")
     trace = summary["trace"]
     _line("Routing trace", f"{trace['name']} ({trace['provenance']})")
-    click.echo(f"  {trace['rests_on']}")
-    click.echo(f"  {trace['layers']}")
+    _text(trace["rests_on"], "  ")
+    _text(trace["layers"], "  ")
     if beyond := trace.get("prompt_tokens_beyond_recorded_share"):
         click.echo(
             f"  {100 * beyond:.0f}% of the prompt tokens repeat recorded ones: prompts are longer"
@@ -315,6 +318,11 @@ def print_summary(summary: dict[str, Any]) -> None:
     click.echo("=" * _WIDTH)
     for warning in warnings_of(summary):
         click.echo(f"Warning: {warning}", err=True)
+
+
+def _text(text: str, indent: str = "") -> None:
+    """Print text in lines of the result's width; what follows the first is indented."""
+    click.echo(textwrap.fill(text, _WIDTH, initial_indent=indent, subsequent_indent="  "))
 
 
 def _line(name: str, value: Any) -> None:

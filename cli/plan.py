@@ -55,7 +55,7 @@ _DURATION = 30.0
     shell_complete=complete(policy_names("decode"), listed=True),
 )  # fmt: skip
 @click.option("--max-gpus", type=int, default=64, show_default=True, help="Most GPUs of a cluster.")
-@click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU.")
+@click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU, $.")
 @click.option(
     *TENSOR_PARALLEL_SIZE, "sizes", metavar="N,...",
     help="GPUs of a worker to choose from, for each pool.  [default: all powers of two up to a "
@@ -386,7 +386,7 @@ def _print_fastest(plan: FastestPlan) -> bool:
     priced = plan.best is not None and plan.best.price_of_tokens is not None
     columns = ["strategy", "GPU", "cluster", _BUDGET, label("gpus")]
     columns += [label("prefill_throughput"), label("prefill_mfu")]
-    columns += ["per M tokens"] if priced else []
+    columns += ["$ per M tokens"] if priced else []
     rows = []
     for each in plan.clusters:
         row = [each.strategy, each.gpu, "refused", *([""] * (len(columns) - 2))]
@@ -415,7 +415,7 @@ def _print_fastest(plan: FastestPlan) -> bool:
 
 
 def _price_column(plan: Plan) -> list[str]:
-    return ["price/h", "per M tokens"] if plan.has_prices else []
+    return ["$/h", "$ per M tokens"] if plan.has_prices else []
 
 
 def _memory_column(plan: Plan) -> list[str]:
@@ -482,7 +482,7 @@ def _name(trial: Trial) -> str:
     price, chunks = trial.config.price_per_hour, ""
     if trial.config.prefill_only:
         chunks = f", {chunk_label(trial.config)} tokens a step"
-    cost = "" if price is None else f", {price:.2f} an hour"
+    cost = "" if price is None else f", ${price:.2f} an hour"
     return (
         f"{_workers(trial.config)} on {_gpu(trial)} under {policy_label(trial.config)}{chunks}: "
         f"{trial.config.n_gpus} GPUs{cost}"

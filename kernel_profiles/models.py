@@ -395,6 +395,11 @@ def _from_hf_config(path: Path) -> ModelDims:
         raise InputError("model", f"{path}: a field cannot be: {error}") from None
 
 
+def _name_of(path: Path) -> str:
+    """Return the name of a configuration that has none of its own: its file's, or its folder's."""
+    return path.stem if path.stem != "config" else path.resolve().parent.name or path.stem
+
+
 def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     """Translate a Hugging Face configuration; key names differ by family."""
     config: dict[str, Any] = raw | _object(raw, "text_config", path)
@@ -424,7 +429,7 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     layer_types = first("layer_types", default=[])
     sliding = sum(kind == "sliding_attention" for kind in layer_types)
     fields: dict[str, Any] = {
-        "name": str(first("_name_or_path", default="") or path.parent.name or path.stem),
+        "name": str(first("_name_or_path", default="") or _name_of(path)),
         "n_layers": layers,
         "n_dense_layers": dense,
         "hidden_size": hidden,

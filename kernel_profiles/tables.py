@@ -123,6 +123,24 @@ def weakest(labels: Iterable[str]) -> Provenance:
     return PROVENANCES[max(ranks)]
 
 
+def parts_by_provenance(provenance: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the parts of a step's time by label, the strongest first.
+
+    Parameters
+    ----------
+    provenance
+        Of a summary: what each part rests on, named ``pool.part`` where pools differ. How KV caches
+        are handed over is no part of a step.
+    """
+    found: dict[str, list[str]] = {}
+    for name, source in provenance.items():
+        part = name.rpartition(".")[2].replace("_", " ")
+        parts = found.setdefault(source["label"], [])
+        if part not in (*parts, "kv transfer", "handover"):
+            parts.append(part)
+    return {label: found[label] for label in PROVENANCES if found.get(label)}
+
+
 class TableMetadata(BaseModel):
     """What a latency table measures, and why to believe it."""
 

@@ -208,6 +208,7 @@ def assumptions(summary: Summary) -> dict[str, Any]:
         "lookups_outside_tables",
         "decode_steps",
         "latency_warnings",
+        "latency_notes",
         "kv_transfer",
         "trace",
     )

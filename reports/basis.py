@@ -26,7 +26,7 @@ class Basis:
     label
         Weakest provenance of a step time; None without step times.
     facts
-        Descriptions of the routing traces, a line each.
+        Descriptions of the routing traces, and what else the figures rest on, a line each.
     sources
         Sources of each part of a step, and of the KV transfer.
     """
@@ -69,7 +69,10 @@ def basis(
     return Basis(
         warned,
         weakest([s["weakest_provenance"] for s in summaries.values()]),
-        trace_facts([summary["trace"] for summary in summaries.values()]),
+        [
+            *trace_facts([summary["trace"] for summary in summaries.values()]),
+            *_merged({name: s.get("latency_notes", ()) for name, s in summaries.items()}),
+        ],
         table("Sources of the step times", ["part", "provenance", "origin"], sorted(rows)),
     )
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.parquet import numbers
 from eldr_sim.reports.folders import Folder, open_folders
-from eldr_sim.simulator.limits import PHASES, TTFT_PHASES, phases_of
+from eldr_sim.simulator.limits import IN_LINE, PHASES, TTFT_PHASES, phases_of
 
 Floats = NDArray[np.float64]
 
@@ -49,8 +49,10 @@ def open_run(path: str | os.PathLike[str]) -> Folder:
 def explain_run(run: Folder) -> Explanation:
     """Say where the time of a run's requests went, phase by phase."""
     summary, requests = run.documents["summary"], _requests(run)
-    measured = requests["measured"].astype(bool)
-    spent = phases_of(requests, _end(requests))
+    spent, in_line = _spent(run, requests)
+    measured = requests["measured"].astype(bool) & in_line
+    if not measured.any():
+        raise InputError("RESULT", f"no request of {run.name} was served", "a run that serves")
     total = math.fsum(float(np.mean(values[measured])) for values in spent.values())
     rows = []
     for name, values in spent.items():
@@ -61,6 +63,8 @@ def explain_run(run: Folder) -> Explanation:
             rows.append([name, float(own.mean()), float(middle), float(high), share])
     rows.append(["all", 1e3 * total, *(float(q) for q in _quantiles(spent, measured)), "100%"])
     lines = [f"{summary['label']}, {int(measured.sum())} requests"]
+    if left := int(requests["measured"].sum()) - int(measured.sum()):
+        lines.append(f"{left} more were refused, cancelled or lost: they are not in this table")
     if limits := summary.get("limits"):
         lines.append(f"Bottleneck: {limits['bottleneck']}: {limits['because']}")
         lines.append(
@@ -90,17 +94,18 @@ def explain_request(run: Folder, number: int) -> Explanation:
     n = len(requests["arrival_s"])
     if not 0 <= number < n:
         raise InputError("request", str(number), f"0 to {n - 1}")
+    spent, in_line = _spent(run, requests)
+    served = requests["measured"].astype(bool) & in_line
     domain = np.array(run.tables["requests"].column("domain").to_pylist())
-    like = requests["measured"].astype(bool) & (domain == domain[number])
+    like = served & (domain == domain[number])
     for name in ("prompt_len", "output_len"):
         own = requests[name][number]
         like &= np.abs(requests[name] - own) <= 0.25 * own
     like[number] = False
     who = f"{int(like.sum())} requests of {domain[number]} as long within a quarter"
     if like.sum() < 5:
-        like = requests["measured"].astype(bool)
+        like = served
         who = f"all {int(like.sum())} measured requests"
-    spent = phases_of(requests, _end(requests))
     rows = []
     for name, values in spent.items():
         if values[like].any() or values[number]:
@@ -275,8 +280,16 @@ def _parts_of(run: Folder) -> dict[str, float]:
     done &= requests["measured"].astype(bool)
     if not done.any():
         raise InputError("RESULT", f"no request of {run.name} completed", "a run that serves")
-    spent = phases_of(requests, _end(requests))
+    spent, _ = _spent(run, requests)
     return {name: 1e3 * float(np.mean(spent[name][done])) for name in TTFT_PHASES}
+
+
+def _spent(
+    run: Folder, requests: Mapping[str, Floats]
+) -> tuple[dict[str, Floats], NDArray[np.bool_]]:
+    """Return how long each request was in each phase, s, and which were served or waited for it."""
+    in_line = np.isin(run.tables["requests"].column("outcome").to_pylist(), IN_LINE)
+    return phases_of(requests, _end(requests), in_line), in_line
 
 
 def _quantiles(spent: Mapping[str, Floats], kept: NDArray[np.bool_]) -> Floats:

@@ -47,7 +47,7 @@ MORE_METRICS = {
 }
 #: Headings of a plan's clusters by key, in the order of the table; prices only if one is known.
 CLUSTER_PRICES = {
-    "price_per_hour": "Price/hour",
+    "price_per_hour": "$/hour",
     "cost_per_million_output_tokens": label("cost_per_million_output_tokens"),
 }
 _EXPERTS = ("per_step", "per_token")

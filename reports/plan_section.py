@@ -228,7 +228,7 @@ def _workers(cluster: Record) -> str:
 
 def _price(cluster: Record) -> str:
     price = cluster["price_per_hour"]
-    return "" if price is None else f", {number(float(price))} an hour"
+    return "" if price is None else f", ${number(float(price))} an hour"
 
 
 # Prompts at once ---------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def _fastest(document: Record, colours: Colours) -> dict[str, Any]:
             dots.append(_dot({"policy": each["strategy"], "gpu": each["gpu"]}, rate, colours))
     columns = ["strategy", "GPU", "cluster", "tokens a step", "GPUs"]
     columns += [f"{label('prefill_throughput')} [95% interval]", label("prefill_mfu")]
-    columns += ["price of a million tokens", "step times", "refused"]
+    columns += ["$ per million tokens", "step times", "refused"]
     best = document["clusters"][0] if document["clusters"] else None
     title = "No strategy has memory"
     if best is not None and best["cluster"] is not None:

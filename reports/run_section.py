@@ -54,7 +54,7 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
     cost = summary["cost_per_million_output_tokens"]
     if cost is not None:
-        return [*pairs, ("Cost", number(cost), "per million output tokens")]
+        return [*pairs, ("Cost", f"${number(cost)}", "per million output tokens")]
     hours = summary["gpu_hours_per_million_output_tokens"]
     return [*pairs, ("GPU time", number(hours), "GPU-hours per million tokens")]
 

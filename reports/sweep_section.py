@@ -32,6 +32,7 @@ _NESTED = (
     "failed_reasons",
     "lookups_outside_tables",
     "latency_warnings",
+    "latency_notes",
     "trace_warnings",
     "load_growth",
     "limits",

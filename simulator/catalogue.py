@@ -151,7 +151,7 @@ _COST = (
     Metric("gpus", "GPUs", "", "lower", "workers of the topology x `tensor_parallel_size`"),
     Metric("gpu_hours_per_million_output_tokens", "GPU-hours per million tokens", "", "lower",
         "`gpus` x window / tokens generated in it"),
-    Metric("cost_per_million_output_tokens", "Cost per million tokens", "", "lower",
+    Metric("cost_per_million_output_tokens", "Cost per million tokens", "$", "lower",
         "price of those GPU-hours, each at its pool's price: `--price-per-gpu-hour`, "
         "`--prefill-price-per-gpu-hour`, `--decode-price-per-gpu-hour`"),
     Metric("kv_blocks_per_worker", "KV blocks", "", "higher",

@@ -141,7 +141,7 @@ class Pool(_Fields):
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
     """Tokens computed in one step."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Price of a GPU-hour."""
+    """Price of a GPU-hour, $."""
 
     @property
     def parallelism(self) -> Parallelism:
@@ -299,7 +299,7 @@ class ClusterConfig(_Fields):
     """How often engines publish their waiting and running requests, tokens, KV usage and cached
     blocks to the routers, ms (vLLM's coordinator: 100); 0: as of each decision."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Price of a GPU-hour, for the cost per million output tokens."""
+    """Price of a GPU-hour, $, for the cost per million output tokens."""
 
     @property
     def n_prefill(self) -> int:

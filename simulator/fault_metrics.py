@@ -63,7 +63,9 @@ def _event(
             float(inside.sum()) / (until - since) if until > since else None
         )
         figures[f"attainment_{name}"] = float(inside.mean()) if len(inside) else None
-    figures["time_to_recover_s"] = time_to_recover(ended, good, start, begin, over, end)
+    figures["time_to_recover_s"] = (  # nothing is seen of one that comes when the window is over
+        time_to_recover(ended, good, start, begin, over, end) if begin < end else None
+    )
     return figures
 
 

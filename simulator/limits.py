@@ -11,8 +11,17 @@ from numpy.typing import NDArray
 
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.cluster_spec import ClusterSpec
+from eldr_sim.simulator.state import AFTER_WINDOW, COMPLETED, OPEN, OUTCOMES, OVERLOADED
 
-__all__ = ["PHASES", "TTFT_PHASES", "is_overload", "limits_of", "load_growth", "phases_of"]
+__all__ = [
+    "IN_LINE",
+    "PHASES",
+    "TTFT_PHASES",
+    "is_overload",
+    "limits_of",
+    "load_growth",
+    "phases_of",
+]
 
 #: By the time that ends it: what a request does until then. It waits in those marked.
 PHASES: dict[str, tuple[str, bool]] = {
@@ -26,6 +35,10 @@ PHASES: dict[str, tuple[str, bool]] = {
     "first_token_s": ("first decode step", False),
     "finish_s": ("decode", False),
 }
+_IN_LINE = (OPEN, COMPLETED, AFTER_WINDOW, OVERLOADED)
+#: Outcomes of requests that were served, or waited for it when the run ended. The others were
+#: refused, gave up or lost their worker: they wait for nothing from then on.
+IN_LINE = tuple(OUTCOMES[code] for code in _IN_LINE)
 #: Before the first token; a TTFT counts from when the client has sent the request.
 TTFT_PHASES = tuple(name for name, _ in PHASES.values() if name not in ("client's limit", "decode"))
 _STEPS = 3.0  # within which a request joins where there is room: it comes during one, and vLLM
@@ -34,7 +47,9 @@ _SMALL = 0.1  # of a mean TTFT: no wait that is worth a name
 
 
 def phases_of(
-    times: Mapping[str, NDArray[np.float64]], until_s: float
+    times: Mapping[str, NDArray[np.float64]],
+    until_s: float,
+    in_line: NDArray[np.bool_] | None = None,
 ) -> dict[str, NDArray[np.float64]]:
     """Return how long each request spent in each phase, s; they sum to its end less its arrival.
 
@@ -45,9 +60,14 @@ def phases_of(
         never came so far, or passes no such place.
     until_s
         Until when a request that has not finished is in the phase that it is in.
+    in_line
+        Which requests that is true of, shape [N]: not of those whose outcome is none of `IN_LINE`.
+        All when None.
     """
     finish = times["finish_s"]
     ended = np.nan_to_num(finish, nan=-1.0) >= 0.0
+    if in_line is not None:
+        ended |= ~in_line
     here = times["arrival_s"]
     spent = {}
     waiting_in = np.full(len(here), -1)
@@ -112,12 +132,13 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
 
     ``utilisation`` holds means over the measured window: the share of worker-time in steps, of
     running requests (``max_num_seqs``), and of the KV blocks' tokens that the decode batch fills;
-    ``kv_transfers`` is the mean number in progress on a decode worker.
+    ``kv_transfers`` is the mean number in progress on a decode worker. Phases are those of requests
+    that were not refused, did not give up and did not lose their worker.
     """
     requests = record.requests
     start, end = record.window[0], min(record.window[1], record.end_s)
     names = [name for name in (*PHASES, "arrival_s") if name in (requests.dtype.names or ())]
-    measured = requests[requests["measured"]]
+    measured = requests[requests["measured"] & np.isin(requests["outcome"], _IN_LINE)]
     spent = phases_of({name: measured[name] for name in names}, record.end_s)
     mean_ms = {
         name: 1e3 * math.fsum(values.tolist()) / max(1, len(measured))

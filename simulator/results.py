@@ -27,6 +27,9 @@ def check_output(out: Path, force: bool, marker: str = MARKER) -> None:
     With ``force`` it may replace an empty folder, or one that ``marker`` shows to be a result of
     its kind.
     """
+    if out.is_symlink() and not out.exists():
+        problem = f"{out} is a link to {os.readlink(out)}, which does not exist"
+        raise InputError("out", problem, "a new folder")
     if not out.exists():
         return
     if not force:

@@ -207,8 +207,11 @@ def _transfer_provenance(config: RunConfig, spec: ClusterSpec) -> dict[str, dict
     return said
 
 
-def _transfer_warnings(prepared: PreparedRun, record: RunRecord) -> list[str]:
-    """Return how many transfers have more descriptors than were measured."""
+def _transfer_notes(prepared: PreparedRun, record: RunRecord) -> list[str]:
+    """Return how many transfers have more descriptors than were measured.
+
+    It is no warning: long prompts have so many, and nothing that a reader could change has fewer.
+    """
     spec, requests = prepared.spec, record.requests
     if spec.transfer.descriptor_s == 0.0:
         return []
@@ -222,9 +225,8 @@ def _transfer_warnings(prepared: PreparedRun, record: RunRecord) -> list[str]:
     if not beyond:
         return []
     return [
-        f"{beyond} of {len(moved)} KV transfers have more descriptors than the "
-        f"{transfer.MEASURED_DESCRIPTORS} that were measured, up to {int(descriptors.max())}: "
-        "their time is extrapolated"
+        f"{beyond / len(moved):.0%} of the KV transfers have more descriptors than the "
+        f"{transfer.MEASURED_DESCRIPTORS} measured, up to {int(descriptors.max())}: extrapolated"
     ]
 
 
@@ -300,8 +302,6 @@ def summary_of(
         )
     if config.eplb_interval is not None and config.eplb_overhead_ms == 0.0:
         warnings.append(BYTES_ALONE)
-    if handed_over:
-        warnings += _transfer_warnings(prepared, record)
     groups = [
         log[(log["start"] >= window[0]) & (log["start"] < window[1])]
         for log in (record.prefill_group_steps, record.decode_group_steps)
@@ -356,6 +356,7 @@ def summary_of(
         "provenance": provenance,
         "lookups_outside_tables": outside,
         "latency_warnings": list(dict.fromkeys(warnings)),
+        "latency_notes": _transfer_notes(prepared, record) if handed_over else [],
         "prompt_experts": "recorded" if trace.has_prompts else "uniform",
         "trace": _trace(config, prepared, workload, copies),
         "trace_warnings": trace_warnings(trace, copies, config.trace_replay),

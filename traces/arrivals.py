@@ -16,6 +16,7 @@ from eldr_sim.traces.streams import stream
 
 __all__ = [
     "MAX_REQUESTS",
+    "MOST_BURSTINESS",
     "Arrivals",
     "describe_arrivals",
     "draw_arrivals",
@@ -28,6 +29,9 @@ Arrivals = Literal["recorded", "poisson"]
 
 MAX_REQUESTS = 10_000_000
 """Most requests of a workload."""
+MOST_BURSTINESS = 1e9
+"""Highest shape of the gamma distribution: gaps then differ by 0.003%, and more is not drawn."""
+_MOST_RATE = 1e9
 
 
 def draw_arrivals(
@@ -36,6 +40,9 @@ def draw_arrivals(
     """Draw arrival times, s, with gamma-distributed gaps (see `make_workload`) up to one bound."""
     if math.isinf(rate):
         return np.zeros(num_requests or 0)
+    if rate > _MOST_RATE:  # times are whole nanoseconds: none would pass
+        problem = f"got {rate:g}: gaps below a nanosecond"
+        raise InputError("request_rate", problem, f"at most {_MOST_RATE:g}, or inf")
     rng = stream(seed, "arrivals")
 
     def gaps_ns(count: int) -> NDArray[np.int64]:
@@ -56,8 +63,8 @@ def draw_arrivals(
         if expected > MAX_REQUESTS:
             raise InputError(
                 "horizon_s",
-                f"{horizon_s} s at {rate}/s are {expected:.0f} requests",
-                f"at most {MAX_REQUESTS}",
+                f"{horizon_s:,.15g} s in all at {rate:g} requests/s are {expected:.3g} requests",
+                f"at most {MAX_REQUESTS:,}",
             )
         arrivals = np.empty(0, np.int64)
         last, end = 0, horizon_s * 1e9

@@ -32,6 +32,8 @@ REFERENCE_TRACE = "reference-moe"
 SYNTHETIC = "Synthetic routing, "
 """Begins the notes of a synthetic trace; what it was made of follows."""
 
+_UNTUNED = ("; changed by hand, tuned to nothing", "; given another shape, which nothing confirms")
+
 Provenance = Literal["recorded", "synthetic", "imported"]
 
 
@@ -116,6 +118,8 @@ def rests_on(manifest: Manifest, model: str) -> str:
     """
     if manifest.provenance == "synthetic":
         source = manifest.notes.removeprefix(SYNTHETIC).rstrip(".") or "synthetic"
+        # Traces keep the words that they were made with.
+        source = source.replace(*_UNTUNED)
     else:
         phase = f"{manifest.recorded_phase} " if manifest.recorded_phase else ""
         name = manifest.model.split(" (")[0]

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.traces.arrivals import (
     MAX_REQUESTS,
+    MOST_BURSTINESS,
     Arrivals,
     describe_arrivals,
     draw_arrivals,
@@ -374,8 +375,8 @@ def _check_arguments(
         raise InputError("request_rate", f"missing, workload {name} needs it", "a number > 0, inf")
     if rate is not None and not rate > 0:
         raise InputError("request_rate", f"got {rate}", "a number > 0, inf")
-    if not (burstiness > 0 and math.isfinite(burstiness)):
-        raise InputError("burstiness", f"got {burstiness}", "a finite number > 0")
+    if not 0 < burstiness <= MOST_BURSTINESS:
+        raise InputError("burstiness", f"got {burstiness}", f"above 0, at most {MOST_BURSTINESS:g}")
     if not (named or drawn) and burstiness != 1:
         problem = f"got {burstiness}, but a request log's arrivals are recorded"
         raise InputError("burstiness", problem, "1, or --arrivals poisson")

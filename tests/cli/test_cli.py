@@ -88,6 +88,28 @@ def test_summary_is_golden(capsys):
         "weakest_provenance": "imported",
         "lookups_outside_tables": {"moe_batch": 7, "attention_batch": 0},
         "latency_warnings": ["attention is a roofline"],
+        "latency_notes": ["22% of the KV transfers have more descriptors than the 1785 measured"],
+        "provenance": {
+            **{
+                f"{pool}.{part}": {"label": "imported"}
+                for pool in ("prefill", "decode")
+                for part in ("moe", "gemm")
+            },
+            "decode.host_gap": {"label": "derived"},
+            "kv_transfer": {"label": "derived"},
+        },
+        "faults": {
+            "events": [
+                {
+                    "event": "decode:3 dies at 60 s, back after 30 s",
+                    **{f"goodput_{when}": 30.0 for when in ("before", "during", "after")},
+                    "time_to_recover_s": None,
+                }
+            ],
+            "retried": 3,
+            "worker_lost": 29,
+            "cancelled": 0,
+        },
         "trace": {
             "name": "reference-moe",
             "provenance": "recorded",

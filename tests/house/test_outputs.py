@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import stat
 
 import pytest
@@ -42,3 +43,34 @@ def test_where_nothing_can_be_written_is_one_line(tmp_path, kind):
     out = tmp_path / "file" / "out"
     with pytest.raises(InputError, match=r"^table: cannot write"), kind(out, "table"):
         pass
+
+
+@pytest.mark.parametrize("kind", [whole_file, whole_folder])
+def test_a_full_disk_is_told_of_the_file_that_was_asked_for(tmp_path, kind):
+    """What the disk refuses has no name, or that of a temporary file."""
+    out = tmp_path / "out"
+
+    def fill(names):
+        with kind(out) as temporary:
+            part = temporary if kind is whole_file else temporary / "part"
+            raise OSError(errno.ENOSPC, "No space left on device", *([str(part)] if names else []))
+
+    for names in (False, True):
+        with pytest.raises(InputError) as caught:
+            fill(names)
+        assert str(caught.value) == f"out: cannot write {out}: No space left on device"
+    with pytest.raises(FileNotFoundError, match="no_input"), kind(out):  # of another file
+        (tmp_path / "no_input").read_text()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_nothing_is_refused_before_anything_runs(tmp_path, run_cli):
+    out = tmp_path / "results"
+    out.symlink_to(tmp_path / "gone" / "results")
+    code, _, error = run_cli("run", "--out", out)
+    assert (code, error) == (
+        2,
+        f"Error: out: {out} is a link to {tmp_path / 'gone' / 'results'}, which does not exist "
+        "(allowed: a new folder)\n",
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]

@@ -116,7 +116,7 @@ def _write_plans(folder, result):
 
     summary = result.summary
     keys = ("weakest_provenance", "provenance", "lookups_outside_tables", "decode_steps")
-    keys += ("latency_warnings", "kv_transfer", "trace")
+    keys += ("latency_warnings", "latency_notes", "kv_transfer", "trace")
     common = {
         "slo_ms": {"ttft": 500.0, "tpot": 12.0},
         "attainment": 0.99,

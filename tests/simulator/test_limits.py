@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eldr_sim.reports.explanation import explain_run, open_run
 from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.limits import PHASES, is_overload, load_growth, phases_of
-from eldr_sim.simulator.run import simulate_summary
+from eldr_sim.simulator.results import write_result
+from eldr_sim.simulator.run import simulate, simulate_summary
 
 NAMES = [name for name, _ in PHASES.values()]
 
@@ -64,6 +68,27 @@ def test_a_queue_that_grows_is():
     growth = load_growth(arrival, np.where(finish < 500.0, finish, np.nan), (0.0, 500.0))
     assert growth["arrived"] == pytest.approx(2 * growth["ended"], abs=4)
     assert is_overload(growth)
+
+
+def test_one_that_was_refused_waits_for_nothing(tmp_path):
+    """One of 250 requests is too long for the model: once it waited in the front end for ever."""
+    lines = [{"timestamp": 20 * i, "input_length": 200, "output_length": 10} for i in range(250)]
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = RunConfig(trace="reference-moe", topology="2P4D", workload=log, duration=8, warmup=0)
+    before = simulate(config)
+    lines[3]["input_length"] = 50_000
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    after = simulate(config)
+    assert after.summary["failed_reasons"] == {"exceeds_max_model_len": 1}
+    assert after.summary["limits"]["bottleneck"] == before.summary["limits"]["bottleneck"]
+    assert "front end" not in after.summary["limits"]["mean_phase_ms"]
+    write_result(after, tmp_path / "result")
+    explained = explain_run(open_run(tmp_path / "result"))
+    phases = {row[0]: row[1] for row in explained.rows}
+    assert "front end" not in phases
+    assert phases["all"] == pytest.approx(after.summary["mean_e2el_ms"])
+    assert any("1 more" in line for line in explained.lines)
 
 
 BASE = {"trace": "reference-moe", "num_requests": 150, "policy": "jsq", "output_len": 20}
