@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -15,11 +16,19 @@ import click
 
 from eldr_sim.errors import EldrSimWarning, InputError
 
-__all__ = ["run_command"]
+__all__ = ["run_command", "show_tracebacks"]
+
+_tracebacks = False
 
 
 class _Terminated(KeyboardInterrupt):
     """SIGTERM, which unwinds as Ctrl-C does: what cleans up after one does after the other."""
+
+
+def show_tracebacks() -> None:
+    """Print the traceback of an error before its line (``eldr-sim --debug``)."""
+    global _tracebacks
+    _tracebacks = True
 
 
 def run_command(command: click.Command) -> None:
@@ -67,6 +76,8 @@ def run_command(command: click.Command) -> None:
         )
         sys.exit(143 if terminated else 130)
     except (InputError, OSError, MemoryError, RecursionError, OverflowError) as error:
+        if _tracebacks:
+            traceback.print_exc()
         _fail(_one_line(error))
     finally:
         warnings.showwarning = show

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from eldr_sim.cli.lazy import LazyGroup
-from eldr_sim.command import run_command
+from eldr_sim.command import run_command, show_tracebacks
 
 _COMMANDS = {
     "cache": ("cache:cache", "Show or clear the cache folder."),
@@ -35,6 +35,13 @@ _COMMANDS = {
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="eldr-sim")
+@click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda _context, _option, given: show_tracebacks() if given else None,
+    help="Print the traceback of an error, too.",
+)
 def cli() -> None:
     """Simulate clusters that serve mixture-of-experts models, on real expert routing."""
 

@@ -16,7 +16,8 @@ class with
   a prefill policy, ``on_blocks`` and ``on_tokens`` if it wants to hear of the engines' progress.
 
 The entry point's own key is free. Built-in names cannot be taken over. Other packages are loaded
-only when a name is not built in, or when all names are listed.
+only when a name is not built in, or when all names are listed. What goes wrong in them is an
+InputError that names the package, the call and the request (`plugins`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from eldr_sim.policies.home import HomePlacement
 from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
 from eldr_sim.policies.metro import Metro, MetroSorted, Optimal, TimeAware
 from eldr_sim.policies.placement import EldrPlacement, LinearPlacement, PlacementPolicy
+from eldr_sim.policies.plugins import guarded
 from eldr_sim.policies.prefill import (
     LeastLoadedPolicy,
     PrefillRoundRobinPolicy,
@@ -260,7 +262,7 @@ def _external(decision: str) -> dict[str, PolicyClass]:
             continue
         if policy.name in found:
             raise InputError(GROUP, f"{origin} offers {policy.name!r}, which another one has")
-        found[policy.name] = policy
+        found[policy.name] = guarded(policy, package, FIELDS[decision])
     return found
 
 
@@ -268,7 +270,7 @@ def _flaw(policy: object) -> str:
     """Say what keeps ``policy`` from being a policy class; empty if nothing does."""
     name = getattr(policy, "name", None)
     decision = getattr(policy, "decision", None)
-    if not callable(policy):
+    if not isinstance(policy, type):
         return f"is no class but {policy!r}"
     if not isinstance(name, str) or not name:
         return f"has no name (name={name!r})"

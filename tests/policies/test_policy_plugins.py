@@ -1,6 +1,7 @@
 """Policies of other packages: the worked example really installs, and broken ones are named."""
 
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.shortlist import picks_from_shortlists
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
 
@@ -160,3 +162,99 @@ def test_one_package_may_offer_both_decisions(tmp_path, monkeypatch):
     importlib.invalidate_caches()
     assert type(registry.decode_policy("same", context())).__name__ == "D"
     assert type(registry.prefill_policy("same", context())).__name__ == "P"
+
+
+WORKING = {
+    "decode": "def select(self, request, workers):\n  return 0",
+    "prefill": "def select(self, request, workers):\n  return 0",
+    "queue": "def keys(self, requests):\n  return requests.prompt_len",
+    "placement": "def place(self, group):\n"
+    "  ranks = np.arange(group.n_experts) % group.n_ranks\n"
+    "  return Placement.of_ranks(np.tile(ranks, (group.n_layers, 1)), group.n_ranks)",
+}
+MISTAKES = [
+    (
+        "decode",
+        "workers.loads[request.request_id - 999]",
+        "select of request 0 raises IndexError: ",
+    ),
+    ("decode", "99", r"select of request 0 returns 99 \(allowed: the index of a worker, 0 to 1"),
+    ("decode", "1.0", r"select of request 0 returns 1\.0 \(allowed"),
+    ("prefill", "{}[0]", r"select of request 0 raises KeyError: 0 \(eldr_mine\.py, line 8\)"),
+    ("queue", "requests.prompt_len / None", "keys raises TypeError: "),
+    ("queue", "[1.0]", r"keys returns \[1\.0\] \(allowed: 5 numbers, one a request\)"),
+    ("placement", "None.ranks", "place for engines 0 to 1 raises AttributeError: "),
+    ("placement", "None", r"place for engines 0 to 1 returns None \(allowed: a Placement of 128 "),
+]
+
+
+def offer(decision, method, folder, monkeypatch):
+    """Install a package whose policy ``mine`` makes a decision."""
+    source = (
+        "import numpy as np\nfrom eldr_sim.policies.placement import Placement\nclass Policy:\n"
+        f" name = 'mine'\n decision = '{decision}'\n def __init__(self, context): pass\n {method}\n"
+    )
+    package(folder, "eldr_mine", source, {"mine": "eldr_mine:Policy"})
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "eldr_mine", raising=False)
+    importlib.invalidate_caches()
+    fields = {"topology": "1P2D", "num_requests": 5, "output_len": 4}
+    if decision == "placement":
+        fields |= {"topology": "1C", "data_parallel_size": 2, "enable_expert_parallel": True}
+    name = {"decode": "policy", "prefill": "prefill_policy", "queue": "queue_order"}.get(decision)
+    return fields | {name or "expert_placement": "mine"}
+
+
+@pytest.mark.parametrize("decision", WORKING)
+def test_a_policy_of_another_package_makes_each_decision(decision, tmp_path, monkeypatch):
+    fields = offer(decision, WORKING[decision], tmp_path, monkeypatch)
+    assert simulate(make_config(fields)).summary["completed"] == 5
+
+
+@pytest.mark.parametrize(("decision", "returned", "message"), MISTAKES)
+def test_a_mistake_in_a_policy_is_one_line_that_names_it(
+    decision, returned, message, tmp_path, monkeypatch
+):
+    head, _, _ = WORKING[decision].partition("\n")
+    fields = offer(decision, f"{head}\n  return {returned}", tmp_path, monkeypatch)
+    with pytest.raises(
+        InputError, match=rf"^\w+: 'mine' of package eldr_mine: {message}"
+    ) as caught:
+        simulate(make_config(fields))
+    assert "\n" not in str(caught.value)
+    assert (caught.value.__cause__ is None) == ("returns" in message)
+
+
+def test_what_a_policy_inherits_decides_how_it_is_asked(tmp_path, monkeypatch):
+    """A subclass of a policy of ours is asked for shortlists, unless it selects itself."""
+    source = "from eldr_sim.policies.decode import JoinShortestQueuePolicy as J\n"
+    source += (
+        "class A(J):\n name = 'a'\nclass B(J):\n name = 'b'\n def select(self, r, w): return 0\n"
+    )
+    package(tmp_path, "eldr_heirs", source, {"a": "eldr_heirs:A", "b": "eldr_heirs:B"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    assert picks_from_shortlists(registry.decode_policy("jsq", context()))
+    assert picks_from_shortlists(registry.decode_policy("a", context()))
+    assert not picks_from_shortlists(registry.decode_policy("b", context()))
+
+
+def test_the_traceback_of_a_mistake_is_behind_debug(tmp_path):
+    package(
+        tmp_path,
+        "eldr_late",
+        "class Policy:\n name = 'late'\n decision = 'decode'\n def __init__(self, c): 1 / 0\n"
+        " def select(self, r, w): return 0\n",
+        {"late": "eldr_late:Policy"},
+    )
+    words = ["run", "--policy", "late", "--topology", "1P2D", "--num-requests", "5"]
+    for debug in ([], ["--debug"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "eldr_sim.cli.main", *debug, *words],
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2
+        line = "'late' of package eldr_late: its constructor raises ZeroDivisionError: division"
+        assert line in done.stderr.splitlines()[-1]
+        assert ("Traceback" in done.stderr) == bool(debug)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eldr_sim.errors import InputError
 from eldr_sim.policies.base import (
     CompletionListener,
     DecodePolicy,
@@ -139,9 +140,11 @@ class Router:
         """Take note that an engine is done with a request (``RequestInfo.request_id``)."""
         self.workers.loads[engine] -= 1
         del self._prompts[engine][request_id]
-        if self._listener is not None:
-            self._listener.on_complete(request_id, engine)
-        self._ask_again()
+        try:
+            if self._listener is not None:
+                self._listener.on_complete(request_id, engine)
+        finally:
+            self._ask_again()
 
     def set_health(self, engine: int, healthy: bool) -> None:
         """Take note that an engine answers, or no longer does."""
@@ -174,7 +177,7 @@ class Router:
                 continue
             try:
                 engine = self.dispatch(request, without)
-            except NoEngine as error:
+            except (NoEngine, InputError) as error:  # this request's, not of who is asking
                 placed.set_exception(error)
                 continue
             if engine is None:

@@ -1,0 +1,150 @@
+"""What goes wrong in a policy of another package: one line that names package, call and request."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import RequestInfo
+from eldr_sim.policies.placement import ExpertGroup, Placement
+from eldr_sim.policies.queue_order import Waiting
+
+__all__ = ["guarded"]
+
+_OURS = "eldr_sim"
+_Class = TypeVar("_Class", bound=type)
+
+
+def guarded(policy: _Class, package: str, field: str) -> _Class:
+    """Return a subclass whose errors, and answers that are none, raise InputError.
+
+    Parameters
+    ----------
+    policy
+        A policy's class, of another package.
+    package
+        Its distribution.
+    field
+        The field of a run's configuration that chooses it.
+
+    Notes
+    -----
+    What the class inherits from ours stays as it is: which of ``select`` and ``shortlists`` it
+    defines itself decides how it is asked (`shortlist.picks_from_shortlists`).
+    """
+    whose = f"{getattr(policy, 'name', policy.__name__)!r} of package {package}"
+    asked = next(
+        (set(vars(c)) for c in policy.__mro__ if {"select", "shortlists"} & set(vars(c))), set()
+    )
+    methods: dict[str, Any] = {"__module__": policy.__module__, "__doc__": policy.__doc__}
+    for name, answer in _ANSWERS.items():
+        owner = next((c for c in policy.__mro__ if name in vars(c)), object)
+        foreign = owner is not object and owner.__module__.partition(".")[0] != _OURS
+        if foreign and (name not in ("select", "shortlists") or name in asked):
+            methods[name] = _guard(getattr(policy, name), name, answer, whose, field)
+    return type(policy)(policy.__name__, (policy,), methods)
+
+
+def _guard(
+    call: Callable[..., Any],
+    name: str,
+    answer: Callable[[Any, Any], str] | None,
+    whose: str,
+    field: str,
+) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def guard(self: Any, *arguments: Any, **named: Any) -> Any:
+        try:
+            found = call(self, *arguments, **named)
+        except InputError:
+            raise
+        except Exception as error:
+            problem = f"raises {type(error).__name__}: {' '.join(str(error).split())}"
+            problem += f" ({_place_of(error, call)})"
+            raise InputError(field, f"{whose}: {_spell(name, arguments)} {problem}") from error
+        if answer is not None and (wanted := answer(arguments, found)):
+            problem = f"returns {' '.join(repr(found).split())[:60]}"
+            raise InputError(field, f"{whose}: {_spell(name, arguments)} {problem}", wanted)
+        return found
+
+    return guard
+
+
+def _place_of(error: Exception, call: Callable[..., Any]) -> str:
+    """Say where an error comes from: the deepest line of the policy's own file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(call, "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    last = (own or frames)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}"
+
+
+def _spell(name: str, arguments: tuple[Any, ...]) -> str:
+    """Say what was asked, and of which request or engines."""
+    match arguments:
+        case (RequestInfo() as request, *_):
+            return f"{name} of request {request.request_id}"
+        case (ExpertGroup() as group, *_):
+            return f"{name} for engines {group.engines[0]} to {group.engines[-1]}"
+        case _:
+            return "its constructor" if name == "__init__" else name
+
+
+def _worker(arguments: Any, found: Any) -> str:
+    """Say what `select` may return, if it is not that."""
+    n = len(arguments[1].loads)
+    try:
+        fits = found is None or 0 <= operator.index(found) < n
+    except TypeError:
+        fits = False
+    return "" if fits else f"the index of a worker, 0 to {n - 1}, or None to hold the request"
+
+
+def _keys(arguments: Any, found: Any) -> str:
+    waiting: Waiting = arguments[0]
+    try:
+        keys = np.asarray(found, np.float64)
+        fits = keys.shape == waiting.prompt_len.shape and not np.isnan(keys).any()
+    except (TypeError, ValueError):
+        fits = False
+    return "" if fits else f"{len(waiting.prompt_len)} numbers, one a request"
+
+
+def _placement(arguments: Any, found: Any) -> str:
+    group: ExpertGroup = arguments[0]
+    fits = isinstance(found, Placement) and found.n_ranks == group.n_ranks
+    if fits:
+        shape = np.shape(found.expert)
+        fits = shape == np.shape(found.rank) and len(shape) == 2 and shape[0] == group.n_layers
+    try:
+        fits = fits and bool(found.held(group.n_experts).any(axis=1).all())
+    except (IndexError, TypeError, ValueError):
+        fits = False
+    wanted = f"{group.n_experts} experts in {group.n_layers} layers on {group.n_ranks} ranks"
+    return "" if fits else f"a Placement of {wanted}"
+
+
+def _moved(arguments: Any, found: Any) -> str:
+    return "" if found is None else _placement(arguments, found)
+
+
+#: What foreign code is asked, and what says that its answer is none.
+_ANSWERS: dict[str, Callable[[Any, Any], str] | None] = {
+    "__init__": None,
+    "select": _worker,
+    "shortlists": None,
+    "on_complete": None,
+    "on_blocks": None,
+    "on_tokens": None,
+    "keys": _keys,
+    "place": _placement,
+    "update": _moved,
+    "choose": None,
+}
