@@ -80,6 +80,7 @@ def _timed(name: str, default: float, text: str) -> Callable[[_Command], _Comman
     metavar="N",
     help="Other engines that a request may go to before its first token.",
 )
+@_timed("request-timeout", 30.0, "Until a client has sent its request.")
 @_timed("connect-timeout", 5.0, "Until an engine accepts a connection.")
 @_timed("first-token-timeout", 120.0, "Until the first token of a stream.")
 @_timed("token-timeout", 60.0, "Between tokens.")

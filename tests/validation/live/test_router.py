@@ -5,10 +5,11 @@ import json
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -443,11 +444,34 @@ def test_what_a_decode_engine_would_refuse_is_refused_before_the_prefill():
     asyncio.run(scene())
 
 
-def test_plain_engines_judge_bodies_themselves():
-    asked = parse_body(b'{"prompt": ["a", "b"], "n": 2, "max_tokens": "3"}', handed_over=False)
-    assert (asked.prompt_len, asked.max_tokens, asked.streamed) == (0, None, False)
-    asked = parse_body(b'{"messages": [], "max_completion_tokens": 3}', handed_over=False)
-    assert asked.max_tokens == 3
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"prompt": ["a", "b"], "n": 2, "best_of": "many"}',
+        '{"prompt": [[1, 2], [3]]}',
+        '{"prompt": "a", "echo": true, "max_tokens": 0}',
+        '{"prompt_embeds": "x", "max_tokens": null}',
+        '{"messages": [], "max_completion_tokens": 3}',
+    ],
+)
+def test_plain_engines_judge_what_policies_do_not_read(body):
+    asked = parse_body(body.encode(), handed_over=False)
+    assert (asked.prompt_len, asked.streamed) == (0, False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        '"max_tokens": "a"', '"max_tokens": NaN', '"max_tokens": -1', '"max_tokens": 1e400',
+        '"max_tokens": 2.5', '"max_tokens": true', '"max_completion_tokens": []', '"prompt": {}',
+        '"prompt": 7', '"prompt": ["a", 1]', '"prompt": [[1], "a"]', '"prompt": [1.5]',
+        '"stream": "yes"', '"messages": {}',
+    ],
+)  # fmt: skip
+def test_no_request_is_refused_before_plain_engines_too(wrong):
+    with pytest.raises(ValueError, match=r"allowed: .*\)$") as caught:
+        parse_body(b"{%s}" % wrong.encode(), handed_over=False)
+    assert str(caught.value).startswith(wrong[1:].partition('"')[0])
 
 
 # --- conservation ---
@@ -551,6 +575,43 @@ def test_the_command():
             assert asyncio.run(scene())[0] == 200
             child.send_signal(signal.SIGTERM)
             assert child.wait(10) == 0
+
+
+def test_clients_that_do_not_send_and_that_send_no_http():
+    """They are answered and let go within the time limit, and fill no log."""
+    port = free_port()
+    decode = ["--decode", f"http://127.0.0.1:{port}", "--port", "0", "--request-timeout", "0.5"]
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n"
+    waits = [b"", b"POST /v1/com", head, head + b"\r\n", head + b"\r\n{"]
+    wrong = [b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", head + b"a\x00: b\r\n\r\n",
+             head + b"Transfer-Encoding: chunked\r\n\r\n",
+             head.replace(b"50", b"-5") + b"\r\n"]  # fmt: skip
+    command = [sys.executable, "-m", "eldr_sim.cli.main", "router", *decode]
+    with (
+        process(port),
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child,
+        ExitStack() as stack,
+    ):
+        stack.callback(child.kill)
+        address = ""
+        while "Routing" not in address:
+            address = child.stderr.readline()
+        where = ("127.0.0.1", int(address.strip().rpartition(":")[2]))
+        begun = time.monotonic()
+        clients = [socket.create_connection(where, 5) for _ in (*waits, *wrong) for _ in range(20)]
+        for number, client in enumerate(clients):
+            client.sendall((*waits, *wrong)[number // 20])
+        answers = []
+        for client in clients:
+            with client, suppress(ConnectionResetError):
+                answers.append(client.recv(12))
+                while client.recv(4096):
+                    pass
+        assert time.monotonic() - begun < 5
+        assert answers[:60] == [b""] * 60  # no request was there to be answered
+        assert [answer[-3:] for answer in answers[60:]] == [b"408"] * 40 + [b"400"] * 100
+        child.send_signal(signal.SIGTERM)
+        assert "Traceback" not in child.stderr.read()
 
 
 def test_validate_runs_the_same_router(serve_app, tmp_path):

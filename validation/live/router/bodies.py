@@ -47,7 +47,8 @@ def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
     handed_over
         Whether a prefill engine is to compute the prompt. It sees neither the limits of the output
         nor whether that is streamed: what a decode engine would refuse of them is refused here,
-        before the prompt is computed. Without, engines judge for themselves.
+        before the prompt is computed. Without, a body needs to make sense of what policies read:
+        prompt, limits and whether the answer is streamed; engines judge the rest.
 
     Raises
     ------
@@ -57,8 +58,7 @@ def parse_body(raw: bytes, *, handed_over: bool) -> Ask:
     body = parse_json(raw, "body")
     if not isinstance(body, dict):
         raise ValueError("body: no JSON object")
-    if handed_over:
-        _check(body)
+    _check(body, handed_over)
     prompt = body.get("prompt")
     limits = [body[key] for key in _LIMITS if _is_count(body.get(key))]
     return Ask(
@@ -84,8 +84,22 @@ def one_token_body(body: dict[str, Any], kv_transfer_params: dict[str, Any]) -> 
     return asked
 
 
-def _check(body: dict[str, Any]) -> None:
-    """Raise ValueError for what cannot be passed on as one request to two engines."""
+def _check(body: dict[str, Any], handed_over: bool) -> None:
+    """Raise ValueError for what is no request, or cannot be passed on as one to two engines."""
+    if body.get("stream") not in (None, True, False):
+        raise ValueError(f"stream: {_shown(body['stream'])} (allowed: true, false)")
+    fewest = 1 if handed_over else 0  # 0: an engine that computes the prompt may echo it
+    for key in _LIMITS:
+        if body.get(key) is not None and not (_is_count(body[key]) and body[key] >= fewest):
+            allowed = f"a whole number, {fewest} or more"
+            raise ValueError(f"{key}: {_shown(body[key])} (allowed: {allowed})")
+    if not handed_over:
+        if not (body.get("prompt") is None or _is_prompt(body["prompt"])):
+            allowed = "texts, or lists of token ids"
+            raise ValueError(f"prompt: {_shown(body['prompt'])} (allowed: {allowed})")
+        if not isinstance(body.get("messages", []), list):
+            raise ValueError(f"messages: {_shown(body['messages'])} (allowed: a list of messages)")
+        return
     if "messages" in body:
         if not isinstance(body["messages"], list) or not body["messages"]:
             raise ValueError("messages: missing (allowed: a list of messages)")
@@ -97,9 +111,6 @@ def _check(body: dict[str, Any]) -> None:
             raise ValueError("prompt: several (allowed: one text or one list of token ids)")
     if body.get("n") not in (None, 1):
         raise ValueError("n: more than one answer (allowed: 1)")
-    for key in _LIMITS:
-        if body.get(key) is not None and not (_is_count(body[key]) and body[key] >= 1):
-            raise ValueError(f"{key}: {_shown(body[key])} (allowed: a whole number, 1 or more)")
     least = body.get("min_tokens")
     if least is not None:
         most = min((body[key] for key in _LIMITS if body.get(key) is not None), default=least)
@@ -107,12 +118,22 @@ def _check(body: dict[str, Any]) -> None:
             raise ValueError(
                 f"min_tokens: {_shown(least)} (allowed: a whole number up to max_tokens)"
             )
-    if body.get("stream") not in (None, True, False):
-        raise ValueError(f"stream: {_shown(body['stream'])} (allowed: true, false)")
     if body.get("stream_options") is not None and not (
         body.get("stream") and isinstance(body["stream_options"], dict)
     ):
         raise ValueError("stream_options: without stream, or no object")
+
+
+def _is_prompt(prompt: object) -> bool:
+    """Whether this is a text, token ids, or a list of either (OpenAI's ``prompt``)."""
+    return (
+        isinstance(prompt, str)
+        or _is_ids(prompt)
+        or (
+            isinstance(prompt, list)
+            and (all(isinstance(each, str) for each in prompt) or all(map(_is_ids, prompt)))
+        )
+    )
 
 
 def _is_ids(prompt: object) -> TypeGuard[list[int]]:

@@ -68,6 +68,9 @@ class ProxyConfig(BaseModel):
     """File that gets a line of JSON for each request when it is routed to a decode engine."""
     retries: int = Field(default=1, ge=0)
     """How often a request goes to another engine when one fails before its first token."""
+    request_timeout_s: Seconds = 30.0
+    """Longest time until a client has sent its headers, and after them its body. A connection that
+    is kept alive is closed when it rests as long."""
     connect_timeout_s: Seconds = 5.0
     """Longest time until an engine accepts a connection."""
     first_token_timeout_s: Seconds = 120.0

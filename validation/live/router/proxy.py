@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import resource
 import socket
 import sys
@@ -74,6 +75,7 @@ def make_app(
     import_aiohttp()
     from aiohttp import web
 
+    logging.getLogger("aiohttp.server").addFilter(_is_our_error)
     proxy = _Proxy(config, policy, notify)
     app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(_in_json)])
     app.cleanup_ctx.append(proxy.run)
@@ -113,6 +115,7 @@ def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> No
         sock=listening,
         print=None,
         access_log=None,
+        keepalive_timeout=config.request_timeout_s,  # also of a connection without a request
         shutdown_timeout=1.0,
         handler_cancellation=True,
     )
@@ -206,14 +209,14 @@ class _Proxy:
         if not (name.isascii() and name.isprintable() and 0 < len(name) <= _LONGEST_NAME):
             name = uuid.uuid4().hex
         try:
-            async with asyncio.timeout(self._config.token_timeout_s):
+            async with asyncio.timeout(self._config.request_timeout_s):
                 raw = await request.read()
             asked = parse_body(raw, handed_over=bool(self._config.prefill_urls))
             if self._config.prefilled and not asked.body.get("kv_transfer_params"):
                 raise ValueError("kv_transfer_params: missing")
             headers = _passed_on(request.headers, name)
         except TimeoutError:
-            return error_answer(408, "the body does not arrive"), "client_left"
+            return await _hung_up(request), "client_left"
         except web.HTTPRequestEntityTooLarge:
             return error_answer(413, f"body: more than {_MAX_BODY >> 20} MiB"), "refused"
         except (ValueError, web.RequestPayloadError, aiohttp.ClientError) as error:
@@ -292,6 +295,27 @@ async def _in_json(request: Any, handler: Any) -> Any:
         return await handler(request)
     except web.HTTPException as error:
         return error_answer(error.status, f"{request.method} {request.path}: {error.reason}")
+
+
+async def _hung_up(request: Any) -> Any:
+    """Answer a client that does not send its body, and close its connection at once."""
+    answer = error_answer(408, "the body does not arrive")
+    with suppress(ConnectionError):
+        await answer.prepare(request)
+        await answer.write_eof()
+    if request.transport is not None:
+        request.transport.close()
+    return answer
+
+
+def _is_our_error(record: logging.LogRecord) -> bool:
+    """Whether a line of aiohttp's log is of something else than HTTP that a client gets wrong.
+
+    Such a client has its answer, 400; a line with a traceback for each would fill a disk.
+    """
+    from aiohttp.http import HttpProcessingError
+
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _saying(announce: Callable[[str], None], line: str) -> Any:
