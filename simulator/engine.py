@@ -143,8 +143,8 @@ def publish_signals(engines: Engines, pool: int, signals: Any) -> None:
         w = settings.first_worker + i
         worker, signal = engines.workers[w], signals[i]
         signal.waiting, signal.waiting_tokens = worker.n_waiting, worker.waiting_tokens
-        signal.running = worker.batch + worker.prefilling
-        signal.running_tokens = worker.context
+        signal.running = worker.batch + worker.prefilling + worker.leaving
+        signal.running_tokens = worker.context + worker.leaving_tokens
         for k in range(worker.batch, worker.batch + worker.prefilling):
             sequence = engines.sequences[w, k]
             signal.running_tokens += sequence.computed + sequence.todo
@@ -286,13 +286,18 @@ def _only_prompts(engines: Engines, w: int) -> Any:
 
 @compiled()
 def _end_prompts(clock: Any, events: Any, engines: Engines, w: int) -> None:
-    """Take the sequences out whose prompts are computed; later stages may still have them."""
+    """Take the sequences out whose prompts are computed; later stages may still have them.
+
+    These keep their places until the last stage returns them, as in vLLM's batch queue.
+    """
     worker, sequences = engines.workers[w], engines.sequences
     kept = 0
     for i in range(worker.prefilling):
         if sequences[w, i].todo == 0:
             request = sequences[w, i].request
             if worker.exit_s > clock[0].now:
+                worker.leaving += 1
+                worker.leaving_tokens += sequences[w, i].computed
                 schedule(clock, events, worker.exit_s, PROMPT_END, request)
             else:
                 end_prompt(clock, engines, w, request)
@@ -301,6 +306,17 @@ def _end_prompts(clock: Any, events: Any, engines: Engines, w: int) -> None:
             sequences[w, kept] = sequences[w, i]
         kept += 1
     worker.prefilling = kept
+
+
+@compiled()
+def leave_stages(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
+    """Let a prompt leave the last stage: its place, and perhaps its KV blocks, are free."""
+    worker, record = engines.workers[w], engines.requests[request]
+    worker.leaving -= 1
+    worker.leaving_tokens -= record.prompt_len + record.generated
+    end_prompt(clock, engines, w, request)
+    if worker.new_head >= 0:
+        wake(clock, events, engines.workers, w)
 
 
 @compiled()
@@ -410,7 +426,7 @@ def _append_preempted(engines: Engines, w: int, request: int) -> None:
 def _is_open(engines: Engines, w: int) -> Any:
     """Whether the next step has a place and a token of its budget left."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
-    places = pool.max_num_seqs - worker.batch - worker.prefilling
+    places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
     budget = pool.max_num_batched_tokens - worker.batch - worker.chunk_tokens
     return bool(places > 0 and budget > 0)
 

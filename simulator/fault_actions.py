@@ -64,6 +64,7 @@ class FaultActions:
         self.requests, self.workers, self.pools = engines.requests, engines.workers, engines.pools
         self.clock, self.removal = cluster.arrays.clock, Removal(cluster)
         self.retries = np.zeros(len(self.requests), np.int32)
+        self.first_try: dict[int, Any] = {}  # request -> how it came to the first token that it has
         self.lost: dict[int, int] = {}  # request -> first engine of the worker that lost it
         self.dead: set[int] = set()  # first engines of dead workers
         self.known: set[int] = set()  # of those that the routers know to be dead
@@ -453,6 +454,7 @@ class FaultActions:
                 continue
             self.retries[request] += 1
             record = self.requests[request]
+            self._keep_first_try(request)
             for name in _PROGRESS:
                 record[name] = -1
             record["kv_here"] = False
@@ -466,6 +468,15 @@ class FaultActions:
             held["tail"] = request
             held["n"] += 1
             self._ask_again(pool)
+
+    def _keep_first_try(self, request: int) -> None:
+        """Note the workers and times of a request that has its first token, once."""
+        record = self.requests[request]
+        if record["first_token_s"] < 0.0 or request in self.first_try:
+            return
+        if not self.pools[0]["n_workers"]:  # a co-located worker notes them with the last token
+            record["prefill_end_s"] = record["decode_start_s"] = record["first_token_s"]
+        self.first_try[request] = tuple(record[name] for name in _PROGRESS)
 
     def _may_retry(self, request: int) -> bool:
         """Whether a request is sent again: as the rule says, and if its context fits."""
@@ -491,13 +502,21 @@ class FaultActions:
         return bool(waits)
 
     def recorded(self, record: RunRecord) -> RunRecord:
-        """Return a run's record without the steps that were cut, and with what was sent again."""
+        """Return a run's record without the steps that were cut, and with what was sent again.
+
+        Workers and times of a request up to its first token are those of the try that gave it.
+        """
+        requests = record.requests.copy()
+        for request, progress in self.first_try.items():
+            for name, value in zip(_PROGRESS, progress, strict=True):
+                requests[name][request] = value
 
         def whole(log: NDArray[np.void], end: str) -> NDArray[np.void]:
             return np.asarray(log[np.isfinite(log[end])])
 
         return replace(
             record,
+            requests=requests,
             prefill_steps=whole(record.prefill_steps, "end"),
             decode_steps=whole(record.decode_steps, "end"),
             prefill_group_steps=whole(record.prefill_group_steps, "end"),

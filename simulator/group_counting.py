@@ -72,6 +72,7 @@ def count_step(
         add_counts(loads, c.leader, c.work.planes, n_planes)
     if by_home:
         c.work.tokens[:] = 0
+        c.work.used[:] = False
         _find_owners(c.work, c.masks[c.leader], c.ranks)
         _count_group(engines, size, bits, prompts, _of_pass(c, BY_HOME))
         return
@@ -140,6 +141,7 @@ def _clear(work: GroupScratch, ranks: int) -> None:
     work.tokens[:] = 0
     work.active[:ranks] = 0
     work.split[:] = 0
+    work.copies[:, :ranks] = 0
     work.pairs[:, :ranks] = 0.0
     work.traffic[:, :ranks] = 0.0
 
@@ -327,7 +329,15 @@ def _add_several(c: Counting, layer: int, words: int, n_several: int) -> None:
         for j in range(min(n, tokens)):
             rank = work.chosen[layer, expert, j]
             work.pairs[layer, rank] += (tokens - j + n - 1) // n
-            work.active[rank, at] |= bit
+            _activate(work, layer, rank, at, bit)
+
+
+@compiled(inline="always")
+def _activate(work: GroupScratch, layer: int, rank: int, at: int, bit: Any) -> None:
+    """Note that a rank reads one more instance: each has weights of its own, on one GPU too."""
+    if work.active[rank, at] & bit:
+        work.copies[layer, rank] += 1
+    work.active[rank, at] |= bit
 
 
 @compiled()
@@ -409,12 +419,15 @@ def _count_row(
                 expert = (k - layer * words) * 64 + _place(bit)
                 at = layer % replicas.n_instances.shape[1]
                 n = np.int64(replicas.n_instances[leader, at, expert])
-                r = _instance(
+                j = _instance(
                     c.choice, replicas.rank[leader, at, expert],
                     replicas.weight[leader, at, expert], n, c.group.gpus_per_node, home, hashed,
                     (place << 40) | (home << 28) | (at << 16) | expert,
                 )  # fmt: skip
-                work.active[r, k] |= bit
+                r = np.int64(replicas.rank[leader, at, expert, j])
+                if not work.used[layer, expert, j]:
+                    work.used[layer, expert, j] = True
+                    _activate(work, layer, r, k, bit)
                 work.pairs[layer, r] += 1.0
                 if per == EXPERT:
                     add_direct(work.traffic[layer], home, r, 1.0, c.group.gpus_per_node)
@@ -521,7 +534,7 @@ def _add_word(planes: Any, plane: int, k: int, word: Any) -> None:
 def _instance(
     choice: int, ranks: Any, weight: Any, n: int, nodes: int, home: int, hashed: int, counter: int
 ) -> Any:
-    """Return the rank whose instance of an expert computes a token; see `policies.replicas`.
+    """Return which instance of an expert computes a token; see `policies.replicas`.
 
     It takes numbers and two rows: to hand `Counting` to a function takes longer than all of this.
 
@@ -537,7 +550,7 @@ def _instance(
         vLLM's hash of the token's place, and what it draws by, see `policies.weighted_replicas`.
     """
     if choice == HASH:
-        return np.int64(ranks[hashed % n])
+        return np.int64(hashed % n)
     if choice == WEIGHTED:
         return _drawn(ranks, weight, n, nodes, home, counter, np.int64(2), False)
     nearest, n_nearest = np.int64(2), 0
@@ -553,7 +566,7 @@ def _instance(
     for i in range(n):
         if _away(np.int64(ranks[i]), home, nodes) == nearest:
             if skip == 0:
-                return np.int64(ranks[i])
+                return np.int64(i)
             skip -= 1
     return np.int64(-1)  # not reached
 
@@ -562,7 +575,7 @@ def _instance(
 def _drawn(
     ranks: Any, weight: Any, n: int, nodes: int, home: int, counter: int, nearest: int, local: bool
 ) -> Any:
-    """Return the rank drawn by weight among instances; ``local``: those as near as ``nearest``."""
+    """Return the instance drawn by weight among all; ``local``: those as near as ``nearest``."""
     total = 0.0
     for i in range(n):
         if not local or _away(np.int64(ranks[i]), home, nodes) == nearest:
@@ -571,7 +584,7 @@ def _drawn(
     for i in range(n):
         if not local or _away(np.int64(ranks[i]), home, nodes) == nearest:
             total += weight[i]
-            last = np.int64(ranks[i])
+            last = np.int64(i)
             if total > wanted:
                 return last
     return last  # not reached

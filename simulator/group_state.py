@@ -81,6 +81,8 @@ class GroupScratch(NamedTuple):
     planes: NDArray[np.uint64]  #: ``[bits, layers * words]``: tokens of each expert, a bit a plane
     active: NDArray[np.uint64]  #: ``[ranks, layers * words]``: activated on each rank
     turn: NDArray[np.int64]  #: ``[layers, experts]``: tokens of experts of several instances
+    copies: NDArray[np.int64]  #: ``[layers, ranks]``: activated instances beside one an expert
+    used: NDArray[np.bool_]  #: ``[layers, experts, instances]``: activated, choices by token alone
     pairs: NDArray[np.float64]  #: ``[layers, ranks]``
     traffic: NDArray[np.float64]  #: ``[layers, ranks, 4]``: copies, see `all_to_all_cost`
     tokens: NDArray[np.int64]  #: ``[ranks]``: at home there
@@ -111,6 +113,8 @@ def make_group_scratch(
         planes=np.zeros((_PLANES, width), np.uint64),
         active=np.zeros((ranks, width), np.uint64),
         turn=np.zeros((n_layers, n_experts), np.int64),
+        copies=np.zeros((n_layers, ranks), np.int64),
+        used=np.zeros((n_layers, n_experts, instances), np.bool_),
         pairs=np.zeros((n_layers, ranks)),
         traffic=np.zeros((n_layers, ranks, 4)),
         tokens=np.zeros(ranks, np.int64),

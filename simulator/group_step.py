@@ -163,6 +163,7 @@ def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: b
             count = 0
             for k in range(layer * words, (layer + 1) * words):
                 count += popcount(work.active[r, k])  # type: ignore[call-arg]
+            count += work.copies[layer, r]
             pairs = work.pairs[layer, r]
             active += count
             pairs_sum += pairs

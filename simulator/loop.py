@@ -9,7 +9,7 @@ The life of a request, top to bottom::
     BOUNDARY         the engine admits it and plans its chunks                  `engine.boundary`
     STEP_START       its prompt is computed, step by step                       `step.step`
     BOUNDARY         the prompt is computed: hand it over, or end it            `engine.boundary`
-    PROMPT_END       the same, when the last of several stages has computed it  `engine.end_prompt`
+    PROMPT_END       the same, when the last of several stages has it done  `engine.leave_stages`
     DISPATCH         signature and router: the decode worker is picked          `drain`
     BOUNDARY         the decode worker's engine reserves its KV blocks          `engine.boundary`
     TRANSFER_START   its KV cache flows over shared links                       `network.begin`
@@ -43,8 +43,8 @@ from eldr_sim.simulator.engine import (
     PENDING_HAND_OVER,
     Engines,
     boundary,
-    end_prompt,
     leave,
+    leave_stages,
     publish_signals,
     publish_tokens,
     take,
@@ -537,9 +537,7 @@ def advance(
             _hear(clock, engines, routers, run.reported, subject // 2, subject % 2)
         elif kind == PROMPT_END:
             w = pools[0].first_worker + requests[subject].prefill_worker
-            end_prompt(clock, engines, w, subject)
-            if workers[w].new_head >= 0:  # it may wait for these KV blocks
-                wake(clock, events, workers, w)
+            leave_stages(clock, events, engines, w, subject)
         elif kind == TRANSFER_START:
             _start_transfer(clock, events, engines, run.net, subject)
         elif kind == PUBLISH:

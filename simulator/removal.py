@@ -69,6 +69,11 @@ class Removal:
         kind, subject = events["kind"][:n], events["subject"][:n]
         gone = np.isin(kind, _OF_REQUESTS) & np.isin(subject, list(requests))
         gone |= np.isin(kind, (state.BOUNDARY, state.STEP_START)) & np.isin(subject, engines)
+        for request in subject[gone & (kind == state.PROMPT_END)].tolist():
+            record = self.requests[request]
+            worker = self.workers[record["prefill_worker"]]
+            worker["leaving"] -= 1
+            worker["leaving_tokens"] -= record["prompt_len"] + record["generated"]
         self.keep_events(~gone)
 
     def keep_events(self, kept: NDArray[np.bool_]) -> None:

@@ -142,6 +142,10 @@ WORKER = np.dtype(
         ("prefilling", np.int64),
         ("next_start", np.float64),  # when the next step may begin, s
         ("exit_s", np.float64),  # when prompts that end with the last step leave it, s
+        # Prompts that the first of several stages has computed and the last one has not: they keep
+        # their places in the batch; and the tokens of their contexts.
+        ("leaving", np.int64),
+        ("leaving_tokens", np.int64),
         ("wake", np.float64),  # time of the boundary that is scheduled, s; negative: none
         ("step_due", np.bool_),  # the start of a step is scheduled
         ("ended", np.bool_),  # the last step completed a sequence

@@ -49,7 +49,8 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"pipeline_parallel_size": 4, "input_len": 800, "request_rate": "inf", "warmup": 0,
        "max_num_seqs": 8},
     "front end": {
-        "frontend": "xeon-emerald-rapids", "api_servers": 2, "handover": "vllm_nixl", "max_concurrency": 60,
+        "frontend": "xeon-emerald-rapids", "api_servers": 2, "handover": "vllm_nixl",
+        "max_concurrency": 60,
     },
     "faults": {
         "events": str(Path(__file__).with_name("digest_events.yaml")),

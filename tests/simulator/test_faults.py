@@ -72,6 +72,20 @@ def random_plan(rng, spec, workload, until_s, size=1):
     )
 
 
+#: What a request lives through, in this order, wherever it comes so far.
+LIFE = (
+    "arrival_s", "sent_s", "tokenized_s", "prefill_start_s", "prefill_end_s", "transfer_start_s",
+    "transfer_end_s", "decode_start_s", "first_token_s", "finish_s",
+)  # fmt: skip
+
+
+def assert_ordered(record):
+    """No time of a request comes before another that it lives through earlier."""
+    for request in record.requests:
+        times = [float(request[name]) for name in LIFE if request[name] >= 0.0]
+        assert times == sorted(times), dict(zip(LIFE, request[list(LIFE)].tolist(), strict=True))
+
+
 def make_pair(arguments, prefill, decode):
     """Return a cluster and its twin."""
 
@@ -101,6 +115,7 @@ def test_faults_equal_their_twin(prefill, decode, **drawn):
         plan = dataclasses.replace(plan, cancel_s=None)  # refused
     cluster, twin = make_pair(arguments | {"faults": plan}, prefill, decode)
     record = cluster.run()
+    assert_ordered(record)
     assert_same(record, twin.run())
     for router, policy in zip(cluster.routers, twin.policies, strict=True):
         assert getattr(router.policy, "seen", None) == getattr(policy, "seen", None)
@@ -116,6 +131,7 @@ def test_faults_of_groups_equal_their_twin(decode, **drawn):
     plan = random_plan(rng, arguments["spec"], arguments["workload"], until, drawn["size"])
     cluster, twin = make_pair(arguments | {"faults": plan}, "least_loaded", decode)
     record = cluster.run()
+    assert_ordered(record)
     assert_same(record, twin.run())
     for role, steps in (
         ("prefill", record.prefill_group_steps),
@@ -288,3 +304,27 @@ def test_a_dead_workers_request_begins_anew_or_goes_on(make_cluster, make_worklo
         assert record.requests["finish_s"].tolist() == [finish]
         assert record.decode_steps["batch"].sum() == tokens
         assert record.gaps.tolist() == ([(2.0, 3.5)] if retry == "migrate" else [])
+
+
+@pytest.mark.parametrize("n_prefill", [0, 1])
+def test_the_times_of_a_request_are_those_of_the_try_with_its_first_token(
+    make_cluster, make_workload, make_step_time, n_prefill
+):
+    """Tokens of 1 s; the first worker dies when two are there, and the other three come later."""
+    step_time = make_step_time(1, constant=1.0, prefill=(1.0, 0.0))
+    cluster = make_cluster(
+        make_workload([0.0], 4, 5), step_time=step_time, max_num_seqs=1, n_prefill=n_prefill,
+        n_decode=2,
+    )  # fmt: skip
+    cluster.faults = FaultPlan((Fault("fail", 1, 0, 3.5),), None, 0.0, "migrate")
+    record = cluster.run()
+    assert_ordered(record)
+    (request,) = record.requests
+    assert record.completed.all()
+    assert record.retries.tolist() == [1]
+    assert request["decode_worker"] == 0
+    assert request["prefill_start_s"] == 0.0
+    first = 2.0 if n_prefill else 1.0
+    assert request["first_token_s"] == first
+    assert request["prefill_end_s"] == 1.0
+    assert request["finish_s"] > 3.5

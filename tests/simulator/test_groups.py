@@ -104,7 +104,7 @@ def grouped_cluster(
         name: dataclasses.replace(
             growing(getattr(spec, name)),
             parallelism=Parallelism(per_engine, True, size),
-            group=random_group(rng, n_experts, per_engine, gpus_per_node, copy_per),
+            group=random_group(rng, n_experts + n_redundant, per_engine, gpus_per_node, copy_per),
         )
         for name in ("prefill", "decode")
     }
@@ -368,12 +368,13 @@ def compiled_ranks(counting, layer, experts, homes, places, by_count):
             else:
                 home, place = homes[token], places[token]
                 replicas = counting.replicas
-                found[token, column] = _instance(
+                j = _instance(
                     counting.choice, replicas.rank[0, layer, expert],
                     replicas.weight[0, layer, expert], replicas.n_instances[0, layer, expert],
                     counting.group.gpus_per_node, home, (place * HASH_MULTIPLIER) & 0xFFFFFFFF,
                     (place << 40) | (home << 28) | (layer << 16) | expert,
                 )  # fmt: skip
+                found[token, column] = replicas.rank[0, layer, expert, j]
     return found
 
 
@@ -428,3 +429,8 @@ def test_compiled_choices_are_those_of_the_policies(
         slots = policy.choose(homes, experts, placement, layer, node, *more)
         found = compiled_ranks(counting, layer, experts, homes, places, by_count)
         np.testing.assert_array_equal(found, placement.rank[layer][slots])
+        if by_count:  # each instance that is used counts, two of an expert on one rank too
+            used = np.bincount(placement.rank[layer][np.unique(slots)], minlength=ranks)
+            own = work.active[:, layer * words : (layer + 1) * words]
+            active = np.unpackbits(own.view(np.uint8), axis=1).sum(axis=1)
+            np.testing.assert_array_equal(active + work.copies[layer], used)

@@ -216,3 +216,13 @@ def test_what_fits_on_80_gb(model, fields, fits):
     else:
         with pytest.raises(InputError, match="weights need"):
             prepare(config)
+
+
+def test_stages_share_the_places_of_the_batch():
+    """As in vLLM, where a request keeps its place until the last stage returns it."""
+    fields = {"pipeline_parallel_size": 4, "max_num_seqs": 6, "request_rate": "inf", "warmup": 0}
+    requests = run(num_requests=80, **fields).record.requests
+    events = np.concatenate([requests["prefill_start_s"], requests["prefill_end_s"]])
+    order = np.lexsort((np.repeat([1, 0], len(requests)), events))  # who leaves goes first
+    there = np.cumsum(np.repeat([1, -1], len(requests))[order])
+    assert there.max() == 6

@@ -155,6 +155,8 @@ class Twin:
             self.settle()
         if self.faults and not self.events and self.time_limit_s == np.inf:
             self.faults.nobody_left()
+        if self.faults:
+            self.faults.show_first_tries()
         for request in self.requests[: self.arrived]:
             if not request.outcome:
                 request.outcome = (

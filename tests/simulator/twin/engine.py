@@ -62,6 +62,7 @@ class Worker:
         self.alive, self.slowdown = True, 1.0
         self.last = None  # its last step: the record, who got a token, who for the first time
         self.exit_s = -math.inf  # when its last step has left the last stage
+        self.leaving = []  # requests that later stages still have
         layout = pool.spec.layout
         self.whole_prompts = layout is not None and layout.whole_prompts
 
@@ -107,8 +108,9 @@ class Worker:
         waiting = [request for request in self.requests if request not in running]
         tokens = sum(request.prompt + request.generated for request in waiting)
         contexts = sum(sequence.context for sequence in self.running())
+        contexts += sum(request.prompt + request.generated for request in self.leaving)
         usage = 1.0 - len(self.blocks.free) / self.pool.spec.n_blocks
-        return len(waiting), len(running), tokens, contexts, usage
+        return len(waiting), len(running) + len(self.leaving), tokens, contexts, usage
 
     def running(self):
         return self.decoding + self.prefilling
@@ -149,6 +151,7 @@ class Worker:
             for sequence in done:
                 self.requests.remove(sequence.request)
                 if self.exit_s > now:  # later stages still have it
+                    self.leaving.append(sequence.request)
                     twin.schedule(self.exit_s, partial(self.leave_stages, sequence.request))
                 else:
                     self.end_prompt(sequence.request)
@@ -176,8 +179,9 @@ class Worker:
         twin.todo.append((twin.complete, request))
 
     def leave_stages(self, request):
+        self.leaving.remove(request)
         self.end_prompt(request)
-        if self.new:  # they may wait for its blocks
+        if self.new:  # they may wait for its place or its blocks
             self.wake()
 
     def preempt(self):
@@ -280,7 +284,8 @@ class Worker:
 
     def is_open(self):
         """Whether the next step has a place and a token of its budget left."""
-        return len(self.running()) < self.pool.spec.max_num_seqs and self.budget() > 0
+        seats = self.pool.spec.max_num_seqs - len(self.leaving)
+        return len(self.running()) < seats and self.budget() > 0
 
     def budget(self):
         chunks = sum(s.chunk for s in self.running())

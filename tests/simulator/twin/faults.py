@@ -6,6 +6,12 @@ import numpy as np
 
 from .engine import COLOCATED, DECODE, PREFILL_ONLY, Worker
 
+#: What a request has of each try.
+PROGRESS = (
+    "prefill_worker", "decode_worker", "prefill_start_s", "prefill_end_s", "transfer_start_s",
+    "transfer_end_s", "decode_start_s", "cached_tokens", "decode_cached_tokens",
+)  # fmt: skip
+
 
 class TwinFaults:
     """Each fault in a function, by its name; what a death takes along in `lose`."""
@@ -14,6 +20,7 @@ class TwinFaults:
         self.twin, self.plan = twin, plan
         self.order = -(1 << 60)  # before all else of an instant
         self.lost, self.retries = {}, {}
+        self.first = {}  # what a request had when it lost its place after its first token
         self.troubles = [np.zeros(pool.size, int) for pool in twin.pools]
         self.known = set()  # dead workers that the routers know of
         for fault in plan.faults:
@@ -274,9 +281,12 @@ class TwinFaults:
                 self.give_up(request, "worker_lost")
                 continue
             self.retries[request] = tries + 1
-            for name in ("prefill_worker", "decode_worker", "prefill_start_s", "prefill_end_s",
-                         "transfer_start_s", "transfer_end_s", "decode_start_s", "cached_tokens",
-                         "decode_cached_tokens"):  # fmt: skip
+            if request.first_token_s >= 0:
+                if not twin.spec.n_prefill:
+                    request.prefill_end_s = request.decode_start_s = request.first_token_s
+                had = {name: getattr(request, name) for name in PROGRESS}
+                self.first.setdefault(request, had)
+            for name in PROGRESS:
                 setattr(request, name, -1)
             request.kv_here = False
             pool = 0 if twin.spec.n_prefill else 1
@@ -311,3 +321,9 @@ class TwinFaults:
             for request in self.twin.requests[: self.twin.arrived]:
                 if not request.outcome:
                     self.twin.end(request, "no_worker_left")
+
+    def show_first_tries(self):
+        """A request's record is that of the try which gave its first token."""
+        for request, had in self.first.items():
+            for name, value in had.items():
+                setattr(request, name, value)

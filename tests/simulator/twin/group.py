@@ -95,9 +95,9 @@ class Instances:
         if not self.by_token:
             context = PolicyContext(1, np.random.default_rng(0), rank_moe=moe)
             self.policy = registry.replica_choice(choice, context)
-        self.ranks = [
+        self.homes = [
             {
-                expert: placement.rank[layer][placement.expert[layer] == expert].tolist()
+                expert: np.flatnonzero(placement.expert[layer] == expert).tolist()
                 for expert in set(placement.expert[layer].tolist()) - {EMPTY}
             }
             for layer in range(n_trace_layers)
@@ -110,39 +110,45 @@ class Instances:
         n_experts = int(self.placement.expert.max()) + 1
         for layer in {layer for layer, _ in tokens}:
             counts = np.array([tokens[layer, expert] for expert in range(n_experts)])
-            at = layer % len(self.ranks)
+            at = layer % len(self.homes)
             slots = self.policy.instances(counts, self.placement, at, self.prompts)
             for expert, own in enumerate(slots):
-                self.slots[layer, expert] = self.placement.rank[at][own[own >= 0]].tolist()
+                self.slots[layer, expert] = own[own >= 0].tolist()
 
-    def rank(self, layer, expert, home, place):
-        ranks = self.ranks[layer % len(self.ranks)][expert]
-        if len(ranks) == 1:
-            return ranks[0]
+    def rank_of(self, layer, slot):
+        return int(self.placement.rank[layer % len(self.homes)][slot])
+
+    def slot(self, layer, expert, home, place):
+        """The slot that computes a token."""
+        slots = self.homes[layer % len(self.homes)][expert]
+        if len(slots) == 1:
+            return slots[0]
         hashed = place * 2_654_435_769 % 2**32
         if (layer, expert) in self.slots:
-            ranks = self.slots[layer, expert]
+            slots = self.slots[layer, expert]
             self.turns[layer, expert] += 1
-            return ranks[(self.turns[layer, expert] - 1) % len(ranks)]
+            return slots[(self.turns[layer, expert] - 1) % len(slots)]
         if self.choice in ("source", "local_first"):
             node = home // self.gpus_per_node
-            on_node = [rank for rank in ranks if rank // self.gpus_per_node == node]
-            ranks = [rank for rank in ranks if rank == home] or on_node or ranks
+            ranks = {slot: self.rank_of(layer, slot) for slot in slots}
+            on_node = [s for s in slots if ranks[s] // self.gpus_per_node == node]
+            slots = [s for s in slots if ranks[s] == home] or on_node or slots
         if self.choice in ("weighted", "local_first"):
-            return self.drawn(layer % len(self.ranks), expert, home, place, ranks)
-        return ranks[hashed % len(ranks)]
+            return self.drawn(layer % len(self.homes), expert, home, place, slots)
+        return slots[hashed % len(slots)]
 
-    def drawn(self, at, expert, home, place, ranks):
+    def drawn(self, at, expert, home, place, slots):
         """Draw by the inverse of the ranks' loads, with SplitMix64 of a counter."""
-        weights = [1.0] * len(ranks)
+        weights = [1.0] * len(slots)
         if self.placement.load is not None:
             load = self.placement.load[at]
-            weights = [1 / max(load[rank], 1e-6 * load.mean() or 1.0) for rank in ranks]
+            own = [load[self.rank_of(at, slot)] for slot in slots]
+            weights = [1 / max(one, 1e-6 * load.mean() or 1.0) for one in own]
         z = (place << 40) + (home << 28) + (at << 16) + expert + 0x9E3779B97F4A7C15
         z = (z ^ z % 2**64 >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
         wanted = ((z ^ z >> 31) >> 32) / 2**32 * sum(weights)
-        return next(r for r, so_far in zip(ranks, accumulate(weights), strict=True)
+        return next(s for s, so_far in zip(slots, accumulate(weights), strict=True)
                     if so_far > wanted)  # fmt: skip
 
 
@@ -189,10 +195,11 @@ def group_step(twin, group):
     for home, place, experts in routed:
         for layer in layers:
             chosen = sorted(expert for at, expert in experts if at == layer)
-            targets = [instances.rank(layer, expert, home, place) for expert in chosen]
-            for expert, rank in zip(chosen, targets, strict=True):
+            slots = [instances.slot(layer, expert, home, place) for expert in chosen]
+            targets = [instances.rank_of(layer, slot) for slot in slots]
+            for slot, rank in zip(slots, targets, strict=True):
                 pairs[layer, rank] += 1
-                activated[layer][rank].add(expert)
+                activated[layer][rank].add(slot)  # an instance has weights of its own to read
             for way in traffic:
                 way[layer].token(home, targets)
     counts = [[len(found) for found in activated[layer]] for layer in layers]
