@@ -11,7 +11,13 @@ import click
 
 from eldr_sim.cli.completion import complete, models, traces, workloads
 from eldr_sim.errors import InputError
-from eldr_sim.policies.signature import METHODS, TRANSFORMS, parse_layer_mask, score_of
+from eldr_sim.policies.signature import (
+    METHODS,
+    TRANSFORMS,
+    FitOptions,
+    parse_layer_mask,
+    score_of,
+)
 
 
 @click.command(short_help="Fit ELDR's routing artifact.")
@@ -60,6 +66,27 @@ from eldr_sim.policies.signature import METHODS, TRANSFORMS, parse_layer_mask, s
     metavar="|".join(METHODS),
     help="Hungarian-balanced or vanilla K-means.",
 )
+@click.option(
+    "--seedings",
+    type=click.IntRange(1, 1000),
+    default=FitOptions().seedings,
+    show_default=True,
+    help="Starts of the clustering, of which the best is kept.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 10_000),
+    default=FitOptions().rounds,
+    show_default=True,
+    help="Most rounds of the clustering.",
+)
+@click.option(
+    "--mask-pairs",
+    type=click.IntRange(3, 10_000_000),
+    default=FitOptions().mask_pairs,
+    show_default=True,
+    help="Pairs of requests, drawn with replacement, that rho is measured on.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, metavar="FILE.npz", help="Artifact."
@@ -100,19 +127,22 @@ def fit(
         check_output(report, force)
         if report.resolve() in (out.resolve(), *out.resolve().parents):
             raise InputError("report", f"{report} would hold {out}", "a folder beside the artifact")
-    choices: dict[str, Any] = {
-        "transform": options["signature"],
-        "layer_mask": parse_layer_mask(options["layer_mask"]),
-        "clustering": options["clustering"],
-    }
+    choices = FitOptions(
+        options["signature"],
+        parse_layer_mask(options["layer_mask"]),
+        options["clustering"],
+        options["seedings"],
+        options["rounds"],
+        options["mask_pairs"],
+    )
     if trace is None:
         opened = routing_of(RunConfig(workload=workload, model=model), load_model(model))
     else:
         opened = open_trace(trace)
-    score = score_of(choices["transform"])
+    score = score_of(choices.transform)
     calibration = calibration_set(opened, workload=workload, score=score)
     start = time.perf_counter()
-    artifact = fit_artifact(calibration, decoders, seed, **choices)
+    artifact = fit_artifact(calibration, decoders, seed, choices)
     seconds = time.perf_counter() - start
     with ExitStack() as stack:
         if report is not None:

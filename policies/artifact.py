@@ -21,6 +21,7 @@ from eldr_sim.policies.signature import (
     METHODS,
     TRANSFORMS,
     DecodeOverlap,
+    FitOptions,
     Floats,
     Ints,
     LayerMask,
@@ -39,6 +40,9 @@ from eldr_sim.traces.calibration import CalibrationSet
 
 FORMAT_VERSION = 2
 """Version of the file format, raised whenever an older reader would misread a newer file."""
+
+_BEFORE = {"seedings": 8, "rounds": 100, "mask_pairs": 20_000}
+"""What files that do not say it were made with."""
 
 MaskRule = Literal["greedy", "all", "given"]
 """How the kept layers were chosen: by ELDR's greedy selection, all of them, or by hand."""
@@ -86,6 +90,8 @@ class RoutingArtifact:
         How the kept layers were chosen.
     clustering
         How the calibration signatures were clustered.
+    seedings, rounds, mask_pairs
+        See :class:`~eldr_sim.policies.signature.FitOptions`.
     """
 
     idf: Floats
@@ -103,6 +109,9 @@ class RoutingArtifact:
     transform: Transform = "count-idf"
     mask_rule: MaskRule = "greedy"
     clustering: Method = "balanced"
+    seedings: int = FitOptions().seedings
+    rounds: int = FitOptions().rounds
+    mask_pairs: int = FitOptions().mask_pairs
 
     @property
     def n_decoders(self) -> int:
@@ -150,12 +159,28 @@ class RoutingArtifact:
             raise InputError("signature", f"counts of {seen}", allowed)
         return signatures(scores, self.idf, self.layers, self.transform)
 
+    @property
+    def options(self) -> FitOptions:
+        """The options of :func:`fit` that it was made with."""
+        return FitOptions(
+            self.transform,
+            self.mask_option,
+            self.clustering,
+            self.seedings,
+            self.rounds,
+            self.mask_pairs,
+        )
+
     def check_made_with(
-        self, transform: Transform | None, layer_mask: LayerMask | None, clustering: Method | None
+        self,
+        transform: Transform | None = None,
+        layer_mask: LayerMask | None = None,
+        clustering: Method | None = None,
+        **numbers: int | None,
     ) -> None:
         """Raise InputError if the artifact was made with other options than those given.
 
-        None stands for an option that was not given.
+        None stands for an option that was not given; ``numbers`` are the other `FitOptions`.
         """
         if transform not in (None, self.transform):
             raise InputError("signature", f"{transform}, but the artifact holds {self.transform}")
@@ -165,6 +190,9 @@ class RoutingArtifact:
             raise InputError("layer_mask", f"{mine}, but the artifact holds {other}")
         if clustering not in (None, self.clustering):
             raise InputError("clustering", f"{clustering}, but the artifact is {self.clustering}")
+        for name, number in numbers.items():
+            if number not in (None, held := getattr(self, name)):
+                raise InputError(name, f"{number}, but the artifact was made with {held}")
 
     def summary(self) -> dict[str, Any]:
         """Return the fit in plain numbers, for reports and results."""
@@ -207,6 +235,9 @@ class RoutingArtifact:
             "transform": self.transform,
             "mask_rule": self.mask_rule,
             "clustering": self.clustering,
+            "seedings": self.seedings,
+            "rounds": self.rounds,
+            "mask_pairs": self.mask_pairs,
         }
         np.savez(
             file,
@@ -245,9 +276,11 @@ class RoutingArtifact:
             raise InputError("artifact", f"{source}: {detail}") from error
 
 
-def calibration_pairs(calibration: CalibrationSet, seed: int) -> DecodeOverlap:
+def calibration_pairs(
+    calibration: CalibrationSet, seed: int, n_pairs: int = FitOptions().mask_pairs
+) -> DecodeOverlap:
     """Return the ranked pairs of calibration requests on which a fit of this seed measures rho."""
-    return decode_overlap(calibration.decode_activation, _streams(seed)[0])
+    return decode_overlap(calibration.decode_activation, _streams(seed)[0], n_pairs)
 
 
 def _streams(seed: int) -> list[np.random.Generator]:
@@ -258,28 +291,28 @@ def _streams(seed: int) -> list[np.random.Generator]:
 
 @lru_cache(maxsize=8)
 def _selection(
-    calibration: CalibrationSet, seed: int, transform: Transform, layer_mask: LayerMask
+    calibration: CalibrationSet,
+    seed: int,
+    transform: Transform,
+    layer_mask: LayerMask,
+    n_pairs: int,
 ) -> LayerSelection:
     """Select the layers; fits for other numbers of workers take the same ones."""
     scores = calibration.scores(score_of(transform))
     idf = idf_weights(calibration.scores("count"))
-    return select_layers(
-        transformed(scores, transform, idf), calibration_pairs(calibration, seed), layer_mask
-    )
+    pairs = calibration_pairs(calibration, seed, n_pairs)
+    return select_layers(transformed(scores, transform, idf), pairs, layer_mask)
 
 
 def fit(
     calibration: CalibrationSet,
     n_decoders: int,
     seed: int,
-    *,
-    transform: Transform = "count-idf",
-    layer_mask: LayerMask = "greedy",
-    clustering: Method = "balanced",
+    options: FitOptions = FitOptions(),  # noqa: B008 it cannot change
 ) -> RoutingArtifact:
     """Fit the routing artifact: IDF table, layer mask, one centroid a decode worker.
 
-    The defaults are ELDR's. IDF table, layer order and rho do not depend on ``n_decoders``: a fit
+    IDF table, layer order and rho do not depend on ``n_decoders``: a fit
     for another number of workers changes the centroids alone.
 
     Parameters
@@ -290,12 +323,8 @@ def fit(
         K, the decode workers to route among.
     seed
         Seed of the sampled pairs and of the clustering's starts, 0 or more.
-    transform
-        What a signature holds of each expert.
-    layer_mask
-        Which layers it keeps.
-    clustering
-        ``balanced`` or ``vanilla``.
+    options
+        How; the defaults are ELDR's.
 
     Raises
     ------
@@ -313,12 +342,20 @@ def fit(
         raise InputError("calibration", problem, f"{n_decoders} requests or more")
     if seed < 0:
         raise InputError("seed", f"{seed}", "0 or more")
+    transform = options.transform
     scores = calibration.scores(score_of(transform))
-    layer_mask = parse_layer_mask(layer_mask)
+    layer_mask = parse_layer_mask(options.layer_mask)
     idf = idf_weights(counts)
-    selection = _selection(calibration, seed, transform, layer_mask)
+    selection = _selection(calibration, seed, transform, layer_mask, options.mask_pairs)
     points = signatures(scores, idf, selection.layers, transform)
-    clusters = kmeans(points, n_decoders, _streams(seed)[1], clustering)
+    clusters = kmeans(
+        points,
+        n_decoders,
+        _streams(seed)[1],
+        options.clustering,
+        options.seedings,
+        options.rounds,
+    )
     cluster_domains = np.zeros((n_decoders, len(calibration.domains)), dtype=np.int64)
     np.add.at(cluster_domains, (clusters.labels, calibration.domain), 1)
     return RoutingArtifact(
@@ -338,7 +375,10 @@ def fit(
         trace_checksum=calibration.trace_checksum,
         transform=transform,
         mask_rule="given" if isinstance(layer_mask, tuple) else layer_mask,
-        clustering=clustering,
+        clustering=options.clustering,
+        seedings=options.seedings,
+        rounds=options.rounds,
+        mask_pairs=options.mask_pairs,
     )
 
 
@@ -354,14 +394,7 @@ def _mean_activation(
 
 def fit_like(artifact: RoutingArtifact, calibration: CalibrationSet) -> RoutingArtifact:
     """Fit other calibration requests with the options, seed and decode workers of an artifact."""
-    return fit(
-        calibration,
-        artifact.n_decoders,
-        artifact.seed,
-        transform=artifact.transform,
-        layer_mask=artifact.mask_option,
-        clustering=artifact.clustering,
-    )
+    return fit(calibration, artifact.n_decoders, artifact.seed, artifact.options)
 
 
 def _checked(arrays: Mapping[str, NDArray[Any]]) -> RoutingArtifact:
@@ -386,6 +419,7 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> RoutingArtifact:
         transform=cast("Transform", _one_of("transform", TRANSFORMS, facts)),
         mask_rule=cast("MaskRule", _one_of("mask_rule", get_args(MaskRule), facts)),
         clustering=cast("Method", _one_of("clustering", METHODS, facts)),
+        **{name: int(facts.get(name, before)) for name, before in _BEFORE.items()},
     )
     n_layers = len(artifact.layer_order)
     _require(artifact.idf.ndim == 2 and artifact.idf.size > 0, "idf is no table")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.step_time import RankMoE, StepCost
     from eldr_sim.policies.artifact import RoutingArtifact
     from eldr_sim.policies.placement import Placement
-    from eldr_sim.policies.signature import LayerMask, Method, Transform
+    from eldr_sim.policies.signature import FitOptions
     from eldr_sim.traces.calibration import CalibrationSet
 
 
@@ -221,8 +221,8 @@ class PolicyContext:
         The calibration requests or a function that returns them, called only by policies that
         need them.
     artifact
-        ELDR's offline fit, or a function that makes it with a signature's transform, a layer mask,
-        a method of clustering and a number of clusters; called only by policies that need it.
+        ELDR's offline fit, or a function that makes it with these options and so many clusters;
+        called only by policies that need it.
     prefix_block_tokens
         Tokens covered by one entry of ``RequestInfo.prefix_hash``; vLLM's KV block by default.
     step_times
@@ -253,9 +253,7 @@ class PolicyContext:
     n_workers: int
     rng: np.random.Generator
     calibration: CalibrationSet | Callable[[], CalibrationSet] | None = None
-    artifact: (
-        RoutingArtifact | Callable[[Transform, LayerMask, Method, int], RoutingArtifact] | None
-    ) = None
+    artifact: RoutingArtifact | Callable[[FitOptions, int], RoutingArtifact] | None = None
     prefix_block_tokens: int = 16
     step_times: StepCost | None = None
     rank_moe: RankMoE | None = None

@@ -31,8 +31,8 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
         "gimbal", "vllm_dp", "vllm_dp_kv",
     ),
     "prefill": (
-        "round_robin", "least_loaded", "prefix_hash", "saturation", "gimbal", "vllm_dp",
-        "vllm_dp_kv",
+        "round_robin", "least_loaded", "prefix_hash", "hash_ring", "saturation", "gimbal",
+        "vllm_dp", "vllm_dp_kv",
     ),
     "queue": ("fcfs", "sjf", "sjf_aging", "sjf_residence", "oracle", "priority"),
     "placement": ("linear", "eldr", "eplb", "grace", "affinity", "time_aware", "home", "gimbal"),

@@ -17,7 +17,7 @@ from eldr_sim.policies.signature import METHODS, Floats, Ints, Method, unit_rows
 RESTARTS = 8
 """Independent seedings; the clustering of the smallest total distance is kept."""
 
-MAX_ITERATIONS = 100
+ROUNDS = 100
 """Bound on the assign-and-update rounds of one restart; they stop as soon as nothing improves."""
 
 _GRID = float(1 << 32)
@@ -53,6 +53,7 @@ def kmeans(
     rng: np.random.Generator,
     method: Method = "balanced",
     restarts: int = RESTARTS,
+    rounds: int = ROUNDS,
 ) -> Clustering:
     """Cluster unit vectors, minimising their total cosine distance from their centroids.
 
@@ -76,6 +77,8 @@ def kmeans(
         with its nearest centroid; a cluster that loses all its points keeps its centroid.
     restarts
         Independent seedings, at least 1.
+    rounds
+        Most rounds of each.
 
     Raises
     ------
@@ -92,12 +95,67 @@ def kmeans(
     assign = _balanced if method == "balanced" else _nearest
     between = points @ points.T
     seeds = [_seeds(between, n_clusters, rng) for _ in range(restarts)]
-    between = np.rint(between * _GRID) / _GRID
+    between = rounded(between)
+
+    def run(chosen: list[int]) -> tuple[Floats, Floats, float]:
+        member = np.zeros((n, n_clusters))
+        member[chosen, np.arange(n_clusters)] = 1.0
+        return _lloyd(between, member, between[:, chosen], assign, rounds)
+
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
-        runs = list(threads.map(lambda chosen: _lloyd(between, chosen, assign), seeds))
-    member, _ = min(runs, key=lambda run: run[1])
+        runs = list(threads.map(run, seeds))
+    member, _, _ = min(runs, key=lambda run: run[2])
     centroids = unit_rows(member.T @ points)
     return _ordered(Clustering(centroids, *_priced(points, centroids, assign)))
+
+
+def refit(
+    points: Floats,
+    rows: Ints,
+    between: Floats,
+    similar: Floats,
+    centroids: Floats,
+    method: Method,
+    rounds: int,
+) -> tuple[Floats, Floats]:
+    """Move centroids to other points: rounds as in `kmeans`, from where they are.
+
+    A new centroid takes the place of the one before that it is like: all of them at the least total
+    cosine distance.
+
+    Parameters
+    ----------
+    points, rows
+        Shapes [N, d] and [n]: unit rows, and those of them that are clustered.
+    between
+        Shape [N, N]: dot products of all rows, `rounded`.
+    similar
+        Shape [n, K]: dot products of those that are clustered with the centroids.
+    centroids
+        Shape [K, d]: where they are. One without points stays there.
+    method, rounds
+        As for `kmeans`.
+
+    Returns
+    -------
+    centroids, similar
+        The centroids moved, and the dot products of the same points with them but for rounding.
+    """
+    assign = _balanced if method == "balanced" else _nearest
+    member = np.zeros(similar.shape)
+    member, similar, _ = _lloyd(between[np.ix_(rows, rows)], member, similar, assign, rounds)
+    moved = unit_rows(_sums(points, rows, member))
+    alone = ~moved.any(axis=1)
+    moved[alone] = centroids[alone]
+    alike = np.einsum("kd,jd->kj", moved, centroids)
+    place = _balanced(_distance(alike))
+    order = np.argsort(place)
+    return moved[order], similar[:, order]
+
+
+def rounded(products: Floats) -> Floats:
+    """Return dot products in whole numbers of 2^-32."""
+    return np.rint(products * _GRID) / _GRID
 
 
 def assign_balanced(points: Floats, centroids: Floats) -> tuple[Ints, float]:
@@ -228,21 +286,22 @@ def _seeds(between: Floats, k: int, rng: np.random.Generator) -> list[int]:
     return chosen
 
 
-def _lloyd(between: Floats, chosen: list[int], assign: Assign) -> tuple[Floats, float]:
-    """Return whose sum each centroid is, ``[n, K]`` of 0 and 1, and the total distance from them.
+def _lloyd(
+    between: Floats, member: Floats, similar: Floats, assign: Assign, rounds: int
+) -> tuple[Floats, Floats, float]:
+    """Return whose sum each centroid is, ``[n, K]`` of 0 and 1.
 
-    Sums of points are never made: their dot products are sums of ``between``.
+    And the points' dot products with them, ``[n, K]``, and the total distance from them. Begins
+    with the centroids that have the products ``similar``; ``member`` is returned for those that no
+    point ever joins. Sums of points are never made: their dot products are sums of ``between``.
     """
-    n, k = len(between), len(chosen)
-    member = np.zeros((n, k))
-    member[chosen, np.arange(k)] = 1.0
-    similar = between @ member
+    k = member.shape[1]
     distance = _distance(similar)
     labels = assign(distance)
     cost = _cost(distance, labels)
-    for _ in range(MAX_ITERATIONS):
+    for _ in range(rounds):
         moved = (labels[:, None] == np.arange(k)).astype(np.float64)
-        sums = between @ moved
+        sums = _summed(between, labels, k)
         square = np.einsum("nk,nk->k", moved, sums)
         stays = square <= 0  # a cluster without any point, or only zeros
         moved, sums = np.where(stays, member, moved), np.where(stays, similar, sums)
@@ -253,7 +312,30 @@ def _lloyd(between: Floats, chosen: list[int], assign: Assign) -> tuple[Floats, 
         if new_cost >= cost:
             break
         member, similar, cost = moved, moved_similar, new_cost
-    return member, cost
+    return member, similar, cost
+
+
+@njit(nogil=True)
+def _sums(points: Floats, rows: Ints, member: Floats) -> Floats:
+    """Return the sums of each cluster's points, ``[K, d]``."""
+    n, k = member.shape
+    sums = np.zeros((k, points.shape[1]))
+    for i in range(n):
+        for cluster in range(k):
+            if member[i, cluster]:
+                sums[cluster] += points[rows[i]]
+    return sums
+
+
+@njit(nogil=True)
+def _summed(between: Floats, labels: Ints, k: int) -> Floats:
+    """Return the sums of columns by label, ``[n, K]``; exact, so in any order."""
+    n = len(labels)
+    sums = np.zeros((n, k))
+    for i in range(n):
+        for j in range(n):
+            sums[i, labels[j]] += between[i, j]
+    return sums
 
 
 def _ordered(run: Clustering) -> Clustering:

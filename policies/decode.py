@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
+
+
+class TieParameters(Parameters):
+    """Parameters of policies that take the least loaded of some workers."""
+
+    ties: Literal["turn", "random"] = "turn"
+    """Who gets a request of the least loaded: the next of them in turn, or any (as in the runs of
+    ELDR's authors)."""
 
 
 class RandomPolicy:
@@ -49,14 +58,16 @@ class RoundRobinPolicy:
 
 
 class JoinShortestQueuePolicy:
-    """The worker with the fewest in-flight requests; ties in turn (see ``shortlist``)."""
+    """The worker with the fewest in-flight requests."""
 
     name = "jsq"
     decision: ClassVar[str] = "decode"
-    shortlist_by: ClassVar[ShortlistBy] = "nothing"
+    Parameters: ClassVar[type[TieParameters]] = TieParameters
 
-    def __init__(self, context: PolicyContext) -> None:
-        self._everyone = Shortlist(range(context.n_workers))
+    def __init__(self, context: PolicyContext, parameters: TieParameters | None = None) -> None:
+        drawn = parameters is not None and parameters.ties == "random"
+        self.shortlist_by: ShortlistBy | None = None if drawn else "nothing"
+        self._everyone = Shortlist(range(context.n_workers), rng=context.rng if drawn else None)
 
     def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
         """Return all workers, the least loaded first."""
@@ -94,21 +105,25 @@ class DomainPolicy:
     """Workers split among the domains by their calibration mix, JSQ inside the split.
 
     The naive locality-aware baseline of ELDR (Sec. 6): it routes on an oracle domain label that no
-    real router has. A request of a domain without calibration requests joins the shortest queue
-    of all workers. Workers that share experts are one to the split.
+    real router has. Domains of less than one worker's share have workers in common. Workers that
+    share experts are one to the split.
     """
 
     name = "domain"
     decision: ClassVar[str] = "decode"
-    shortlist_by: ClassVar[ShortlistBy] = "domain"
+    Parameters: ClassVar[type[TieParameters]] = TieParameters
 
-    def __init__(self, context: PolicyContext) -> None:
+    def __init__(self, context: PolicyContext, parameters: TieParameters | None = None) -> None:
+        drawn = parameters is not None and parameters.ties == "random"
+        self.shortlist_by: ShortlistBy | None = None if drawn else "domain"
         calibration = context.require_calibration(self.name)
         counts = np.bincount(calibration.domain, minlength=len(calibration.domains))
-        self._pools = [
-            Shortlist(context.members(groups) if groups else range(context.n_workers))
-            for groups in split_workers(counts, context.n_groups)
-        ]
+        groups = split_workers(counts, context.n_groups)
+        lists = {
+            own: Shortlist(context.members(own), rng=context.rng if drawn else None)
+            for own in map(tuple, groups)
+        }
+        self._pools = [lists[tuple(own)] for own in groups]
 
     def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
         """Return the workers of each request's domain."""
@@ -124,13 +139,12 @@ class DomainPolicy:
 
 
 def split_workers(counts: NDArray[np.int64], n_workers: int) -> list[list[int]]:
-    """Split the workers among domains in proportion to ``counts``.
+    """Split the workers among domains in proportion to ``counts``, as ELDR's authors do.
 
-    With at least as many workers as domains each domain owns a block of its own: one worker at
-    least, the rest by largest remainder of ``n_workers * share`` (Hamilton's method; where the
-    minimum of one has used up the pool, the most over-served domain gives a worker back). With
-    fewer workers each domain owns one worker that it shares: domains from the largest to the
-    smallest join the worker with the smallest share so far. Ties go to the lower index.
+    Domains of less than one worker's share, ``1 / n_workers``, are one to the split. Each part owns
+    a block of workers, by largest remainder of ``n_workers * share`` (Hamilton's method); one at
+    least, which the most over-served part gives where the remainders leave none (the authors' rule
+    is not known there). Ties go to the lower index, the small domains last.
 
     Parameters
     ----------
@@ -142,30 +156,23 @@ def split_workers(counts: NDArray[np.int64], n_workers: int) -> list[list[int]]:
     Returns
     -------
     list of list of int
-        The workers of each domain; empty for a domain with a count of zero.
+        The workers of each domain. One without calibration requests has those of the small ones,
+        or all where there are none of these.
     """
-    present = [int(domain) for domain in np.flatnonzero(counts)]
-    owned: list[list[int]] = [[] for _ in counts]
-    if not present:
-        return owned
-    if n_workers < len(present):
-        carried = [0] * n_workers
-        for domain in sorted(present, key=lambda d: (-int(counts[d]), d)):
-            worker = carried.index(min(carried))
-            carried[worker] += int(counts[domain])
-            owned[domain] = [worker]
-        return owned
-    # Integers throughout: quota of a domain = n_workers * count / total.
+    # Integers throughout: the quota of a part = n_workers * count / total.
     total = int(counts.sum())
-    quota = {d: n_workers * int(counts[d]) for d in present}
-    given = {d: max(1, quota[d] // total) for d in present}
-    while sum(given.values()) < n_workers:
-        given[max(present, key=lambda d: (quota[d] - given[d] * total, -d))] += 1
-    while sum(given.values()) > n_workers:
-        able = [d for d in present if given[d] > 1]
-        given[max(able, key=lambda d: (given[d] * total - quota[d], -d))] -= 1
-    first = 0
-    for domain in present:
-        owned[domain] = list(range(first, first + given[domain]))
-        first += given[domain]
-    return owned
+    large = [d for d, count in enumerate(counts.tolist()) if count and n_workers * count >= total]
+    sizes = [int(counts[d]) for d in large]
+    if sum(sizes) < total:
+        sizes.append(total - sum(sizes))
+    quota, parts = [n_workers * size for size in sizes], range(len(sizes))
+    given = [max(1, whole // total) for whole in quota]
+    while sizes and sum(given) < n_workers:
+        given[max(parts, key=lambda p: (quota[p] - given[p] * total, -p))] += 1
+    while sum(given) > n_workers:
+        able = [p for p in parts if given[p] > 1]
+        given[max(able, key=lambda p: (given[p] * total - quota[p], -p))] -= 1
+    blocks = [list(range(sum(given[:p]), sum(given[: p + 1]))) for p in parts]
+    rest = blocks[-1] if len(blocks) > len(large) else list(range(n_workers))
+    own = dict(zip(large, blocks, strict=False))
+    return [own.get(d, rest) for d in range(len(counts))]

@@ -10,7 +10,7 @@ from typing import Any
 from eldr_sim import cache
 from eldr_sim.errors import InputError
 from eldr_sim.policies.artifact import RoutingArtifact, fit
-from eldr_sim.policies.signature import LayerMask, Method, Transform
+from eldr_sim.policies.signature import FitOptions
 from eldr_sim.traces.calibration import CalibrationSet
 from eldr_sim.traces.format import RoutingTrace
 
@@ -31,10 +31,7 @@ def cached_fit(
     calibration: Callable[[], CalibrationSet],
     n_decoders: int,
     seed: int,
-    *,
-    transform: Transform,
-    layer_mask: LayerMask,
-    clustering: Method,
+    options: FitOptions,
 ) -> RoutingArtifact:
     """Return `fit` of the calibration requests of a trace, from the cache if it is there.
 
@@ -44,20 +41,14 @@ def cached_fit(
         What ``calibration`` picks its requests by.
     calibration
         Gives the calibration requests; called only where the fit is not in the cache.
-    n_decoders, seed, transform, layer_mask, clustering
+    n_decoders, seed, options
         As for `fit`, which says what it raises.
     """
-    options: dict[str, Any] = {
-        "n_decoders": n_decoders,
-        "seed": seed,
-        "transform": transform,
-        "layer_mask": layer_mask,
-        "clustering": clustering,
-    }
     manifest = trace.for_calibration.manifest
     files = [manifest.checksum, manifest.requests_checksum, manifest.gate_scores_checksum]
     mix = None if domain_mix is None else list(domain_mix.items())
-    key = [files, trace.top_k, workload, mix, options, cache.stamp(_SOURCES)]
+    how: list[Any] = [n_decoders, seed, *options]
+    key = [files, trace.top_k, workload, mix, how, cache.stamp(_SOURCES)]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode())
     name = f"{digest.hexdigest()[:32]}.npz"
     path = cache.find(cache.FITS, name)
@@ -72,6 +63,6 @@ def cached_fit(
             seed,
         ):
             return found
-    made = fit(calibration(), **options)
+    made = fit(calibration(), n_decoders, seed, options)
     cache.keep(cache.FITS, name, made.write)
     return made

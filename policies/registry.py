@@ -53,6 +53,7 @@ from eldr_sim.policies.metro import Metro, MetroSorted, Optimal, TimeAware
 from eldr_sim.policies.placement import EldrPlacement, LinearPlacement, PlacementPolicy
 from eldr_sim.policies.plugins import guarded
 from eldr_sim.policies.prefill import (
+    HashRingPolicy,
     LeastLoadedPolicy,
     PrefillRoundRobinPolicy,
     PrefixHashPolicy,
@@ -117,6 +118,7 @@ _BUILT_IN = cast(
         PrefillRoundRobinPolicy,
         LeastLoadedPolicy,
         PrefixHashPolicy,
+        HashRingPolicy,
         SaturationPolicy,
         PrefillGimbalPolicy,
         PrefillVllmDpPolicy,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
+import numpy as np
+
 from eldr_sim.policies.base import RequestInfo, Workers
 
 #: What of a request decides on its shortlist. With ``prefix`` there is one for all requests whose
@@ -28,14 +30,22 @@ class Shortlist:
     in_turn
         Begin behind the worker picked last; else with the first of ``workers``, so that they are
         in order of preference among equals.
+    rng
+        Draws among equals, if given; the policy's ``shortlist_by`` must then be None.
     """
 
-    __slots__ = ("by_load", "in_turn", "turn", "workers")
+    __slots__ = ("by_load", "in_turn", "rng", "turn", "workers")
 
     def __init__(
-        self, workers: Sequence[int], *, by_load: bool = True, in_turn: bool = True
+        self,
+        workers: Sequence[int],
+        *,
+        by_load: bool = True,
+        in_turn: bool = True,
+        rng: np.random.Generator | None = None,
     ) -> None:
         self.workers: tuple[int, ...] = tuple(workers)
+        self.rng = rng
         if not self.workers:
             raise ValueError("a shortlist without workers")
         self.by_load = by_load
@@ -56,6 +66,10 @@ class Shortlist:
         place = order[0]
         if self.by_load:
             place = min(order, key=lambda i: loads[self.workers[i]])
+            if self.rng is not None:
+                least = loads[self.workers[place]]
+                tied = [i for i in order if loads[self.workers[i]] == least]
+                place = tied[int(self.rng.integers(len(tied)))]
         if self.in_turn:
             self.turn = (place + 1) % len(self.workers)
         return self.workers[place]
@@ -65,11 +79,12 @@ class Shortlist:
 class ShortlistPolicy(Protocol):
     """What a policy may be besides, if it always picks from a `Shortlist`.
 
-    The simulator then asks once for all requests that the policy treats alike, of many kinds in one
-    call where it can, and applies the shortlists itself. ``select`` must do the same.
+    Unless ``shortlist_by`` is None, the simulator asks once for all requests that the policy treats
+    alike, of many kinds in one call where it can, and applies the shortlists itself. ``select``
+    must do the same.
     """
 
-    shortlist_by: ShortlistBy
+    shortlist_by: ShortlistBy | None
 
     def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
         """Return the workers that each request may go to; the same object for equal requests."""
@@ -78,7 +93,7 @@ class ShortlistPolicy(Protocol):
 
 def picks_from_shortlists(policy: object) -> TypeGuard[ShortlistPolicy]:
     """Whether a policy is a `ShortlistPolicy`, and no subclass has given it another ``select``."""
-    if not isinstance(policy, ShortlistPolicy):
+    if not isinstance(policy, ShortlistPolicy) or policy.shortlist_by is None:
         return False
     for owner in (policy, *type(policy).__mro__):
         own = getattr(owner, "__dict__", {})

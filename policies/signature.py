@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +45,23 @@ METHODS: tuple[Method, ...] = get_args(Method)
 LayerMask = Literal["greedy", "all"] | tuple[int, ...]
 """The layers of a signature: ELDR's greedy selection, all, or these numbers in ascending order."""
 
-RHO_PAIRS = 20_000
-"""Pairs of calibration requests that rho is measured on; all of them where there are fewer."""
+
+class FitOptions(NamedTuple):
+    """How ELDR's router is fitted; the defaults are its authors' (casys-kaist/ELDR)."""
+
+    transform: Transform = "count-idf"
+    """What a signature holds of each expert."""
+    layer_mask: LayerMask = "greedy"
+    """Which layers it keeps."""
+    clustering: Method = "balanced"
+    """How calibration signatures are clustered."""
+    seedings: int = 1
+    """Starts of the clustering, of which the best is kept."""
+    rounds: int = 50
+    """Most rounds of the clustering from one start."""
+    mask_pairs: int = 30_000
+    """Pairs of calibration requests that rho is measured on, see `sample_pairs`."""
+
 
 _GRID = float(1 << 24)
 _WORK_GRID = float(1 << 22)  # squares of up to 2^19 entries still sum exactly in int64
@@ -178,16 +193,16 @@ def parse_layer_mask(value: object) -> LayerMask:
 
 
 def sample_pairs(n: int, n_pairs: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-    """Draw distinct unordered pairs ``i > j`` of ``n`` items without replacement.
+    """Draw pairs ``i > j`` of ``n`` items with replacement; those of an item with itself go.
 
-    Returns all ``n (n - 1) / 2`` pairs where there are at most ``n_pairs``.
+    Returns all ``n (n - 1) / 2`` pairs, each once, where there are at most ``n_pairs``.
     """
-    total = n * (n - 1) // 2
-    index = np.arange(total) if total <= n_pairs else rng.choice(total, n_pairs, replace=False)
-    # Pair number is i (i - 1) / 2 + j. The root is right for all n below 2^25: roots of perfect
-    # squares are exact, and the next square is too far away for rounding to reach it.
-    i = ((1 + np.sqrt(1.0 + 8.0 * index)) // 2).astype(np.int64)
-    return i, index - i * (i - 1) // 2
+    if n * (n - 1) // 2 <= n_pairs:
+        i, j = np.tril_indices(n, -1)
+        return i.astype(np.int64), j.astype(np.int64)
+    drawn = rng.integers(n, size=(n_pairs, 2))
+    drawn = drawn[drawn[:, 0] != drawn[:, 1]]
+    return drawn.max(axis=1), drawn.min(axis=1)
 
 
 def centred_ranks(values: NDArray[Any]) -> Floats:
@@ -255,7 +270,9 @@ class DecodeOverlap:
 
 
 def decode_overlap(
-    decode_activation: NDArray[Any], rng: np.random.Generator, n_pairs: int = RHO_PAIRS
+    decode_activation: NDArray[Any],
+    rng: np.random.Generator,
+    n_pairs: int = FitOptions().mask_pairs,
 ) -> DecodeOverlap:
     """Rank pairs of requests by the distance of their decode patterns (ELDR Sec. 4.2.1).
 
@@ -266,7 +283,7 @@ def decode_overlap(
     rng
         Draws the pairs.
     n_pairs
-        At most this many pairs.
+        Pairs to draw, see `sample_pairs`.
 
     Raises
     ------

@@ -31,7 +31,7 @@ from eldr_sim.policies.registry import (
     prefill_policy,
     queue_order,
 )
-from eldr_sim.policies.signature import LayerMask, Method, Transform, score_of
+from eldr_sim.policies.signature import FitOptions, score_of
 from eldr_sim.simulator.catalogue import headline_tags, label
 from eldr_sim.simulator.cluster import Cluster, RunRecord
 from eldr_sim.simulator.cluster_spec import ClusterSpec
@@ -327,19 +327,8 @@ def _decode_policy(
     spread = prepared.spec.decode.parallelism.n_expert_ranks > 1
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
-    def artifact(
-        transform: Transform, layer_mask: LayerMask, clustering: Method, n_clusters: int
-    ) -> RoutingArtifact:
-        return _fit(
-            trace,
-            config.workload,
-            mix,
-            n_clusters,
-            config.seed,
-            transform,
-            layer_mask,
-            clustering,
-        )
+    def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
+        return _fit(trace, config.workload, mix, n_clusters, config.seed, options)
 
     def future(request: int) -> NDArray[np.float64]:
         window, offset, steps = (
@@ -414,21 +403,17 @@ def _fit(
     domain_mix: tuple[tuple[str, float], ...] | None,
     n_decoders: int,
     seed: int,
-    transform: Transform,
-    layer_mask: LayerMask,
-    clustering: Method,
+    options: FitOptions,
 ) -> RoutingArtifact:
     """Fit ELDR's router; a sweep's points differ in what no fit depends on, such as the rate."""
     return cached_fit(
         trace,
         workload,
         None if domain_mix is None else dict(domain_mix),
-        lambda: _calibration(trace, workload, domain_mix, score_of(transform)),
+        lambda: _calibration(trace, workload, domain_mix, score_of(options.transform)),
         n_decoders,
         seed,
-        transform=transform,
-        layer_mask=layer_mask,
-        clustering=clustering,
+        options,
     )
 
 

@@ -11,7 +11,7 @@ from eldr_sim.policies import artifact as artifact_module
 from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
-from eldr_sim.policies.signature import METHODS, TRANSFORMS, score_of
+from eldr_sim.policies.signature import METHODS, TRANSFORMS, FitOptions, score_of
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.gate_scores import GateScores
@@ -153,7 +153,7 @@ MASKS = ("greedy", "all", (1, 4))
 def variants(calibration):
     return {
         (transform, mask, clustering): fit(
-            calibration, 8, 1, transform=transform, layer_mask=mask, clustering=clustering
+            calibration, 8, 1, FitOptions(transform, mask, clustering)
         )
         for transform in TRANSFORMS
         for mask in MASKS
@@ -196,7 +196,7 @@ def test_router_sees_requests_as_the_fit_did(calibration, variants):
         if clustering == "balanced":
             continue
         context = PolicyContext(8, np.random.default_rng(0), artifact=made)
-        policy = EldrPolicy(context, EldrParameters(tau=0.0))
+        policy = EldrPolicy(context, EldrParameters(tau=0.0, refit_s=0.0))
         assert policy.signature_score == score_of(transform)
         scores = calibration.scores(policy.signature_score)
         found = np.zeros_like(made.cluster_domains)
@@ -226,21 +226,21 @@ def test_refit_for_another_pool_changes_the_centroids_alone(calibration, fitted)
 )
 def test_unknown_variants_are_refused(calibration, options, message):
     with pytest.raises(InputError, match=message):
-        fit(calibration, 4, 0, **options)
+        fit(calibration, 4, 0, FitOptions(**options))
 
 
 @pytest.mark.parametrize("kind", ["prob", "logit"])
 def test_gate_transforms_need_gate_scores(calibration, kind):
     counts_only = dataclasses.replace(calibration, gate_scores=None)
     with pytest.raises(InputError, match=f"signature: gate-{kind} needs .* carries no {kind}") as e:
-        fit(counts_only, 4, 0, transform=f"gate-{kind}")
+        fit(counts_only, 4, 0, FitOptions(f"gate-{kind}"))
     assert "\n" not in str(e.value)
     gate = dataclasses.replace(calibration.gate_scores, **{kind: None})
     with pytest.raises(InputError, match=f"carries no {kind}"):
-        fit(dataclasses.replace(calibration, gate_scores=gate), 4, 0, transform=f"gate-{kind}")
+        fit(dataclasses.replace(calibration, gate_scores=gate), 4, 0, FitOptions(f"gate-{kind}"))
     part = GateScores(np.arange(70), **{kind: getattr(calibration.gate_scores, kind)[:70]})
     with pytest.raises(InputError, match=r"scores of 80 requests, .* lacks those of 10"):
-        fit(dataclasses.replace(calibration, gate_scores=part), 4, 0, transform=f"gate-{kind}")
+        fit(dataclasses.replace(calibration, gate_scores=part), 4, 0, FitOptions(f"gate-{kind}"))
 
 
 def test_options_beside_an_artifact_must_agree(variants):
@@ -255,6 +255,9 @@ def test_options_beside_an_artifact_must_agree(variants):
     ):
         with pytest.raises(InputError, match=message):
             made.check_made_with(*given)
+    made.check_made_with(seedings=1, rounds=None)
+    with pytest.raises(InputError, match="rounds: 7, but the artifact was made with 50"):
+        made.check_made_with(rounds=7)
     with pytest.raises(InputError, match=r"layer_mask: \[0\], but the artifact holds all"):
         variants["sqrt", "all", "vanilla"].check_made_with(None, (0,), None)
 

@@ -19,12 +19,12 @@ def make_artifact(n_decoders, seed=0):
     return random_artifact(n_decoders, N_LAYERS, N_EXPERTS, seed, kept=[3, 1])
 
 
-def make_policy(artifact, tau=0.1, group_size=1):
+def make_policy(artifact, tau=0.1, group_size=1, **parameters):
     n_workers = artifact.n_decoders * group_size
     rng = np.random.default_rng(0)
     return EldrPolicy(
         PolicyContext(n_workers, rng, artifact=artifact, group_size=group_size),
-        EldrParameters(tau=tau),
+        EldrParameters(tau=tau, **parameters),
     )
 
 
@@ -36,13 +36,15 @@ def random_counts(seed):
     return np.random.default_rng(seed).poisson(1.5, (N_LAYERS, N_EXPERTS)).astype(np.uint16)
 
 
-def twin(artifact, counts, loads, tau):
+def twin(artifact, counts, loads, tau, min_band, ties):
     """Sec. 4.3.2 word by word, in plain floats; None where rounding could tip the answer."""
-    band, similar = band_of(artifact, counts, tau) or (None, None)
-    return None if band is None else min(band, key=lambda k: (loads[k], -similar[k]))
+    band, similar = band_of(artifact, counts, tau, min_band) or (None, None)
+    if band is None:
+        return None
+    return min(band, key=lambda k: (loads[k], k if ties == "lowest" else -similar[k]))
 
 
-def band_of(artifact, counts, tau):
+def band_of(artifact, counts, tau, min_band=1):
     """The band and the similarities; None where rounding could tip the answer."""
     x = np.concatenate([counts[layer] * artifact.idf[layer] for layer in (1, 3)])
     if not x.any():
@@ -51,20 +53,25 @@ def band_of(artifact, counts, tau):
     edge = max(similar) - tau
     if any(abs(s - edge) < 1e-5 for s in similar if tau > 0):
         return None
-    return [k for k, s in enumerate(similar) if s >= edge], similar
+    band = [k for k, s in enumerate(similar) if s >= edge]
+    if len(band) < min_band and tau > 0:
+        band = sorted(range(len(similar)), key=lambda k: -similar[k])[:min_band]
+    return band, similar
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    n=st.integers(1, 16), seed=st.integers(0, 2**32), tau=st.sampled_from([0.0, 0.05, 0.1, 0.4, 1])
-)
-def test_select_matches_the_rule(n, seed, tau):
+    n=st.integers(1, 16), seed=st.integers(0, 2**32), tau=st.sampled_from([0.0, 0.05, 0.1, 0.4, 1]),
+    min_band=st.integers(1, 2), ties=st.sampled_from(["lowest", "similar"]),
+    refit_s=st.sampled_from([0.0, 1.0]),
+)  # fmt: skip
+def test_select_matches_the_rule(n, seed, tau, min_band, ties, refit_s):
     artifact = make_artifact(n, seed)
-    policy = make_policy(artifact, tau)
+    policy = make_policy(artifact, tau, min_band=min_band, ties=ties, refit_s=refit_s)
     r = np.random.default_rng(seed)
     for index in range(4):
         counts, loads = random_counts(seed + index), r.integers(0, 4, n)
-        expected = twin(artifact, counts, loads, tau)
+        expected = twin(artifact, counts, loads, tau, min_band, ties)
         if expected is not None:
             assert policy.select(request(counts), Workers.idle(loads)) == expected
 
@@ -79,7 +86,7 @@ def test_groups_share_a_centroid_and_load_chooses_among_their_engines(
     n_groups, group_size, seed, tau
 ):
     artifact = make_artifact(n_groups, seed)
-    policy = make_policy(artifact, tau, group_size)
+    policy = make_policy(artifact, tau, group_size, ties="similar")
     r = np.random.default_rng(seed)
     for index in range(6):
         counts, loads = random_counts(seed + index), r.integers(0, 4, n_groups * group_size)
@@ -159,11 +166,18 @@ def test_tau_one_reaches_a_worker_with_nothing_in_common():
 
 
 def test_an_idle_cluster_routes_by_locality():
-    policy = make_policy(make_artifact(8), tau=0.3)
+    policy = make_policy(make_artifact(8), tau=0.3, ties="similar")
     for seed in range(20):
         counts = random_counts(seed)
         nearest = int(np.argmax(policy.similarities(counts[None])))
         assert policy.select(request(counts), Workers.idle(np.zeros(8))) == nearest
+
+
+def test_the_first_of_the_least_loaded_gets_a_request():
+    policy = make_policy(make_artifact(8), tau=1.0)
+    for seed in range(20):
+        loads = np.array([1, 0, 2, 0, 0, 3, 1, 1])
+        assert policy.select(request(random_counts(seed)), Workers.idle(loads)) == 1
 
 
 @pytest.mark.parametrize("signature", [None, np.zeros((N_LAYERS, N_EXPERTS), np.uint16)])

@@ -6,10 +6,9 @@ import pytest
 from eldr_sim import cache
 from eldr_sim.policies import fit_cache
 from eldr_sim.policies.artifact import fit
+from eldr_sim.policies.signature import FitOptions
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import open_trace
-
-OPTIONS = {"transform": "count-idf", "layer_mask": "greedy", "clustering": "balanced"}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +32,7 @@ def fitted(trace):
             return calibration_set(trace, workload=workload, domain_mix=domain_mix)
 
         artifact = fit_cache.cached_fit(
-            trace, workload, domain_mix, calibration, n_decoders, seed, **(OPTIONS | options)
+            trace, workload, domain_mix, calibration, n_decoders, seed, FitOptions(**options)
         )
         return artifact, len(asked)
 
@@ -48,7 +47,7 @@ def same(one, other):
 
 
 def test_the_second_fit_is_the_first(trace, fitted):
-    expected = fit(calibration_set(trace, workload="task"), 3, 0, **OPTIONS)
+    expected = fit(calibration_set(trace, workload="task"), 3, 0)
     first, asked = fitted()
     second, asked_again = fitted()
     assert (asked, asked_again) == (1, 1)
@@ -68,12 +67,15 @@ def test_what_a_fit_rests_on_makes_another(fitted, monkeypatch):
             {"layer_mask": (0, 3)},
             {"transform": "sqrt"},
             {"clustering": "vanilla"},
+            {"seedings": 2},
+            {"rounds": 7},
+            {"mask_pairs": 50},
         )
     ):
         assert fitted(**changed)[1] == n + 2, changed
         assert fitted(**changed)[1] == n + 2, changed
     monkeypatch.setattr(fit_cache, "_SOURCES", ("policies.signature",))
-    assert fitted()[1] == 9
+    assert fitted()[1] == 12
 
 
 @pytest.mark.parametrize("damage", ["garbage", "another's"])

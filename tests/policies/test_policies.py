@@ -13,7 +13,8 @@ from eldr_sim.kernel_profiles.flops import PrefillWork
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy, RequestInfo, Workers
 from eldr_sim.policies.decode import split_workers
-from eldr_sim.policies.prefill import PrefixHashPolicy
+from eldr_sim.policies.prefill import HashRingPolicy, PrefixHashPolicy
+from eldr_sim.policies.shortlist import picks_from_shortlists
 from eldr_sim.traces.calibration import CalibrationSet
 
 REQUEST = RequestInfo(request_id=0, prompt_len=10, domain=0)
@@ -139,33 +140,29 @@ def hamilton(counts, seats):
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(1, 40))
 def test_split_is_a_fair_partition(counts, n_workers):
-    present = [d for d, count in enumerate(counts) if count]
     split = split_workers(np.array(counts), n_workers)
-    assert all(not split[d] for d in range(len(counts)) if d not in present)
-    if n_workers < len(present):
-        assert all(len(split[d]) == 1 for d in present)
-        assert {w for workers in split for w in workers} == set(range(n_workers))
+    large = [d for d, count in enumerate(counts) if count and count * n_workers >= sum(counts)]
+    small = [d for d in range(len(counts)) if d not in large]
+    left = sum(counts[d] for d in small)
+    parts = [counts[d] for d in large] + [left] * (left > 0)
+    if not parts:
+        assert split == [list(range(n_workers))] * len(counts)
         return
-    if present:
-        assert sorted(w for workers in split for w in workers) == list(range(n_workers))
-        assert all(split[d] for d in present)
-        plain = hamilton([counts[d] for d in present], n_workers)
-        if (plain > 0).all() and (
-            np.array([counts[d] for d in present]) * n_workers >= sum(counts)
-        ).all():
-            assert [len(split[d]) for d in present] == plain.tolist()
+    for d in small:
+        assert split[d] == (split[small[0]] if left else list(range(n_workers)))
+    owned = [split[d] for d in large] + ([split[small[0]]] if left else [])
+    assert sorted(w for workers in owned for w in workers) == list(range(n_workers))
+    assert all(owned)
+    plain = hamilton(parts, n_workers)
+    if (plain > 0).all():
+        assert [len(workers) for workers in owned] == plain.tolist()
 
 
-def test_split_gives_small_domains_a_worker():
-    split = split_workers(np.array([970, 10, 10, 10]), 4)
-    assert [len(workers) for workers in split] == [1, 1, 1, 1]
-    split = split_workers(np.array([970, 10, 10, 10]), 8)
-    assert [len(workers) for workers in split] == [5, 1, 1, 1]
-
-
-def test_split_shares_scarce_workers_by_size():
-    # 50 alone; then 30 to worker 1, 25 to worker 1 would make 55 > 50: worker 0 is the fuller.
-    assert split_workers(np.array([25, 50, 30, 4]), 2) == [[1], [0], [1], [0]]
+def test_small_domains_share_a_pool():
+    assert split_workers(np.array([970, 10, 10, 10]), 4) == [[0, 1, 2], [3], [3], [3]]
+    assert split_workers(np.array([25, 60, 30, 4]), 2) == [[1], [0], [1], [1]]
+    # One of no calibration request at all is small, too.
+    assert split_workers(np.array([7, 0, 1]), 4) == [[0, 1, 2], [3], [3]]
 
 
 def test_domains_split_groups_of_workers():
@@ -190,6 +187,50 @@ def test_domain_policy_joins_the_shortest_queue_of_its_domain():
     assert pick(1) == 3  # nothing known of this domain: the shortest queue of all
     with pytest.raises(InputError, match="index 3"):
         pick(3)
+
+
+@pytest.mark.parametrize("name", ["jsq", "domain"])
+def test_ties_may_be_drawn(name):
+    made = calibration([0] * 10, n_domains=1)
+    policy = registry.decode_policy(f"{name}:ties=random", context(5, calibration=made))
+    assert not picks_from_shortlists(policy)
+    loads = Workers.idle([2, 1, 1, 3, 1])
+    picks = np.bincount([policy.select(REQUEST, loads) for _ in range(3000)], minlength=5)
+    assert picks[[0, 3]].tolist() == [0, 0]
+    assert chisquare(picks[[1, 2, 4]]).pvalue > 0.001
+    assert picks_from_shortlists(registry.decode_policy(name, context(5, calibration=made)))
+
+
+# -- hash ring ---------------------------------------------------------------------------------
+
+
+def test_hash_ring_spreads_keys_by_its_arcs_and_moves_few_of_them():
+    ring, more = HashRingPolicy(context(8)), HashRingPolicy(context(9))
+    homes = np.array([ring.home(key) for key in range(20_000)])
+    moved = np.array([more.home(key) for key in range(20_000)])
+    assert ((moved == homes) | (moved == 8)).all()  # consistent hashing
+    # An arc is about exponential, so that 160 of them spread by 1 / sqrt(160), 8%.
+    share = np.bincount(homes, minlength=8) / 20_000
+    assert abs(share * 8 - 1).max() < 0.3
+    assert abs((moved == 8).mean() * 9 - 1) < 0.3
+
+
+@given(loads=loads_lists, key=st.integers(0, 2**64 - 1))
+def test_hash_ring_leaves_an_overloaded_worker_for_the_first_of_the_least_loaded(loads, key):
+    policy = HashRingPolicy(context(len(loads)))
+    home = policy.home(key)
+    kept = loads[home] <= 1.25 * (sum(loads) + 1) / len(loads)
+    expected = home if kept else loads.index(min(loads))
+    assert policy.select(prefix_request(key), Workers.idle(loads)) == expected
+
+
+def test_hash_ring_keys_on_the_first_256_tokens_or_the_request():
+    policy = HashRingPolicy(context(8, prefix_block_tokens=64))
+    idle = Workers.idle(np.zeros(8))
+    picks = {policy.select(prefix_request(1, 2, 3, 4, *rest), idle) for rest in ([], [5], [6, 7])}
+    assert len(picks) == 1
+    alone = {policy.select(REQUEST._replace(request_id=number), idle) for number in range(100)}
+    assert alone == set(range(8))
 
 
 # -- prefix hash -------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def make_policy(build, name, n_workers, group_size=1):
         prefix_block_tokens=8,
         group_size=group_size,
     )
-    return build("eldr:tau=0.4" if name == "eldr" else name, context)
+    return build("eldr:tau=0.4,refit_s=0" if name == "eldr" else name, context)
 
 
 def make_signatures(seed):

@@ -139,7 +139,7 @@ def eldr(**parameters):
         (eldr(tau=1.5), "policy.tau: 1.5"),
         (eldr(tau="nan"), "policy.tau: 'nan'"),
         (eldr(tua=1), "policy.tua: 'eldr' has no such parameter (allowed: "),
-        ({"policy": "jsq:tau=0.1"}, "policy.tau: 'jsq' has no such parameter (allowed: none)"),
+        ({"policy": "p2c:tau=0.1"}, "policy.tau: 'p2c' has no such parameter (allowed: none)"),
         ({"policy": "eldr:0.2"}, "policy: 'eldr:0.2' (allowed: NAME or NAME:PARAMETER=VALUE,...)"),
         ({"policy": {"tau": 0.2}}, "policy: {'tau': 0.2} has no name"),
         ({"policy": 3}, "policy: 3 (allowed: a policy, such as jsq or eldr:tau=0.2)"),

@@ -79,17 +79,16 @@ def test_routers_see_cold_signatures():
     workload, window = offered_load(config, setting.trace)
     cluster = build_cluster(config, setting, workload, window)
     policy, hits = cluster.routers[1].policy, []
-    shortlists = policy.shortlists
+    select = policy.select
 
-    def checked(infos):
-        (info,) = infos  # what the prefix cache holds is known of one at a time
+    def checked(info, workers):
         request = cluster.requests[info.request_id]
         expected = setting.trace.prompt_counts([request["trace_request"]])[0]
         np.testing.assert_array_equal(info.signature, expected)
         hits.append(request["cached_tokens"] > 0)
-        return shortlists(infos)
+        return select(info, workers)
 
-    policy.shortlists = checked
+    policy.select = checked
     record = cluster.run()
     assert len(hits) == (record.requests["decode_worker"] >= 0).sum()
     assert 0.2 < np.mean(hits) < 1.0

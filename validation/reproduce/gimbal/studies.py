@@ -228,7 +228,9 @@ def placements(experiment: Experiment) -> Reproduction:
             )
     for word in _CLUSTERED:
         groups["reference-moe, 2P2D eldr", word, False] = [
-            _PD | {"topology": "2P2D", "policy": "eldr", "expert_placement": word, "seed": seed}
+            _PD
+            | {"topology": "2P2D", "policy": "eldr:refit_s=0"}
+            | {"expert_placement": word, "seed": seed}
             | {"decode": {"data_parallel_size": 2, "enable_expert_parallel": True}}
             | {"workload": experiment.workload("random", seed), "request_rate": _PD_RATE}
             | {"num_requests": scale.requests}

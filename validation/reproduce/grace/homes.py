@@ -29,7 +29,7 @@ from eldr_sim.validation.reproduce.grace.settings import replica_choice
 from eldr_sim.validation.reproduce.reproduction import Reproduction
 
 _FREE = "capture_overhead_ms=0,routing_overhead_ms=0"
-_BY_ENGINE = f"eldr:{_FREE},unit=engine"
+_BY_ENGINE = f"eldr:{_FREE},refit_s=0,unit=engine"
 #: Decode policy and placement; the first is the reference.
 CASES = {
     "jsq, linear": ("jsq", "linear"),

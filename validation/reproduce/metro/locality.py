@@ -37,7 +37,7 @@ _RATES = {64: 275.0, 256: 1035.0}
 _POLICIES = {
     "jsq": "jsq",
     "domain": "domain",
-    "eldr": "eldr:capture_overhead_ms=0,routing_overhead_ms=0",
+    "eldr": "eldr:capture_overhead_ms=0,routing_overhead_ms=0,refit_s=0",
 }
 BUSIEST, MOE, TPOT, P99 = "busiest_experts", "moe_ms", "median_tpot_ms", "p99_tpot_ms"
 _METRICS = (BUSIEST, MOE, TPOT, P99)

@@ -301,9 +301,9 @@ _METRO = {
 }
 _DECODE: dict[str, dict[str, Any]] = {
     "jsq": {"policy": "jsq"},
-    "eldr": {"policy": "eldr"},
+    "eldr": {"policy": "eldr:refit_s=0"},
     "jsq, METRO": _METRO | {"policy": "jsq"},
-    "eldr, METRO": _METRO | {"policy": "eldr"},
+    "eldr, METRO": _METRO | {"policy": "eldr:refit_s=0"},
 }
 _TTFT_MS = 1000.0
 
