@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -15,6 +16,7 @@ from eldr_sim.reports.explanation import (
     explain_run,
     open_run,
 )
+from eldr_sim.reports.folders import contents_of
 
 
 @click.command(short_help="Say where time went in a run, or why two runs differ.")
@@ -27,15 +29,19 @@ def explain(result: Path, other: Path | None, request: int | None) -> None:
     RESULT and OTHER are folders of eldr-sim run --out. The parts of a difference sum to it.
     """
     run = open_run(result)
-    if other is not None:
-        if request is not None:
-            raise InputError("request", "--request beside two results", "one result")
-        for part in explain_difference(run, open_run(other)):
-            _print(part)
-    elif request is not None:
-        _print(explain_request(run, request))
-    else:
-        _print(explain_run(run))
+    second = run if other is None else open_run(other)
+    if other is not None and request is not None:
+        raise InputError("request", "--request beside two results", "one result")
+    parts: Sequence[Explanation]
+    with contents_of(run, *([] if other is None else [second])):
+        if other is not None:
+            parts = explain_difference(run, second)
+        elif request is not None:
+            parts = [explain_request(run, request)]
+        else:
+            parts = [explain_run(run)]
+    for part in parts:
+        _print(part)
 
 
 def _print(explanation: Explanation) -> None:

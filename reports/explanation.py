@@ -15,10 +15,27 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.parquet import numbers
-from eldr_sim.reports.folders import Folder, open_folders
+from eldr_sim.reports.folders import Folder, contents_of, open_folders
 from eldr_sim.simulator.limits import IN_LINE, PHASES, TTFT_PHASES, phases_of
 
 Floats = NDArray[np.float64]
+
+#: What explanations read of each table: numbers that each row has, numbers that it may lack, words.
+_READ: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "requests": (
+        ("measured", "prompt_len", "output_len", "prefill_worker", "decode_worker", "arrival_s"),
+        tuple(name for name in PHASES if name != "tokenized_s"),  # a front end's
+        ("domain", "outcome"),
+    ),
+    "steps": (
+        ("worker", "start_s", "end_s", "batch"),
+        ("context_tokens", "active_experts", "busiest_rank_experts"),
+        ("role",),
+    ),
+}
+
+
+_WRITTEN = "a folder written by this version of eldr-sim"
 
 
 @dataclass(frozen=True)
@@ -39,10 +56,30 @@ class Explanation:
 
 
 def open_run(path: str | os.PathLike[str]) -> Folder:
-    """Open the folder of a run; raises InputError if it is of anything else."""
+    """Open the folder of a run; raises InputError if it is of anything else, or damaged."""
     (folder,) = open_folders([Path(path)])
     if folder.kind != "run":
         raise InputError("RESULT", f"{path} is a {folder.kind}", "a folder of eldr-sim run --out")
+    for name, (known, times, words) in _READ.items():
+        table, file = folder.tables[name], f"{name}.parquet of {folder.name}"
+        if name == "requests" and not len(table):
+            raise InputError("RESULT", f"{file} has no rows", "a run with requests")
+        with contents_of(folder):
+            columns = _columns(table)
+        for column in (*known, *times):
+            if column not in columns:
+                raise InputError("RESULT", f"{file} has no column {column!r} of numbers", _WRITTEN)
+        for column in words:
+            if column not in table.column_names or not _is_text(table.schema.field(column).type):
+                raise InputError("RESULT", f"{file} has no column {column!r} of words", _WRITTEN)
+        for column in (*known, *words):
+            if table.column(column).null_count:
+                raise InputError("RESULT", f"{file} lacks values of {column!r}", _WRITTEN)
+        if name == "requests":
+            done = np.array(table.column("outcome").to_pylist()) == "completed"
+            if np.isnan(columns["finish_s"][done]).any():
+                problem = f"{file} has completed requests without finish_s"
+                raise InputError("RESULT", problem, _WRITTEN)
     return folder
 
 
@@ -299,6 +336,10 @@ def _quantiles(spent: Mapping[str, Floats], kept: NDArray[np.bool_]) -> Floats:
 
 def _requests(run: Folder) -> dict[str, Floats]:
     return _columns(run.tables["requests"])
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_dictionary(kind))
 
 
 def _columns(table: pa.Table) -> dict[str, Floats]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +63,25 @@ def open_folders(paths: Sequence[Path]) -> list[Folder]:
         _open(path, name if names.count(name) == 1 else str(path))
         for path, name in zip(paths, names, strict=True)
     ]
+
+
+@contextmanager
+def contents_of(*folders: Folder) -> Iterator[None]:
+    """Raise InputError for what goes wrong in the block: the content is not that of its kind."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (
+        LookupError, TypeError, AttributeError, ArithmeticError, ValueError, pa.ArrowException
+    ) as error:  # fmt: skip
+        which = " or ".join(folder.name for folder in folders)
+        raise InputError(
+            "DIR",
+            f"{which} has a {folders[0].kind}'s files but not its contents "
+            f"({type(error).__name__}: {' '.join(str(error).split())})",
+            "a folder written by this version of eldr-sim",
+        ) from error
 
 
 def _open(path: Path, name: str) -> Folder:

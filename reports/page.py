@@ -15,7 +15,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.outputs import whole_file
 from eldr_sim.reports.cells import number, plain
 from eldr_sim.reports.comparison_section import comparison_section
-from eldr_sim.reports.folders import Folder, open_folders
+from eldr_sim.reports.folders import Folder, contents_of, open_folders
 from eldr_sim.reports.pictures import Colours
 from eldr_sim.reports.plan_section import plan_section
 from eldr_sim.reports.run_section import runs_section
@@ -103,7 +103,6 @@ def _environment() -> Environment:
 
 def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple[str, Markup]]:
     """Return title and content of each section, in the order of the folders."""
-    import pyarrow as pa
     from jinja2 import UndefinedError
     from markupsafe import Markup
 
@@ -113,29 +112,17 @@ def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple
     for folder in folders:
         if folder.kind == "run" and folder is not runs[0]:
             continue
-        try:
+        with contents_of(folder):
             section = (
                 runs_section(runs, colours)
                 if folder.kind == "run"
                 else _SECTIONS[folder.kind](folder, colours)
             )
-            content = environment.get_template(f"{folder.kind}.html").render(section=section)
-        except (
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            ValueError,
-            UndefinedError,
-            pa.ArrowException,
-        ) as error:
-            # The files are readable, but their content is not that of their kind.
-            raise InputError(
-                "DIR",
-                f"{folder.name} has a {folder.kind}'s files but not its contents "
-                f"({type(error).__name__}: {' '.join(str(error).split())})",
-                "a folder written by this version of eldr-sim",
-            ) from error
+            template = environment.get_template(f"{folder.kind}.html")
+            try:
+                content = template.render(section=section)
+            except UndefinedError as error:
+                raise LookupError(str(error)) from error
         sections.append((section["title"], Markup(content)))
     return sections
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from eldr_sim.errors import InputError
@@ -32,11 +36,16 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name, changes in RUNS.items():
         write_result(simulate(RunConfig(**BASE | changes)), folder / name)
-    return {name: open_run(folder / name) for name in RUNS}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folders):
+    return {name: open_run(folders / name) for name in RUNS}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -103,3 +112,69 @@ def test_the_command(run_cli, tmp_path):
     assert code == 2
     assert err == "Error: request: --request beside two results (allowed: one result)\n"
     assert run_cli("explain", tmp_path)[0] == 2
+
+
+def damaged(folder, target, name, how):
+    """Copy a run's folder with one of its tables changed."""
+    shutil.copytree(folder, target)
+    table = pq.read_table(target / f"{name}.parquet")
+    pq.write_table(how(table), target / f"{name}.parquet")
+    return target
+
+
+def dropped(*columns):
+    return lambda table: table.drop_columns(list(columns))
+
+
+def unknown(column):
+    def change(table):
+        at = table.column_names.index(column)
+        return table.set_column(at, column, pa.nulls(len(table), table.schema.field(at).type))
+
+    return change
+
+
+def worded(column):
+    def change(table):
+        at = table.column_names.index(column)
+        return table.set_column(at, column, pa.array(["a"] * len(table)))
+
+    return change
+
+
+DAMAGE = [
+    ("requests", dropped("decode_start_s"), "has no column 'decode_start_s' of numbers"),
+    ("requests", dropped("outcome"), "has no column 'outcome' of words"),
+    ("requests", lambda table: table.slice(0, 0), "has no rows"),
+    ("requests", worded("measured"), "has no column 'measured' of numbers"),
+    ("requests", unknown("prompt_len"), "lacks values of 'prompt_len'"),
+    ("requests", unknown("finish_s"), "has completed requests without finish_s"),
+    ("steps", dropped("active_experts"), "has no column 'active_experts' of numbers"),
+    ("steps", worded("start_s"), "has no column 'start_s' of numbers"),
+    ("steps", unknown("role"), "lacks values of 'role'"),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "problem"), DAMAGE)
+def test_a_damaged_folder_is_one_line(folders, tmp_path, run_cli, name, how, problem):
+    folder = damaged(folders / "pd", tmp_path / "run", name, how)
+    for words in ([], ["--request", "3"], [folders / "fewer"]):
+        code, printed, error = run_cli("explain", folder, *words)
+        assert (code, printed) == (2, "")
+        assert f"{name}.parquet of run {problem}" in error
+        assert len(error.splitlines()) == 1
+
+
+def test_what_cannot_be_read_as_a_run_s_is_one_line_too(folders, tmp_path, run_cli):
+    folder = damaged(folders / "pd", tmp_path / "run", "steps", unknown("context_tokens"))
+    code, _, error = run_cli("explain", folder, folders / "fewer")
+    assert code == 2
+    assert (
+        "run or fewer has a run's files but not its contents (IndexError: "
+        in error.splitlines()[-1]
+    )
+    assert "Traceback" not in error
+    document = folder / "config.json"
+    document.write_text(document.read_text().replace('"config"', '"other"'))
+    code, _, error = run_cli("explain", folder, folders / "fewer")
+    assert (code, "KeyError: 'config'" in error) == (2, True)
