@@ -24,7 +24,16 @@ from eldr_sim.errors import InputError
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["check_arrays", "parse_json", "parse_yaml", "read_text", "regular_file", "within"]
+__all__ = [
+    "TIME",
+    "check_arrays",
+    "parse_json",
+    "parse_yaml",
+    "read_text",
+    "regular_file",
+    "seconds",
+    "within",
+]
 
 DOCUMENT_LIMIT = 64 * 2**20
 """Bytes of a configuration, manifest or result in JSON or YAML."""
@@ -44,6 +53,20 @@ def within(field: str, value: float, most: float, unit: str = "") -> None:
         raise InputError(
             field, f"{value:,.15g}{unit} is above the limit", f"at most {most:,}{unit}"
         )
+
+
+TIME = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?(?:s|min|m|h|d)?"
+"""Pattern of a time: seconds, or a number of another unit."""
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(text: str, field: str) -> float:
+    """Return the seconds of a time such as ``90``, ``90s``, ``10m``, ``2h`` or ``1d``."""
+    text = text.strip().lower()
+    if re.fullmatch(TIME, text) is None:
+        raise InputError(field, repr(text), "seconds, or a time such as 90s, 10m, 2h or 1d")
+    number = text.rstrip("sminhd")
+    return float(number) * _UNITS[text[len(number) :]]
 
 
 def regular_file(path: str | os.PathLike[str], field: str, limit: int | None = None) -> Path:

@@ -9,7 +9,13 @@ import click
 
 from eldr_sim.cli.completion import complete
 from eldr_sim.cli.completion import policies as policy_names
-from eldr_sim.cli.console import difference_cell, number_text, print_table, progress_bar
+from eldr_sim.cli.console import (
+    difference_cell,
+    number_text,
+    print_log_part,
+    print_table,
+    progress_bar,
+)
 from eldr_sim.cli.groups import GroupedCommand
 from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.policies.choice import split
@@ -82,6 +88,7 @@ def _print(comparison: Comparison) -> None:
         ["policy", *(label(metric) for metric in HEADLINE), "failed"],
         rows,
     )
+    print_log_part(first)
     references = list(dict.fromkeys(d.reference for d in comparison.differences))
     for reference in references:
         best = " (best load balancer)" if reference == comparison.best_load_balancer else ""

@@ -6,7 +6,7 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +208,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     # The simulator, which listings do without.
     from eldr_sim.kernel_profiles.tables import parts_by_provenance
     from eldr_sim.simulator.metrics import warnings_of
+    from eldr_sim.traces.log_window import part_in_words
 
     def figures(*tags: str) -> None:
         for tag in tags:
@@ -230,6 +231,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     _line(label("request_rate"), "recorded" if rate is None else rate)
     if "arrivals" in summary["trace"]:
         _line("Arrivals", summary["trace"]["arrivals"])
+    if part := summary["trace"].get("log_window"):
+        _text(f"Measured: {part_in_words(part)}")
     if summary["max_concurrency"] is not None:
         figures("max_concurrency")
     for name in ("isl", "osl"):
@@ -318,6 +321,14 @@ def print_summary(summary: dict[str, Any]) -> None:
     click.echo("=" * _WIDTH)
     for warning in warnings_of(summary):
         click.echo(f"Warning: {warning}", err=True)
+
+
+def print_log_part(summary: Mapping[str, Any]) -> None:
+    """Print what of a log is measured, if anything is."""
+    from eldr_sim.traces.log_window import part_in_words
+
+    if part := summary["trace"].get("log_window"):
+        click.echo(f"Measured: {part_in_words(part)}")
 
 
 def _text(text: str, indent: str = "") -> None:

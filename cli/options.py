@@ -179,6 +179,7 @@ def _metavar(name: str) -> str:
         "tokenizer_threads": "N",
         "api_servers": "N",
         "seed": "N",
+        **dict.fromkeys(("log_from", "log_to", "busiest", "duration", "warmup"), "TIME"),
     }.get(name, "N" if name.startswith(("max_", "num_", "block")) else "NUMBER")
 
 

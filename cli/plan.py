@@ -207,15 +207,28 @@ def plan(
 def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any]) -> RunConfig:
     """Return a configuration with the window of a plan's runs, where options do not say it.
 
-    A warm-up is as long as requests live that just keep the TPOT bound: a cluster is full then.
+    A warm-up is as long as requests live that just keep the TPOT bound: a cluster is full then. Of
+    a part of a log those before it are as long as nine in ten of the log are. A whole log has none.
     """
-    if options["num_requests"] is not None:
+    if options["num_requests"] is not None or config.measures_whole_log:
         return config
-    window = {} if options["duration"] is not None else {"duration": _DURATION}
-    length, tpot_ms = config.effective_output_len, objective.level.tpot
-    if options["warmup"] is None and isinstance(length, int) and tpot_ms is not None:
+    window = {"duration": _DURATION} if config.duration is None and not config.chooses_part else {}
+    length: float | str = config.effective_output_len
+    if config.replays_log and length == "recorded":
+        length = _long_output(config)
+    tpot_ms = objective.level.tpot
+    if options["warmup"] is None and not isinstance(length, str) and tpot_ms is not None:
         window["warmup"] = max(config.warmup_s, length * tpot_ms / 1e3)
     return config.model_copy(update=window)
+
+
+def _long_output(config: RunConfig) -> float:
+    """Return the output tokens that nine in ten requests of a log do not exceed."""
+    import numpy as np
+
+    from eldr_sim.traces.request_logs import known_log
+
+    return float(np.quantile(known_log(config.workload, config.columns).output_len, 0.9))
 
 
 def _list(text: str | None) -> list[str]:

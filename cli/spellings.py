@@ -7,6 +7,8 @@ __all__ = ["ALIASES", "TENSOR_PARALLEL_SIZE"]
 #: By field of a run's configuration.
 ALIASES = {
     "num_requests": ("--num-prompts",),
+    "log_from": ("--from",),
+    "log_to": ("--to",),
     "input_len": ("--random-input-len",),
     "output_len": ("--random-output-len",),
     "prefix_len": ("--random-prefix-len", "--prefix-repetition-prefix-len"),

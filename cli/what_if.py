@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from eldr_sim.cli.console import difference_cell, number_text, print_table, progress_bar
+from eldr_sim.cli.console import (
+    difference_cell,
+    number_text,
+    print_log_part,
+    print_table,
+    progress_bar,
+)
 from eldr_sim.cli.options import check_out
 from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import make_config
@@ -62,6 +68,7 @@ def what_if(
         f"Base: {config.policy}, {first['topology']}, {first['model_id']} on {first['gpu']}, "
         f"{first['weakest_provenance']} tables; {seeds} paired seed{'s' if seeds > 1 else ''}"
     )
+    print_log_part(first)
     for change in result.changes:
         click.echo()
         _print_change(change)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.traces.workload import Workload
 
+#: Requests, and the window of those that are measured, s.
+Load: TypeAlias = tuple[Workload, tuple[float, float]]
 #: A finite run may serve a little more than the cluster's steady state.
 _SLACK = 0.9
 
@@ -38,7 +41,7 @@ class Bounds:
     impossible: str = ""
 
 
-def bounds(config: RunConfig, objective: Objective, workload: Workload | None = None) -> Bounds:
+def bounds(config: RunConfig, objective: Objective, load: Load | None = None) -> Bounds:
     """Bound the workers that a load needs on the pools of a configuration.
 
     - A prefill worker computes prompts of mean length, at best in steps filled up to the token
@@ -57,8 +60,8 @@ def bounds(config: RunConfig, objective: Objective, workload: Workload | None = 
         Pools, GPUs and load.
     objective
         Service level and attainment.
-    workload
-        The load where the caller has it: it is the same for all shapes of a cluster.
+    load
+        What `offered_load` returns, where the caller has it: all shapes of a cluster have the same.
 
     Raises
     ------
@@ -66,18 +69,19 @@ def bounds(config: RunConfig, objective: Objective, workload: Workload | None = 
         As :func:`~eldr_sim.simulator.run.prepare`, for example if the model does not fit.
     """
     prepared = prepare(config)
-    if workload is None:
-        workload, _ = offered_load(config, prepared.trace)
+    workload, window = load or offered_load(config, prepared.trace)
     prefill, decode = prepared.spec.prefill, prepared.spec.decode
-    span = float(workload.arrival_s[-1] - workload.arrival_s[0])
-    rate = config.effective_rate or (len(workload) - 1) / max(span, 1e-9)
+    rate = offered_rate(config, workload)
     level, gpu = objective.level, decode.step_time.gpu.name
     cached = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
     n_decode = 0 if config.prefill_only else 1
 
-    lengths = workload.prompt_len.astype(np.int64)
+    lengths, outputs = workload.prompt_len.astype(np.int64), workload.output_len
+    if config.replays_log:  # what is replayed before and behind it may be of another kind
+        inside = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
+        lengths, outputs = lengths[inside], outputs[inside]
     longest = prepared.spec.max_model_len
-    accepted = lengths + workload.output_len <= longest
+    accepted = lengths + outputs <= longest
     if accepted.mean() < objective.attainment:
         share = f"{100 * (1.0 - accepted.mean()):.1f}% of the requests"
         why = f"{share} are longer than {longest} tokens (max_model_len)"
@@ -128,8 +132,19 @@ def bounds(config: RunConfig, objective: Objective, workload: Workload | None = 
     within = step_s <= (math.inf if level.tpot is None else level.tpot / 1e3)
     batch = np.arange(1, len(step_s) + 1)
     tokens_per_s = float((batch[within] / step_s[within]).max())
-    outputs = rate * float(workload.output_len[accepted].mean()) / tokens_per_s
-    return Bounds(n_prefill, _workers(outputs + (prompts if config.colocated else 0.0)), rate)
+    decodes = rate * float(outputs[accepted].mean()) / tokens_per_s
+    return Bounds(n_prefill, _workers(decodes + (prompts if config.colocated else 0.0)), rate)
+
+
+def offered_rate(config: RunConfig, workload: Workload) -> float:
+    """Return the mean rate of the measured requests, per second."""
+    part = workload.description.get("log_window")
+    if config.effective_rate is not None:
+        return config.effective_rate
+    if part is not None and part["rate"] is not None:
+        return float(part["rate"])
+    span = float(workload.arrival_s[-1] - workload.arrival_s[0])
+    return (len(workload) - 1) / max(span, 1e-9)
 
 
 def _workers(load: float) -> int:

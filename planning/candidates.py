@@ -286,17 +286,17 @@ def make_candidate(
     """
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []
-    workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
+    load = offered_load(config, routing_of(config, load_model(config.model)))
     for shape in shapes(config, sizes or [2**n for n in range(NODE_GPUS.bit_length())]):
         label, least = shape_label(shape), shape.n_gpus
         if least > max_gpus:
             reasons.append(f"{label}: {least} GPUs are more than {max_gpus}")
             continue
         try:
-            found = bounds(shape, objective, workload)
+            found = bounds(shape, objective, load)
             each = (math.inf, math.inf)
             if not found.impossible:
-                each = capacity(shape, objective, workload)
+                each = capacity(shape, objective, load[0])
         except InputError as error:
             if error.field not in SIZE_FIELDS:
                 raise

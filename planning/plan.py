@@ -23,7 +23,7 @@ from eldr_sim.planning.candidates import (
 )
 from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.planning.prefill import by_speed, prefill_candidates
-from eldr_sim.planning.rates import LEAST_REQUESTS, carried_by_seed
+from eldr_sim.planning.rates import carried_by_seed, check_requests
 from eldr_sim.planning.runs import Runs, Search, side_by_side
 from eldr_sim.planning.savings import PAIRED_SEEDS, Saving, savings_of
 from eldr_sim.planning.search import SearchState, cheapest, fewest
@@ -306,7 +306,7 @@ def plan(
         candidates = _candidates(configs, objective, max_gpus, tensor_parallel_sizes, strategies)
         sized = (template for candidate in candidates for template in candidate.templates)
         rate = next((template.bounds.rate for template in sized), math.nan)
-        _check_load(config, rate)
+        check_requests(config, rate)
         runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
         results = runs.together([_search_sizes(each, objective) for each in candidates])
         runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if results[1:] else 0)
@@ -348,16 +348,6 @@ def _check_workers(config: RunConfig) -> None:
             if getattr(getattr(config, role), name) is not None:
                 problem = "a plan searches one size of all workers"
                 raise InputError(f"{role}.{name}", problem, name)
-
-
-def _check_load(config: RunConfig, rate: float) -> None:
-    expected = config.num_requests or rate * config.duration
-    if expected < LEAST_REQUESTS:
-        raise InputError(
-            "duration",
-            f"about {expected:.0f} requests in the measured window are too few to estimate a share",
-            f"{LEAST_REQUESTS} or more",
-        )
 
 
 def _rank(trial: Trial | None) -> tuple[float, float, float]:

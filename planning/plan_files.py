@@ -281,7 +281,7 @@ def _row(config: RunConfig, summary: Summary) -> dict[str, Any]:
     tpot_ms = summary["median_tpot_ms"]
     return {
         **_cluster_of(config),
-        "duration": config.duration,
+        "duration": config.duration_s,
         "num_requests": config.num_requests,
         "seed": config.seed,
         "num_prompts": summary["num_prompts"],

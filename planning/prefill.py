@@ -21,7 +21,7 @@ from eldr_sim.kernel_profiles.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend
-from eldr_sim.planning.bounds import Bounds, bounds
+from eldr_sim.planning.bounds import Bounds, Load, bounds
 from eldr_sim.planning.candidates import (
     MOST_GPUS,
     SIZE_FIELDS,
@@ -45,10 +45,10 @@ from eldr_sim.planning.runs import Runs, Search, Summary
 from eldr_sim.planning.shapes import BUSY
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.config_groups import NO_PART
 from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.prepare import prepare, routing_of
 from eldr_sim.simulator.run import offered_load
-from eldr_sim.traces.workload import Workload
 
 BACKENDS: tuple[Backend, ...] = ("nccl_alltoall", "deepep_ht", "allgather_reducescatter")
 BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
@@ -157,14 +157,14 @@ def prefill_candidates(
     within("max_gpus", max_gpus, MOST_GPUS)
     config = config.model_copy(update={"topology": "1P"})
     model = load_model(config.model)
-    workload, _ = offered_load(config, routing_of(config, model))
-    prompts = workload.prompt_len
+    load = offered_load(config, routing_of(config, model))
+    prompts = load[0].prompt_len
     accepted = prompts[prompts <= (config.max_model_len or model.max_position_embeddings)]
     longest = int(accepted.max(initial=1))
     found = []
     for kind in (kind for kind in KINDS if kind in strategies or not strategies):
         sized = [
-            _candidate(config, objective, max_gpus, size, kind, longest, workload)
+            _candidate(config, objective, max_gpus, size, kind, longest, load)
             for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]
             if size <= max_gpus and (size > 1 or kind in _ALONE)
         ]
@@ -211,7 +211,9 @@ def _at_once(config: RunConfig, mean_prompt: float) -> RunConfig:
     tokens = (config.max_num_batched_tokens or 0) * config.data_parallel_size
     n = min(max(math.ceil(2 * tokens / mean_prompt), _AT_ONCE[0]), _AT_ONCE[1])
     return with_seed(
-        config.model_copy(update={"request_rate": math.inf, "num_requests": n, "warmup": 0.0}),
+        config.model_copy(
+            update=NO_PART | {"request_rate": math.inf, "num_requests": n, "warmup": 0.0}
+        ),
         0,
     )
 
@@ -223,7 +225,7 @@ def _candidate(
     size: int,
     kind: Kind,
     longest: int,
-    workload: Workload,
+    load: Load,
 ) -> Candidate:
     given = config.pool("prefill").max_num_batched_tokens
     templates: list[ClusterTemplate] = []
@@ -241,7 +243,7 @@ def _candidate(
             if not problem:
                 known = Bounds(1, 0, math.nan)
                 if objective is not None:
-                    known = bounds(sized, objective, workload)
+                    known = bounds(sized, objective, load)
                 templates.append(ClusterTemplate(sized, known, max_gpus, (known.n_prefill, 0)))
                 break
             why = why or problem

@@ -19,6 +19,7 @@ from eldr_sim.planning.shapes import capacity
 from eldr_sim.planning.slo import Objective
 from eldr_sim.planning.trial import attains
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.config_groups import NO_PART
 from eldr_sim.simulator.headline import Headline, Shown, number
 from eldr_sim.simulator.prepare import routing_of
 from eldr_sim.simulator.run import offered_load
@@ -191,12 +192,29 @@ def _at(config: RunConfig, rate: float) -> RunConfig:
 
 
 def lowest_rate(config: RunConfig) -> float:
-    """Return the lowest rate with enough requests in the measured window."""
-    if config.num_requests is None:
-        return LEAST_REQUESTS / config.duration
-    if config.num_requests < LEAST_REQUESTS:
-        raise InputError("num_requests", str(config.num_requests), f"{LEAST_REQUESTS} or more")
+    """Return the lowest rate with enough requests in the measured window; raises InputError."""
+    if config.duration_s is not None:
+        return LEAST_REQUESTS / config.duration_s
+    check_requests(config, math.inf)
     return 0.01
+
+
+def check_requests(config: RunConfig, rate: float) -> None:
+    """Raise InputError where a run measures too few requests to estimate a share such as 99%."""
+    field, what, about = "num_requests", "requests", ""
+    if config.num_requests is not None:
+        expected = float(config.num_requests)
+    elif config.duration_s is not None:
+        field, expected, about = "duration", rate * config.duration_s, "about "
+    else:  # a log, of which a part may be asked for
+        field = next((name for name in NO_PART if getattr(config, name) is not None), "workload")
+        workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
+        expected, what = workload.description["log_window"]["measured"], "requests of the log"
+    if expected < LEAST_REQUESTS:
+        problem = (
+            f"{about}{expected:.0f} {what} in the measured window are too few to estimate a share"
+        )
+        raise InputError(field, problem, f"{LEAST_REQUESTS} or more")
 
 
 def carried(

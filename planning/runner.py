@@ -24,12 +24,14 @@ from typing import Any, Literal, get_args
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.config_groups import NO_PART
 from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.shared_replay import SharedReplay, share, use
 
 Backend = Literal["joblib", "ray"]
 
+_GUESS_S = 120.0  # of a log
 _KILLED = "its process was killed twice, the second time alone: out of memory?"
 
 
@@ -137,7 +139,8 @@ def start_processes(config: RunConfig, jobs: int | None = None) -> Generator[Non
         yield
         return
     one = config.model_copy(
-        update={
+        update=NO_PART
+        | {
             "topology": "1P" if config.prefill_only else "1P1D",
             "tensor_parallel_size": NODE_GPUS,
             "policy": "jsq",
@@ -318,5 +321,5 @@ def expected_tokens(config: RunConfig) -> float:
     """
     rate, length = config.effective_rate, config.effective_output_len
     rate = 60.0 if rate is None or math.isinf(rate) else rate
-    requests = config.num_requests or rate * (config.warmup_s + config.duration)
+    requests = config.num_requests or rate * (config.warmup_s + (config.duration_s or _GUESS_S))
     return requests * (512 if length == "recorded" else length)

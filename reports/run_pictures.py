@@ -64,7 +64,8 @@ class _Run:
         self.decode_steps = steps[steps["role"] == "decode"]
         config = folder.documents["config"]["config"]
         fields = {name: config.get(name) for name in ("warmup", "num_requests")}
-        self.warmup_s = RunConfig.model_construct(**fields).warmup_s
+        older = RunConfig.model_construct(**fields).warmup_s
+        self.warmup_s = folder.documents["summary"].get("window_start_s", older)
         self._colour, self._style = colour, style + colour // N_COLOURS
 
     def series(

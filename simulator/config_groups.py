@@ -7,9 +7,10 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import seconds
 from eldr_sim.kernel_profiles.models import LONGEST
 from eldr_sim.kernel_profiles.parallel import Backend, Padding, Parallelism
 from eldr_sim.traces.length_shapes import LengthShape
@@ -63,6 +64,10 @@ def parse_mix(text: str, field: str = "domain_mix") -> dict[str, float]:
     return weights
 
 
+def _seconds(value: Any, about: ValidationInfo) -> Any:
+    return seconds(value, about.field_name or "") if isinstance(value, str) else value
+
+
 def _mix(value: Any) -> Any:
     return parse_mix(value) if isinstance(value, str) else value
 
@@ -78,6 +83,8 @@ PathText = Annotated[str, BeforeValidator(_path_text)]
 #: Weights by domain, as a mapping or spelled ``code=2,math=1``.
 Mix = Annotated[dict[str, float] | None, BeforeValidator(_mix)]
 Rate = Annotated[float, BeforeValidator(_number_or_inf), Field(gt=0)]
+#: Seconds, or a time such as ``90s``, ``10m`` or ``2h``; 31 years are longer than any run.
+Seconds = Annotated[float, BeforeValidator(_seconds), Field(le=1e9, allow_inf_nan=False)]
 
 
 def parse_topology(text: str) -> tuple[int, int]:
@@ -179,30 +186,35 @@ class WorkloadConfig(_Fields):
     """The requests: how many there are, and when they come."""
 
     workload: PathText = "task"
-    """``task``, ``language``, ``trace`` (domains and lengths of the routing trace's own requests),
-    or a file of requests (Azure, Mooncake, BurstGPT, ``vllm bench serve``, AIPerf, or any table
-    with ``columns``)."""
+    """``task``, ``language``, ``trace`` (domains and lengths of the trace's own requests), or a log
+    (Azure, Mooncake, BurstGPT, ``vllm bench serve``, AIPerf, or any table with ``columns``)."""
     columns: str | None = None
-    """Columns of a table (CSV, JSON lines, Parquet): ``time_s=start,input=prompts,output=outputs``;
-    also ``time``, ``time_ms``, ``session``, ``priority``."""
+    """Of a table: ``time_s=start,input=prompts,output=outputs``; also ``time``, ``time_ms``,
+    ``session``, ``priority``."""
     arrivals: Literal["recorded", "poisson"] | None = None
-    """Of a file's requests: ``recorded``, stretched evenly to a rate, or drawn at that rate."""
+    """Of a log: ``recorded``, stretched evenly to a rate, or drawn at that rate."""
     request_rate: Rate | None = None
-    """Mean requests per second; ``inf`` sends all at once. 60 when not given, the recorded
-    timestamps for a file."""
+    """Mean requests per second; ``inf``: all at once. 60, or as a log has them."""
     burstiness: float = Field(default=1.0, ge=0.001, allow_inf_nan=False)
     """Shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """At most this many requests in flight; the others wait at the client."""
-    duration: float = Field(default=120.0, gt=0, allow_inf_nan=False)
-    """Length of the measured window; requests that arrive in it make the statistics."""
-    warmup: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Time before the measured window; 30, or 0 with ``num_requests``."""
+    log_from: Annotated[Seconds, Field(ge=0)] | None = None
+    """Measure a log from this time on, after its first request: 90s, 10m, 2h."""
+    log_to: Annotated[Seconds, Field(gt=0)] | None = None
+    """Measure a log up to this time."""
+    busiest: Annotated[Seconds, Field(gt=0)] | None = None
+    """Measure the part of a log, so long, that has most requests."""
+    duration: Annotated[Seconds, Field(gt=0)] | None = None
+    """Length of the measured window, whose requests make the statistics: 120 s, or all of a
+    log."""
+    warmup: Annotated[Seconds, Field(ge=0)] | None = None
+    """Time before it: 30 s, or 0 with ``num_requests`` or a whole log."""
     num_requests: int | None = Field(default=None, ge=1)
-    """Send this many requests instead of sending for a duration."""
+    """Send so many requests instead."""
     prompts: Literal["unique", "shared"] = "unique"
-    """Whether requests that replay the same trace request have the same prompt (``shared``, so that
-    prefix caches find it) or each has one of its own. A file says itself which share a prefix."""
+    """Whether requests that replay the same trace request have one prompt (``shared``, which prefix
+    caches find) or one each. A log says itself which share a prefix."""
     seed: int = Field(default=0, ge=0)
     """Seed of every random stream."""
 
@@ -211,7 +223,30 @@ class WorkloadConfig(_Fields):
         """Time before the measured window, s."""
         if self.warmup is not None:
             return self.warmup
-        return 30.0 if self.num_requests is None else 0.0
+        return 0.0 if self.num_requests is not None or self.measures_whole_log else 30.0
+
+    @property
+    def duration_s(self) -> float | None:
+        """Length of the measured window, s; None where a log or a number of requests says it."""
+        if self.num_requests is not None or self.chooses_part or self.measures_whole_log:
+            return None
+        return 120.0 if self.duration is None else self.duration
+
+    @property
+    def replays_log(self) -> bool:
+        """Whether requests come when a file says."""
+        return self.from_file and self.arrivals != "poisson"
+
+    @property
+    def chooses_part(self) -> bool:
+        """Whether a part of a log is named."""
+        return any(at is not None for at in (self.log_from, self.log_to, self.busiest))
+
+    @property
+    def measures_whole_log(self) -> bool:
+        """Whether all requests of a log are measured, but for a warm-up that is asked for."""
+        asked = self.num_requests is None and self.duration is None
+        return self.replays_log and asked and not self.chooses_part
 
     @property
     def effective_rate(self) -> float | None:
@@ -224,6 +259,10 @@ class WorkloadConfig(_Fields):
     def from_file(self) -> bool:
         """Whether the workload is a file of recorded requests."""
         return self.workload not in WORKLOADS
+
+
+#: Fields of a run that measures no part of a log.
+NO_PART = dict.fromkeys(("log_from", "log_to", "busiest"))
 
 
 class RoutingConfig(_Fields):

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from eldr_sim.errors import InputError
-from eldr_sim.inputs import parse_yaml, read_text, within
+from eldr_sim.inputs import TIME, parse_yaml, read_text, seconds, within
 from eldr_sim.simulator.faults import KINDS, POOLS, Fault, Kind, check_overlaps
 
 __all__ = ["Cancel", "check_fits", "parse_fail", "read_events", "spelled"]
 
-_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _WORKER = re.compile(r"(prefill|decode):(\d{1,9})", re.IGNORECASE)
-_FAIL = re.compile(rf"([a-z]+:\d+)@({_NUMBER})s?(?:\+({_NUMBER})s?)?", re.IGNORECASE)
+_FAIL = re.compile(rf"([a-z]+:\d+)@({TIME})(?:\+({TIME}))?", re.IGNORECASE)
 _ALLOWED = "POOL:NUMBER@SECONDS, +SECONDS until a new one serves, such as decode:3@60s+30s"
 _LATEST_S = 1e9
 #: What an event has beside its kind and ``at_s``: the field that is not ``for_s``, and its bounds.
@@ -42,7 +41,8 @@ def parse_fail(text: str) -> Fault:
     if match is None:
         raise InputError("fail", repr(text), _ALLOWED)
     pool, worker = _worker("fail", match[1])
-    at, lasts = float(match[2]), math.inf if match[3] is None else float(match[3])
+    at = seconds(match[2], "fail")
+    lasts = math.inf if match[3] is None else seconds(match[3], "fail")
     within("fail", at, _LATEST_S, " s")
     if match[3] is not None:
         within("fail", lasts, _LATEST_S, " s")

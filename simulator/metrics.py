@@ -25,6 +25,7 @@ from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.config import RunConfig, ServiceLevel
 from eldr_sim.simulator.limits import is_overload, load_growth
 from eldr_sim.simulator.state import NO_KV_ROOM, OUTCOMES, OVER_BUDGET, TOO_LONG
+from eldr_sim.traces.log_window import part_warnings
 
 PERCENTILES = (50, 90, 99)
 
@@ -236,8 +237,10 @@ def table_warnings(summary: Mapping[str, Any]) -> list[str]:
 def warnings_of(summary: Mapping[str, Any]) -> list[str]:
     """Return what a reader of a summary's figures must know, a line each."""
     warnings = table_warnings(summary)
-    warnings += summary.get("trace_warnings", [])  # older results have none
-    growth = summary.get("load_growth")  # older results have none
+    warnings += summary.get("trace_warnings", [])  # older results have none, nor what follows
+    if part := summary.get("trace", {}).get("log_window"):
+        warnings += part_warnings(part)
+    growth = summary.get("load_growth")
     if growth is not None and is_overload(growth) and summary["max_concurrency"] is None:
         warnings.append(
             f"the load is more than the cluster serves: from {growth['from_s']:.4g} to "

@@ -29,6 +29,7 @@ from eldr_sim.simulator.config import Pool, RunConfig
 from eldr_sim.simulator.config_groups import FrontEndConfig
 from eldr_sim.simulator.front_end import FrontEndSpec
 from eldr_sim.simulator.group_state import ALL, EXPERT, NODE, RANK, REPLICA_CHOICES, GroupCost
+from eldr_sim.simulator.log_part import check_window
 from eldr_sim.simulator.memory import NO_WINDOWS, WindowBlocks, kv_blocks, window_blocks
 from eldr_sim.simulator.prompt_layout import blocks_of_whole_prompts, prompt_layout
 from eldr_sim.simulator.replay import fit_trace
@@ -58,6 +59,7 @@ def prepare(config: RunConfig) -> PreparedRun:
 
     Step times and traces are kept for the next run of this process.
     """
+    check_window(config)
     model = load_model(config.model)
     if config.kv_cache_dtype == "fp8":
         model = model.model_copy(update={"kv_cache_dtype": "fp8"})

@@ -39,6 +39,7 @@ from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.fault_spellings import Cancel, check_fits, parse_fail, read_events
 from eldr_sim.simulator.faults import Fault, FaultPlan
 from eldr_sim.simulator.headline import Headline, Shown, number
+from eldr_sim.simulator.log_part import check_window, log_of, part_of
 from eldr_sim.simulator.prepare import PreparedRun, hold_instances, prepare
 from eldr_sim.simulator.prompt_layout import work_of
 from eldr_sim.simulator.relocation import (
@@ -59,6 +60,7 @@ from eldr_sim.simulator.tables import requests_table, steps_table
 from eldr_sim.traces.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.gate_scores import PromptScore
+from eldr_sim.traces.log_window import describe_part
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload, make_workload
@@ -151,42 +153,57 @@ def _run(
 
 def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tuple[float, float]]:
     """Return the requests of a run and the window, s, in which those that count arrive."""
-    warmup = config.warmup_s
-    window = (warmup, np.inf if config.num_requests else warmup + config.duration)
-    horizon = None if config.num_requests else warmup + _WINDOWS_OF_ARRIVALS * config.duration
-    workload = make_workload(
-        trace,
-        workload=config.workload,
-        request_rate=config.effective_rate,
-        burstiness=config.burstiness,
-        horizon_s=horizon,
-        num_requests=config.num_requests,
-        output_len=config.effective_output_len,
-        seed=config.seed,
-        domain_mix=config.domain_mix,
-        domain_mix_end=config.domain_mix_end,
-        drift_s=None if config.num_requests else window[1],
-        trace_replay=config.trace_replay,
-        prompts=config.prompts,
-        length_shape=config.length_shape,
-        columns=config.columns,
-        arrivals=config.arrivals,
-        input_len=config.input_len,
-        # Requests that end with their prompts have one output token, whatever the range.
-        range_ratios=(config.random_range_ratio, 0.0)
-        if config.prefill_only
-        else (config.random_range_ratio, config.random_range_ratio),
-        prefix_len=config.prefix_len,
-        num_prefixes=config.num_prefixes,
-    )
+    warmup, duration = config.warmup_s, config.duration_s
+    window = (warmup, np.inf if duration is None else warmup + duration)
+    horizon = None if duration is None else warmup + _WINDOWS_OF_ARRIVALS * duration
+    check_window(config)
+    log = log_of(config)
+    part = part_of(config, log)
+    if part is not None and config.chooses_part:
+        window = part.window
+    try:
+        workload = make_workload(
+            trace,
+            workload=config.workload,
+            request_rate=config.effective_rate,
+            burstiness=config.burstiness,
+            horizon_s=horizon,
+            num_requests=config.num_requests,
+            output_len=config.effective_output_len,
+            seed=config.seed,
+            domain_mix=config.domain_mix,
+            domain_mix_end=config.domain_mix_end,
+            drift_s=None if duration is None else window[1],
+            trace_replay=config.trace_replay,
+            prompts=config.prompts,
+            length_shape=config.length_shape,
+            columns=config.columns,
+            arrivals=config.arrivals,
+            input_len=config.input_len,
+            # Requests that end with their prompts have one output token, whatever the range.
+            range_ratios=(config.random_range_ratio, 0.0)
+            if config.prefill_only
+            else (config.random_range_ratio, config.random_range_ratio),
+            prefix_len=config.prefix_len,
+            num_prefixes=config.num_prefixes,
+            part=part,
+        )
+    except InputError as error:
+        if error.field != "horizon_s":
+            raise
+        allowed = error.allowed.replace("horizon", "duration")
+        raise InputError("duration", error.problem, allowed) from None
     arrivals = workload.arrival_s
     if not ((arrivals >= window[0]) & (arrivals < window[1])).any():
         raise InputError(
-            "warmup",
+            "warmup" if config.duration is None else "duration",
             f"none of {len(arrivals)} requests arrives in the measured window "
             f"[{window[0]:g} s, {window[1]:g} s)",
             "a shorter warm-up, a longer duration or a higher rate",
         )
+    if log is not None:
+        measured = describe_part(log, arrivals, window, part, config.request_rate)
+        workload = replace(workload, description=workload.description | {"log_window": measured})
     return workload, window
 
 

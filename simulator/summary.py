@@ -356,6 +356,7 @@ def summary_of(
         "provenance": provenance,
         "lookups_outside_tables": outside,
         "latency_warnings": list(dict.fromkeys(warnings)),
+        "window_start_s": record.window[0],
         "latency_notes": _transfer_notes(prepared, record) if handed_over else [],
         "prompt_experts": "recorded" if trace.has_prompts else "uniform",
         "trace": _trace(config, prepared, workload, copies),

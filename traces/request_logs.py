@@ -26,6 +26,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,7 +40,7 @@ from eldr_sim.traces.benchmark_logs import aiperf_rows, is_aiperf, is_vllm_resul
 from eldr_sim.traces.column_logs import column_rows
 from eldr_sim.traces.log_rows import Row, scaled_ns, timestamp_ns
 
-__all__ = ["RequestLog", "read_request_log"]
+__all__ = ["RequestLog", "known_log", "read_request_log"]
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
@@ -134,6 +135,18 @@ def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -
         f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL, a "
         "result of vllm bench serve or AIPerf, or --columns",
     )
+
+
+def known_log(path: str | os.PathLike[str], columns: str | None = None) -> RequestLog:
+    """Return a log as `read_request_log` does; not read again unless the file has changed."""
+    file = regular_file(Path(path), str(path))
+    about = file.stat()
+    return _known(str(file), str(file.resolve()), columns, (about.st_mtime_ns, about.st_size))
+
+
+@lru_cache(maxsize=2)
+def _known(path: str, _: str, columns: str | None, stamp: tuple[int, int]) -> RequestLog:
+    return read_request_log(path, columns)
 
 
 def _json_rows(file: Path, first: str, lines: TextIO) -> tuple[str, Iterator[Row]]:

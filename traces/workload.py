@@ -33,11 +33,12 @@ from eldr_sim.traces.domains import NAMED_WORKLOADS, resolve_domain_mix
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.length_shapes import LengthShape, shaped_log
 from eldr_sim.traces.lengths import check_lengths, describe_lengths, draw_lengths, share_prefixes
+from eldr_sim.traces.log_window import LogPart
 from eldr_sim.traces.prompts import Ranges, assign_blocks, chain_blocks, join_ranges
-from eldr_sim.traces.request_logs import RequestLog, read_request_log
+from eldr_sim.traces.request_logs import RequestLog, known_log
 from eldr_sim.traces.streams import stream
 
-__all__ = ["Workload", "make_workload"]
+__all__ = ["Workload", "make_workload", "named_log"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +143,7 @@ def make_workload(
     range_ratios: tuple[float, float] = (0.0, 0.0),
     prefix_len: int = 0,
     num_prefixes: int = 1,
+    part: LogPart | None = None,
 ) -> Workload:
     """Make a workload. The same arguments give the same bits on every machine.
 
@@ -204,6 +206,9 @@ def make_workload(
         (`lengths`).
     prefix_len, num_prefixes
         Every prompt begins with so many tokens more, of one of so many prefixes by chance.
+    part
+        Replay this part of a log, as it is stretched, instead of taking ``horizon_s`` or
+        ``num_requests`` of it.
 
     Returns
     -------
@@ -228,18 +233,23 @@ def make_workload(
         drawn := arrivals == "poisson",
     )  # fmt: skip
     check_lengths(input_len, prefix_len, num_prefixes, range_ratios, output_len != "recorded")
-    log = None if name in NAMED_WORKLOADS else _read_log(name, columns)
+    log = None if name in NAMED_WORKLOADS else named_log(name, columns)
     _check_log(name, log, arrivals, columns, input_len, prefix_len, prompts)
     if length_shape is not None:
         if log is None or num_requests is None:
             problem = "without a request log" if log is None else "without num_requests"
             raise InputError("length_shape", problem, "a request log and num_requests")
         log = shaped_log(log, length_shape, num_requests, seed)
+    if part is not None:
+        assert log is not None
+        log = part.cut(log)
     log_requests = None if log is None else len(log.arrival_s)
     if log is None or drawn:
         rate = request_rate or math.nan
         arrival_s = draw_arrivals(rate, burstiness, horizon_s, num_requests, seed)
         log = log and repeated(log, len(arrival_s))
+    elif part is not None:
+        arrival_s = log.arrival_s
     else:
         arrival_s = recorded_arrivals(log, request_rate, horizon_s, num_requests)
     n = len(arrival_s)
@@ -346,14 +356,15 @@ def _check_log(
         raise InputError(field, problem, "a log without hash_ids")
 
 
-def _read_log(name: str, columns: str | None) -> RequestLog:
+def named_log(name: str, columns: str | None) -> RequestLog:
+    """Return the log that a workload names; raises InputError where it names none."""
     if not Path(name).is_file():
         raise InputError(
             "workload",
             f"{name!r} is neither a named workload nor a file",
             ", ".join([*NAMED_WORKLOADS, "path of a request log"]),
         )
-    return read_request_log(name, columns)
+    return known_log(name, columns)
 
 
 def _check_arguments(

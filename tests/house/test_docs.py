@@ -145,7 +145,7 @@ FILES = {
     "multiRun: {numRuns: 2, confidenceLevel: 0.95}\n",
     "mooncake.jsonl": "".join(
         json.dumps(
-            {"timestamp": 100 * i, "input_length": 600, "output_length": 4, "hash_ids": [0, i]}
+            {"timestamp": 60_000 * i, "input_length": 600, "output_length": 4, "hash_ids": [0, i]}
         )
         + "\n"
         for i in range(20)
@@ -166,6 +166,8 @@ def test_examples_run(page, run_cli, tmp_path, monkeypatch):
             more = QUICK[command]
             if options.get("num_requests"):
                 more = ["--num-requests", "20"]
+            elif options.get("busiest"):
+                more = []
             code, out, err = run_cli(*words, *more)
             assert code == 0, (words, out, err)
 

@@ -73,6 +73,7 @@ class Analytic:
             "lookups_outside_tables": {"moe_batch": 0},
             "decode_steps": 1000,
             "latency_warnings": ["nothing here was simulated"],
+            "latency_notes": [],
             "kv_transfer": "none",
             "in_flight_at_window_start": 5,
             "in_flight_at_window_end": 5,

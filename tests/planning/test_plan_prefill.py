@@ -58,6 +58,7 @@ def evaluate(config):
         "mean_active_experts_per_token": None,
         "cost_per_million_output_tokens": None, "weakest_provenance": "measured",
         "provenance": {}, "lookups_outside_tables": {}, "decode_steps": 0, "latency_warnings": [],
+        "latency_notes": [],
         "kv_transfer": "none", "trace": {},
     }  # fmt: skip
 

@@ -99,7 +99,7 @@ def test_every_number_of_a_runs_tables_is_the_sources(pages, report_folders):
     }
     assert figures["Request goodput (req/s)"] == summary["request_goodput"]
     assert figures["SLO attainment"] == summary["slo_attainment"]
-    assert figures["Cost per million tokens"] == summary["cost_per_million_output_tokens"]
+    assert figures["Cost per million tokens ($)"] == summary["cost_per_million_output_tokens"]
     fields = {row[0].text: row[1].text for row in tables["Configuration"][1:]}
     config = json.loads((report_folders / "jsq" / "config.json").read_text())["config"]
     assert set(fields) == set(config)

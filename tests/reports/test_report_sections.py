@@ -74,7 +74,7 @@ def test_every_number_of_a_sweep_is_the_sources(pages, report_folders):
         for column, key in (
             ("Median TPOT (ms)", "median_tpot_ms"),
             ("Output token throughput (tok/s)", "output_throughput"),
-            ("Cost per million tokens", "cost_per_million_output_tokens"),
+            ("Cost per million tokens ($)", "cost_per_million_output_tokens"),
             ("runs failed", "runs_failed"),
         ):
             assert float(row[column].attributes["data-value"]) == point[key]
@@ -144,8 +144,8 @@ def test_every_number_of_a_plan_is_the_sources(pages, report_folders):
     assert next(page.root.all("h1")).text == "Plan: 2P3D on H100 under eldr, 5 GPUs"
     answer = next(page.root.all("section", "answer"))
     assert [d.text for d in answer.all("dd")] == [
-        "2P3D on H100 under eldr, 5 GPUs, 12.50 an hour",
-        "2P4D on H100 under jsq, 6 GPUs, 15.00 an hour",
+        "2P3D on H100 under eldr, 5 GPUs, $12.50 an hour",
+        "2P4D on H100 under jsq, 6 GPUs, $15.00 an hour",
         "carries 24.00 [22.00, 26.00] requests/s: +20.00 [+10.00, +30.00]% of the load",
         "eldr saves 1.25 [0.50, 2.00] GPUs against jsq on H100",
     ]
@@ -166,7 +166,7 @@ def test_every_number_of_a_plan_is_the_sources(pages, report_folders):
             row = dict(zip(columns, cells, strict=True))
             for column, key in (
                 ("GPUs", "gpus"),
-                ("Price/hour", "price_per_hour"),
+                ("$/hour", "price_per_hour"),
                 ("P99 TPOT (ms)", "p99_tpot_ms"),
                 ("Tokens/s/user", "tokens_per_s_per_user"),
                 ("Tokens/s/GPU", "tokens_per_s_per_gpu"),

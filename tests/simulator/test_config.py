@@ -25,7 +25,7 @@ def test_defaults_are_those_of_the_paper_run():
     config = make_config({})
     assert (config.model, config.gpu, config.workload) == ("Qwen3-30B-A3B", "H100", "task")
     assert config.effective_rate == 60.0
-    assert (config.duration, config.warmup_s) == (120.0, 30.0)
+    assert (config.duration_s, config.warmup_s) == (120.0, 30.0)
     assert config.effective_output_len == 512
 
 
