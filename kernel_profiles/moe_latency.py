@@ -207,7 +207,8 @@ class MoELatency:
         if prompts and len(self.unbalanced_knots):
             skewed = interpolate(tokens, self.unbalanced_knots, self.unbalanced_s)
             grid = np.where(tokens[:, None] > 0, np.maximum(grid, skewed[:, None]), grid)
-        return np.ascontiguousarray(np.maximum.accumulate(np.maximum.accumulate(grid, 0), 1))
+        # More experts never take less; more tokens may, where the kernel changes its tile.
+        return np.ascontiguousarray(np.maximum.accumulate(grid, 1))
 
     def prefill_s(self, tokens: ArrayLike) -> FloatArray:
         """Seconds of one layer over a prefill of ``tokens`` tokens.

@@ -41,6 +41,9 @@ Backend = Literal[
 Padding = Literal["none", "dense", "experts"]
 """What the padding rows of CUDA graphs compute; see `cuda_graphs`."""
 
+MoEBackend = Literal["auto", "triton", "aiter", "marlin", "flashinfer_cutlass", "flashinfer_trtllm"]
+"""Whose kernel computes the experts (vLLM's ``--moe-backend``)."""
+
 NODE_GPUS = 8
 """GPUs of a node, the most that one worker may span: collectives are those inside a node."""
 

@@ -25,7 +25,7 @@ from eldr_sim.kernel_profiles.moe_latency import (
     interpolate,
     monotone_fit,
 )
-from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.parallel import MoEBackend, Parallelism
 from eldr_sim.kernel_profiles.sibling_tables import gpu_table
 from eldr_sim.kernel_profiles.tables import (
     MOE_DTYPES,
@@ -39,6 +39,7 @@ from eldr_sim.kernel_profiles.tables import (
     moe_shape,
     weakest,
 )
+from eldr_sim.kernel_profiles.tiled_moe import UNTUNED, untuned_moe
 
 FloatArray = NDArray[np.float64]
 
@@ -60,12 +61,25 @@ CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
 ``vllm/distributed/device_communicators/custom_all_reduce.py``)."""
 
 
+MOE_KERNELS = 7
+"""Kernels of a MoE layer in vLLM's Triton path beside the gate's GEMM: top-k, two that sort tokens
+by expert, two GEMMs, activation, sum over a token's experts."""
+
 _ATTENTION: tuple[Kind, Kind] = ("attention_decode", "attention_prefill")
 
 
 def elementwise_bytes(model: ModelDims) -> int:
     """Bytes that norms, rotary embedding and KV writes of a layer move for a token."""
     return 4 * (4 * model.hidden_size + (model.n_heads + 2 * model.n_kv_heads) * model.head_dim)
+
+
+def _small_kernels(model: ModelDims) -> int:
+    """Kernels of a layer that are no GEMM, attention or part of its routed experts.
+
+    Norms, rotary embedding, the write to the KV cache, and the activation of a dense or shared MLP.
+    """
+    dense = model.shared_intermediate_size > 0 or model.n_dense_layers > 0
+    return model.norms_per_layer + 2 + (model.qk_norm != "none") + dense
 
 
 def bytes_alone(model: ModelDims, gpu: GPU) -> LatencyTable:
@@ -118,8 +132,10 @@ class Parts:
         parallelism: Parallelism,
         tables: Sequence[LatencyTable],
         max_model_len: int,
+        moe_backend: MoEBackend = "auto",
     ) -> None:
         self.model, self.gpu, self.tables = parallelism.shard(whole), gpu, tables
+        self.moe_backend = moe_backend
         self.whole, self.parallelism = whole, parallelism
         self.provenance: dict[str, dict[str, Any]] = {}
         self.warnings: list[str] = []
@@ -158,8 +174,11 @@ class Parts:
         """A rank's MoE layer: from rows of just that, or else from the layer of all experts."""
         model, ranks = self.model, self.parallelism.n_expert_ranks
 
+        # vLLM takes AITER's kernels where it is told to.
+        untuned = self.moe_backend == "auto" and self.gpu.name in UNTUNED
+
         def find(size: int) -> LatencyTable | None:
-            return gpu_table(
+            table = gpu_table(
                 "moe",
                 self.gpu,
                 model,
@@ -171,8 +190,11 @@ class Parts:
                     size,
                 ),
                 dtype=MOE_DTYPES[model.expert_dtype],
+                kernel="" if self.moe_backend == "auto" else self.moe_backend,
                 extra=self.tables,
             )
+            optional = table is not None and "AITER" in table.metadata.kernel_source
+            return None if untuned and optional and table not in self.tables else table
 
         # Rows of a rank time one that gets the tokens of all. Where tokens are dispatched it gets
         # its own only, as a single GPU does.
@@ -180,8 +202,7 @@ class Parts:
         found = ((find(size), size) for size in sizes)
         table, measured_ranks = next(((t, n) for t, n in found if t is not None), (None, 1))
         if table is None:
-            self._record_roofline("moe")
-            whole = roofline.moe_latency(self.gpu, model)
+            whole = self._moe_without_table()
             self.layer = MoELayer(whole, 1)
             return whole.on_rank(ranks)
         fitted = fit_moe_latency(table)
@@ -197,6 +218,49 @@ class Parts:
                 f"; all experts on one GPU, read at the count of one of {ranks} ranks"
             )
         return fitted.on_rank(ranks // measured_ranks)
+
+    def _moe_without_table(self) -> MoELatency:
+        """All experts of a layer on one GPU: by the tiles of vLLM's kernel, or from a roofline."""
+        model, efficiency = self.model, roofline.efficiency_of(self.gpu)
+        bound = roofline.moe_latency(self.gpu, model)
+        rates = UNTUNED.get(self.gpu.name)
+        if rates is not None and self.moe_backend in ("auto", "triton"):
+            tiled = untuned_moe(model, rates, bound.token_s / model.top_k)
+            if tiled is not None:
+                self.provenance["moe"] = {
+                    "label": efficiency.provenance,
+                    "origin": rates.source,
+                    "kernel_source": "Triton, vLLM's default tiles",
+                }
+                return tiled
+        known = {"auto", "aiter"} if rates is not None else {"auto"}
+        if self.moe_backend not in known:
+            problem = f"no rows of {self.moe_backend}'s kernel for {model.name} on {self.gpu.name}"
+            raise InputError("moe_backend", problem, ", ".join(sorted(known)))
+        self._record_roofline("moe")
+        return bound
+
+    def launches_s(self) -> float:
+        """Host time in which a step without graphs launches its kernels.
+
+        Raises
+        ------
+        InputError
+            Nobody has said how long that takes on this GPU.
+        """
+        model, efficiency = self.whole, roofline.efficiency_of(self.gpu)
+        if efficiency.launch_s is None:
+            problem = f"what launching kernels costs the host of {self.gpu.name} is not known"
+            raise InputError("enforce_eager", problem, "not given, or a gap as host_gap_ms")
+        kernels = model.n_layers * (_small_kernels(model) + 1)
+        for sliding, layers in ((True, model.n_sliding_layers), (False, model.n_full_layers)):
+            kernels += layers * len(model.attention_linears(sliding))
+        kernels += 2 * model.n_moe_layers * (model.shared_intermediate_size > 0)
+        kernels += 2 * model.n_dense_layers + model.n_moe_layers * (1 + MOE_KERNELS)
+        seconds = kernels * efficiency.launch_s
+        if model.expert_dtype == "mxfp4":
+            seconds += model.n_moe_layers * efficiency.mxfp4_launch_s
+        return seconds
 
     def _engine_step(self) -> EngineStepLatency | None:
         """All but MoE layers and attention, where an engine was measured as a whole."""
@@ -232,6 +296,14 @@ class Parts:
         if table is not None:
             self._record("norms", table)
             return table
+        efficiency = roofline.efficiency_of(self.gpu)
+        if efficiency.small_kernel_s is not None:
+            self.provenance["norms"] = {
+                "label": efficiency.provenance,
+                "origin": efficiency.source,
+                "kernel_source": "",
+            }
+            return None
         norms = self.gpu.name in ("H100", "H200")
         self.provenance["norms"] = {
             "label": "derived",
@@ -456,7 +528,9 @@ class Parts:
             layers = model.n_layers * np.where(rows > 0, interpolate(rows, knots, seconds), 0.0)
         else:
             moved_s = elementwise_bytes(model) * rows / bandwidth
-            layers = model.n_layers * np.maximum(NORMS_S, moved_s)
+            kernel_s = roofline.efficiency_of(self.gpu).small_kernel_s
+            least_s = NORMS_S if kernel_s is None else _small_kernels(model) * kernel_s
+            layers = model.n_layers * np.maximum(least_s, moved_s)
         return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
 
     def _head_s(self, rows: FloatArray) -> FloatArray:

@@ -42,6 +42,12 @@ class Efficiency:
         Of the peak bandwidth between GPUs of a node: collectives.
     gemm_floor_s, attention_floor_s, moe_floor_s, collective_floor_s
         Fixed time of one GEMM, one attention call, one layer's MoE kernels and one collective.
+    small_kernel_s
+        Time of a norm, a rotary embedding, a cache write and the like of few tokens in a graph;
+        None where all of a layer's together are known (``parts.NORMS_S``).
+    launch_s, mxfp4_launch_s
+        Host time of an engine without graphs to launch one kernel, and what a layer of MXFP4
+        experts adds; None where nobody has said.
     provenance, source
         Label and evidence.
     """
@@ -58,6 +64,9 @@ class Efficiency:
     collective_floor_s: float
     provenance: Provenance
     source: str
+    small_kernel_s: float | None = None
+    launch_s: float | None = None
+    mxfp4_launch_s: float = 0.0
 
 
 GENERIC = Efficiency(
@@ -90,18 +99,25 @@ MI300X = Efficiency(
     attention_flops=0.34,
     moe_flops=0.22,
     link_bandwidth=0.75,
-    gemm_floor_s=3e-6,
-    attention_floor_s=11.2e-6,
+    gemm_floor_s=9e-6,
+    attention_floor_s=9e-6,
     moe_floor_s=35.6e-6,
     collective_floor_s=4.5e-6,
+    small_kernel_s=9e-6,
+    launch_s=77e-6,
+    mxfp4_launch_s=1.31e-3,
     provenance="derived",
     source=(
         "MoE: 3.78 of 5.3 TB/s from AITER's tuned bf16 rows (ROCm/aiter e404860; 22% of peak "
         "FLOPs at 16384 tokens), 35.6 us from ELDR Sec. 3.1 (16 to 128 experts: 4.7x); bandwidth "
         "of other kernels taken as the same; their compute as H100's fraction times MI300X's over "
         "H100's fraction in the fused MoE (0.22 / 0.43); collectives: 48 of 64 GB/s a link (ROCm "
-        "blog, Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X, 2025); "
-        "floors of GEMM, attention and collectives as on H100"
+        "blog, Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X, 2025), "
+        "their floor as on H100; any other kernel 9 us in a graph: what two dense runs at 32 "
+        "streams leave over bytes and prompts, 11 kernels a layer, is 6 us (Qwen3Guard-Gen-8B, "
+        "vllm-project/recipes pull request 431) and 12 us (Ministral-3-8B, 443); without graphs "
+        "77 us a launch and 1.31 ms a layer of MXFP4 experts: TTFT of ELDR's artifact at 20 "
+        "requests/s, which is the host's (casys-kaist/ELDR, three models)"
     ),
 )
 """Fractions derived for MI300X from what is published about it."""

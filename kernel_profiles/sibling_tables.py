@@ -50,24 +50,31 @@ def gpu_table(
     shape: Mapping[str, int] | None = None,
     dtype: str | None = None,
     library: str | None = None,
+    kernel: str = "",
     extra: Sequence[LatencyTable] = (),
 ) -> LatencyTable | None:
     """The GPU's own table, or else one derived from its sibling's, or None.
 
     Parameters
     ----------
-    kind, shape, dtype, library, extra
+    kind, shape, dtype, library, kernel, extra
         As :func:`~eldr_sim.kernel_profiles.tables.find_table` takes them.
     gpu
         Where the kernel runs.
     model
         Dimensions of the part of a model that a GPU computes; MoE layers and attention need them.
     """
-    own = find_table(kind, gpu.name, shape=shape, dtype=dtype, library=library, extra=extra)
+
+    def find(name: str) -> LatencyTable | None:
+        return find_table(
+            kind, name, shape=shape, dtype=dtype, library=library, kernel=kernel, extra=extra
+        )
+
+    own = find(gpu.name)
     if own is not None or not gpu.sibling:
         return own
     sibling = load_gpu(gpu.sibling)
-    table = find_table(kind, sibling.name, shape=shape, dtype=dtype, library=library, extra=extra)
+    table = find(sibling.name)
     if table is None:
         return None
     more_s = _more_s(table, sibling, gpu, model)

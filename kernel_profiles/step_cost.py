@@ -182,13 +182,17 @@ def step_parts(
     else:
         layer_s = cost.moe_s[batch] if n_chunks == 0 else cost.mixed_moe_s[tokens]
         moe = moe_layers_s(layer_s, activated) * (cost.n_moe_layers / activated.shape[0])
+    attention = attention_s(cost, batch, context, first, count, n_chunks)
+    dense, head, collectives = cost.dense_s[tokens], cost.head_s[rows], cost.collectives_s[tokens]
+    # Without graphs the host launches the next kernel while the last one runs, but no faster.
+    waits = cost.launch_s - (moe + attention + dense + head + collectives)
     return StepParts(
         moe,
-        attention_s(cost, batch, context, first, count, n_chunks),
-        cost.dense_s[tokens],
-        cost.head_s[rows],
-        cost.collectives_s[tokens],
-        cost.host_s,
+        attention,
+        dense,
+        head,
+        collectives,
+        cost.host_s + max(waits, 0.0),
         0.0,
         0.0,
         0.0,

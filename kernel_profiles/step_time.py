@@ -26,7 +26,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.cuda_graphs import pad, padded_sizes
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Padding, Parallelism
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
 from eldr_sim.kernel_profiles.parts import MoELayer, Parts
 from eldr_sim.kernel_profiles.tables import LatencyTable, Provenance, weakest
 
@@ -59,6 +59,7 @@ class StepCost(NamedTuple):
     prompt_share_s: FloatArray  #: ``[context + 1]`` likewise, beside others
     prompt_floor_s: float
     prompt_token_s: float  #: of reading one cached token
+    launch_s: float = 0.0  #: in which the host launches a step's kernels one by one; 0 with graphs
 
 
 class RankMoE(NamedTuple):
@@ -243,6 +244,8 @@ def build_step_time_model(
     parallelism: Parallelism = SINGLE_GPU,
     host_gap_s: float | None = None,
     cudagraph_padding: Padding = "none",
+    enforce_eager: bool = False,
+    moe_backend: MoEBackend = "auto",
     tables: Sequence[LatencyTable] = (),
 ) -> StepTimeModel:
     """Tabulate the step times of one worker that serves one model.
@@ -266,6 +269,11 @@ def build_step_time_model(
     cudagraph_padding
         What the padding rows of CUDA graphs compute, see
         :mod:`~eldr_sim.kernel_profiles.cuda_graphs`.
+    enforce_eager
+        Run without graphs: a step takes no less than the host needs to launch its kernels, and
+        nothing is padded.
+    moe_backend
+        Whose kernel computes the experts; the newest that was measured when ``auto``.
     tables
         Tables of the user's own; they take precedence over the shipped ones. One of kind
         ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host gap together.
@@ -287,12 +295,14 @@ def build_step_time_model(
     if host_gap_s is not None and not (np.isfinite(host_gap_s) and host_gap_s >= 0):
         raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
 
-    parts = _parts(dims, device, parallelism, tuple(tables), max_model_len)
+    parts = _parts(dims, device, parallelism, tuple(tables), max_model_len, moe_backend)
     gap, gap_provenance = parts.host_gap(host_gap_s)
     if cudagraph_padding != "none" and parts.engine_step is not None:
         problem = "an engine_step table contains what its engine padded"
         raise InputError("cudagraph_padding", problem, "none")
     cost = _tabulate(parts, gap, max_num_seqs, max_model_len, max_num_batched_tokens)
+    if enforce_eager:
+        cost, cudagraph_padding = cost._replace(launch_s=parts.launches_s()), "none"
     measured = [decode for _, decode, _ in parts.attention]
     return StepTimeModel(
         cost=pad(cost, cudagraph_padding, padded_sizes(max_num_seqs, max_num_batched_tokens)),
@@ -321,9 +331,10 @@ def _parts(
     parallelism: Parallelism,
     tables: tuple[LatencyTable, ...],
     max_model_len: int,
+    moe_backend: MoEBackend,
 ) -> Parts:
     """Return a worker's kernels; those of workers that differ in batch or budget are the same."""
-    return Parts(model, gpu, parallelism, tables, max_model_len)
+    return Parts(model, gpu, parallelism, tables, max_model_len, moe_backend)
 
 
 def _tabulate(

@@ -442,6 +442,7 @@ def find_table(
     shape: Mapping[str, int] | None = None,
     dtype: str | None = None,
     library: str | None = None,
+    kernel: str = "",
     extra: Sequence[LatencyTable] = (),
 ) -> LatencyTable | None:
     """The best table for a kernel, or None.
@@ -457,6 +458,8 @@ def find_table(
         Must equal the table's shape.
     library
         Name of the framework without its version; None accepts any.
+    kernel
+        What the name of the kernel that ran must hold, whatever the case, such as ``triton``.
     extra
         Tables of the user's own, such as a ``profile`` run wrote.
     """
@@ -469,6 +472,7 @@ def find_table(
             and metadata.shape == wanted
             and dtype in (None, metadata.dtype)
             and library in (None, metadata.framework.split()[0])
+            and kernel.lower() in metadata.kernel_source.lower()
         )
 
     for table in extra:

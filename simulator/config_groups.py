@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import seconds
 from eldr_sim.kernel_profiles.models import LONGEST
-from eldr_sim.kernel_profiles.parallel import Backend, Padding, Parallelism
+from eldr_sim.kernel_profiles.parallel import Backend, MoEBackend, Padding, Parallelism
 from eldr_sim.traces.length_shapes import LengthShape
 
 #: The named workloads; any other is a file.
@@ -147,6 +147,8 @@ class Pool(_Fields):
     """Running requests of a worker."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
     """Tokens computed in one step."""
+    enforce_eager: bool | None = None
+    """Run without CUDA graphs: a step takes no less than the host needs to launch its kernels."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of a GPU-hour, $."""
 
@@ -396,6 +398,12 @@ class EngineConfig(_Fields):
     """Time of a step that no kernel accounts for, ms; the profile's when not given."""
     cudagraph_padding: Padding = "none"
     """Rows that CUDA graphs add: none, without experts (vLLM since July 2026), with."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs: a step takes no less than the host needs to launch its kernels,
+    where that is known (vLLM's option)."""
+    moe_backend: MoEBackend = "auto"
+    """Whose kernel computes the experts (vLLM's option): the newest that was measured on the GPU;
+    on MI300X Triton's, unless ``aiter``."""
     tables: PathText | None = None
     """Folder of latency tables that take precedence over the embedded ones."""
 

@@ -17,7 +17,7 @@ from eldr_sim.kernel_profiles.all_to_all import COPY_PER, GATHERING, AllToAll, b
 from eldr_sim.kernel_profiles.front_end import load_front_end
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Padding, Parallelism
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.kernel_profiles.tables import load_tables
 from eldr_sim.policies import registry
@@ -176,10 +176,15 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         _max_model_len(config, model),
         config.host_gap_ms,
         config.cudagraph_padding,
+        bool(pool.enforce_eager),
+        config.moe_backend,
         config.tables,
     )
     if parallelism.data_parallel_size == 1 or experts is not None:
         return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout)
+    if pool.enforce_eager:
+        problem = "steps of engines that share experts are simulated under graphs alone"
+        raise InputError("enforce_eager", problem, "not given")
     if config.cudagraph_padding != "none":
         problem = "engines that share experts pad to the widest of them, which is not simulated"
         raise InputError("cudagraph_padding", problem, "none")
@@ -385,6 +390,8 @@ def _step_time(
     max_model_len: int,
     host_gap_ms: float | None,
     cudagraph_padding: Padding,
+    enforce_eager: bool,
+    moe_backend: MoEBackend,
     tables: str | None,
 ) -> StepTimeModel:
     return build_step_time_model(
@@ -396,6 +403,8 @@ def _step_time(
         parallelism=parallelism,
         host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
         cudagraph_padding=cudagraph_padding,
+        enforce_eager=enforce_eager,
+        moe_backend=moe_backend,
         tables=load_tables(tables),
     )
 

@@ -1,0 +1,164 @@
+"""MoE layers whose kernel changes its tile: blocks, tiles, tables that fall with the batch."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
+from eldr_sim.kernel_profiles.sources import mi300x
+from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.tiled_moe import (
+    UNTUNED,
+    Tile,
+    default_tile,
+    expert_blocks,
+    untuned_moe,
+    workgroups,
+)
+
+SIZES = {"max_num_seqs": 128, "max_model_len": 1024, "max_num_batched_tokens": 2048}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile"),
+    [
+        (1, (16, 64, 128)),
+        (32, (16, 64, 128)),
+        (33, (32, 64, 128)),
+        (64, (32, 64, 128)),
+        (65, (32, 128, 64)),
+        (96, (32, 128, 64)),
+        (97, (64, 128, 64)),
+        (512, (64, 128, 64)),
+        (513, (128, 128, 64)),
+    ],
+)
+def test_default_tiles_are_those_of_vllm(tokens, tile):
+    assert default_tile(tokens) == tile
+
+
+def test_local_memory_bounds_the_workgroups():
+    # 2 bytes x 128 x (16 + 64) = 20 KiB: three fit into 64 KiB, of 24 KiB two, of 48 KiB one.
+    assert [workgroups(Tile(m, 64, 128), 65536) for m in (16, 32)] == [3, 2]
+    assert workgroups(Tile(128, 64, 128), 65536) == 1
+    assert workgroups(Tile(128, 128, 128), 32768) == 1  # never none
+
+
+@given(
+    mean=st.floats(1.05, 40.0),
+    block_m=st.sampled_from([16, 32, 64]),
+    seed=st.integers(0, 100),
+)
+def test_blocks_are_those_of_geometric_rows(mean, block_m, seed):
+    rows = np.random.default_rng(seed).geometric(1 / mean, size=40_000)
+    drawn = np.ceil(rows / block_m).mean()
+    assert expert_blocks(100 * mean, 100, block_m) == pytest.approx(100 * drawn, rel=0.03)
+
+
+def test_every_expert_with_one_row_fills_one_block():
+    assert expert_blocks(8, 8, 16) == pytest.approx(8)
+    assert expert_blocks(0, 0, 16) == 0
+
+
+def test_a_layer_gets_faster_with_more_tokens_where_its_tile_does():
+    layer = untuned_moe(load_model("Qwen3-30B-A3B"), UNTUNED["MI300X"], 3.3e-8)
+    at = {tokens: float(layer.time_s(tokens, 80)) for tokens in (32, 33, 64, 65)}
+    assert at[33] > 1.3 * at[32]
+    assert at[65] < 0.75 * at[64]
+    # 3 workgroups for 2: what lies above the floor, per block, is as 2 to 3.
+    floor = UNTUNED["MI300X"].floor_s
+    blocks = [expert_blocks(tokens * 8, 80, 32) for tokens in (64, 65)]
+    ratio = (at[64] - floor) / blocks[0] / ((at[65] - floor) / blocks[1])
+    assert ratio == pytest.approx(1.5)
+
+
+def test_the_floor_is_that_of_the_published_ratio():
+    """ELDR Fig. 2: 16 to 128 distinct experts raise the layer's time 4.7 times at batch 64."""
+    layer = untuned_moe(load_model("Qwen3-30B-A3B"), UNTUNED["MI300X"], 0.0)
+    blocks = [expert_blocks(512, count, 32) for count in (16, 128)]
+    low, high = (UNTUNED["MI300X"].floor_s + n * layer.read_s[1] for n in (16, 128))
+    assert high / low == pytest.approx(4.7, abs=0.01)
+    assert float(layer.time_s(64, 128)) == pytest.approx(high * blocks[1] / 128, rel=0.01)
+
+
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize("name", list(mi300x.PUBLISHED))
+def test_a_table_holds_the_falls_of_its_layer(name, published):
+    table = mi300x.triton_table(name, published)
+    fitted = fit_moe_latency(table)
+    points = (table.columns["batch"], table.columns["distinct_experts"])
+    np.testing.assert_allclose(fitted.time_s(*points), table.columns["latency_s"], rtol=1e-9)
+    if load_model(name).expert_dtype == "bfloat16":
+        assert fitted.time_s(65, 80) < 0.9 * fitted.time_s(64, 80)
+        rank = fitted.rank_grid_s(np.arange(100.0), 128, prompts=False)
+        assert rank[65, 80] < 0.9 * rank[64, 80]
+        assert (np.diff(rank, axis=1) >= 0).all()
+
+
+def test_the_shipped_tables_are_those_of_the_source():
+    from eldr_sim.kernel_profiles.tables import find_table, moe_shape
+
+    for name in mi300x.PUBLISHED:
+        made = mi300x.triton_table(name, published=True)
+        model = load_model(name)
+        shape = moe_shape(
+            model.hidden_size, model.expert_intermediate_size, model.n_experts, model.top_k
+        )
+        found = find_table("moe", "MI300X", shape=shape, kernel="triton")
+        assert found is not None
+        assert found.metadata == made.metadata
+        for column, values in made.columns.items():
+            if column != "routing":
+                np.testing.assert_allclose(found.columns[column], values, rtol=1e-12)
+
+
+def test_ranks_share_experts_and_pairs_but_not_the_tile():
+    layer = untuned_moe(load_model("Qwen3-30B-A3B"), UNTUNED["MI300X"], 0.0)
+    rank = layer.on_rank(4)
+    assert rank.n_experts == 32
+    # 64 tokens send 128 pairs to the rank: 8 rows to each of 16 experts.
+    blocks = expert_blocks(128, 16, 32)
+    floor_s = UNTUNED["MI300X"].floor_s
+    assert rank.time_s(64, 16) == pytest.approx(floor_s + blocks * layer.read_s[1])
+    assert rank.time_s(65, 16) < rank.time_s(64, 16)
+
+
+def test_the_backend_chooses_the_kernel():
+    def kernel(model, **options):
+        made = build_step_time_model(model, "MI300X", **SIZES, **options)
+        return made.provenance["moe"]
+
+    assert kernel("Qwen3-30B-A3B")["label"] == "published"
+    assert "Triton" in kernel("Qwen3-30B-A3B")["kernel_source"]
+    assert "AITER" in kernel("Qwen3-30B-A3B", moe_backend="aiter")["kernel_source"]
+    mixtral = kernel("Mixtral-8x7B")
+    assert (mixtral["label"], "Triton" in mixtral["kernel_source"]) == ("derived", True)
+    assert "Triton" not in kernel("Mixtral-8x7B", moe_backend="aiter")["kernel_source"]
+    with pytest.raises(InputError, match="moe_backend: no rows of marlin's kernel"):
+        kernel("Qwen3-30B-A3B", moe_backend="marlin")
+
+
+def test_a_step_without_graphs_waits_for_its_launches():
+    def model(**options):
+        return build_step_time_model("Qwen3-30B-A3B", "MI300X", **SIZES, **options)
+
+    graphs, eager = model(), model(enforce_eager=True)
+    short = graphs.parts(chunks=[(0, 100)]), eager.parts(chunks=[(0, 100)])
+    # 48 layers of 16 kernels: 5 small ones, 3 GEMMs, attention, 7 of the experts.
+    assert sum(short[1]) == pytest.approx(48 * 16 * 77e-6)
+    assert sum(short[0]) < sum(short[1])
+    assert short[1].moe == short[0].moe
+    # A step that computes for longer hides them.
+    long = [[(0, 1000)] * 40] * 2
+    sizes = SIZES | {"max_num_batched_tokens": 40_000}
+    both = [
+        build_step_time_model("Qwen3-30B-A3B", "MI300X", **sizes, enforce_eager=eager)
+        for eager in (False, True)
+    ]
+    times = [sum(one.parts(chunks=chunks)) for one, chunks in zip(both, long, strict=True)]
+    assert times[0] == times[1] > 48 * 16 * 77e-6
+    with pytest.raises(InputError, match="enforce_eager"):
+        build_step_time_model("Qwen3-30B-A3B", "H100", **SIZES, enforce_eager=True)
