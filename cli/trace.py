@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from eldr_sim.traces.format import RoutingTrace
     from eldr_sim.traces.overlap import Overlap
     from eldr_sim.traces.statistics import TraceStatistics
+    from eldr_sim.validation.trace_report import TraceReport
 
 
 _COMMANDS = {
@@ -135,6 +136,7 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     _print_domains(statistics)
     for group, rho in report.rho.items():
         click.echo(f"Rho of count-idf signatures on all layers, {group}: {rho:.4f}")
+    _print_grouping(report)
     pearson = statistics.prefill_decode_pearson
     if pearson:
         click.echo(
@@ -306,6 +308,34 @@ def _print_overlap(overlap: Overlap) -> None:
             f"Cosine of two requests' expert counts, by percent: "
             f"{figures(overlap.cosine_between, 2)}; nearest {overlap.cosine_nearest:.2f}, a "
             f"request's halves {overlap.cosine_within:.2f}"
+        )
+
+
+def _print_grouping(report: TraceReport) -> None:
+    """Print what requests differ by, and what grouping them could gain."""
+    requests, rho = report.rho_by_prompt
+    if rho:
+        values = ", ".join(f"{n}: {value:.2f}" for n, value in rho.items())
+        click.echo(f"Rho by prompt tokens, {requests} requests of 128 tokens or more: {values}")
+    if (spectrum := report.spectrum) is not None:
+        parts = ", ".join(f"{n}: {share:.2f}" for n, share in spectrum.components.items())
+        told = "" if spectrum.label is None else f"; the domain explains {spectrum.label:.0%}"
+        click.echo(
+            f"Between {spectrum.requests} requests: variance {spectrum.variance:.3f}, share of its "
+            f"greatest components {parts}; {spectrum.dimensions:.1f} dimensions{told}; "
+            f"{spectrum.families:.0f} families"
+        )
+    if (grouping := report.grouping) is not None:
+        names = {"oracle": "an oracle", "signature": "prompt signatures", "label": "the domain"}
+        saved = ", ".join(
+            f"{names[name]} {saving.saved:.1%} (busiest {saving.busiest:.2f})"
+            for name in names
+            if (saving := getattr(grouping, name)) is not None
+        )
+        click.echo(
+            f"Grouping {grouping.workers} x {grouping.batch} concurrent requests: "
+            f"{grouping.random:.1f} experts a layer in a random group (busiest "
+            f"{grouping.random_busiest:.2f} of the mean); saved by {saved}"
         )
 
 

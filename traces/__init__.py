@@ -28,6 +28,8 @@ import_dumps
     Those without names of requests: SGLang's recorder, llama.cpp's moe-trace, moe-beyond.
 importers
     `import_trace`: a routing trace from such a file.
+request_spectrum
+    `request_spectrum`: the variance between requests, and what a label tells of it.
 statistics
     `trace_statistics`: load, reuse and overlap of the experts in a trace.
 overlap

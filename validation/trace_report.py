@@ -44,8 +44,10 @@ from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.coactivation import affinity_of, coactivation
 from eldr_sim.traces.format import RoutingTrace
 from eldr_sim.traces.overlap import Overlap, request_overlap
+from eldr_sim.traces.request_spectrum import RequestSpectrum, request_spectrum
 from eldr_sim.traces.statistics import TraceStatistics, domain_groups, trace_statistics
 from eldr_sim.traces.streams import stream
+from eldr_sim.validation.grouping_gain import GroupingGain, grouping_gain, rho_by_prompt
 
 __all__ = ["TraceReport", "inspect_trace", "write_trace_report"]
 
@@ -74,6 +76,11 @@ class TraceReport:
     coactivation
         By layer, for groups of ``neighbours`` and by ``affinity``: see the module. Empty where the
         experts do not divide, or a split has no requests.
+    spectrum, grouping
+        What requests differ by, and what grouping them could gain; None for too few requests.
+    rho_by_prompt
+        Requests of 128 tokens or more, and rho of signatures of their first 16, 32 and 64 tokens
+        (none for fewer than 3), see `grouping_gain`.
     """
 
     trace: RoutingTrace
@@ -81,6 +88,9 @@ class TraceReport:
     overlap: Overlap
     rho: dict[str, float]
     coactivation: dict[str, list[float]]
+    spectrum: RequestSpectrum | None
+    grouping: GroupingGain | None
+    rho_by_prompt: tuple[int, dict[int, float]]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
@@ -90,13 +100,23 @@ class TraceReport:
             "overlap": asdict(self.overlap),
             "rho": self.rho,
             "coactivation": self.coactivation,
+            "request_spectrum": None if self.spectrum is None else asdict(self.spectrum),
+            "grouping": None if self.grouping is None else asdict(self.grouping),
+            "rho_by_prompt": {"requests": self.rho_by_prompt[0], "rho": self.rho_by_prompt[1]},
         }
 
 
 def inspect_trace(trace: RoutingTrace) -> TraceReport:
     """Measure a trace."""
     return TraceReport(
-        trace, trace_statistics(trace), request_overlap(trace), _rho(trace), _coactivation(trace)
+        trace,
+        trace_statistics(trace),
+        request_overlap(trace),
+        _rho(trace),
+        _coactivation(trace),
+        request_spectrum(trace),
+        grouping_gain(trace),
+        rho_by_prompt(trace),
     )
 
 
