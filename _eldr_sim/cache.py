@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from eldr_sim.errors import EldrSimWarning, InputError
+from eldr_sim.news import tell
 from eldr_sim.outputs import whole_file
 
 __all__ = [
@@ -208,6 +209,7 @@ def keep_folder(part: str, name: str, write: Callable[[Path], object]) -> Path |
     if place is None:
         return None
     path, temporary = place / name, place / f".{name}-{os.getpid()}"
+    tell(f"drawing routing, once on this machine: {name.rpartition('-')[0]}")
     try:
         write(temporary)
         temporary.rename(path)

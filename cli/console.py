@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from eldr_sim.news import listening
 from eldr_sim.simulator.catalogue import LATENCIES, label
 
 if TYPE_CHECKING:
@@ -34,12 +36,29 @@ _LINE_EVERY_S = 10.0
 
 
 class _Lines:
-    """A line on standard error now and then, where that is no terminal: done, and time left."""
+    """Lines on standard error, where that is no terminal: what begins, what is done, time left."""
 
     def __init__(self, title: str) -> None:
         self._title, self._start = title, time.monotonic()
         self._next = self._start + _LINE_EVERY_S
         self._first: tuple[float, float] | None = None
+        self._doing, self._over = "", threading.Event()
+
+    def say(self, what: str) -> None:
+        """Say what begins; until there are figures, every ten seconds that it goes on."""
+        click.echo(f"{self._title}: {what}", err=True)
+        if not self._doing:
+            threading.Thread(target=self._go_on, daemon=True).start()
+        self._doing = what
+
+    def _go_on(self) -> None:
+        while not self._over.wait(_LINE_EVERY_S) and self._first is None:
+            so_far = time.monotonic() - self._start
+            click.echo(f"{self._title}: {self._doing}, {so_far:.0f} s so far", err=True)
+
+    def close(self) -> None:
+        """Say nothing more."""
+        self._over.set()
 
     def update(self, share: float, said: str) -> None:
         now = time.monotonic()
@@ -58,7 +77,7 @@ class _Lines:
 def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
     """Show a progress bar on standard error; yields a function of the share done.
 
-    Where that is no terminal, a line every ten seconds.
+    Where that is no terminal, a line every ten seconds, and one when something long begins.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -70,20 +89,15 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
     console, shown = Console(stderr=True), sys.stderr.isatty()
     lines = None if shown else _Lines(title)
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-        first = title
-        if shown:
-            from eldr_sim.jit import is_cold  # the compiler loads slowly
-
-            if is_cold():
-                first = f"{title}: compiling, once on this machine"
-        task = progress.add_task(first, total=1.0)
+        task = progress.add_task(title, total=1.0)
 
         def update(share: float) -> None:
             if lines is not None:
                 lines.update(share, f"{100 * share:.0f}% done")
             progress.update(task, completed=share, description=title)
 
-        yield update
+        with _news(title, lines, progress, task):
+            yield update
 
 
 @contextmanager
@@ -121,7 +135,7 @@ def sweep_bar(title: str) -> Iterator[Callable[[SweepProgress], None]]:
 def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
     """Count the runs of a search, of those expected, on standard error, and estimate its time.
 
-    Where that is no terminal, a line every ten seconds.
+    Where that is no terminal, a line every ten seconds, and one when something long begins.
     """
     columns = (
         SpinnerColumn(),
@@ -139,9 +153,25 @@ def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
         def update(done: int, expected: int) -> None:
             if lines is not None:
                 lines.update(done / max(expected, 1), f"{done} of about {expected} runs")
-            progress.update(task, completed=done, total=expected)
+            progress.update(task, completed=done, total=expected, description=title)
 
-        yield update
+        with _news(title, lines, progress, task):
+            yield update
+
+
+@contextmanager
+def _news(title: str, lines: _Lines | None, progress: Progress, task: TaskID) -> Iterator[None]:
+    """Show what is told in this block."""
+
+    def show(what: str) -> None:
+        progress.update(task, description=f"{title}: {what}")
+
+    try:
+        with listening(show if lines is None else lines.say):
+            yield
+    finally:
+        if lines is not None:
+            lines.close()
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from eldr_sim.simulator.catalogue import label
 from eldr_sim.simulator.config import RunConfig
 
 if TYPE_CHECKING:
-    from eldr_sim.planning.plan import Plan
+    from eldr_sim.planning.plan import Margin, Plan
     from eldr_sim.planning.prefill import FastestPlan
     from eldr_sim.planning.rates import CarriedRate, RatePlan
-    from eldr_sim.planning.runs import Summary
+    from eldr_sim.planning.runs import Runs, Summary
     from eldr_sim.planning.slo import Objective
     from eldr_sim.planning.trial import Trial
 
@@ -93,6 +93,7 @@ _DURATION = 30.0
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the plan.")
 @click.option("--force", is_flag=True, help="Replace the plan in --out.")
+@click.option("--verbose", is_flag=True, help="Print what became of every shape of clusters.")
 def plan(
     slo: tuple[str, ...],
     attainment: float,
@@ -110,6 +111,7 @@ def plan(
     jobs: int | None,
     out: Path | None,
     force: bool,
+    verbose: bool,
     **options: Any,
 ) -> None:
     """Find the cheapest xPyD or xC cluster that meets an SLO at a rate.
@@ -196,7 +198,9 @@ def plan(
     if isinstance(found, FastestPlan):
         is_found = _print_fastest(found)
     else:
-        is_found = _print_rates(found) if isinstance(found, RatePlan) else _print_plan(found)
+        is_found = (
+            _print_rates(found) if isinstance(found, RatePlan) else _print_plan(found, verbose)
+        )
     click.echo(f"{len(found.runs)} simulated runs")
     if out is not None:
         click.echo(f"Wrote {out}")
@@ -263,10 +267,11 @@ def _goal(objective: Objective) -> str:
     return f"{text} for {100 * objective.attainment:g}% of requests"
 
 
-def _print_plan(plan: Plan) -> bool:
-    """Print a plan; return whether there is an result."""
+def _print_plan(plan: Plan, verbose: bool) -> bool:
+    """Print a plan, its answer first; return whether there is one."""
     click.echo(f"{plan.rate:g} requests/s within {_goal(plan.objective)}, up to "
                f"{plan.max_gpus} GPUs")  # fmt: skip
+    _print_log_part(plan.runs)
     by = "lowest price" if plan.has_prices else "fewest GPUs (no prices given)"
     click.echo()
     prompts = plan.config.prefill_only
@@ -280,6 +285,12 @@ def _print_plan(plan: Plan) -> bool:
     else:
         columns += [label("p99_tpot_ms"), label("tokens_per_s_per_user")]
         columns += [label("tokens_per_s_per_gpu"), "step times"]
+    best = None if plan.best is None else plan.best.trial
+    if best is None or plan.margin is None:
+        click.echo("No cluster meets the objective.")
+    else:
+        _print_answer(plan, best, plan.margin)
+    click.echo()
     print_table(
         f"Cheapest cluster of each candidate, {by} first",
         columns,
@@ -295,46 +306,25 @@ def _print_plan(plan: Plan) -> bool:
             for result in plan.candidates
         ],
     )
+    if best is not None and not prompts:
+        click.echo()
+        print_table(
+            "Pareto front of the clusters that meet the objective",
+            columns,
+            [_cluster_row(plan, trial) for trial in plan.front],
+        )
     click.echo()
-    _print_shapes(plan)
+    _print_shapes(plan, verbose)
     for result in plan.candidates:
         if result.trial is None:
             for reason in result.reasons:
                 click.echo(f"{result.policy} on {result.gpu}: {reason}")
         for note in result.notes:
             click.echo(f"{result.policy} on {result.gpu}: {note}")
-    if plan.best is None or plan.best.trial is None or plan.margin is None:
-        click.echo("No cluster meets the objective.")
+    if best is None:
         return False
     click.echo()
-    _line("Answer", _name(plan.best.trial))
-    _line("Runner-up", "none" if plan.runner_up is None else _name(plan.runner_up))
-    margin = plan.margin
-    least = "at least " if margin.is_bounded else ""
-    _line(
-        "Margin",
-        f"carries {least}{interval_text(*margin.rate, '.1f')} requests/s, "
-        f"{interval_text(*margin.percent, '+.1f')}% of the load",
-    )
-    together = plan.best.trial.config.colocated
-    if not prompts:
-        _line(f"One {'' if together else 'decode '}worker less", _lost(margin.lost_decode))
-    if not together:
-        _line("One prefill worker less", _lost(margin.lost_prefill))
-    for each in plan.savings:
-        click.echo(
-            f"{each.policy} against {each.reference} on {each.gpu}: saves "
-            f"{interval_text(*each.gpus, '.2f')} GPUs ({len(each.by_seed)} paired seeds)"
-        )
-    click.echo()
-    if not prompts:
-        print_table(
-            "Pareto front of the clusters that meet the objective",
-            columns,
-            [_cluster_row(plan, trial) for trial in plan.front],
-        )
-        click.echo()
-    _print_assumptions(plan.best.trial.summaries[0])
+    _print_assumptions(best.summaries[0])
     labels = {a.trial.summaries[0]["weakest_provenance"] for a in plan.candidates if a.trial}
     if len(labels) > 1:
         click.echo(
@@ -345,30 +335,56 @@ def _print_plan(plan: Plan) -> bool:
     return True
 
 
-def _print_shapes(plan: Plan) -> None:
-    """Print what became of every shape of the clusters, and say what was not searched."""
-    print_table(
-        "Shapes of clusters in the order of the search; each must be cheaper than those before",
-        ["policy", "GPU", "shape", "at least", "estimated", "cheapest", "why none"],
-        [
-            [
-                result.policy,
-                result.gpu,
-                each.shape,
-                f"{each.least_cost:g}",
-                f"{each.estimated_cost:g}",
-                each.topology or "-",
-                each.reason,
-            ]
-            for result in plan.candidates
-            for each in result.shapes
-            # Prefill workers alone have many: those that arithmetic or estimates rule out are in
-            # plan.json.
-            if not plan.config.prefill_only
-            or each.topology
-            or (each.is_searched and each.least_cost < result.cost)
-        ],
+def _print_answer(plan: Plan, best: Trial, margin: Margin) -> None:
+    """Print the cheapest cluster, what comes near it, and what it tolerates."""
+    _line("Answer", _name(best))
+    _line("Runner-up", "none" if plan.runner_up is None else _name(plan.runner_up))
+    least = "at least " if margin.is_bounded else ""
+    _line(
+        "Margin",
+        f"carries {least}{interval_text(*margin.rate, '.1f')} requests/s, "
+        f"{interval_text(*margin.percent, '+.1f')}% of the load",
     )
+    together = best.config.colocated
+    if not plan.config.prefill_only:
+        _line(f"One {'' if together else 'decode '}worker less", _lost(margin.lost_decode))
+    if not together:
+        _line("One prefill worker less", _lost(margin.lost_prefill))
+    for each in plan.savings:
+        click.echo(
+            f"{each.policy} against {each.reference} on {each.gpu}: saves "
+            f"{interval_text(*each.gpus, '.2f')} GPUs ({len(each.by_seed)} paired seeds)"
+        )
+
+
+def _print_shapes(plan: Plan, verbose: bool) -> None:
+    """Say what became of the shapes of the clusters, one by one if asked, and what was left out."""
+    shapes = [(result, each) for result in plan.candidates for each in result.shapes]
+    if verbose:
+        print_table(
+            "Shapes of clusters in the order of the search; each must be cheaper than those before",
+            ["policy", "GPU", "shape", "at least", "estimated", "cheapest", "why none"],
+            [
+                [
+                    result.policy,
+                    result.gpu,
+                    each.shape,
+                    f"{each.least_cost:g}",
+                    f"{each.estimated_cost:g}",
+                    each.topology or "-",
+                    each.reason,
+                ]
+                for result, each in shapes
+            ],
+        )
+    else:
+        cheaper = sum(bool(each.topology) for _, each in shapes)
+        dear = sum(not each.is_searched for _, each in shapes)
+        click.echo(
+            f"{len(shapes)} shapes of clusters: {cheaper} each cheaper than those before, "
+            f"{len(shapes) - cheaper - dear} without a cheaper cluster that meets the objective, "
+            f"{dear} estimated too dear (--verbose lists them)"
+        )
     config, left = plan.config, []
     if config.prefill_only:
         left.append("other token budgets (--max-num-batched-tokens)")
@@ -382,7 +398,7 @@ def _print_shapes(plan: Plan) -> None:
         left.append(
             "the shapes estimated too dear"
             if config.prefill_only
-            else "the shapes above that were not simulated"
+            else "the shapes estimated at too high a cost"
         )
     click.echo(f"Not searched: {', '.join(left)}")
 
@@ -537,6 +553,7 @@ def _print_rates(plan: RatePlan) -> bool:
             for each in plan.rates
         ],
     )
+    _print_log_part(plan.runs)
     for gain in plan.gains:
         percent = interval_text(*gain.percent, "+.2f")
         click.echo(f"{gain.policy} against {gain.reference} on {gain.gpu}: {percent}%")
@@ -553,11 +570,27 @@ def _rate_text(each: CarriedRate) -> str:
     return each.reason if each.is_beaten else f"none: {each.reason}"
 
 
+def _print_log_part(runs: Runs) -> None:
+    """Say what of a log the runs of a plan measure, and what their seeds do not vary."""
+    from eldr_sim.traces.log_window import part_in_words
+
+    summary = next((summary for _, summary in runs.made()), None)
+    part = None if summary is None else summary["trace"].get("log_window")
+    if part:
+        click.echo(f"Measured: {part_in_words(part)}")
+        click.echo(
+            "Intervals are over seeds, which draw the routing and random decisions: arrivals and "
+            "lengths are the log's in all of them, and another day's are others"
+        )
+
+
 def _print_assumptions(summary: Summary) -> None:
+    from eldr_sim.kernel_profiles.tables import parts_by_provenance
     from eldr_sim.simulator.metrics import warnings_of
 
     trace = summary["trace"]
-    _line("Step times", f"{summary['weakest_provenance']} at the weakest")
+    for known, parts in parts_by_provenance(summary["provenance"]).items():
+        _line(f"Step times, {known}", ", ".join(parts))
     _line("Routing", f"{trace['name']} ({trace['provenance']}), {trace['layers']}")
     click.echo(
         f"{'':<26}a trace request is replayed {trace['trace_request_uses_mean']:.1f} times on "

@@ -11,8 +11,10 @@ from contextlib import closing, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from eldr_sim.errors import InputError
+from eldr_sim.news import tell
 from eldr_sim.planning.runner import Point, check_backend, config_key, run_points, start_processes
 from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.run import tell_of_compiling
 
 T = TypeVar("T")
 Summary: TypeAlias = Mapping[str, Any]
@@ -49,6 +51,8 @@ class Runs:
         Where no run was made at the end they have begun nevertheless: stopped earlier, joblib's
         thread would print a traceback.
         """
+        tell("preparing; no limit of time is set, Ctrl-C ends it and nothing is written")
+        tell_of_compiling()
         self._starting = start_processes(config, self.jobs)
         next(self._starting)
         try:
@@ -84,6 +88,9 @@ class Runs:
         found: dict[str, Summary] = {}
         points = [Point(key, config) for key, config in new.items()]
         if points:
+            if self._starting is not None:
+                about = f", about {self.expected} runs" if self.expected else ""
+                tell(f"simulating{about}")
             self._wait()
         with closing(run_points(points, self.jobs, started=self._started)) as outcomes:
             for outcome in outcomes:

@@ -9,6 +9,7 @@ from typing import Any
 from eldr_sim.kernel_profiles.tables import PROVENANCES, weakest
 from eldr_sim.reports.cells import Table, number, table
 from eldr_sim.simulator.metrics import warnings_of
+from eldr_sim.traces.log_window import part_in_words
 
 #: Most runs named in a line.
 _MOST_NAMES = 4
@@ -85,7 +86,7 @@ def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
     traces
         ``trace`` of each run's summary.
     """
-    lines = []
+    lines = _merged_parts(traces)
     by_trace: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for trace in traces:
         key = tuple(trace.get(name) for name in ("name", "provenance", "rests_on", "layers"))
@@ -109,6 +110,12 @@ def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
                 "tokens lie beyond what was recorded of their request and replay it again."
             )
     return lines
+
+
+def _merged_parts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what of their logs runs measure, each once."""
+    parts = (trace["log_window"] for trace in traces if trace.get("log_window"))
+    return list(dict.fromkeys(f"Measured: {part_in_words(part)}." for part in parts))
 
 
 def _span(traces: Sequence[Mapping[str, Any]], key: str, factor: float | None = None) -> str:

@@ -14,6 +14,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.jit import is_cold
+from eldr_sim.news import heard, tell
 from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import DecodePolicy, PolicyContext
 from eldr_sim.policies.choice import SignatureParameters
@@ -148,7 +150,14 @@ def _run(
     prepared = prepare(config)
     workload, window = offered_load(config, prepared.trace)
     cluster = build_cluster(config, prepared, workload, window)
+    tell_of_compiling()
     return replace(prepared, spec=cluster.spec), workload, cluster.run(progress)
+
+
+def tell_of_compiling() -> None:
+    """Tell who listens that the simulator is compiled now, if it is."""
+    if heard() and is_cold():
+        tell("compiling the simulator, once on this machine: a minute or two")
 
 
 def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tuple[float, float]]:

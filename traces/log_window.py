@@ -47,7 +47,10 @@ class LogPart:
     def window(self) -> tuple[float, float]:
         """Begin and end of the measured window, seconds of the run; the end may be infinite."""
         begin = self.replayed[0]
-        start, stop = ((at - begin) * (self.stretch or 1.0) for at in self.measured)
+        # Whole nanoseconds, as arrivals are: the first request measured is at the begin.
+        start, stop = (
+            float(np.rint((at - begin) * (self.stretch or 1.0) * 1e9)) / 1e9 for at in self.measured
+        )
         return start, stop if self.stretch and not math.isinf(stop) else math.inf
 
     def first(self, log: RequestLog) -> int:

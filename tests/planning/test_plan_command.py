@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -31,8 +32,23 @@ def test_plan_is_golden(analytic_cli):
         "h100=2.5,mi300x=2.0", "--tensor-parallel-size", 1,
     )  # fmt: skip
     assert code == 0
-    assert err == "Warning: nothing here was simulated\n"
+    assert err.splitlines() == [
+        "planning: preparing; no limit of time is set, Ctrl-C ends it and nothing is written",
+        "planning: simulating, about 161 runs",
+        "Warning: nothing here was simulated",
+    ]
+    assert out.splitlines()[2].startswith("Answer: ")
+    assert "why none" not in out
     check_golden("plan.txt", out)
+
+
+def test_shapes_are_listed_when_asked_for(analytic_cli):
+    code, out, _ = analytic_cli(
+        "--request-rate", 20, "--max-gpus", 32, "--tensor-parallel-size", 1, "--verbose"
+    )
+    assert code == 0
+    assert out.index("Answer: ") < out.index("why none")
+    assert "xPyD TP1" in out
 
 
 def test_plan_of_a_rate_is_golden(analytic_cli):
@@ -112,6 +128,47 @@ def test_a_simulated_plan_is_the_same_however_many_processes(run_cli, tmp_path):
     ]
     assert mine.slo_attainment.mean() == pytest.approx(answer["slo_attainment"]["mean"])
     assert answer["slo_attainment"]["low"] >= 0.9
+
+
+@pytest.fixture
+def day(tmp_path):
+    """A log of a request a second, and 20 of them for ten seconds two hours after its begin."""
+    times = sorted([*range(0, 10_800, 60), *(7200 + i / 20 for i in range(200))])
+    lines = [{"timestamp": round(1e3 * t), "input_length": 50, "output_length": 4} for t in times]
+    path = tmp_path / "day.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+LOG = [
+    "plan", "--slo", "ttft:200", "--max-gpus", 2, "-tp", 1, "--gpu", "h100", "--seeds", 2,
+    "--jobs", 1, "--trace", "reference-moe", "--policy", "jsq",
+]  # fmt: skip
+
+
+def test_a_days_log_is_planned_at_its_peak(run_cli, day, tmp_path):
+    code, out, err = run_cli(*LOG, "--workload", day, "--busiest", "10s", "--out", tmp_path / "out")
+    assert code == 0, err
+    assert out.startswith("20.1 requests/s within TTFT 200 ms")
+    (said,) = re.findall(r"^Measured: (.*)", out, re.M)
+    assert said.startswith("201 of 380 requests, the busiest, 7,200-7,210 s of 10,740 s, 20.1/s")
+    assert "arrivals and lengths are the log's" in out
+    assert "Warning: the measured part" not in err
+    record = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert record["request_rate"] == pytest.approx(20.1)
+    points = pq.read_table(tmp_path / "out" / "points.parquet")
+    assert set(points["num_prompts"].to_pylist()) == {201}
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "n"),
+    [(["--busiest", "3s"], "busiest", 61), (["--to", "30m"], "log_to", 30)],
+)
+def test_too_small_a_part_of_a_log_is_told_by_what_was_given(run_cli, day, part, field, n):
+    code, _, err = run_cli(*LOG, "--workload", day, *part)
+    assert code == 2
+    line = err.splitlines()[-1]
+    assert line.startswith(f"Error: {field}: {n} requests of the log in the measured window are")
 
 
 def test_interrupt_leaves_nothing(analytic_cli, tmp_path, monkeypatch):

@@ -1,0 +1,31 @@
+"""What a long command does before its first figures: told by whoever does it, shown by commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["heard", "listening", "tell"]
+
+_listeners: list[Callable[[str], None]] = []
+
+
+def tell(what: str) -> None:
+    """Say what begins now, such as ``drawing the routing of Qwen3-30B-A3B``; to nobody, often."""
+    for listener in _listeners:
+        listener(what)
+
+
+def heard() -> bool:
+    """Whether anybody listens: what takes time to find out need not be otherwise."""
+    return bool(_listeners)
+
+
+@contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Have what is told in this block shown."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
