@@ -134,11 +134,12 @@ def tables() -> None:
 @tables.command("list")
 def list_tables() -> None:
     """List the latency tables of the package."""
-    from eldr_sim.kernel_profiles.tables import shipped_tables
+    from eldr_sim.kernel_profiles.table_library import shipped_tables
 
+    shipped = ((table, table.metadata) for table in shipped_tables())
     rows = [
-        [path.stem, meta.kind, meta.gpu, meta.provenance, meta.origin]
-        for path, meta in shipped_tables()
+        [table.name, table.kind, table.gpu, metadata.provenance, metadata.origin]
+        for table, metadata in shipped
     ]
     print_table("Latency tables", ["table", "kind", "GPU", "provenance", "origin"], rows)
 

@@ -15,12 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.tables import (
-    LatencyTable,
-    TableMetadata,
-    load_table,
-    shipped_of_kind,
-)
+from eldr_sim.kernel_profiles.table_library import shipped_tables
+from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata, load_table
 
 #: The parts of a ``front_end`` table.
 PARTS = ("tokenize", "event_loop", "http")
@@ -93,7 +89,7 @@ class FrontEndLatency:
 
 def list_front_ends() -> list[str]:
     """Return the CPUs whose front end ships with the package."""
-    return list(shipped_of_kind("front_end"))
+    return [table.gpu for table in shipped_tables() if table.kind == "front_end"]
 
 
 def load_front_end(name: str) -> FrontEndLatency:
@@ -104,9 +100,9 @@ def load_front_end(name: str) -> FrontEndLatency:
     InputError
         No such CPU and no such table.
     """
-    for cpu, path in shipped_of_kind("front_end").items():
-        if cpu.lower() == name.lower():
-            return FrontEndLatency.from_table(load_table(path))
+    for table in shipped_tables():
+        if table.kind == "front_end" and table.gpu.lower() == name.lower():
+            return FrontEndLatency.from_table(table.load())
     if not Path(name).is_file():
         known = ", ".join([*list_front_ends(), "a table of eldr-sim profile --frontend"])
         raise InputError("frontend", f"no front end {name!r}", known)

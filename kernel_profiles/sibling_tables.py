@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from eldr_sim.kernel_profiles import roofline
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.tables import Kind, LatencyTable, find_table, weakest
+from eldr_sim.kernel_profiles.table_library import find_table
+from eldr_sim.kernel_profiles.tables import Kind, LatencyTable, weakest
 
 FloatArray = NDArray[np.float64]
 
@@ -58,7 +59,7 @@ def gpu_table(
     Parameters
     ----------
     kind, shape, dtype, library, kernel, extra
-        As :func:`~eldr_sim.kernel_profiles.tables.find_table` takes them.
+        As :func:`~eldr_sim.kernel_profiles.table_library.find_table` takes them.
     gpu
         Where the kernel runs.
     model

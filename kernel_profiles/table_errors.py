@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
-from eldr_sim.kernel_profiles.tables import Kind, LatencyTable, TableMetadata, shipped_tables
+from eldr_sim.kernel_profiles.table_library import shipped_tables
+from eldr_sim.kernel_profiles.tables import Kind, LatencyTable, TableMetadata
 
 _AXES: dict[Kind, tuple[str, ...]] = {
     "gemm": ("m", "n", "k"),
@@ -80,8 +81,8 @@ def _along(table: LatencyTable, axis: str) -> NDArray[np.float64]:
 def errors_page() -> str:
     """Markdown tables of the shipped tables' errors: by kind and GPU, and of each MoE table."""
     by_kind: dict[tuple[str, str], list[TableMetadata]] = defaultdict(list)
-    for _, metadata in shipped_tables():
-        by_kind[metadata.kind, metadata.gpu].append(metadata)
+    for table in shipped_tables():
+        by_kind[table.kind, table.gpu].append(table.metadata)
     lines = ["| kernel | GPU | tables | mean, % | worst table, % | worst row, % |"]
     lines.append("|---|---|---|---|---|---|")
     for (kind, gpu), tables in sorted(by_kind.items()):
@@ -93,10 +94,11 @@ def errors_page() -> str:
             lines.append(f"| {_NAMES[kind]} | {gpu} | {len(tables)} | {figures} |")
     lines += ["", "| MoE table | kernel | left out, mean / max, % | power-law rows, mean, % |"]
     lines.append("|---|---|---|---|")
-    for path, metadata in shipped_tables():
+    for table in shipped_tables():
+        metadata = table.metadata
         error = metadata.fit_error
         if metadata.kind == "moe" and "leave_one_out_mean" in error:
-            name = path.stem.replace("_moe_", " ")
+            name = table.name.replace("_moe_", " ")
             kernel = metadata.kernel_source.split("_")[-1]
             left = (
                 f"{100 * error['leave_one_out_mean']:.1f} / {100 * error['leave_one_out_max']:.1f}"

@@ -10,12 +10,8 @@ import numpy as np
 from eldr_sim.kernel_profiles.kernel_latency import DecodeAttention, GemmLatency
 from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.profile.table_fit import expert_bytes
-from eldr_sim.kernel_profiles.tables import (
-    LatencyTable,
-    TableMetadata,
-    load_table,
-    shipped_tables,
-)
+from eldr_sim.kernel_profiles.table_library import shipped_tables
+from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata
 
 
 @dataclass(frozen=True)
@@ -67,9 +63,7 @@ def differences(
         Tables to compare with; the shipped ones when not given.
     """
     if others is None:
-        others = [
-            load_table(path) for path, meta in shipped_tables() if _same(table.metadata, meta)
-        ]
+        others = [one.load() for one in shipped_tables() if _same(table.metadata, one.metadata)]
     found = []
     for other in others:
         if _same(table.metadata, other.metadata):

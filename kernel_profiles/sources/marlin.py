@@ -36,11 +36,11 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import SYSTEMS, data_folder, routed_distinct
+from eldr_sim.kernel_profiles.table_library import find_table
 from eldr_sim.kernel_profiles.tables import (
     MOE_DTYPES,
     LatencyTable,
     TableMetadata,
-    find_table,
     moe_shape,
 )
 

@@ -1,6 +1,7 @@
 """Which tables of ``aiconfigurator-core`` the package ships; others come with ``tables import``.
 
-``python -m eldr_sim.kernel_profiles.sources.shipped DIR`` writes them. Expert-parallel rows time
+``python -m eldr_sim.kernel_profiles.sources.shipped DIR`` writes them, a file each;
+:mod:`~eldr_sim.kernel_profiles.table_library` makes what ships of them. Expert-parallel rows time
 vLLM's kernels on a rank that gets the tokens of all (data parallelism 1), so those of 2, 4 and 8
 ranks ship; ranks of larger groups are read from the rows of one GPU, see
 :class:`~eldr_sim.kernel_profiles.step_time.RankMoE`.

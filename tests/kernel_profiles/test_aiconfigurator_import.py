@@ -15,7 +15,8 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     expected_distinct,
     import_tables,
 )
-from eldr_sim.kernel_profiles.tables import load_table, mla_shape, moe_shape, shipped_tables
+from eldr_sim.kernel_profiles.table_library import shipped_tables
+from eldr_sim.kernel_profiles.tables import load_table, mla_shape, moe_shape
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
@@ -382,7 +383,7 @@ def test_expected_distinct_experts_are_the_same_every_time():
 @pytest.mark.parametrize("gpu", ["H100", "A100"])
 def test_the_shipped_tables_are_what_the_real_package_gives(gpu, tmp_path):
     pytest.importorskip("aiconfigurator_core", reason="the optional package is not installed")
-    shipped = {path.name: load_table(path) for path, _ in shipped_tables()}
+    shipped = {f"{one.name}.parquet": one.load() for one in shipped_tables()}
     written = import_tables(gpu, load_model("Qwen3-30B-A3B"), tmp_path)
     written += import_tables(gpu, None, tmp_path)
     assert len(written) == (13 if gpu == "H100" else 6)  # no DeepEP on A100

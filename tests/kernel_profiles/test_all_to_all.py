@@ -24,7 +24,7 @@ from eldr_sim.kernel_profiles.all_to_all_cost import (
 )
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.tables import find_table
+from eldr_sim.kernel_profiles.table_library import find_table
 
 DEEPSEEK = load_model("DeepSeek-V3")
 

@@ -15,20 +15,17 @@ from eldr_sim.kernel_profiles.moe_latency import (
     uniform_distinct,
 )
 from eldr_sim.kernel_profiles.sources import mi300x
+from eldr_sim.kernel_profiles.table_library import shipped_tables
 from eldr_sim.kernel_profiles.tables import (
     LatencyTable,
     TableMetadata,
-    load_table,
     moe_shape,
-    shipped_tables,
 )
 
 from ..paths import SHARED
 
 LATENCY = SHARED / "data" / "latency"
-MOE_TABLES = [
-    pytest.param(path, id=path.stem) for path, meta in shipped_tables() if meta.kind == "moe"
-]
+MOE_TABLES = [pytest.param(one, id=one.name) for one in shipped_tables() if one.kind == "moe"]
 
 
 def _table(rows, routing="balanced", shape=None):
@@ -145,9 +142,9 @@ def test_uniform_distinct_matches_a_simulation():
     assert uniform_distinct(3, 8, 8) == pytest.approx(8)
 
 
-@pytest.mark.parametrize("path", MOE_TABLES)
-def test_every_shipped_table_gives_a_sane_monotone_model(path):
-    table = load_table(path)
+@pytest.mark.parametrize("shipped", MOE_TABLES)
+def test_every_shipped_table_gives_a_sane_monotone_model(shipped):
+    table = shipped.load()
     model = fit_moe_latency(table)
     grid = model.grid_s(256)
     assert grid.shape == (257, model.n_experts + 1)
@@ -164,10 +161,10 @@ def test_every_shipped_table_gives_a_sane_monotone_model(path):
     assert (np.diff(prefill) >= -1e-15).all()
 
 
-@pytest.mark.parametrize("path", MOE_TABLES)
-def test_every_shipped_table_is_met_where_it_was_measured(path):
+@pytest.mark.parametrize("shipped", MOE_TABLES)
+def test_every_shipped_table_is_met_where_it_was_measured(shipped):
     """Rows of exact distinct counts: the model follows them but for isolated outliers."""
-    table = load_table(path)
+    table = shipped.load()
     exact = np.array([not str(r).startswith("power_law") for r in table.columns["routing"]])
     if not exact.any():
         pytest.skip("the table has expected distinct counts only")
@@ -193,8 +190,8 @@ HELD_OUT = {  # file: (leave one out over d, power-law rows), mean relative erro
 @pytest.mark.parametrize("stem", HELD_OUT)
 def test_held_out_errors_of_the_main_tables(stem):
     """Neither a left-out distinct count nor the power-law rows were fitted."""
-    path = next(path for path, _ in shipped_tables() if path.stem == stem)
-    errors = fit_moe_latency(load_table(path)).fit_error
+    table = next(one for one in shipped_tables() if one.name == stem)
+    errors = fit_moe_latency(table.load()).fit_error
     left_out, power_law = HELD_OUT[stem]
     assert errors["leave_one_out_mean"] < left_out
     assert errors["power_law_mean"] < power_law
@@ -202,8 +199,8 @@ def test_held_out_errors_of_the_main_tables(stem):
 
 def test_a100_line_matches_the_published_fit():
     """Research fit of the same rows: 18.3 + 5.536 d + 0.178 b microseconds."""
-    path = next(p for p, _ in shipped_tables() if p.stem.startswith("a100_moe_h2048_i768"))
-    model = fit_moe_latency(load_table(path))
+    table = next(t for t in shipped_tables() if t.name.startswith("a100_moe_h2048_i768"))
+    model = fit_moe_latency(table.load())
     assert model.expert_s[0] * 1e6 == pytest.approx(18.3, abs=1.5)
     assert np.diff(model.expert_s)[0] * 1e6 == pytest.approx(5.536, rel=0.02)
     assert model.fit_error["rows_mean"] < 0.02
@@ -249,6 +246,6 @@ def test_mi300x_constants_are_those_of_the_source():
 def test_too_few_rows_and_other_kinds_are_refused():
     with pytest.raises(InputError, match="at least 4"):
         fit_moe_latency(_table(_diagonal(lambda b, d: 1e-5, batches=(1, 2, 4))))
-    gemm = next(path for path, meta in shipped_tables() if meta.kind == "gemm")
+    gemm = next(one for one in shipped_tables() if one.kind == "gemm")
     with pytest.raises(InputError, match="gemm"):
-        fit_moe_latency(load_table(gemm))
+        fit_moe_latency(gemm.load())

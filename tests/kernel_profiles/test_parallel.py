@@ -12,7 +12,8 @@ from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.parts import CUSTOM_ALL_REDUCE_BYTES
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.kernel_profiles.tables import find_table, moe_shape
+from eldr_sim.kernel_profiles.table_library import find_table
+from eldr_sim.kernel_profiles.tables import moe_shape
 from eldr_sim.simulator.memory import kv_blocks
 
 from ..step_times import fixed_s

@@ -12,7 +12,8 @@ from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_cost import rank_moe_s
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.kernel_profiles.tables import find_table, load_table, moe_shape, shipped_tables
+from eldr_sim.kernel_profiles.table_library import find_table, shipped_tables
+from eldr_sim.kernel_profiles.tables import moe_shape
 
 GROUP = Parallelism(1, True, 8)
 
@@ -80,9 +81,9 @@ def test_tables_are_as_wide_as_the_slots_and_nothing_is_read_beyond(qwen):
 def test_redundant_slots_go_on_with_the_last_expert_where_only_a_ranks_rows_exist():
     """Rows of one of 8 ranks alone: 16 experts were measured, the rank has slots for 18."""
     own = [
-        load_table(path)
-        for path, meta in shipped_tables()
-        if path.stem.startswith("h100_moe_h4096_i1536_e128_k8_ep8_bfloat16")
+        one.load()
+        for one in shipped_tables()
+        if one.name.startswith("h100_moe_h4096_i1536_e128_k8_ep8_bfloat16")
     ]
     assert len(own) == 1
     measured = fit_moe_latency(own[0])

@@ -9,14 +9,12 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sibling_tables import FIT_ERROR, gpu_table
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.table_library import find_table, shipped_tables
 from eldr_sim.kernel_profiles.tables import (
     LatencyTable,
     attention_shape,
-    find_table,
-    load_table,
     mla_shape,
     moe_shape,
-    shipped_tables,
 )
 
 SMALL, LARGE = load_gpu("A100-40GB"), load_gpu("A100")
@@ -91,15 +89,16 @@ def test_the_rule_predicts_h100_from_h200_as_far_as_it_says():
     """The two siblings that were both measured: same kernel, version and shape, row by row."""
     wide = {"bfloat16"}
     pairs = {}
-    for path, meta in shipped_tables():
+    for one in shipped_tables():
+        meta = one.metadata
         if meta.gpu in ("H100", "H200") and meta.kind in FIT_ERROR and meta.dtype in wide:
             same = (meta.kind, tuple(meta.shape.items()), meta.framework, meta.kernel_source)
-            pairs.setdefault(same, {})[meta.gpu] = path
+            pairs.setdefault(same, {})[meta.gpu] = one
     h100 = load_gpu("H100").model_copy(update={"name": "H100-derived", "sibling": "H200"})
     errors = {kind: [] for kind in FIT_ERROR}
     for (kind, shape, *_), paths in pairs.items():
         if len(paths) == 2 and "kv_lora_rank" not in dict(shape):
-            far, measured = (load_table(paths[name]) for name in ("H200", "H100"))
+            far, measured = (paths[name].load() for name in ("H200", "H100"))
             derived = gpu_table(
                 kind, h100, _dims(kind, dict(shape)), shape=dict(shape), dtype="bfloat16",
                 extra=[far],

@@ -19,14 +19,12 @@ from eldr_sim.kernel_profiles.kernel_latency import (
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.table_library import find_table, shipped_tables
 from eldr_sim.kernel_profiles.tables import (
     LatencyTable,
     TableMetadata,
-    find_table,
-    load_table,
     mla_shape,
     moe_shape,
-    shipped_tables,
 )
 
 from ..step_times import fixed_s
@@ -35,9 +33,7 @@ GPUS = ("H100", "H200", "A100", "B200", "MI300X", "L40S")
 
 
 def _of_kind(kind):
-    return [
-        pytest.param(path, id=path.stem) for path, meta in shipped_tables() if meta.kind == kind
-    ]
+    return [pytest.param(one, id=one.name) for one in shipped_tables() if one.kind == kind]
 
 
 def _build(model="Qwen3-30B-A3B", gpu="H100", **options):
@@ -86,9 +82,9 @@ def test_small_gemms_match_published_times():
 # -- tables -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", _of_kind("gemm"))
-def test_gemm_grids_meet_their_rows(path):
-    table = load_table(path)
+@pytest.mark.parametrize("shipped", _of_kind("gemm"))
+def test_gemm_grids_meet_their_rows(shipped):
+    table = shipped.load()
     gemm = GemmLatency.from_table(table)
     at = (np.searchsorted(getattr(gemm, c), table.columns[c]) for c in "nkm")
     error = np.log(gemm.seconds[tuple(at)] / table.columns["latency_s"])
@@ -107,9 +103,9 @@ def test_gemm_goes_on_past_its_grid_like_the_matrix_grows():
     assert gemm.time_s(131072, 4096, 64) == pytest.approx(2 * gemm.time_s(65536, 4096, 64), rel=0.1)
 
 
-@pytest.mark.parametrize("path", _of_kind("attention_decode"))
-def test_decode_attention_meets_its_rows_and_fills_the_rest_sanely(path):
-    table = load_table(path)
+@pytest.mark.parametrize("shipped", _of_kind("attention_decode"))
+def test_decode_attention_meets_its_rows_and_fills_the_rest_sanely(shipped):
+    table = shipped.load()
     attention = DecodeAttention.from_table(table)
     batch = table.columns["batch"].astype(float)
     context = table.columns["context"].astype(float)
@@ -145,9 +141,9 @@ def test_the_filled_corner_predicts_points_that_were_measured():
             assert predicted == pytest.approx(latency, rel=0.15)
 
 
-@pytest.mark.parametrize("path", _of_kind("attention_prefill"))
-def test_prefill_attention_meets_single_prompts(path):
-    table = load_table(path)
+@pytest.mark.parametrize("shipped", _of_kind("attention_prefill"))
+def test_prefill_attention_meets_single_prompts(shipped):
+    table = shipped.load()
     attention = PrefillAttention.from_table(table, 70_000, 1e-9)
     alone = table.columns["batch"] == 1
     ratio = (
@@ -166,11 +162,11 @@ def test_prefill_attention_meets_single_prompts(path):
     assert growth == pytest.approx(pairs[2 * last - 1] / pairs[last - 1], rel=1e-9)
 
 
-@pytest.mark.parametrize("path", _of_kind("collective"))
-def test_collectives_count_bytes(path):
+@pytest.mark.parametrize("shipped", _of_kind("collective"))
+def test_collectives_count_bytes(shipped):
     """At the largest messages no collective beats the links: elements taken for bytes would."""
-    curves = CollectiveLatency.from_table(load_table(path)).curves
-    gpu = load_gpu(path.stem.split("_")[0])
+    curves = CollectiveLatency.from_table(shipped.load()).curves
+    gpu = load_gpu(shipped.gpu)
     for (operation, n_gpus), (sizes, seconds) in curves.items():
         moved = (n_gpus - 1) / n_gpus * (2 if operation == "all_reduce" else 1)
         rate = moved * sizes[-1] / seconds[-1]
@@ -253,11 +249,10 @@ def test_host_gap_is_added_once_per_step():
 
 def test_a_shipped_table_of_an_older_kernel_may_be_given_as_ones_own():
     (older,) = (
-        load_table(path)
-        for path, metadata in shipped_tables()
-        if (metadata.kind, metadata.gpu, metadata.kernel_source)
-        == ("moe", "H200", "vllm_fused_moe")
-        and metadata.shape == moe_shape(2048, 768, 128, 8)
+        one.load()
+        for one in shipped_tables()
+        if (one.kind, one.gpu, one.metadata.kernel_source) == ("moe", "H200", "vllm_fused_moe")
+        and one.metadata.shape == moe_shape(2048, 768, 128, 8)
     )
     newest, given = _build(gpu="H200"), _build(gpu="H200", tables=[older])
     assert given.provenance["moe"]["kernel_source"] == "vllm_fused_moe"

@@ -5,7 +5,8 @@ import pytest
 
 from eldr_sim.kernel_profiles import table_errors
 from eldr_sim.kernel_profiles.table_errors import errors_page, left_out_errors
-from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata, load_table, shipped_tables
+from eldr_sim.kernel_profiles.table_library import shipped_tables
+from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata
 
 from ..paths import ROOT
 
@@ -56,12 +57,13 @@ def test_nothing_to_leave_out():
 
 @pytest.mark.parametrize("kind", ["moe", "gemm", "attention_decode", "collective", "all_to_all"])
 def test_every_imported_table_keeps_its_errors(kind):
-    tables = [(p, m) for p, m in shipped_tables() if m.kind == kind and m.provenance == "imported"]
+    of_kind = [one for one in shipped_tables() if one.kind == kind]
+    tables = [(one, one.metadata) for one in of_kind if one.metadata.provenance == "imported"]
     assert len(tables) > 10
-    for path, metadata in tables[:: max(1, len(tables) // 12)]:
-        assert metadata.fit_error == left_out_errors(load_table(path))
+    for one, metadata in tables[:: max(1, len(tables) // 12)]:
+        assert metadata.fit_error == left_out_errors(one.load())
     # Where caches hold all but the largest counts (L40S), a MoE table has none to leave out.
-    lacking = [p.stem for p, m in tables if "leave_one_out_mean" not in m.fit_error]
+    lacking = [one.name for one, m in tables if "leave_one_out_mean" not in m.fit_error]
     assert len(lacking) <= 1
     assert all(metadata.fit_error for _, metadata in tables)
 

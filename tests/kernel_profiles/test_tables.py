@@ -8,18 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles import tables
+from eldr_sim.kernel_profiles import table_library, tables
+from eldr_sim.kernel_profiles.table_library import find_table, shipped_tables
 from eldr_sim.kernel_profiles.tables import (
     PROVENANCES,
     LatencyTable,
     TableMetadata,
-    find_table,
     load_table,
     moe_shape,
-    shipped_tables,
     table_name,
     weakest,
 )
+
+from ..paths import ROOT
 
 SHAPE = moe_shape(2048, 768, 128, 8)
 
@@ -176,26 +177,57 @@ def test_weakest_refuses_what_it_does_not_know():
 def test_every_shipped_table_is_valid_named_after_its_content_and_sourced():
     shipped = shipped_tables()
     assert len(shipped) > 60
-    for path, metadata in shipped:
-        table = load_table(path)
-        assert table_name(metadata) == path.name
+    for one in shipped:
+        table, metadata = one.load(), one.metadata
+        assert table_name(metadata) == f"{one.name}.parquet"
         measured = metadata.kind == "front_end"  # of a CPU that we have
         foreign = ("imported", "published", "derived")
         assert metadata.provenance in (("measured",) if measured else foreign)
         assert metadata.origin
         assert metadata.kernel_source
         assert table.columns["latency_s"].max() < 1.0
-    assert sum(path.stat().st_size for path, _ in shipped) < 5_000_000
+    files = list((ROOT / "kernel_profiles" / "data" / "tables").glob("*.parquet"))
+    assert len(files) == 8
+    assert sum(path.stat().st_size for path in files) < 1_500_000
 
 
 def test_find_prefers_own_tables_then_the_newest_kernel():
     newest = find_table("moe", "H200", shape=SHAPE, dtype="bfloat16")
     assert newest is not None
     assert newest.metadata.framework == "vllm 0.24.0"
-    frameworks = [m.framework for _, m in shipped_tables() if (m.gpu, m.shape) == ("H200", SHAPE)]
+    same = [m for one in shipped_tables() if (m := one.metadata).gpu == "H200" and m.shape == SHAPE]
+    frameworks = [metadata.framework for metadata in same]
     assert "vllm 0.19.0" in frameworks  # there is an older one to prefer it to
     own = LatencyTable(_metadata(gpu="H200", kernel_source="mine"), _columns())
     assert find_table("moe", "H200", shape=SHAPE, extra=[own]) is own
     assert find_table("moe", "H100", shape=SHAPE, extra=[own]) is not own
     assert find_table("moe", "H200", shape=SHAPE, dtype="int4") is None
     assert find_table("moe", "H200", shape={**SHAPE, "top_k": 7}) is None
+
+
+def test_a_library_gives_back_its_tables(tmp_path, monkeypatch):
+    """Of two kinds and two GPUs; of two tables with one name the last stays."""
+    old = LatencyTable(_metadata(gpu="H100"), _columns())
+    slow = {**_columns(), "latency_s": 2 * _columns()["latency_s"]}
+    written = [
+        old,
+        LatencyTable(_metadata(gpu="A100"), slow),
+        LatencyTable(_metadata(gpu="H100"), slow),
+    ]
+    collective = next(one for one in shipped_tables() if one.kind == "collective").load()
+    assert table_library.write_library([*written, collective], tmp_path) == 3
+    monkeypatch.setattr(table_library, "_folder", lambda: tmp_path)
+    found = table_library._read_index(tmp_path)
+    assert [one.name for one in found] == sorted(one.name for one in found)
+    for table in (*written[1:], collective):
+        name = table_name(table.metadata).removesuffix(".parquet")
+        again = table_library.ShippedTable.load(next(one for one in found if one.name == name))
+        assert again.metadata == table.metadata
+        assert list(again.columns) == list(table.columns)
+        for column, values in table.columns.items():
+            assert again.columns[column].tolist() == values.tolist()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "collective.parquet",
+        "index.parquet",
+        "moe.parquet",
+    ]

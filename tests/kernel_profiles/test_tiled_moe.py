@@ -10,6 +10,8 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.sources import mi300x
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.table_library import find_table
+from eldr_sim.kernel_profiles.tables import moe_shape
 from eldr_sim.kernel_profiles.tiled_moe import (
     UNTUNED,
     Tile,
@@ -99,8 +101,6 @@ def test_a_table_holds_the_falls_of_its_layer(name, published):
 
 
 def test_the_shipped_tables_are_those_of_the_source():
-    from eldr_sim.kernel_profiles.tables import find_table, moe_shape
-
     for name in mi300x.PUBLISHED:
         made = mi300x.triton_table(name, published=True)
         model = load_model(name)

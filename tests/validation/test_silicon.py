@@ -12,7 +12,8 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.tables import find_table, moe_shape
+from eldr_sim.kernel_profiles.table_library import find_table
+from eldr_sim.kernel_profiles.tables import moe_shape
 from eldr_sim.validation import silicon, silicon_routing
 from eldr_sim.validation.silicon import (
     growth_error,
