@@ -72,6 +72,13 @@ def front_ends() -> Iterable[str]:
     return list_front_ends()
 
 
+def presets() -> Iterable[str]:
+    """Return the presets, with each of their models."""
+    from eldr_sim.simulator.presets import PRESETS
+
+    return [f"{name}:{model}" for name, preset in PRESETS.items() for model in preset.models]
+
+
 def gpus() -> Iterable[str]:
     """Return the names of the known GPUs."""
     from eldr_sim.kernel_profiles.gpus import list_gpus

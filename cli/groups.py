@@ -16,7 +16,7 @@ GROUPS = {
 }
 GROUPS[POOLS := "Prefill and decode workers, where they differ"] = ()
 #: Options of every command that makes a result.
-_OUTPUT = ("config", "out", "force", "plot", "timeline", "verbose", "help")
+_OUTPUT = ("preset", "config", "out", "force", "plot", "timeline", "verbose", "help")
 _GROUP_OF = {name: title for title, names in GROUPS.items() for name in names}
 _GROUP_OF |= dict.fromkeys(_OUTPUT, "Output")
 for _role in ("prefill", "decode"):

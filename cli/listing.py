@@ -1,4 +1,4 @@
-"""``eldr-sim gpus``, ``models`` and ``tables``: what there is, and what it rests on.
+"""``eldr-sim gpus``, ``models``, ``presets`` and ``tables``: what there is, and what it rests on.
 
 Each imports what it needs when it is called: listing models should not wait for tables.
 """
@@ -119,6 +119,30 @@ def policies() -> None:
         print_table(title, ["name", "what"], rows)
         if parameters:
             print_table("Parameters", ["parameter", "default", "what"], parameters)
+
+
+@click.command(short_help="List clusters that somebody ran.")
+@click.argument("name", required=False, metavar="[NAME[:MODEL]]")
+def presets(name: str | None) -> None:
+    """List the presets of `run --preset`, or print the fields of one as a file for --config."""
+    from eldr_sim.simulator.presets import PRESETS, preset_fields
+
+    if name is None:
+        rows = [
+            [f"{key}:{model}", preset.title, preset.source]
+            for key, preset in PRESETS.items()
+            for model in preset.models
+        ]
+        print_table("Presets", ["preset", "what", "source"], rows)
+        return
+    fields = preset_fields(name, {})
+    preset = PRESETS[name.partition(":")[0]]
+    click.echo(f"# {preset.title}: {preset.source}")
+    for note in preset.notes:
+        click.echo(f"# {note}")
+    click.echo(f"# num_requests is {preset.seconds} times the rate")
+    for field, value in fields.items():
+        click.echo(f"{field}: {str(value).lower() if isinstance(value, bool) else value}")
 
 
 def _first_line(policy: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -15,6 +16,7 @@ from eldr_sim.cli.completion import (
     gpus,
     models,
     policies,
+    presets,
     traces,
     workloads,
 )
@@ -22,6 +24,7 @@ from eldr_sim.cli.spellings import ALIASES
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import BUILT_IN, DECISION_OF
 from eldr_sim.simulator.config import Pool, RunConfig, make_config, read_config, set_field
+from eldr_sim.simulator.presets import preset_fields
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,6 +52,16 @@ def run_options(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
                     metavar="METRIC:MS,...",
                     help="Service level of a good request, ms: ttft:500,tpot:30 (also e2el); once "
                     "with a list, or repeated.",
+                )
+            )
+        if "preset" not in without:
+            options.append(
+                click.option(
+                    "--preset",
+                    metavar="NAME[:MODEL]",
+                    help="A cluster that somebody ran (eldr-sim presets); other options and "
+                    "--config override its fields.",
+                    shell_complete=complete(presets),
                 )
             )
         options.append(
@@ -129,8 +142,11 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
     """Build the configuration from ``--config`` and the options given; raises InputError."""
     given = {name: value for name, value in options.items() if value not in (None, ())}
     file = given.pop("config_file", None)
+    preset = given.pop("preset", None)
     bounds = given.pop("goodput", ())
     values = read_config(file) if file is not None else {}
+    if preset is not None:
+        values = preset_fields(preset, values | _known(given))
     for option in given.keys() & _POOL_OPTIONS.keys():
         set_field(values, ".".join(_POOL_OPTIONS[option]), given.pop(option))
     values |= given
@@ -139,6 +155,14 @@ def config_from_options(options: dict[str, Any]) -> RunConfig:
 
         values["goodput"] = parse_slo(bounds, "goodput").model_dump(exclude_none=True)
     return make_config(values)
+
+
+def _known(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are fields; a preset computes with the rate, where it is a number."""
+    fields = {name: value for name, value in given.items() if name in RunConfig.model_fields}
+    with suppress(KeyError, ValueError):
+        fields["request_rate"] = float(fields["request_rate"])
+    return fields
 
 
 def check_out(out: Path | None, force: bool, marker: str = "summary.json") -> None:

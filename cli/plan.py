@@ -88,7 +88,7 @@ _DURATION = 30.0
 @run_options(
     without=(
         "policy", "gpu", "topology", "tensor_parallel_size", "goodput", "max_concurrency",
-        "num_redundant_experts",
+        "num_redundant_experts", "preset",
     )
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the plan.")

@@ -288,6 +288,9 @@ class LengthConfig(_Fields):
     input_len: int | None = Field(default=None, ge=1, le=LONGEST)
     """Prompt tokens of every request, beside a prefix; those of the routing
     trace, or of the file, when not given. Longer ones replay its tokens more than once."""
+    prompt_lengths: Literal["trace", "data_sets"] = "trace"
+    """Whether a named workload's prompts are as long as in the routing trace, or as those of ELDR's
+    data sets, as its authors served them (4 to 1,024 tokens)."""
     output_len: Annotated[int, Field(ge=1)] | Literal["recorded"] | None = None
     """Output tokens of every request, ignoring end-of-sequence, or ``recorded``. 512 for the task
     and language workloads, ``recorded`` for ``trace`` and a file."""

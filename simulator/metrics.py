@@ -53,22 +53,25 @@ def weighted_percentile(
 
 
 def describe(
-    name: str, values_s: NDArray[np.float64], weights: NDArray[np.int64] | None = None
+    name: str,
+    values_s: NDArray[np.float64],
+    weights: NDArray[np.int64] | None = None,
+    percentiles: Sequence[int] = PERCENTILES,
 ) -> dict[str, float | None]:
     """Return mean, median, standard deviation and percentiles of a metric, in ms.
 
     The keys are those of ``vllm bench serve``: ``mean_{name}_ms`` and so on; all None where there
     is no value. Sums are exact (``math.fsum``), so that they do not depend on the machine.
     """
-    keys = [f"{k}_{name}_ms" for k in ("mean", "median", "std", *(f"p{p}" for p in PERCENTILES))]
+    keys = [f"{k}_{name}_ms" for k in ("mean", "median", "std", *(f"p{p}" for p in percentiles))]
     counts = np.ones(len(values_s), np.int64) if weights is None else weights
     total = int(counts.sum())
     if total == 0:
         return dict.fromkeys(keys)
     mean = math.fsum((values_s * counts).tolist()) / total
     variance = math.fsum(((values_s - mean) ** 2 * counts).tolist()) / total
-    quantiles = weighted_percentile(values_s, counts, PERCENTILES)
-    figures = [mean, quantiles[0], math.sqrt(variance), *quantiles]
+    median, *quantiles = weighted_percentile(values_s, counts, (50, *percentiles))
+    figures = [mean, median, math.sqrt(variance), *quantiles]
     return {key: 1e3 * figure for key, figure in zip(keys, figures, strict=True)}
 
 
@@ -83,6 +86,22 @@ def request_times(record: RunRecord) -> dict[str, NDArray[np.float64]]:
         "tpot": np.where(done, (finish - first) / gaps, np.nan),
         "e2el": np.where(done, finish - sent, np.nan),
     }
+
+
+def streamed_by_prefill(record: RunRecord) -> dict[str, float | None]:
+    """Return TTFT and TPOT where the first token is the prefill's, not the decode worker's.
+
+    A proxy may write it to the client as soon as the prefill has answered, as that of ELDR's
+    authors does: then hand-over, transfer and wait lie in TPOT.
+    """
+    requests = record.requests[record.requests["measured"] & record.completed]
+    answered, tokens = requests["prefill_end_s"], requests["output_len"]
+    several = tokens > 1
+    tpot = (requests["finish_s"] - answered)[several] / (tokens[several] - 1)
+    at = (50, 95, 99)
+    return describe("ttft", answered - requests["sent_s"], percentiles=at) | describe(
+        "tpot", tpot, percentiles=at
+    )
 
 
 def good_requests(times: dict[str, NDArray[np.float64]], level: ServiceLevel) -> NDArray[np.bool_]:
@@ -168,6 +187,11 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
         **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
         **describe("itl", itl, itl_weights),
         **describe("e2el", times["e2el"][done]),
+        **(
+            {"streamed_by_prefill": streamed_by_prefill(record)}
+            if config.n_prefill and config.n_decode
+            else {}
+        ),
         **_activated_experts(steps[inside][decoding], n_moe_layers),
         "mean_decode_batch": _mean(batch[decoding].astype(float)),
         "decode_steps": int(decoding.sum()),

@@ -189,6 +189,7 @@ def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tupl
             columns=config.columns,
             arrivals=config.arrivals,
             input_len=config.input_len,
+            prompt_lengths=config.prompt_lengths,
             # Requests that end with their prompts have one output token, whatever the range.
             range_ratios=(config.random_range_ratio, 0.0)
             if config.prefill_only

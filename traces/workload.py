@@ -36,6 +36,7 @@ from eldr_sim.traces.lengths import check_lengths, describe_lengths, draw_length
 from eldr_sim.traces.log_window import LogPart
 from eldr_sim.traces.prompts import Ranges, assign_blocks, chain_blocks, join_ranges
 from eldr_sim.traces.request_logs import RequestLog, known_log
+from eldr_sim.traces.served_lengths import served_prompt_lengths
 from eldr_sim.traces.streams import stream
 
 __all__ = ["Workload", "make_workload", "named_log"]
@@ -140,6 +141,7 @@ def make_workload(
     columns: str | None = None,
     arrivals: Arrivals | None = None,
     input_len: int | None = None,
+    prompt_lengths: Literal["trace", "data_sets"] = "trace",
     range_ratios: tuple[float, float] = (0.0, 0.0),
     prefix_len: int = 0,
     num_prefixes: int = 1,
@@ -201,6 +203,9 @@ def make_workload(
     input_len
         Prompt tokens of every request, beside a prefix; as recorded when None. A prompt that is
         longer than that of its trace request replays this once more (`prompts`).
+    prompt_lengths
+        ``data_sets``: a prompt of a named workload is as long as one of its domain's data sets, as
+        ELDR's authors served them (`served_lengths`), not as recorded.
     range_ratios
         Draw the input and output lengths given from a range of this half-width, as a share
         (`lengths`).
@@ -283,6 +288,13 @@ def make_workload(
     prompt = trace.prompt_len[trace_request] if log is None else log.prompt_len[:n]
     if input_len is not None:
         prompt = draw_lengths(input_len, range_ratios[0], n, seed, "input-length")
+    if prompt_lengths == "data_sets":
+        if log is not None or input_len is not None or prompts == "shared":
+            problem = "a named workload has them, whose prompts are unique and no --input-len"
+            raise InputError("prompt_lengths", problem, "trace")
+        # One length for each request of the trace, so that signatures repeat as they do.
+        names = [trace.domains[which] for which in trace.domain.tolist()]
+        prompt = served_prompt_lengths(names, seed).astype(np.int32)[trace_request]
     prompt = prompt.astype(np.int32) + np.int32(prefix_len)
     if output_len != "recorded":
         output = draw_lengths(output_len, range_ratios[1], n, seed, "output-length")
@@ -303,6 +315,7 @@ def make_workload(
         "last_arrival_s": float(arrival_s[-1]),
         **({"log_repeats": round(n / log_requests, 3)} if drawn and log_requests else {}),
         **({} if input_len is None else {"input_len": input_len}),
+        **({} if prompt_lengths == "trace" else {"prompt_lengths": prompt_lengths}),
         "output_len": output_len,
         **({"random_range_ratios": list(range_ratios)} if any(range_ratios) else {}),
         **describe_lengths(trace, trace_request, prompt, output),

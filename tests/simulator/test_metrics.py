@@ -256,6 +256,16 @@ def test_goodput_takes_every_bound_and_no_tpot_of_single_tokens():
     assert good(ttft=999.0) == []
 
 
+def test_a_client_of_the_prefills_token_waits_for_the_transfer_in_tpot():
+    """Sent at 0, prompts computed at 0.5 and 1, ends at 3 and 5, three tokens each."""
+    record = a_record([a_request(0.0, 3.0, 3), a_request(0.0, 5.0, 3)], [1.5, 2.0])
+    record.requests["prefill_end_s"] = 0.5, 1.0
+    seen = summarise(record, make_config({"topology": "1P1D"}), 2)["streamed_by_prefill"]
+    assert (seen["median_ttft_ms"], seen["median_tpot_ms"]) == (750.0, 1625.0)
+    assert seen["p95_tpot_ms"] == pytest.approx(1250 + 0.95 * 750)
+    assert "streamed_by_prefill" not in summarise(record, make_config({"topology": "2C"}), 2)
+
+
 def test_failures_are_counted_by_their_reason():
     record = a_record(
         [
