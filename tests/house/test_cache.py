@@ -305,3 +305,100 @@ def test_all_compiled_functions_go_through_the_cache():
         if direct.search(path.read_text())
     ]
     assert found == [str(Path("_eldr_sim", "jit.py"))]
+
+
+# --- several processes -------------------------------------------------------------------------
+
+_MAKE_ALL = """
+import hashlib, sys, time
+from pathlib import Path
+from eldr_sim.policies.fit_cache import cached_fit
+from eldr_sim.policies.signature import FitOptions
+from eldr_sim.traces.bitsets import bit_sets
+from eldr_sim.traces.calibration import calibration_set
+from eldr_sim.traces.synthetic import drawn
+
+drawn.SERVING = drawn.CALIBRATION = 24
+ready, n = Path(sys.argv[1]), int(sys.argv[2])
+(ready / sys.argv[3]).touch()
+while len(list(ready.iterdir())) < n:
+    time.sleep(0.001)
+trace = drawn.drawn_trace(
+    "Qwen3-30B-A3B", drawn.Shape(3, 128, 8), drawn.wanted_domains("task")
+)
+bits = bit_sets(trace)
+fit = cached_fit(
+    trace, "task", None, lambda: calibration_set(trace, workload="task"), 4, 0, FitOptions()
+)
+digest = hashlib.sha256(bits.tobytes() + fit.centroids.tobytes())
+print(trace.manifest.checksum, digest.hexdigest())
+"""
+
+
+def test_processes_share_an_empty_cache(tmp_path, monkeypatch):
+    """All at once, and once more: the same bytes, no warning, nothing unfinished.
+
+    Compiled code is kept apart here; `test_two_runs_share_an_empty_cache` is cold.
+    """
+    home = tmp_path / "cache"
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(cache.writable_folder(cache.NUMBA) / "shared"))
+    monkeypatch.setenv("ELDR_SIM_CACHE", str(home))
+
+    def together(n, ready):
+        ready.mkdir()
+        command = [sys.executable, "-W", "error::UserWarning", "-c", _MAKE_ALL, ready, str(n)]
+        children = [
+            subprocess.Popen(
+                [*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for i in range(n)
+        ]
+        try:
+            ended = [(*child.communicate(timeout=120), child.returncode) for child in children]
+        finally:
+            for child in children:
+                child.kill()
+        assert [(error, code) for _, error, code in ended] == [("", 0)] * n
+        return {printed for printed, *_ in ended}
+
+    def kept():
+        return {
+            path.relative_to(home): path.read_bytes()
+            for part in (cache.BITSETS, cache.FITS, cache.TRACES)
+            for path in (home / part).rglob("*")
+            if path.is_file()
+        }
+
+    found = together(3, tmp_path / "first")
+    assert len(found) == 1
+    files = kept()
+    assert {path.parts[0] for path in files} == {cache.BITSETS, cache.FITS, cache.TRACES}
+    assert not any(file.unfinished for file in cache.files())
+    assert together(1, tmp_path / "again") == found
+    assert kept() == files
+
+
+@pytest.mark.slow
+def test_two_runs_share_an_empty_cache(home, tmp_path):
+    """They compile the simulator at the same time, and draw the routing."""
+    run = [
+        sys.executable,
+        "-m",
+        "eldr_sim.cli.main",
+        "run",
+        "--topology",
+        "1P2D",
+        "--policy",
+        "eldr",
+    ]
+    run += ["--num-requests", "20"]
+    children = [
+        subprocess.Popen([*run, "--out", tmp_path / name], stderr=subprocess.PIPE, text=True)
+        for name in "ab"
+    ]
+    for child in children:
+        _, error = child.communicate(timeout=900)
+        assert (child.returncode, "Traceback" in error, "Warning" in error) == (0, False, False)
+    for file in ("summary.json", "requests.parquet", "steps.parquet"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert not any(file.unfinished for file in cache.files())

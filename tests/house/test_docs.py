@@ -2,11 +2,16 @@
 
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
+import time
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import pytest
@@ -34,12 +39,17 @@ def blocks(page, *languages):
     return [textwrap.dedent(block[3]) for block in found if block[2] in languages]
 
 
+def lines(page):
+    """Return the command lines of each block of a page, continued ones as one."""
+    return [block.replace("\\\n", " ").splitlines() for block in blocks(page, "sh", "bash")]
+
+
 def commands(page):
     """Return the words of each ``eldr-sim`` command line of a page, shell variables written out."""
     found = []
-    for block in blocks(page, "sh", "bash"):
+    for block in lines(page):
         known = {}
-        for line in block.replace("\\\n", " ").splitlines():
+        for line in block:
             for variable, value in known.items():
                 line = line.replace(f"${variable}", value)
             if setting := re.fullmatch(r"([A-Z]\w*)=(\S+)", line):
@@ -137,6 +147,7 @@ QUICK = {
     "report": [],
     "sweep": ["--jobs", "1"],
     "policies": [],
+    "trace inspect": [],
 }
 #: The files that examples name, small.
 FILES = {
@@ -152,6 +163,10 @@ FILES = {
     ),
     "log.csv": "t,prompts,outputs\n" + "".join(f"{i / 10},{40 + i},4\n" for i in range(20)),
 }
+
+
+#: Commands of the README that `test_readme_as_it_stands` alone runs: no option makes them quick.
+LONG = {"plan", "trace synthesize", "fit", "reproduce eldr"}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/explain.md", "docs/faults.md"])
@@ -170,6 +185,94 @@ def test_examples_run(page, run_cli, tmp_path, monkeypatch):
                 more = []
             code, out, err = run_cli(*words, *more)
             assert code == 0, (words, out, err)
+        elif page == "README.md":
+            assert command in LONG or words in [line.words for line in README if line.needs], words
+
+
+class Line(NamedTuple):
+    """A line of the README, and what it says that it needs besides the install."""
+
+    text: str
+    words: list[str]
+    needs: list[str]
+
+
+def readme():
+    """Return the lines of the README that are commands of eldr-sim."""
+    found = []
+    for line in itertools.chain(*lines(ROOT / "README.md")):
+        text, _, comment = line.partition("  #")
+        if text.startswith("eldr-sim "):
+            said = re.search(r"needs ([^;]*)", comment)
+            needs = re.split(r", | and ", said[1].strip()) if said else []
+            found.append(Line(text.strip(), shlex.split(text)[1:], needs))
+    return found
+
+
+README = readme()
+#: What each extra that is named there installs.
+EXTRAS = {
+    "[aiconfigurator]": ["aiconfigurator_core"],
+    "[capture]": ["torch", "transformers"],
+    "[live]": ["aiohttp", "prometheus_client"],
+    "[profile]": ["torch", "triton"],
+    "vLLM": ["vllm"],
+}
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in README if line.needs], ids=lambda line: line.text
+)
+def test_readme_says_what_a_line_needs(line, run_cli, tmp_path, monkeypatch):
+    """After the README's own install, in a new folder, it is one line that names it."""
+    monkeypatch.chdir(tmp_path)
+    for need in line.needs:
+        for module in EXTRAS.get(need, []):
+            monkeypatch.setitem(sys.modules, module, None)
+    code, _, error = run_cli(*line.words)
+    assert code == 2
+    last = error.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert any(need in last for need in line.needs), last
+
+
+def test_readme_names_no_file_that_is_not_there():
+    """What is no file of the checkout, made by a line before, or named behind ``needs``."""
+    made = set()
+    for line in README:
+        _, options = parsed(line.words)
+        out = {str(value) for key, value in options.items() if key in ("out", "report") and value}
+        named = {
+            word for word in line.words if "/" in word or Path(word).suffix in (".jsonl", ".csv")
+        }
+        for word in named - out:
+            there = word in made or (ROOT / word).exists() or "://" in word
+            assert there or any(word.strip("./") == need for need in line.needs), word
+        made |= out
+
+
+@pytest.mark.slow
+def test_readme_as_it_stands(tmp_path):
+    """Every line, in order, in a folder with the checkout's ``docs`` alone, but for what it lacks.
+
+    Its files are there; extras are where they are installed, and no GPU nor engine.
+    """
+    (tmp_path / "docs").symlink_to(DOCS)
+    for file, text in FILES.items():
+        if "/" not in file:
+            (tmp_path / file).write_text(text)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for line in README:
+        if all(need in FILES for need in line.needs):
+            begun = time.monotonic()
+            done = subprocess.run(
+                ["bash", "-c", line.text],
+                cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True,
+                check=False,
+            )  # fmt: skip
+            print(f"{time.monotonic() - begun:6.1f} s  {line.text}")
+            assert done.returncode == 0, (line.text, done.stderr[-2000:])
+            assert "Traceback" not in done.stderr, line.text
 
 
 @pytest.mark.parametrize(
