@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from eldr_sim.simulator.config import RunConfig
     from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
+    from eldr_sim.simulator.simulation import Simulation
 
 __all__ = [
     "Objective",
     "RunConfig",
+    "Simulation",
     "__version__",
     "compare",
     "plan",
@@ -40,6 +42,7 @@ __all__ = [
 _HOME = {
     "Objective": "eldr_sim.planning.slo",
     "RunConfig": "eldr_sim.simulator.config",
+    "Simulation": "eldr_sim.simulator.simulation",
     "compare": "eldr_sim.planning.compare",
     "plan": "eldr_sim.planning.plan",
     "simulate": "eldr_sim.simulator.run",

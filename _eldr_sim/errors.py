@@ -25,3 +25,22 @@ class InputError(ValueError):
 
 class EldrSimWarning(UserWarning):
     """What a user should know and may mend; the command line prints it as one line."""
+
+
+class ProcessError(RuntimeError):
+    """A SimPy process of a simulation has failed: names it, the time and what it raised.
+
+    Parameters
+    ----------
+    name
+        Of the process: its generator's.
+    time_s
+        Simulated time, s.
+    error
+        What it raised.
+    """
+
+    def __init__(self, name: str, time_s: float, error: Exception) -> None:
+        self.name, self.time_s = name, time_s
+        what = f"{type(error).__name__}: {error}"
+        super().__init__(f"process {name!r} failed at {time_s:g} s of simulated time: {what}")

@@ -46,7 +46,7 @@ from eldr_sim.simulator.prefill_reports import PrefillReports
 from eldr_sim.simulator.prompt_layout import make_prompt_layers
 from eldr_sim.simulator.relocation import RELOCATION, Relocations
 from eldr_sim.simulator.replay import Replay
-from eldr_sim.simulator.router import PolicyRouter, with_room
+from eldr_sim.simulator.router import PolicyRouter, with_more, with_room
 from eldr_sim.simulator.step import Scratch
 from eldr_sim.traces.prompts import Ranges, clip_ranges, join_ranges
 from eldr_sim.traces.workload import Workload
@@ -162,7 +162,7 @@ class Cluster:
         faults: FaultPlan | None = None,
     ) -> None:
         self.spec = spec
-        self.workload = workload
+        self.workload, self._replay = workload, replay
         self.signatures = signatures
         self.window = window
         self.time_limit_s = time_limit_s
@@ -177,6 +177,9 @@ class Cluster:
         self._prefill_listens = isinstance(prefill_policy, PrefillListener)
         self._heard = 0
         self._failure: BaseException | None = None
+        #: The control plane's environment, and what it is told of requests that it watches.
+        self.env = Clock()
+        self.on_end: Callable[[int], None] | None = None
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
         myself = weakref.ref(self)
         self._callback = Callback(lambda pool, request: _decided(myself, pool, request))
@@ -208,6 +211,7 @@ class Cluster:
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
         self._now, self._signals_s = self.arrays.clock["now"], self.arrays.clock["signals_s"]
+        self._guest_s = self.arrays.clock["guest_s"]
 
     def _arrays(
         self,
@@ -219,7 +223,7 @@ class Cluster:
         spec, n_workers = self.spec, self.spec.n_prefill + self.spec.n_decode
         longest = int((self.requests["prompt_len"] + self.requests["output_len"]).max(initial=0))
         for engine in (spec.prefill, spec.decode):
-            _check_tables(engine, min(longest, spec.max_model_len))
+            check_tables(engine, min(longest, spec.max_model_len))
         n_requests, width = len(self.requests), replay.bits.shape[1]
         self._most_seqs = most_seqs = max(spec.prefill.max_num_seqs, spec.decode.max_num_seqs)
         pools = _pools(spec, self.workload, prompts is not None)
@@ -315,30 +319,30 @@ class Cluster:
         """
         clock = self.arrays.clock
         total = max(1, int(clock["open_measured"][0]))
-        env = Clock()
-        if np.isfinite(self.time_limit_s):
-            env.at(self.time_limit_s, lambda _event: None)
-        acts = None if self.faults is None else FaultActions(self.faults, self, env)
-        while env.now < self.time_limit_s:
-            why = self.advance(env.peek())
-            if why == loop.ENDED:
-                break
-            if why == loop.UNTIL:
-                if env.peek() == np.inf:
-                    if acts is not None and acts.nobody_left():
-                        break
-                    self._check_held()
-                    raise RuntimeError(
-                        f"no event left at {clock['now'][0]:.3f} s "
-                        f"with {clock['open_measured'][0]} requests open"
-                    )
-                env.step()
-            elif progress is not None:
+        acts = None if self.faults is None else FaultActions(self.faults, self, self.env)
+        while (why := self.advance(self.time_limit_s)) == loop.PAUSED:
+            if progress is not None:
                 progress(1.0 - int(clock["open_measured"][0]) / total)
+        end_s = float(clock["now"][0])
+        if why == loop.UNTIL:
+            end_s = self.time_limit_s
+            if end_s == np.inf:
+                self.check_left(acts)
+                end_s = float(clock["now"][0])
         if progress is not None:
             progress(1.0)
-        record = self._record(max(env.now, float(clock["now"][0])))
+        record = self.record(end_s)
         return record if acts is None else acts.recorded(record)
+
+    def check_left(self, acts: FaultActions | None) -> None:
+        """End what nobody is left to serve; raise if requests are open that nothing will end."""
+        if acts is not None and acts.nobody_left():
+            return
+        self._check_held()
+        clock = self.arrays.clock[0]
+        raise RuntimeError(
+            f"no event left at {clock['now']:.3f} s with {clock['open_measured']} requests open"
+        )
 
     def advance(self, until: float) -> int:
         """Let happen what happens before ``until`` seconds; returns why the loop stopped.
@@ -346,6 +350,7 @@ class Cluster:
         One of `loop.ENDED`, `loop.UNTIL` and `loop.PAUSED`.
         """
         self._failure = None
+        self._guest_s[0] = self.env.peek()
         while True:
             why: int = loop.advance(
                 self.arrays, self.groups, self.layers, self.front_end, self.logs,
@@ -376,7 +381,8 @@ class Cluster:
         self.group_logs = tuple(map(with_room, self.group_logs, group_steps.tolist()))
         self.gaps = with_room(self.gaps, int(gaps))
 
-    def _record(self, end_s: float) -> RunRecord:
+    def record(self, end_s: float) -> RunRecord:
+        """Return what has happened up to ``end_s`` seconds; what is open then remains unserved."""
         self._tell_listener()
         clock = self.arrays.clock[0]
         arrived = self.requests[: int(clock["arrived"])]
@@ -406,6 +412,11 @@ class Cluster:
     def decide(self, pool: int, request: int) -> int:
         """Return what a router decides, for the compiled loop; see `loop.advance`."""
         try:
+            if pool == loop.WAKE:
+                return self._wake()
+            if pool == loop.TELL:
+                self.tell_end(request)
+                return 0
             if pool > 1:
                 assert self.relocations is not None
                 self.relocations.answer(pool, request, float(self._now[0]))
@@ -414,6 +425,102 @@ class Cluster:
         except BaseException as error:  # it cannot pass through compiled code
             self._failure = error
             return int(loop.FAIL)
+
+    def _wake(self) -> int:
+        """Let the control plane do the next thing."""
+        arrays, front_end = self.arrays, self.front_end
+        self.env.step()
+        self._guest_s[0] = self.env.peek()
+        same = self.arrays is arrays and self.front_end is front_end
+        return 0 if same else int(loop.RETURN)
+
+    def tell_end(self, request: int) -> None:
+        """Let the process that watches a request know that it has ended."""
+        if self.on_end is not None:
+            self.env.move(float(self._now[0]))
+            self.on_end(request)
+            self._guest_s[0] = self.env.peek()
+
+    def grow(self) -> None:
+        """Have room for twice as many requests: the workload's again, with prefixes of their own.
+
+        They have not arrived.
+        """
+        workload = self.workload.repeated(2)
+        arrays, old, new = self.arrays, len(self.requests), len(workload)
+        engines, kv = arrays.engines, arrays.engines.kv
+        requests = _requests(self.spec, workload, self._replay, self.window)
+        requests["queue_key"] = np.resize(self.requests["queue_key"], new)
+        requests[:old] = self.requests
+        self.workload, self.requests = workload, requests
+        for router in self.routers:
+            router.grow(new)
+        fresh = make_kv_cache(workload, self.spec.block_size, 1, 0)
+        listed = fresh.listed
+        listed[:, : kv.listed.shape[1]] = kv.listed
+        kv = kv._replace(
+            listed=listed, first_listed=fresh.first_listed, prefix_hash=workload.prefix_hash,
+            prefix_indptr=workload.prefix_indptr,
+        )  # fmt: skip
+        if self.prefill_reports is not None:
+            self.prefill_reports.kv = kv
+        prompts = arrays.prompts
+        if prompts.prefix_block_tokens:
+            prompts = prompts._replace(
+                prefix_indptr=workload.prefix_indptr,
+                prefix_trace_request=workload.prefix_trace_request,
+            )
+        more = 6 * (new - old)
+        self.arrays = arrays._replace(
+            events=with_more(arrays.events, more),
+            engines=engines._replace(
+                requests=requests, tables=with_more(engines.tables, new - old), kv=kv
+            ),
+            routers=(self.routers[0].arrays, self.routers[1].arrays),
+            net=arrays.net._replace(
+                flows=with_more(arrays.net.flows, new - old),
+                done=with_more(arrays.net.done, new - old),
+            ),
+            reported=with_more(arrays.reported, new - old),
+            prompts=prompts,
+        )
+        servers = self.front_end
+        if servers is not None:
+            front = make_front_end(self.spec.front_end, requests["prompt_len"])
+            assert front is not None
+            self.front_end = front._replace(servers=servers.servers)
+
+    def set_lengths(self, request: int, prompt_len: int | None, output_len: int | None) -> None:
+        """Give a request that has not arrived other lengths than the workload's.
+
+        Raises
+        ------
+        InputError
+            If a length is below 1, or the workload's prefixes or the queue order hang on it.
+        """
+        lengths = {"prompt_len": prompt_len, "output_len": output_len}
+        for name, tokens in lengths.items():
+            if tokens is None:
+                continue
+            if tokens < 1:
+                raise InputError(name, f"{tokens}", "1 or more tokens")
+            if name == "prompt_len" and self.workload.prefix_block_tokens:
+                raise InputError(name, "the workload's prompts share prefixes", "its own lengths")
+            if self.requests["queue_key"].any():
+                raise InputError(name, "the queue order goes by the workload's lengths", "fcfs")
+            getattr(self.workload, name)[request] = tokens
+            self.requests[name][request] = tokens
+        record = self.requests[request]
+        tokens = record["prompt_len"] + record["output_len"]
+        record["window_blocks"] = self.spec.windows.of(tokens, self.spec.block_size)
+        for router in self.routers:
+            router.arrays.class_of[request] = -1
+        servers = self.front_end
+        if servers is not None and self.spec.front_end is not None:
+            own = make_front_end(self.spec.front_end, self.requests["prompt_len"][[request]])
+            assert own is not None
+            for times, one in zip(servers[2:], own[2:], strict=True):
+                times[request] = one[0]
 
     def _ask(self, pool: int, request: int) -> int:
         """Ask a router for a worker, or for the shortlist of requests like this one."""
@@ -519,7 +626,7 @@ def _requests(
     return requests
 
 
-def _check_tables(engine: EngineSpec, longest: int) -> None:
+def check_tables(engine: EngineSpec, longest: int) -> None:
     """Raise ValueError unless an engine's step times cover its steps.
 
     Compiled code reads whatever lies beyond the end of an array.

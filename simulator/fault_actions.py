@@ -11,6 +11,7 @@ the worker's death, ``health_delay_s`` later, and then send them again or give t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -61,9 +62,9 @@ class FaultActions:
     def __init__(self, plan: FaultPlan, cluster: Cluster, env: Clock) -> None:
         self.plan, self.cluster, self.env = plan, cluster, env
         engines = cluster.arrays.engines
-        self.requests, self.workers, self.pools = engines.requests, engines.workers, engines.pools
+        self.workers, self.pools = engines.workers, engines.pools
         self.clock, self.removal = cluster.arrays.clock, Removal(cluster)
-        self.retries = np.zeros(len(self.requests), np.int32)
+        self.retries: Counter[int] = Counter()
         self.first_try: dict[int, Any] = {}  # request -> how it came to the first token that it has
         self.lost: dict[int, int] = {}  # request -> first engine of the worker that lost it
         self.dead: set[int] = set()  # first engines of dead workers
@@ -73,9 +74,14 @@ class FaultActions:
             getattr(self, f"_plan_{fault.kind}")(fault)
         if plan.cancel_s is not None:
             for request in np.flatnonzero(np.isfinite(plan.cancel_s)).tolist():
-                self._at(float(plan.cancel_s[request]), self._cancel, request)
+                self.at(float(plan.cancel_s[request]), self._cancel, request)
 
-    def _at(self, time_s: float, act: Callable[..., None], *args: Any) -> None:
+    @property
+    def requests(self) -> NDArray[np.void]:
+        """The requests; more of them with time."""
+        return self.cluster.requests
+
+    def at(self, time_s: float, act: Callable[..., None], *args: Any) -> None:
         """Let something happen before all else of its instant."""
         if not np.isfinite(time_s):
             return
@@ -108,46 +114,57 @@ class FaultActions:
 
     def _plan_fail(self, fault: Fault) -> None:
         engines, delay = self._engines(fault), self.plan.health_delay_s
-        self._at(fault.at_s, self._die, engines)
-        self._at(fault.at_s + delay, self._hear_of_death, engines)
-        self._at(fault.end_s, self._come_back, engines)
-        self._at(fault.end_s + delay, self._trouble, engines, -1)
+        self.at(fault.at_s, self.die, engines)
+        self.at(fault.at_s + delay, self.hear_of_death, engines)
+        self.at(fault.end_s, self.come_back, engines)
+        self.at(fault.end_s + delay, self.avoid, engines, -1)
 
-    def _plan_join(self, fault: Fault) -> None:
-        engines = self._engines(fault)
+    def remove(self, engines: range) -> None:
+        """Let a worker not be there from the beginning, as routers know."""
         self.dead.add(engines[0])
         self.known.add(engines[0])
         for w in engines:
             self.workers[w]["next_start"] = np.inf
-        self._trouble(engines, 1)
-        self._at(fault.end_s, self._come_back, engines)
-        self._at(fault.end_s + self.plan.health_delay_s, self._trouble, engines, -1)
+        self.avoid(engines, 1)
+
+    def later(self, act: Callable[..., None], *args: Any) -> None:
+        """Let something happen when the routers know of what happens now."""
+        if self.plan.health_delay_s == 0.0:
+            act(*args)
+        else:
+            self.at(float(self.clock["now"][0]) + self.plan.health_delay_s, act, *args)
+
+    def _plan_join(self, fault: Fault) -> None:
+        engines = self._engines(fault)
+        self.remove(engines)
+        self.at(fault.end_s, self.come_back, engines)
+        self.at(fault.end_s + self.plan.health_delay_s, self.avoid, engines, -1)
 
     def _plan_hang(self, fault: Fault) -> None:
         engines, delay = self._engines(fault), self.plan.health_delay_s
-        self._at(fault.at_s, self._hang, engines, fault.for_s)
+        self.at(fault.at_s, self._hang, engines, fault.for_s)
         if delay < fault.for_s:  # else it is over before anybody has noticed
-            self._at(fault.at_s + delay, self._trouble, engines, 1)
-            self._at(fault.end_s + delay, self._trouble, engines, -1)
+            self.at(fault.at_s + delay, self.avoid, engines, 1)
+            self.at(fault.end_s + delay, self.avoid, engines, -1)
 
     def _plan_drain(self, fault: Fault) -> None:
         engines = self._engines(fault)
-        self._at(fault.at_s, self._trouble, engines, 1)
-        self._at(fault.end_s, self._trouble, engines, -1)
+        self.at(fault.at_s, self.avoid, engines, 1)
+        self.at(fault.end_s, self.avoid, engines, -1)
 
     def _plan_slow(self, fault: Fault) -> None:
         engines = self._engines(fault)
-        self._at(fault.at_s, self._slow, engines, fault.factor)
-        self._at(fault.end_s, self._slow, engines, 1.0)
+        self.at(fault.at_s, self._slow, engines, fault.factor)
+        self.at(fault.end_s, self._slow, engines, 1.0)
 
     def _plan_link(self, fault: Fault) -> None:
         engines = self._engines(fault)
-        self._at(fault.at_s, self._scale, engines, fault.factor)
-        self._at(fault.end_s, self._scale, engines, 1.0)
+        self.at(fault.at_s, self.scale, engines, fault.factor)
+        self.at(fault.end_s, self.scale, engines, 1.0)
 
     # --- what happens ---
 
-    def _trouble(self, engines: range, more: int) -> None:
+    def avoid(self, engines: range, more: int) -> None:
         """Let the router of a worker avoid it, or no longer."""
         pool = int(self.cluster.arrays.engines.pool_of[engines[0]])
         router = self.cluster.routers[pool].arrays
@@ -160,7 +177,8 @@ class FaultActions:
         for w in engines:
             self.workers[w]["slowdown"] = factor
 
-    def _scale(self, engines: range, share: float) -> None:
+    def scale(self, engines: range, share: float) -> None:
+        """Let a worker's link have a share of its bandwidth."""
         arrays, settings = self.cluster.arrays, self.cluster.arrays.engines.settings[0]
         n_prefill, n_decode = self.pools["n_workers"].tolist()
         for w in engines:
@@ -195,7 +213,7 @@ class FaultActions:
         pool = int(arrays.engines.pool_of[engines[0]])
         self._move_group_step(pool, engines, now, seconds)
 
-    def _die(self, engines: range) -> None:
+    def die(self, engines: range) -> None:
         """Let a worker lose all it has."""
         cluster, arrays = self.cluster, self.cluster.arrays
         pool = int(arrays.engines.pool_of[engines[0]])
@@ -218,15 +236,15 @@ class FaultActions:
         self._tell_lost_work(engines, pool)
         self.dead.add(engines[0])
 
-    def _hear_of_death(self, engines: range) -> None:
+    def hear_of_death(self, engines: range) -> None:
         """Let the routers know that a worker has died, and send its requests again."""
-        self._trouble(engines, 1)
+        self.avoid(engines, 1)
         if engines[0] in self.dead:
             self.known.add(engines[0])
             self._lose_again(engines)
         self._send_again(engines[0])
 
-    def _come_back(self, engines: range) -> None:
+    def come_back(self, engines: range) -> None:
         """Let a new worker take the place of a dead one."""
         self._lose_again(engines)
         self.removal.forget_events([], engines)
@@ -259,7 +277,7 @@ class FaultActions:
             place = -1 if w is None else self.removal.place(w, request)
             if w is not None and place >= 0:
                 if self.workers[w]["next_start"] > self.clock["now"][0]:
-                    self._at(float(self.workers[w]["next_start"]), self._cancel, request)
+                    self.at(float(self.workers[w]["next_start"]), self._cancel, request)
                     return
                 if self._is_done(w, place):
                     return  # it ends now
@@ -435,10 +453,13 @@ class FaultActions:
             self._hear_one(request, 1)
 
     def _end(self, request: int, outcome: np.integer[Any]) -> None:
-        self.requests[request]["outcome"] = outcome
-        self.clock["open_measured"] -= self.requests[request]["measured"]
+        record = self.requests[request]
+        record["outcome"] = outcome
+        self.clock["open_measured"] -= record["measured"]
         if outcome in (state.WORKER_LOST, state.CANCELLED):
-            self.requests[request]["finish_s"] = self.clock["now"][0]
+            record["finish_s"] = self.clock["now"][0]
+        if record["watched"]:
+            self.cluster.tell_end(request)
 
     def _give_up(self, request: int, outcome: np.integer[Any]) -> None:
         self.clock["in_flight"] -= 1
@@ -522,6 +543,6 @@ class FaultActions:
             prefill_group_steps=whole(record.prefill_group_steps, "end"),
             decode_group_steps=whole(record.decode_group_steps, "end"),
             gaps=whole(record.gaps, "resumed_s"),
-            retries=self.retries[: len(record.requests)],
+            retries=np.array([self.retries[r] for r in range(len(requests))], np.int32),
             faults=self.plan.faults,
         )

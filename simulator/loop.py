@@ -26,6 +26,9 @@ that share experts start their steps together (`group_step.group_step`).
 
 A router whose rule is a :class:`~eldr_sim.policies.shortlist.Shortlist` is asked once for each
 class of requests that it treats alike and then applied here; any other is asked each time.
+
+The control plane (faults, operators, users: SimPy processes) is a guest: the time of its next event
+is one float of the clock, and the loop calls when that comes, before all else of its instant.
 """
 
 from __future__ import annotations
@@ -83,6 +86,10 @@ from eldr_sim.simulator.state import (
 )
 from eldr_sim.simulator.step import step
 
+#: What the loop asks for besides decisions of routers and of `expert_loads`: that the control plane
+#: does the next thing it has to, and hears of the end of a request that it watches.
+WAKE, TELL = np.int64(4), np.int64(5)
+_NOTHING = np.int64(-1)  # the event of a wake
 #: Why `advance` returned: nothing is left before ``until``, all measured requests have ended,
 #: enough has happened for now, a log is full, a router's arrays are others now, or it has failed.
 UNTIL, ENDED, PAUSED, FULL, OTHERS, FAILED = map(np.int64, range(6))
@@ -196,9 +203,11 @@ def _refusal(engines: Engines, request: int) -> Any:
 
 
 @compiled()
-def _end(clock: Any, engines: Engines, request: int, outcome: int) -> None:
+def _end(clock: Any, engines: Engines, decide: Any, request: int, outcome: int) -> None:
     engines.requests[request].outcome = outcome
     clock[0].open_measured -= engines.requests[request].measured
+    if engines.requests[request].watched:
+        decide(TELL, request)
 
 
 @compiled()
@@ -307,7 +316,7 @@ def _route(
 
 
 @compiled()
-def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd) -> None:
+def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd, decide: Any) -> None:
     """Let the client send to the API servers what it may send."""
     limit = engines.settings[0].max_concurrency
     while clock[0].sent < clock[0].arrived and (limit < 0 or clock[0].in_flight < limit):
@@ -316,7 +325,7 @@ def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd) -> None:
         engines.requests[request].sent_s = clock[0].now
         reason = _refusal(engines, request)
         if reason:
-            _end(clock, engines, request, reason)
+            _end(clock, engines, decide, request, reason)
         else:
             clock[0].in_flight += 1
             send(clock, events, front, request)
@@ -343,7 +352,7 @@ def drain(
             reason = _refusal(engines, request)
             if reason:
                 clock[0].sent += 1
-                _end(clock, engines, request, reason)
+                _end(clock, engines, decide, request, reason)
                 continue
             answer = _route(clock, events, engines, routers, decide, request)
             if answer < 0:
@@ -365,7 +374,7 @@ def drain(
             last = _DECODE_POOL if pools[1].n_workers > 0 else _PREFILL_POOL
             _report(clock, events, engines, routers, reported, request, last)
             clock[0].in_flight -= 1
-            _end(clock, engines, request, COMPLETED)
+            _end(clock, engines, decide, request, COMPLETED)
         elif what == PENDING_HAND_OVER:
             _report(clock, events, engines, routers, reported, request, _PREFILL_POOL)
             delay = settings.routing_s + settings.routing_token_s * requests[request].prompt_len
@@ -458,7 +467,8 @@ def advance(
         Return PAUSED after so many events, that the caller may look around.
     decide
         Function of a pool and a request: the worker that the pool's router chooses, or LOOK, RETURN
-        or FAIL; or of a question of `expert_loads` and a group's first engine: 0 or FAIL.
+        or FAIL; or of a question of `expert_loads` and a group's first engine: 0 or FAIL; or of
+        WAKE or TELL and a request: 0, RETURN or FAIL.
 
     Returns
     -------
@@ -474,9 +484,13 @@ def advance(
     if answer:
         return OTHERS if answer == RETURN else FAILED
     if front is not None:
-        _enter(clock, events, engines, front)
-    while clock[0].open_measured > 0 and clock[0].n_events > 0 and events[0].time < until:
-        if (
+        _enter(clock, events, engines, front, decide)
+    while clock[0].open_measured > 0:
+        due = events[0].time if clock[0].n_events > 0 else np.inf
+        wakes = clock[0].guest_s <= due
+        if not min(due, clock[0].guest_s) < until:
+            return UNTIL
+        if not wakes and (
             pools[0].n_steps + pools[0].group_size > logs[0].shape[0]
             or pools[1].n_steps + pools[1].group_size > logs[1].shape[0]
             or pools[0].n_group_steps == group_logs[0].shape[0]
@@ -488,12 +502,19 @@ def advance(
         if n_events == 0:
             return PAUSED
         n_events -= 1
-        if interval > 0.0 and not clock[0].publish_due:  # while there is anything that may change
-            clock[0].publish_due = True
-            schedule(clock, events, clock[0].now + interval, PUBLISH, np.int64(0))
-        kind, subject = events[0].kind, events[0].subject
-        clock[0].now = events[0].time
-        drop_first(clock, events)
+        kind, subject = _NOTHING, np.int64(0)
+        if wakes:
+            clock[0].now = clock[0].guest_s
+            answer = decide(WAKE, subject)
+            if answer:
+                return OTHERS if answer == RETURN else FAILED
+        else:
+            if interval > 0.0 and not clock[0].publish_due:  # while anything may change
+                clock[0].publish_due = True
+                schedule(clock, events, clock[0].now + interval, PUBLISH, np.int64(0))
+            kind, subject = events[0].kind, events[0].subject
+            clock[0].now = events[0].time
+            drop_first(clock, events)
         if kind == STEP_START:
             workers[subject].step_due = False
             pool = engines.pool_of[subject]
@@ -556,5 +577,5 @@ def advance(
         if answer:
             return OTHERS if answer == RETURN else FAILED
         if front is not None:
-            _enter(clock, events, engines, front)
-    return UNTIL if clock[0].open_measured > 0 else ENDED
+            _enter(clock, events, engines, front, decide)
+    return ENDED

@@ -29,7 +29,7 @@ class PrefillReports:
         self, listener: PrefillListener, arrays: loop.Run, n_workers: int, stale: bool
     ) -> None:
         self.listener = listener
-        self._kv, self._stale = arrays.engines.kv, stale
+        self.kv, self._stale = arrays.engines.kv, stale
         self._computed = arrays.engines.workers["computed_tokens"][:n_workers]
         self._published_s = arrays.clock["signals_s"]
         self._told_s = -1.0
@@ -38,7 +38,7 @@ class PrefillReports:
 
     def tell(self, *, at_once: bool = False) -> None:
         """Tell what has been published since the last time; all there is, if ``at_once``."""
-        kv, listener = self._kv, self.listener
+        kv, listener = self.kv, self.listener
         if kv.n_events[0]:
             self._blocks.append(kv.events[: int(kv.n_events[0])].copy())
             kv.n_events[0] = 0

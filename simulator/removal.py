@@ -61,7 +61,12 @@ class Removal:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.clock = cluster, cluster.arrays.clock
         engines = cluster.arrays.engines
-        self.requests, self.workers, self.pools = engines.requests, engines.workers, engines.pools
+        self.workers, self.pools = engines.workers, engines.pools
+
+    @property
+    def requests(self) -> NDArray[np.void]:
+        """The requests; more of them with time."""
+        return self.cluster.requests
 
     def forget_events(self, requests: Collection[int], engines: range) -> None:
         """Take out the events of engines, and of requests on their way."""

@@ -39,6 +39,7 @@ class PolicyRouter:
         kind, self._first = np.full(len(workload), -1, np.int32), _NOBODY
         if self.shortlisting:
             kind, self._first = _classes(policy, workload)
+        self._kind = kind.copy()
         self._upcoming = np.sort(self._first)  # the first requests of classes, as they arrive
         self._position = 0
         self._known: dict[Any, int] = {}
@@ -89,6 +90,12 @@ class PolicyRouter:
             return int(worker)
         usable = workers.usable()
         return usable[int(np.argmin(workers.loads[usable]))]
+
+    def grow(self, n: int) -> None:
+        """Know ``n`` requests: those beyond the ones so far are like them, in turn."""
+        known = self.arrays.class_of
+        more = np.resize(self._kind, n)[len(known) :]
+        self.arrays = self.arrays._replace(class_of=np.concatenate([known, more]))
 
     def unknown(self, request: int) -> list[int]:
         """Return a request, and one of each of the next classes whose shortlist is not known."""
@@ -160,6 +167,12 @@ def grown(array: NDArray[Any]) -> NDArray[Any]:
     grown = np.zeros((2 * len(array), *array.shape[1:]), array.dtype)
     grown[: len(array)] = array
     return grown
+
+
+def with_more(array: NDArray[Any], n: int) -> NDArray[Any]:
+    """Return an array with ``n`` zero records more."""
+    more = np.zeros((n, *array.shape[1:]), array.dtype)
+    return np.concatenate([array, more])
 
 
 def with_room(log: NDArray[np.void], needed: int) -> NDArray[np.void]:

@@ -129,7 +129,13 @@ def simulate(config: RunConfig, progress: Callable[[float], None] | None = None)
     InputError
         If anything in the configuration does not exist or does not fit together.
     """
-    prepared, workload, record = _run(config, progress)
+    return result_of(config, *_run(config, progress))
+
+
+def result_of(
+    config: RunConfig, prepared: PreparedRun, workload: Workload, record: RunRecord
+) -> Result:
+    """Return the result of a run that has happened."""
     return Result(
         summary=summary_of(config, prepared, workload, record),
         config=_run_again(config, prepared.trace),

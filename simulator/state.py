@@ -88,6 +88,7 @@ REQUEST = np.dtype(
         ("outcome", np.int8),
         ("measured", np.bool_),
         ("kv_here", np.bool_),  # its KV cache has arrived at the decode worker
+        ("watched", np.bool_),  # a process waits for its end
     ],
     align=True,
 )
@@ -302,6 +303,7 @@ CLOCK = np.dtype(
         ("n_reported", np.int64),  # completions that the decode router has heard of
         ("signals_s", np.float64),  # when the engines published their signals, s
         ("publish_due", np.bool_),  # the next time is scheduled
+        ("guest_s", np.float64),  # when the control plane's next event is, s; inf: it has none
     ],
     align=True,
 )

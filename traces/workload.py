@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,6 +108,32 @@ class Workload:
     def blocks(self, request: int) -> NDArray[np.uint64]:
         """Return the prefix block hashes of one request, uint64 ``[n_blocks]``."""
         return self.prefix_hash[self.prefix_indptr[request] : self.prefix_indptr[request + 1]]
+
+    def repeated(self, rounds: int) -> Workload:
+        """Return so many rounds of these requests, each with sessions and prefixes of its own."""
+
+        def others(numbers: NDArray[Any]) -> NDArray[Any]:
+            signed = numbers.astype(np.int64)
+            nth = np.arange(rounds)[:, None] * (int(signed.max(initial=-1)) + 1)
+            return (signed + nth).ravel().astype(numbers.dtype)
+
+        n_blocks = int(self.prefix_indptr[-1])
+        begins = self.prefix_indptr[:-1] + np.arange(rounds)[:, None] * n_blocks
+        same: dict[str, Any] = {
+            name: np.tile(getattr(self, name), rounds)
+            for name in (
+                "arrival_s", "prompt_len", "output_len", "trace_request", "decode_request",
+                "replay_offset", "domain", "prefix_trace_request",
+            )
+        }  # fmt: skip
+        return replace(
+            self,
+            **same,
+            session=others(self.session),
+            prefix_hash=others(self.prefix_hash),
+            prefix_indptr=np.append(begins.ravel(), rounds * n_blocks),
+            priority=None if self.priority is None else np.tile(self.priority, rounds),
+        )
 
     def prompt_ranges(self, request: int) -> Ranges:
         """Return which trace request each token of a prompt replays, see `prompts`."""

@@ -1,0 +1,359 @@
+"""A cluster under the hand of SimPy processes: the public face of a run.
+
+::
+
+    sim = Simulation(RunConfig(topology="2P4D", policy="jsq", num_requests=500), arrivals=False)
+
+    def user(think_s):
+        while True:
+            ended = yield sim.cluster.request()
+            yield sim.env.timeout(think_s)
+
+    for _ in range(64):
+        sim.env.process(user(1.0))
+    result = sim.run(until=60)
+
+``sim.env`` is a plain `simpy.Environment`; its time is that of the cluster, whose engines, routers
+and transfers run compiled between two of its events. At one instant processes come first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import simpy
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator import loop, state
+from eldr_sim.simulator.clock import Clock
+from eldr_sim.simulator.cluster import Cluster, RunRecord, check_tables
+from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.fault_actions import FaultActions
+from eldr_sim.simulator.faults import POOLS, FaultPlan
+from eldr_sim.simulator.prepare import prepare
+from eldr_sim.simulator.run import Result, build_cluster, offered_load, result_of
+
+__all__ = ["Ended", "Pool", "Simulation", "Worker"]
+
+
+class Worker(NamedTuple):
+    """A worker: all its engines, where they share experts."""
+
+    pool: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.pool}:{self.number}"
+
+
+class Ended(NamedTuple):
+    """A request that has ended; times in seconds, NaN where it never came so far."""
+
+    number: int
+    outcome: str  #: one of `state.OUTCOMES`
+    prompt_len: int
+    output_len: int
+    sent_s: float
+    first_token_s: float
+    finish_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """From leaving the client to the first token."""
+        return self.first_token_s - self.sent_s
+
+
+#: Picks what `Ended` tells from a record of a request.
+_TOLD = itemgetter(
+    *map(
+        (state.REQUEST.names or ()).index,
+        ("outcome", "prompt_len", "output_len", "sent_s", "first_token_s", "finish_s"),
+    )
+)
+
+
+class Pool:
+    """The workers of a pool as they are now, by their engines where several are a worker."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self._cluster, self._number = cluster, number
+        pool = cluster.arrays.engines.pools[number]
+        self._size = int(pool["group_size"])
+        first, n = int(pool["first_worker"]), int(pool["n_workers"])
+        self._engines = slice(first, first + n)
+        self.name = POOLS[number]
+
+    def __len__(self) -> int:
+        return (self._engines.stop - self._engines.start) // self._size
+
+    def __getitem__(self, worker: int) -> Worker:
+        return Worker(self.name, range(len(self))[worker])
+
+    def __iter__(self) -> Iterator[Worker]:
+        return (Worker(self.name, number) for number in range(len(self)))
+
+    @property
+    def serving(self) -> list[Worker]:
+        """The workers that routers may choose."""
+        healthy = self._cluster.routers[self._number].arrays.healthy[:: self._size]
+        return [Worker(self.name, number) for number in np.flatnonzero(healthy).tolist()]
+
+    @property
+    def waiting(self) -> int:
+        """Requests that engines have and that do not run."""
+        return int(self._workers["n_waiting"].sum())
+
+    @property
+    def running(self) -> int:
+        """Requests that run."""
+        return sum(int(self._workers[name].sum()) for name in ("batch", "prefilling", "leaving"))
+
+    @property
+    def loads(self) -> list[int]:
+        """Requests in flight to each engine, as the router knows."""
+        loads: list[int] = self._cluster.routers[self._number].arrays.loads.tolist()
+        return loads
+
+    @property
+    def _workers(self) -> Any:
+        return self._cluster.arrays.engines.workers[self._engines]
+
+
+class Control:
+    """What processes may do to a cluster; `Simulation.cluster`."""
+
+    def __init__(self, cluster: Cluster, plan: FaultPlan) -> None:
+        self._cluster, self._env = cluster, cluster.env
+        self._clock, self._arrived = cluster.arrays.clock, cluster.arrays.clock["arrived"]
+        self.acts = FaultActions(plan, cluster, cluster.env)
+        self.acted = bool(plan.faults) or plan.cancel_s is not None
+        self._waited: dict[int, simpy.Event] = {}
+        self._drained: set[Worker] = set()
+        cluster.on_end = self._ended
+
+    def request(
+        self, *, prompt_len: int | None = None, output_len: int | None = None
+    ) -> simpy.Event:
+        """Send a request now; returns an event whose value is the request as it `Ended`.
+
+        It is the next one of the configuration's workload, which begins again when it ends, with
+        prefixes of its own.
+
+        Parameters
+        ----------
+        prompt_len, output_len
+            Tokens, in place of the workload's.
+
+        Raises
+        ------
+        InputError
+            If a length is given where the workload's prefixes or the queue order hang on it.
+        """
+        number = self.submit(prompt_len, output_len)
+        self._cluster.requests["watched"][number] = True
+        event = self._waited[number] = simpy.Event(self._env)
+        return event
+
+    def submit(self, prompt_len: int | None = None, output_len: int | None = None) -> int:
+        """Send a request as `request` does, that nobody waits for; returns its number."""
+        cluster, clock = self._cluster, self._clock
+        number, now = int(self._arrived[0]), float(self._env.now)
+        if number == len(cluster.requests):
+            cluster.grow()
+        if prompt_len is not None or output_len is not None:
+            cluster.set_lengths(number, prompt_len, output_len)
+        start, end = cluster.window
+        cluster.requests["arrival_s"][number] = cluster.workload.arrival_s[number] = now
+        if start <= now < end:
+            cluster.requests["measured"][number] = True
+            clock["open_measured"] += 1
+        else:
+            cluster.requests["measured"][number] = False
+        self._arrived[0] = number + 1
+        return number
+
+    def _ended(self, number: int) -> None:
+        outcome, prompt_len, output_len, *at = _TOLD(self._cluster.requests[number].item())
+        times = [time if time >= 0.0 else math.nan for time in at]
+        ended = Ended(number, state.OUTCOMES[outcome], prompt_len, output_len, *times)
+        self._waited.pop(number).succeed(ended)
+
+    def pool(self, name: str) -> Pool:
+        """Return the pool ``prefill`` or ``decode`` (the co-located workers are this one)."""
+        if name not in POOLS:
+            raise InputError("pool", repr(name), ", ".join(POOLS))
+        return Pool(self._cluster, POOLS.index(name))
+
+    def start(self, worker: Worker) -> None:
+        """Let a worker serve that does not: a new, empty one, or one that drained.
+
+        Routers know of a new one ``health_delay_ms`` later.
+        """
+        engines = self._engines(worker)
+        if worker in self._drained:
+            self._drained.remove(worker)
+            self.acts.avoid(engines, -1)
+        elif engines[0] in self.acts.dead:
+            self.acts.come_back(engines)
+            self.acts.later(self.acts.avoid, engines, -1)
+        else:
+            raise InputError("start", f"{worker} serves", "a worker that died, drains or is absent")
+
+    def drain(self, worker: Worker) -> None:
+        """Let routers send a worker nothing new; it finishes what it has."""
+        engines = self._engines(worker)
+        if worker in self._drained or engines[0] in self.acts.dead:
+            raise InputError("drain", f"{worker} does not serve", "a worker that serves")
+        self._drained.add(worker)
+        self.acts.avoid(engines, 1)
+
+    def fail(self, worker: Worker) -> None:
+        """Let a worker die, with all it has; routers know of it ``health_delay_ms`` later."""
+        engines = self._engines(worker)
+        if engines[0] in self.acts.dead:
+            raise InputError("fail", f"{worker} is not there", "a worker that is")
+        if worker in self._drained:
+            self._drained.remove(worker)
+            self.acts.avoid(engines, -1)
+        self._check_may_die(worker)
+        self.acts.die(engines)
+        self.acts.later(self.acts.hear_of_death, engines)
+
+    def link(self, worker: Worker, share: float) -> None:
+        """Let a worker's link for KV transfers have a share of its bandwidth, above 0."""
+        if not 0.0 < share <= 1.0:
+            raise InputError("link", f"{share:g} of the bandwidth", "above 0, up to 1")
+        self.acts.scale(self._engines(worker), share)
+
+    def _check_may_die(self, worker: Worker) -> None:
+        """Raise InputError where a death is not simulated, as in `run`."""
+        cluster = self._cluster
+        if cluster.relocations is not None:
+            raise InputError("fail", "beside experts that move (eplb_interval) is not simulated")
+        if cluster.layers is not None and worker.pool == "prefill":
+            raise InputError("fail", "of workers that stream weights or have stages")
+
+    def _engines(self, worker: Worker) -> range:
+        number = POOLS.index(worker.pool)
+        pool = self._cluster.arrays.engines.pools[number]
+        size = int(pool["group_size"])
+        if not 0 <= worker.number < pool["n_workers"] // size:
+            raise InputError("worker", f"{worker} is not in the topology")
+        self.acted = True
+        first = int(pool["first_worker"]) + worker.number * size
+        return range(first, first + size)
+
+
+class Simulation:
+    """One run of a configuration, whose time SimPy processes share.
+
+    Parameters
+    ----------
+    config
+        The cluster, and the workload that requests are taken from.
+    arrivals
+        Whether the configuration's load arrives, as in `simulate`. Without it all requests come
+        from processes, and each that arrives after the warm-up is measured.
+    absent
+        Workers that the topology counts and that are not there before `Control.start`:
+        ``("decode:4",)``.
+
+    Raises
+    ------
+    InputError
+        As `simulate`.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, arrivals: bool = True, absent: Sequence[str] = ()
+    ) -> None:
+        self._config, self._prepared = config, prepare(config)
+        workload, window = offered_load(config, self._prepared.trace)
+        if not arrivals:
+            window = (window[0], math.inf)
+        cluster = build_cluster(config, self._prepared, workload, window)
+        for engine in (cluster.spec.prefill, cluster.spec.decode):
+            check_tables(engine, cluster.spec.max_model_len)
+        self._cluster, self._stopped = cluster, False
+        clock = cluster.arrays.clock
+        clock["n_events"] = 0  # arrivals are a process, or none
+        if not arrivals:
+            clock["open_measured"] = 0
+        self.env: Clock = cluster.env
+        health = config.health_delay_ms / 1e3
+        plan = cluster.faults or FaultPlan((), None, health, config.retry, config.max_retries)
+        self.cluster = Control(cluster, plan)
+        for text in absent:
+            pool, _, number = text.partition(":")
+            if pool not in POOLS or not number.isdecimal():
+                raise InputError("absent", repr(text), "decode:4")
+            self.cluster.acts.remove(self.cluster._engines(Worker(pool, int(number))))
+        self._open_load = arrivals
+        if arrivals:
+            self.env.process(self._arrivals(workload.arrival_s.copy()))
+
+    def _arrivals(self, arrival_s: Any) -> Generator[simpy.Event, Any, None]:
+        """Send the configuration's requests when they arrive."""
+        start, end = self._cluster.window
+        clock = self._cluster.arrays.clock
+        for at in arrival_s.tolist():
+            if at > self.env.now:
+                yield self.env.at(at)
+            self.cluster.submit()
+            clock["open_measured"] -= start <= at < end  # it has counted since the beginning
+
+    def run(self, until: float | None = None) -> Result:
+        """Let things happen; returns the result so far, with what is open as unserved.
+
+        Parameters
+        ----------
+        until
+            Simulated time, s. None runs to the end of the measured requests of the
+            configuration's load, as `simulate` does, or, without arrivals, until nothing is left.
+
+        Raises
+        ------
+        ProcessError
+            If a process fails: names it.
+        InputError
+            If ``until`` is not ahead.
+        """
+        cluster, env = self._cluster, self.env
+        if until is not None and not until > env.now:
+            raise InputError("until", f"{until:g} s", f"above {env.now:g} s, the time now")
+        clock = cluster.arrays.clock
+        holds = 0 if until is None and self._open_load else 1
+        limit = until
+        if limit is None:
+            limit = cluster.time_limit_s if self._open_load else math.inf
+        clock["open_measured"] += holds
+        try:
+            while (why := cluster.advance(float(limit))) == loop.PAUSED:
+                pass
+        finally:
+            clock["open_measured"] -= holds
+            env.move(float(clock["now"][0]))
+        if why == loop.UNTIL:
+            if limit < math.inf:
+                clock["now"] = limit
+            elif int(clock["open_measured"][0]) and self._open_load:
+                cluster.check_left(self.cluster.acts)
+            env.move(float(clock["now"][0]))
+        prepared = replace(self._prepared, spec=cluster.spec)
+        result = result_of(self._config, prepared, cluster.workload, self._record())
+        if not self._open_load:
+            result.summary["request_rate"] = None
+        return result
+
+    def _record(self) -> RunRecord:
+        live = self._cluster.requests
+        record = self._cluster.record(float(self.env.now))
+        record = replace(record, requests=record.requests.copy())
+        still = live["outcome"]
+        still[(still == state.OVERLOADED) | (still == state.AFTER_WINDOW)] = state.OPEN
+        return self.cluster.acts.recorded(record) if self.cluster.acted else record
