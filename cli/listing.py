@@ -25,9 +25,23 @@ from eldr_sim.errors import InputError
     metavar="NAME|PATH",
     shell_complete=complete(model_names, "file"),
 )
-def gpus(model: str) -> None:
-    """List the known GPUs and how well a model's step times are known on each."""
+@click.option(
+    "--json",
+    "described",
+    metavar="NAME",
+    shell_complete=complete(gpu_names),
+    help="Print one as a gpu.json, to be edited and given to --gpu.",
+)
+def gpus(model: str, described: str | None) -> None:
+    """List the known GPUs and how well a model's step times are known on each.
+
+    `--gpu` also takes the path of a gpu.json (docs/formats.md).
+    """
     from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
+
+    if described is not None:
+        click.echo(load_gpu(described).model_dump_json(indent=2))
+        return
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.kernel_profiles.step_time import build_step_time_model
 

@@ -198,7 +198,7 @@ def _metavar(name: str) -> str:
         "domain_mix": "NAME=WEIGHT,...",
         "domain_mix_end": "NAME=WEIGHT,...",
         "model": "NAME|PATH",
-        "gpu": "NAME",
+        "gpu": "NAME|PATH",
         "frontend": "CPU|FILE",
         "tokenizer_threads": "N",
         "api_servers": "N",

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
 
+_UNSAID = "the user's gpu.json, which names no source"
+
 
 class GPU(BaseModel):
     """One GPU and the node it sits in."""
@@ -52,13 +54,13 @@ class GPU(BaseModel):
     sibling: str = ""
     """A GPU with the same chip and links but other memory, whose latency tables stand in for this
     one's (:mod:`~eldr_sim.kernel_profiles.sibling_tables`); empty where there is none."""
-    source: str
+    source: str = _UNSAID
     """Where the hardware figures come from."""
     host_bandwidth_source: str = ""
     """Where ``host_bandwidth`` comes from: its provenance, then the evidence."""
-    engine_reserved_source: str
+    engine_reserved_source: str = _UNSAID
     """Where ``engine_reserved_bytes`` comes from."""
-    defaults_source: str
+    defaults_source: str = _UNSAID
     """Where the two server defaults come from."""
 
     def peak_flops(self, *, fp8: bool) -> float:
@@ -134,7 +136,8 @@ def load_gpu(name: str | os.PathLike[str]) -> GPU:
     path = Path(name)
     path = path / "gpu.json" if path.is_dir() else path
     if not path.is_file():
-        raise InputError("gpu", f"unknown GPU {os.fspath(name)!r}", ", ".join(list_gpus()))
+        known = f"{', '.join(list_gpus())}, or the path of a gpu.json"
+        raise InputError("gpu", f"unknown GPU {os.fspath(name)!r}", known)
     try:
         return GPU.model_validate_json(read_text(path, "gpu"))
     except ValidationError as error:

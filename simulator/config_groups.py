@@ -130,7 +130,7 @@ class Pool(_Fields):
     """What the workers of one pool, prefill or decode, have of their own; the run's when None."""
 
     gpu: PathText | None = None
-    """Name of a known GPU."""
+    """A known GPU or a gpu.json."""
     tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """GPUs of a worker."""
     enable_expert_parallel: bool | None = None
@@ -314,7 +314,7 @@ class ClusterConfig(_Fields):
     co-located workers, which compute prompts in chunks beside their decode batch; ``xP``: x prefill
     workers alone, where a request ends with its prompt."""
     gpu: PathText = "H100"
-    """Name of a known GPU."""
+    """A known GPU or a gpu.json."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
     """GPUs of every engine, which share attention heads and layers, and every expert unless
     ``enable_expert_parallel``."""

@@ -1,12 +1,15 @@
 """GPUs: lookup, and the memory that is left for KV blocks."""
 
 import json
+import re
 
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.gpus import list_gpus, load_gpu
+from eldr_sim.kernel_profiles.gpus import GPU, list_gpus, load_gpu
 from eldr_sim.kernel_profiles.models import load_model
+
+from ..paths import ROOT
 
 
 def test_the_gpus_of_the_shipped_tables_exist():
@@ -16,9 +19,8 @@ def test_the_gpus_of_the_shipped_tables_exist():
 @pytest.mark.parametrize("name", list_gpus())
 def test_every_gpu_is_complete_and_sourced(name):
     gpu = load_gpu(name)
-    assert gpu.source
-    assert gpu.engine_reserved_source
-    assert gpu.defaults_source
+    sources = gpu.source, gpu.engine_reserved_source, gpu.defaults_source
+    assert all(source and "names no source" not in source for source in sources)
     # No GPU of the list reads its memory in less than 10 ms or more than 100 ms.
     assert 0.01 < gpu.memory_bytes / gpu.memory_bandwidth < 0.1
     # Nor has one a ridge point outside of 100 to 600 bf16 FLOPs a byte.
@@ -71,3 +73,25 @@ def test_figures_that_no_gpu_has_are_refused(tmp_path, field, value):
     (tmp_path / "gpu.json").write_text(json.dumps(document | {field: value}))
     with pytest.raises(InputError, match=field):
         load_gpu(str(tmp_path / "gpu.json"))
+
+
+def test_a_printed_gpu_is_one_to_edit(run_cli, tmp_path):
+    """It loads as it is, and without sources; the docs name every field."""
+    code, printed, _ = run_cli("gpus", "--json", "h100")
+    assert code == 0
+    (tmp_path / "mine.json").write_text(printed)
+    assert load_gpu(tmp_path / "mine.json") == load_gpu("H100")
+    fields = {k: v for k, v in json.loads(printed).items() if not k.endswith("source")}
+    (tmp_path / "mine.json").write_text(json.dumps(fields | {"name": "H20"}))
+    assert "names no source" in load_gpu(tmp_path / "mine.json").source
+    page = (ROOT / "docs" / "formats.md").read_text()
+    section = page.partition("## GPU: `gpu.json`")[2].partition("\n## ")[0]
+    assert set(GPU.model_fields) <= set(re.findall(r"`(\w+)`", section))
+
+
+def test_the_help_says_that_a_file_is_taken(run_cli):
+    code, printed, _ = run_cli("run", "--help")
+    assert code == 0
+    assert "--gpu NAME|PATH" in printed
+    code, _, error = run_cli("run", "--gpu", "mine.json", "--num-requests", "1")
+    assert (code, "or the path of a gpu.json" in error) == (2, True)

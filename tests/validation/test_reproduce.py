@@ -3,6 +3,7 @@
 import csv
 import re
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -83,6 +84,13 @@ def test_verdicts_on_pages_follow_from_the_figures_beside_them(page):
         assert row["direction"] in {claim.direction, *own}, row
         if claim.direction == "contradicts":
             assert row["direction"] != "agrees", row
+
+
+@pytest.mark.parametrize("paper", ["gimbal", "grace", "metro"])
+def test_the_routing_of_a_command_is_that_of_its_page(paper):
+    evaluation = import_module(f"eldr_sim.validation.reproduce.{paper}.evaluation")
+    trace = evaluation.make_runner(False, lambda _share: None).base["trace"]
+    assert trace in (ROOT / f"docs/{paper}.md").read_text()
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

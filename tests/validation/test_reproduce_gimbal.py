@@ -38,6 +38,8 @@ TINY = QUICK._replace(requests=24)
 class Linear:
     """Runs nothing: p99 TTFT is so many ms for each request a second."""
 
+    base = {"trace": "gpt-oss-20b"}  # noqa: RUF012
+
     def __init__(self, ms):
         self.ms, self.asked = ms, []
 
@@ -46,6 +48,7 @@ class Linear:
         while True:
             rate = configs[0].request_rate
             self.asked.append(rate)
+            assert configs[0].trace == "gpt-oss-20b"  # of the runner, as all other runs
             try:
                 configs = search.send([{P99: self.ms * rate}])
             except StopIteration as end:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+from eldr_sim.traces.format import REFERENCE_TRACE
 from eldr_sim.validation.reproduce.gimbal import experts, latency, studies
 from eldr_sim.validation.reproduce.gimbal.prefix import figure_11, figure_12
 from eldr_sim.validation.reproduce.gimbal.settings import FULL, QUICK, TPOT, TTFT, Experiment
@@ -41,5 +42,8 @@ def figures(
 
 
 def make_runner(quick: bool, progress: Callable[[float], None]) -> Runner:
-    """Return the runner of the evaluation; ``quick`` is a matter of `Scale`."""
-    return Runner({}, progress=progress)
+    """Return the runner of the evaluation; ``quick`` is a matter of `Scale`.
+
+    Its routing is the one of docs/gimbal.md, not the default, which has been another since.
+    """
+    return Runner({"trace": REFERENCE_TRACE}, progress=progress)

@@ -145,7 +145,8 @@ class Experiment:
             case = self.base | VLLM._asdict() | more | {"workload": self.workload(shape, 0)}
 
             def meets(rate: float) -> Any:
-                config: RunConfig = make_config(case | {"request_rate": rate, "seed": 0})
+                own = {"request_rate": rate, "seed": 0}
+                config: RunConfig = make_config(self.runner.base | case | own)
                 found = yield [config]
                 return found[0][P99] <= P99_TTFT_MS
 
