@@ -13,6 +13,7 @@ from pyarrow import csv
 
 from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.cli.options import check_out
+from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import result_folder, write_json
 from eldr_sim.validation.reproduce.reproduction import (
     Claim,
@@ -47,12 +48,30 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 
 @reproduce.command()
 @_options
-def eldr(**options: Any) -> None:
+@click.option(
+    "--measured",
+    is_flag=True,
+    help="The cells that the authors measured on 24 MI300X and their Figures 10, 11 and 13 to 16, "
+    "as they number them; also errors and slope.",
+)
+@click.option(
+    "--kernels",
+    type=click.Choice(["published", "derived"]),
+    help="With --measured: MoE tables fitted to its round-robin cells, or from public kernel "
+    "figures alone.  [default: published]",
+)
+def eldr(measured: bool, kernels: str | None, **options: Any) -> None:
     """ELDR: FIGURE is a number or a name such as table_2; all of them where none is given.
 
     Prints a line for each claim. With --out, each figure is a picture and a CSV.
     """
-    _reproduce("ELDR", "eldr", **options)
+    if measured:
+        kernels = kernels or "published"
+        _reproduce(f"ELDR, measured ({kernels})", "eldr_measured", kernels=kernels, **options)
+    elif kernels is not None:
+        raise InputError("kernels", "without --measured", "--measured beside it")
+    else:
+        _reproduce("ELDR", "eldr", **options)
 
 
 @reproduce.command()

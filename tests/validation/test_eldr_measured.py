@@ -1,0 +1,149 @@
+"""What ELDR's authors measured: the cells as published, and what is made of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from eldr_sim.simulator.config import make_config
+from eldr_sim.validation.reproduce.eldr_measured import cells as cells_module
+from eldr_sim.validation.reproduce.eldr_measured import slope as slope_module
+from eldr_sim.validation.reproduce.eldr_measured.cells import (
+    METRICS,
+    cells_of,
+    gains,
+    table_of,
+    tables_of,
+)
+from eldr_sim.validation.reproduce.eldr_measured.figures import _errors, _goals, _orders
+from eldr_sim.validation.reproduce.eldr_measured.slope import _slope, _slopes, _tile
+
+
+@pytest.fixture(scope="module")
+def main():
+    return [*cells_of("10", "published", False), *cells_of("11", "published", False)]
+
+
+def summary_of(cell, factor=1.0):
+    """A run of ours that measures what they did, times a factor."""
+    seen = {name: factor * cell.measured[metric] for metric, name in METRICS.items()}
+    return {
+        "streamed_by_prefill": seen,
+        "mean_active_experts_per_token": 60.0,
+        "policy": cell.fields["policy"],
+        "median_tpot_ms": 1.0,
+        "median_ttft_ms": 1.0,
+        "weakest_provenance": "published",
+    }
+
+
+def test_there_are_180_cells_of_three_models_and_six_policies(main):
+    assert len(main) == 180
+    assert len({(c.model, c.dataset, c.rate, c.policy) for c in main}) == 180
+    assert sum(cell.fitted("tpot_p50") for cell in main) == 30
+    assert sum(cell.fitted("ttft_p50") for cell in main) == 6
+    assert not any(cell.fitted("tpot_p99") for cell in main)
+
+
+def test_runs_send_as_many_requests_as_the_authors_did(main):
+    for cell in main:
+        config = make_config(cell.fields)
+        assert config.num_requests == 120 * cell.rate
+        assert (config.topology, config.n_decode, config.gpu) == ("8P16D", 16, "MI300X")
+        assert config.pool("prefill").enforce_eager
+        assert not config.pool("decode").enforce_eager
+    assert {c.fields["num_requests"] for c in cells_of("16", "published", False)} == {12_000}
+
+
+def test_measured_gains_are_those_of_the_artifacts_page(main):
+    """Means over rates of p50 and p99, eldr against rr, as its README gives them, %."""
+    pairs = [(cell, summary_of(cell)) for cell in main]
+    expected = {
+        ("task", "Qwen3-30B-A3B"): (-12.8, -5.6),
+        ("task", "GPT-OSS-120B"): (-14.5, -3.6),
+        ("task", "Gemma-4-26B-A4B"): (-8.6, -3.4),
+        ("language", "Qwen3-30B-A3B"): (-9.8, -3.3),
+        ("language", "GPT-OSS-120B"): (-5.4, 1.2),
+        ("language", "Gemma-4-26B-A4B"): (-7.4, -3.3),
+    }
+    for (dataset, model), both in expected.items():
+        own = [(c, s) for c, s in pairs if (c.dataset, c.model) == (dataset, model)]
+        for metric, mean in zip(("tpot_p50", "tpot_p99"), both, strict=True):
+            each = [gains(c, s, own, metric)[1] for c, s in own if c.policy == "eldr"]
+            assert np.mean(each) == pytest.approx(mean, abs=0.06)
+
+
+@pytest.mark.parametrize("figure", ["13", "14", "15", "16"])
+def test_every_variant_has_a_round_robin_run_beside_it(figure, monkeypatch):
+    monkeypatch.setattr(cells_module, "_scored", lambda _model, workload: workload)
+    found = cells_of(figure, "published", False)
+    table = table_of([(cell, summary_of(cell)) for cell in found], "published")
+    for row in table.to_pylist():
+        assert row["tpot_p50_gain"] == pytest.approx(row["tpot_p50_gain_measured"])
+        assert (row["tpot_p50_gain"] == 0.0) == (row["policy"] == "rr")
+        make_config({"policy": row["run_as"]})
+    assert len({c.fields["policy"] for c in found}) == {"13": 3, "14": 3, "15": 5, "16": 2}[figure]
+
+
+def test_a_simulator_that_measures_the_same_meets_every_goal(main):
+    pairs = [(cell, summary_of(cell)) for cell in main]
+    goals = _goals(pairs, "published")
+    assert {goal.size for goal in goals} == {"agrees"}
+    assert _orders(pairs) == (30, 30)
+    assert len(_errors(pairs, "tpot_p50")) == 150
+
+
+def test_goals_can_be_missed(main):
+    """All cells 20% too slow: absolute goals fail, gains do not. Random too fast: orders fail."""
+    pairs = [(cell, summary_of(cell, 1.2)) for cell in main]
+    missed = [goal.statement for goal in _goals(pairs, "published") if goal.size == "differs"]
+    assert all("error of" in statement for statement in missed)
+    assert sum("median TPOT" in statement for statement in missed) == 12
+    assert _errors(pairs, "tpot_p99") == pytest.approx([20.0] * 180)
+    fast = [(c, summary_of(c, 0.5 if c.policy == "random" else 1.0)) for c in main]
+    assert _orders(fast)[0] == 0
+
+
+def test_tiles_change_at_33_and_65_rows_but_not_for_gpt_oss():
+    batches = (31.9, 32.1, 63.9, 64.1, 96.1)
+    assert [_tile("Qwen3-30B-A3B", batch) for batch in batches] == [0, 1, 1, 2, 3]
+    assert {_tile("GPT-OSS-120B", batch) for batch in batches} == {0}
+
+
+def test_a_known_slope_is_found_and_the_rest_is_the_tiles(main, monkeypatch):
+    """TPOT = fixed of the tile + 4 us a distinct expert of each of 48 layers, by construction."""
+    base = [c for c in main if c.model == "Qwen3-30B-A3B"]
+    experts = {"rr": 80.0, "domain": 70.0, "eldr": 65.0}
+    points = []
+    for cell in base:
+        if cell.policy in experts:
+            tile = 2 if cell.rate == 80.0 and cell.policy == "rr" else 1
+            tpot = (5.0 if tile == 1 else 3.0) + 4e-3 * 48 * (experts[cell.policy] + cell.rate)
+            made = replace(cell, measured={"tpot_p50": tpot})
+            points.append(slope_module.Point(made, 40.0, tile, experts[cell.policy] + cell.rate))
+    found = _slopes(points)
+    assert list(found) == [("Qwen3-30B-A3B", 1)]
+    assert found["Qwen3-30B-A3B", 1].us == pytest.approx(4.0)
+    assert found["Qwen3-30B-A3B", 1].error == pytest.approx(0.0, abs=1e-9)
+    assert found["Qwen3-30B-A3B", 1].n == 16  # four rates, two loads, two policies
+    assert _slope([], 48) is None
+    monkeypatch.setattr(slope_module, "_all", lambda *_given: points)
+    rows = slope_module.locality(None, "published", False).table.to_pylist()
+    for row in rows:
+        rest = row["of_the_rest_points"]
+        assert rest == pytest.approx(0.0, abs=1e-9) or row["tiles_differ"]
+    crossing = [row for row in rows if row["tiles_differ"]]
+    assert len(crossing) == 2
+    assert all(row["of_the_rest_points"] > 5 for row in crossing)  # 3 ms became 5
+
+
+def test_derived_tables_are_not_the_shipped_ones():
+    assert tables_of("published") is None
+    assert tables_of("derived") == tables_of("derived")
+
+
+def test_kernels_without_measured_is_one_line(run_cli):
+    code, out, err = run_cli("reproduce", "eldr", "--kernels", "derived")
+    assert code == 2
+    assert err.strip() == "Error: kernels: without --measured (allowed: --measured beside it)"
+    assert not out
