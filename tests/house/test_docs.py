@@ -190,17 +190,17 @@ def test_examples_run(page, run_cli, tmp_path, monkeypatch):
 
 
 class Line(NamedTuple):
-    """A line of the README, and what it says that it needs besides the install."""
+    """A command line of a page, and what it says that it needs besides the install."""
 
     text: str
     words: list[str]
     needs: list[str]
 
 
-def readme():
-    """Return the lines of the README that are commands of eldr-sim."""
+def named_needs(page):
+    """Return the lines of a page that are one command of eldr-sim."""
     found = []
-    for line in itertools.chain(*lines(ROOT / "README.md")):
+    for line in itertools.chain(*lines(page)):
         text, _, comment = line.partition("  #")
         if text.startswith("eldr-sim "):
             said = re.search(r"needs ([^;]*)", comment)
@@ -209,7 +209,7 @@ def readme():
     return found
 
 
-README = readme()
+README = named_needs(ROOT / "README.md")
 #: What each extra that is named there installs.
 EXTRAS = {
     "[aiconfigurator]": ["aiconfigurator_core"],
@@ -236,19 +236,26 @@ def test_readme_says_what_a_line_needs(line, run_cli, tmp_path, monkeypatch):
     assert any(need in last for need in line.needs), last
 
 
-def test_readme_names_no_file_that_is_not_there():
-    """What is no file of the checkout, made by a line before, or named behind ``needs``."""
-    made = set()
-    for line in README:
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_line_names_the_files_that_it_needs(page):
+    """Each is in the checkout, made by a line before, or named behind ``needs``."""
+    made = []
+    for line in named_needs(page):
         _, options = parsed(line.words)
-        out = {str(value) for key, value in options.items() if key in ("out", "report") and value}
-        named = {
-            word for word in line.words if "/" in word or Path(word).suffix in (".jsonl", ".csv")
-        }
-        for word in named - out:
-            there = word in made or (ROOT / word).exists() or "://" in word
-            assert there or any(word.strip("./") == need for need in line.needs), word
-        made |= out
+        out = [str(value) for key, value in options.items() if key in ("out", "report") and value]
+        for word in set(line.words) - set(out):
+            is_file = "/" in word or Path(word).suffix in (
+                ".csv",
+                ".json",
+                ".jsonl",
+                ".npz",
+                ".yaml",
+            )
+            known = [*made, *line.needs, *(f"./{need}" for need in line.needs)]
+            known += [word] if "://" in word or (ROOT / word).exists() else []
+            if is_file:
+                assert any(word == one or word.startswith(f"{one}/") for one in known), line.text
+        made += out
 
 
 @pytest.mark.slow
