@@ -33,6 +33,7 @@ _BUDGET = "tokens a step"
 
 #: Measured window of a run where none is given, s: a plan makes many.
 _DURATION = 30.0
+_ATTAINMENT, _MAX_GPUS = 0.99, 64
 
 
 @click.command(cls=GroupedCommand, short_help="Find the cheapest cluster that meets an SLO.")
@@ -42,7 +43,7 @@ _DURATION = 30.0
     "or repeated. Required but with --prefill-only.",
 )  # fmt: skip
 @click.option(
-    "--attainment", type=float, default=0.99, show_default=True,
+    "--attainment", type=float, default=_ATTAINMENT, show_default=True,
     help="Share of the requests that must be good.",
 )  # fmt: skip
 @click.option(
@@ -54,7 +55,9 @@ _DURATION = 30.0
     help="Decode policies to choose from; once with a list, or repeated.",
     shell_complete=complete(policy_names("decode"), listed=True),
 )  # fmt: skip
-@click.option("--max-gpus", type=int, default=64, show_default=True, help="Most GPUs of a cluster.")
+@click.option(
+    "--max-gpus", type=int, default=_MAX_GPUS, show_default=True, help="Most GPUs of a cluster."
+)
 @click.option("--price", metavar="GPU=PRICE,...", help="Price of a GPU-hour by GPU, $.")
 @click.option(
     *TENSOR_PARALLEL_SIZE, "sizes", metavar="N,...",
@@ -130,6 +133,13 @@ def plan(
     if not slo and not prefill_only:
         raise InputError("slo", "none", "METRIC:MS such as ttft:500,tpot:30, or --prefill-only")
     objective = Objective(parse_slo(slo), attainment, looks_up_to(seeds)) if slo else None
+    if objective is None and attainment != _ATTAINMENT:
+        raise InputError("attainment", "nothing is attained without a service level", "--slo")
+    if max_gpus != _MAX_GPUS and (topology or n_gpus) is not None:
+        beside = "--gpus" if topology is None else "--topology"
+        raise InputError("max_gpus", f"beside {beside}, which says how many GPUs there are", "none")
+    if verbose and (objective is None or (topology or n_gpus) is not None):
+        raise InputError("verbose", "no shapes of clusters are searched", "without --verbose")
     rate = options.get("request_rate")
     if n_gpus is not None and (topology is not None or rate is not None):
         other = "--request-rate" if topology is None else "--topology"
@@ -324,7 +334,7 @@ def _print_plan(plan: Plan, verbose: bool) -> bool:
     if best is None:
         return False
     click.echo()
-    _print_assumptions(best.summaries[0])
+    _print_assumptions(best.summaries[0], plan.runs)
     labels = {a.trial.summaries[0]["weakest_provenance"] for a in plan.candidates if a.trial}
     if len(labels) > 1:
         click.echo(
@@ -439,7 +449,7 @@ def _print_fastest(plan: FastestPlan) -> bool:
     text = f"{config.topology} on {plan.best.gpu}, {plan.best.strategy}"
     _line("Answer", f"{text}, {chunk_label(config)} tokens a step: {config.n_gpus} GPUs")
     click.echo()
-    _print_assumptions(plan.best.summary)
+    _print_assumptions(plan.best.summary, plan.runs)
     return True
 
 
@@ -560,7 +570,7 @@ def _print_rates(plan: RatePlan) -> bool:
     click.echo()
     summary = next((each.summary for each in plan.rates if each.summary is not None), None)
     if summary is not None:
-        _print_assumptions(summary)
+        _print_assumptions(summary, plan.runs)
     return summary is not None
 
 
@@ -584,7 +594,7 @@ def _print_log_part(runs: Runs) -> None:
         )
 
 
-def _print_assumptions(summary: Summary) -> None:
+def _print_assumptions(summary: Summary, runs: Runs) -> None:
     from eldr_sim.kernel_profiles.tables import parts_by_provenance
     from eldr_sim.simulator.metrics import warnings_of
 
@@ -599,5 +609,10 @@ def _print_assumptions(summary: Summary) -> None:
     )
     if beyond := trace.get("prompt_tokens_beyond_recorded_share"):
         click.echo(f"{'':<26}{100 * beyond:.0f}% of the prompt tokens repeat recorded ones")
-    for warning in warnings_of(dict(summary)):
+    # What one cluster has no use for may have decided between others.
+    everywhere = [set(made.get("without_effect", ())) for _, made in runs.made()]
+    idle = [
+        line for line in summary.get("without_effect", ()) if all(line in w for w in everywhere)
+    ]
+    for warning in warnings_of({**summary, "without_effect": idle}):
         click.echo(f"Warning: {warning}", err=True)

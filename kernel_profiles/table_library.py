@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from importlib import resources
 from itertools import groupby
@@ -100,6 +102,27 @@ def _read_index(folder: Path) -> tuple[ShippedTable, ...]:
     return tuple(ShippedTable(*row) for row in rows)
 
 
+_in_use: ContextVar[set[str] | None] = ContextVar("tables in use", default=None)
+
+
+@contextmanager
+def noting_use() -> Iterator[set[str]]:
+    """Yield the names (`table_name`) of the user's tables that are found in this block."""
+    used: set[str] = set()
+    token = _in_use.set(used)
+    try:
+        yield used
+    finally:
+        _in_use.reset(token)
+
+
+def note_use(names: Iterable[str]) -> None:
+    """Count tables as found, whoever notes it."""
+    used = _in_use.get()
+    if used is not None:
+        used.update(names)
+
+
 def find_table(
     kind: Kind,
     gpu: str,
@@ -142,6 +165,7 @@ def find_table(
 
     for table in extra:
         if fits(table.metadata):
+            note_use([table_name(table.metadata)])
             return table
     key = (kind, gpu, _shape_key(wanted))
     named = [one for one in shipped_tables() if (one.kind, one.gpu, one.shape) == key]

@@ -245,6 +245,11 @@ def clusters_to_plan(
             base = base.model_copy(update=pools)
             made.setdefault((gpu_label(base), policy, redundant), base)
     _check_prices(made.values())
+    planned = {
+        load_gpu(base.pool(role).gpu or "").name for base in made.values() for role in _roles(base)
+    }
+    for name in by_gpu.keys() - planned:
+        raise InputError("price", f"{name} is no GPU of this plan", f"{', '.join(sorted(planned))}")
     return list(made.values())
 
 

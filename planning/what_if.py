@@ -46,6 +46,7 @@ REQUEST_FIELDS = {
     "arrivals": "arrivals",
     "length_shape": "length_shape",
     "input_len": "input_len",
+    "prompt_lengths": "prompt_lengths",
     "random_range_ratio": "random_range_ratio",
     "prefix_len": "prefix_len",
     "num_prefixes": "num_prefixes",

@@ -262,6 +262,7 @@ def warnings_of(summary: Mapping[str, Any]) -> list[str]:
     """Return what a reader of a summary's figures must know, a line each."""
     warnings = table_warnings(summary)
     warnings += summary.get("trace_warnings", [])  # older results have none, nor what follows
+    warnings += summary.get("without_effect", [])
     if part := summary.get("trace", {}).get("log_window"):
         warnings += part_warnings(part)
     growth = summary.get("load_growth")

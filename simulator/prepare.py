@@ -19,6 +19,7 @@ from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
 from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.kernel_profiles.table_library import note_use, noting_use
 from eldr_sim.kernel_profiles.tables import load_tables
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
@@ -47,6 +48,7 @@ class PreparedRun:
     model: ModelDims
     trace: RoutingTrace
     spec: ClusterSpec
+    tables_used: frozenset[str] = frozenset()
 
     @property
     def step_time(self) -> StepTimeModel:
@@ -75,11 +77,12 @@ def prepare(config: RunConfig) -> PreparedRun:
     sizes = [config.pool(role).parallelism.data_parallel_size for role in ("prefill", "decode")]
     if max(sizes) > 1:
         trace.require_prompts("the pairs of engines that share experts")
-    if config.prefill_only:
-        prefill = decode = _engine(config, "prefill", model)
-    else:
-        decode = _engine(config, "decode", model)
-        prefill = decode if config.colocated else _engine(config, "prefill", model)
+    with noting_use() as used:
+        if config.prefill_only:
+            prefill = decode = _engine(config, "prefill", model)
+        else:
+            decode = _engine(config, "decode", model)
+            prefill = decode if config.colocated else _engine(config, "prefill", model)
     places = config.n_prefill * prefill.parallelism.data_parallel_size * prefill.max_num_seqs
     places += config.n_decode * decode.parallelism.data_parallel_size * decode.max_num_seqs
     within("topology", places, _MOST_PLACES, " running requests of all engines")
@@ -109,7 +112,7 @@ def prepare(config: RunConfig) -> PreparedRun:
         handover_s=HAND_OVERS[config.handover].seconds,
         front_end=_front_end(config),
     )
-    return PreparedRun(model, trace, spec)
+    return PreparedRun(model, trace, spec, frozenset(used))
 
 
 def _check_tables(config: RunConfig) -> None:
@@ -167,7 +170,7 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
     if layout is not None and layout.whole_prompts:
         stages = parallelism.pipeline_parallel_size
         n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)
-    step_time = _step_time(
+    step_time, used = _step_time(
         model,
         gpu,
         SINGLE_GPU if experts is not None else parallelism,
@@ -180,6 +183,7 @@ def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
         config.moe_backend,
         config.tables,
     )
+    note_use(used)
     if parallelism.data_parallel_size == 1 or experts is not None:
         return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout)
     if pool.enforce_eager:
@@ -393,20 +397,23 @@ def _step_time(
     enforce_eager: bool,
     moe_backend: MoEBackend,
     tables: str | None,
-) -> StepTimeModel:
-    return build_step_time_model(
-        model,
-        gpu,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        parallelism=parallelism,
-        host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
-        cudagraph_padding=cudagraph_padding,
-        enforce_eager=enforce_eager,
-        moe_backend=moe_backend,
-        tables=load_tables(tables),
-    )
+) -> tuple[StepTimeModel, frozenset[str]]:
+    """Return the step times, and the names of the user's tables that they come from."""
+    with noting_use() as used:
+        built = build_step_time_model(
+            model,
+            gpu,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            parallelism=parallelism,
+            host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
+            cudagraph_padding=cudagraph_padding,
+            enforce_eager=enforce_eager,
+            moe_backend=moe_backend,
+            tables=load_tables(tables),
+        )
+    return built, frozenset(used)
 
 
 @lru_cache(maxsize=4)

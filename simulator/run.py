@@ -548,8 +548,8 @@ def _relocations(
 ) -> Relocations | None:
     """Return what moves the experts of groups while they run; None where nothing does."""
     if config.eplb_interval is None:
-        for name in ("eplb_async", "eplb_overhead_ms"):
-            if getattr(config, name):
+        for name in ("eplb_window", "eplb_async", "eplb_overhead_ms"):
+            if getattr(config, name) != RunConfig.model_fields[name].default:
                 raise InputError(name, "without eplb_interval no expert moves", "--eplb-interval")
         return None
     if not movable:

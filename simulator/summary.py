@@ -23,6 +23,7 @@ from eldr_sim.simulator.prepare import PreparedRun
 from eldr_sim.simulator.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.trace_use import copies_met, trace_warnings
 from eldr_sim.simulator.transfer import HAND_OVERS
+from eldr_sim.simulator.without_effect import without_effect
 from eldr_sim.traces.manifest import rests_on
 from eldr_sim.traces.workload import Workload
 
@@ -360,5 +361,6 @@ def summary_of(
         "latency_notes": _transfer_notes(prepared, record) if handed_over else [],
         "prompt_experts": "recorded" if trace.has_prompts else "uniform",
         "trace": _trace(config, prepared, workload, copies),
+        "without_effect": without_effect(config, prepared, workload, record),
         "trace_warnings": trace_warnings(trace, copies, config.trace_replay),
     }

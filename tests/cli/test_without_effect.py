@@ -1,0 +1,226 @@
+"""An option that has no effect is refused, or a warning names it: a case for each option there is.
+
+A new option fails here until it has a case, or a reason why it always has an effect. What a warning
+calls without effect must be so: the figures are those of the run without it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import click
+import numpy as np
+import pytest
+
+from eldr_sim.cli.main import cli
+from eldr_sim.cli.options import config_from_options, run_options
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata, moe_shape
+from eldr_sim.simulator.metrics import warnings_of
+from eldr_sim.simulator.run import simulate_summary
+
+#: A quick run; a case's own options come after these.
+BASE = "--trace reference-moe --num-requests 6 --output-len 3 --topology 2P2D"
+GROUP = "--topology 1C -dp 2 --enable-expert-parallel"
+STREAMS = "--topology 1P -dp 2 --enable-expert-parallel --expert-gather one_sided --output-len 1"
+
+#: Options that always have an effect where a run is possible at all, and why.
+ALWAYS = {
+    name: why
+    for why, names in {
+        "what the run is": "workload request_rate num_requests seed trace topology model output_len "
+        "input_len prefix_len domain_mix domain_mix_end block_size kv_cache_dtype host_gap_ms "
+        "goodput config_file preset frontend expert_gather out price_per_gpu_hour",
+        "the workers themselves": "tensor_parallel_size prefill_tensor_parallel_size "
+        "decode_tensor_parallel_size prefill_gpu decode_gpu moe_backend data_parallel_size "
+        "prefill_data_parallel_size decode_data_parallel_size enforce_eager prefill_enforce_eager "
+        "decode_enforce_eager",
+        "a bound, which a load reaches or not": "max_concurrency max_model_len max_num_seqs "
+        "max_num_batched_tokens kv_cache_free prefill_max_num_seqs prefill_max_num_batched_tokens "
+        "decode_max_num_seqs decode_max_num_batched_tokens",
+        "a rule for what a load brings or not": "queue_order events eplb_interval",
+        "what is planned or compared": "slo gpus sizes seeds jobs",
+    }.items()
+    for name in names.split()
+}
+
+#: By option: a run in which it has no effect, and, where it is refused, the field that is named.
+CASES = {
+    "policy": "--topology 2P1D --policy p2c",
+    "prefill_policy": "--topology 2C --prefill-policy least_loaded",
+    "expert_placement": ("--expert-placement eplb", "expert_placement"),
+    "prefill_expert_placement": ("--prefill-expert-placement eplb", "expert_placement"),
+    "decode_expert_placement": ("--decode-expert-placement eplb", "expert_placement"),
+    "replica_choice": f"{GROUP} --replica-choice metro",
+    "columns": ("--columns time_s=t,input=i,output=o", "columns"),
+    "arrivals": "--arrivals poisson",
+    "burstiness": "--request-rate inf --burstiness 2",
+    "log_from": ("--from 3", "log_from"),
+    "log_to": ("--to 3", "log_to"),
+    "busiest": ("--busiest 3", "busiest"),
+    "duration": "--duration 5",
+    "warmup": "LOG --to 2 --warmup 1",
+    "prompts": "--topology 2C --no-enable-prefix-caching --prompts shared",
+    "trace_replay": "--topology 2P --output-len 1 --trace-replay same_domain",
+    "prompt_lengths": ("--input-len 5 --prompt-lengths data_sets", "prompt_lengths"),
+    "random_range_ratio": ("--workload trace --output-len recorded --random-range-ratio 0.5",
+                           "random_range_ratio"),
+    "num_prefixes": ("--num-prefixes 2", "num_prefixes"),
+    "length_shape": ("--length-shape average", "length_shape"),
+    "gpu": "--gpu H200 --prefill-gpu H100 --decode-gpu H100",
+    "enable_expert_parallel": "--enable-expert-parallel",
+    "prefill_enable_expert_parallel": "--prefill-enable-expert-parallel",
+    "decode_enable_expert_parallel": "--decode-enable-expert-parallel",
+    "pipeline_parallel_size": ("--pipeline-parallel-size 2", "pipeline_parallel_size"),
+    "prefill_pipeline_parallel_size": ("--prefill-pipeline-parallel-size 2",
+                                       "pipeline_parallel_size"),
+    "decode_pipeline_parallel_size": ("--decode-pipeline-parallel-size 2",
+                                      "pipeline_parallel_size"),
+    "num_redundant_experts": ("--num-redundant-experts 2", "num_redundant_experts"),
+    "prefill_num_redundant_experts": ("--prefill-num-redundant-experts 2",
+                                      "num_redundant_experts"),
+    "decode_num_redundant_experts": ("--decode-num-redundant-experts 2", "num_redundant_experts"),
+    "gpus_per_node": f"{GROUP} --gpus-per-node 4",
+    "all2all_backend": "--all2all-backend pplx",
+    "kv_transfer": "--topology 2C --kv-transfer ideal",
+    "handover": "--topology 2C --handover vllm_nixl",
+    "load_report_delay_ms": "--policy round_robin --prefill-policy round_robin "
+                            "--load-report-delay-ms 5",
+    "signal_interval_ms": "--policy jsq --prefill-policy least_loaded --signal-interval-ms 5",
+    "prefill_price_per_gpu_hour": "--prefill-price-per-gpu-hour 2",
+    "decode_price_per_gpu_hour": "--decode-price-per-gpu-hour 2",
+    "disable_hybrid_kv_cache_manager": "--topology 2C --disable-hybrid-kv-cache-manager",
+    "enable_prefix_caching": "--no-enable-prefix-caching",
+    "async_scheduling": "--topology 2P --output-len 1 --no-async-scheduling",
+    "prefill_schedule_interval": "--prefill-schedule-interval 3",
+    "gpu_memory_utilization": "--num-gpu-blocks-override 500 --gpu-memory-utilization 0.9",
+    "num_gpu_blocks_override": "--topology 2P --output-len 1 --kv-cache-free "
+                               "--num-gpu-blocks-override 500",
+    "cudagraph_padding": "--gpu MI300X --enforce-eager --cudagraph-padding dense",
+    "tables": "--tables TABLES",
+    "tokenizer_mode": ("--tokenizer-mode microbatch_parallel", "tokenizer_mode"),
+    "tokenizer_threads": "--frontend xeon-emerald-rapids --tokenizer-mode microbatch_sequential "
+                         "--tokenizer-threads 4",
+    "api_servers": ("--api-servers 2", "api_servers"),
+    "cpu_slowdown": ("--cpu-slowdown 2", "cpu_slowdown"),
+    "eplb_window": ("--eplb-window 50", "eplb_window"),
+    "eplb_async": ("--eplb-async", "eplb_async"),
+    "eplb_overhead_ms": ("--eplb-overhead-ms 2", "eplb_overhead_ms"),
+    "offload_window": f"{STREAMS} --offload-window 100",
+    "gather_interference": ("--gather-interference 0.5", "gather_interference"),
+    "fail": "--fail decode:0@60",
+    "health_delay_ms": "--health-delay-ms 5",
+    "retry": "--retry never",
+    "max_retries": "--max-retries 2",
+    "force": ("run --force", "force"),
+    "plot": ("run --plot", "plot"),
+    "timeline": ("run --timeline", "timeline"),
+    # of compare and plan
+    "policies": ("plan --prefill-only --num-requests 9 --policy jsq", "policy"),
+    "attainment": ("plan --prefill-only --num-requests 9 --attainment 0.5", "attainment"),
+    "max_gpus": ("plan --slo ttft:9 --topology 1P1D --max-gpus 4", "max_gpus"),
+    "price": ("plan --slo ttft:9 --request-rate 9 --gpu h100 --price h100=1,h200=2", "price"),
+    "strategies": ("plan --slo ttft:9 --request-rate 9 --strategy tp", "strategy"),
+    "redundant": ("plan --slo ttft:9 --request-rate 9 --num-redundant-experts 4",
+                  "num_redundant_experts"),
+    "verbose": ("plan --slo ttft:9 --topology 1P1D --verbose", "verbose"),
+    "n_gpus": ("plan --slo ttft:9 --topology 1P1D --gpus 4", "gpus"),
+    "prefill_only": ("plan --slo ttft:9 --topology 1P1D --prefill-only", "prefill_only"),
+}  # fmt: skip
+
+
+def options():
+    """Return the names of all options of the commands that take a run's."""
+    context = click.Context(cli)
+    commands = (cli.get_command(context, name) for name in ("run", "compare", "plan"))
+    return sorted({param.name for command in commands for param in command.params})
+
+
+def test_every_option_has_a_case_or_a_reason():
+    assert [name for name in options() if name in CASES and name in ALWAYS] == []
+    assert set(CASES) | set(ALWAYS) == set(options())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What cases name: a request log, and a table of another model."""
+    folder = tmp_path_factory.mktemp("files")
+    log = folder / "log.jsonl"
+    lines = [{"timestamp": 200 * i, "input_length": 50, "output_length": 3} for i in range(20)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metadata = TableMetadata(
+        kind="moe", gpu="H100", shape=moe_shape(6144, 2560, 160, 8), dtype="bfloat16",
+        kernel_source="mine", framework="vllm 0.24.0", provenance="measured", origin="mine",
+        device="H100",
+    )  # fmt: skip
+    columns = {
+        "batch": np.array([1, 8]), "distinct_experts": np.array([8.0, 60.0]),
+        "routing": np.array(["uniform", "uniform"]), "latency_s": np.array([1e-5, 9e-5]),
+    }  # fmt: skip
+    LatencyTable(metadata, columns).save(folder / "tables" / "mine.parquet")
+    return {"LOG": f"--workload {log} --topology 2C", "TABLES": str(folder / "tables")}
+
+
+def summary(text):
+    """Return the summary of a run with these options."""
+
+    @click.command()
+    @run_options()
+    def command(**options):
+        return config_from_options(options)
+
+    return simulate_summary(command.main(text.split(), standalone_mode=False))
+
+
+def left_out(text, name):
+    """Return a command line without an option, and its value if it has one."""
+    words, flag = text.split(), name.replace("_", "-")
+    (place,) = (i for i, word in enumerate(words) if word in (f"--{flag}", f"--no-{flag}"))
+    has_value = not words[place].startswith("--no-") and words[place + 1 : place + 2]
+    has_value = has_value and not words[place + 1].startswith("-")
+    return " ".join(words[:place] + words[place + (2 if has_value else 1) :])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_option_without_effect_is_refused_or_named(name, files, run_cli):
+    case, refused = CASES[name] if isinstance(CASES[name], tuple) else (CASES[name], None)
+    if case.startswith(("run ", "plan ")):
+        code, _, err = run_cli(*case.split())
+        assert (code, err.splitlines()[-1].startswith(f"Error: {refused}: ")) == (2, True), err
+        return
+    for word, path in files.items():
+        case = case.replace(word, path)
+    text = f"{BASE} {case}"
+    if "--workload /" in text:
+        text = text.replace("--num-requests 6 --output-len 3", "")
+    if refused:
+        with pytest.raises(InputError) as caught:
+            summary(text)
+        assert caught.value.field == refused
+        return
+    flag = re.escape(name.replace("prefill_", "prefill.").replace("decode_", "decode."))
+    flag = name if name in ("prefill_policy", "prefill_schedule_interval") else flag
+    found = summary(text)
+    said = [line for line in warnings_of(found) if re.match(rf"{flag}\b.* has no effect: ", line)]
+    assert len(said) == 1, warnings_of(found)
+    without = left_out(text, name)
+    other = summary(without)
+    for figure in ("mean_ttft_ms", "mean_tpot_ms", "p99_e2el_ms", "completed", "num_prompts",
+                   "kv_blocks_per_worker", "cost_per_million_output_tokens"):  # fmt: skip
+        assert found[figure] == other[figure], figure
+
+
+def test_the_default_run_warns_of_nothing():
+    assert warnings_of(summary("--trace reference-moe --num-requests 40")) == []
+
+
+def test_what_failed_too_late_is_not_said_to_recover():
+    """A run that ends at 4 s, and a worker that dies at 60 s."""
+    found = summary(f"{BASE} --fail decode:0@60,decode:1@0.1")
+    late, early = sorted(found["faults"]["events"], key=lambda event: -event["at_s"])
+    assert late["time_to_recover_s"] is None
+    assert late["goodput_after"] is None
+    assert early["at_s"] == 0.1
+    (said,) = [line for line in warnings_of(found) if "has no effect" in line]
+    assert said.startswith("fail decode:0@60 has no effect: the run ends at ")
