@@ -30,8 +30,8 @@ ALWAYS = {
     name: why
     for why, names in {
         "what the run is": "workload request_rate num_requests seed trace topology model "
-        "input_len output_len prefix_len domain_mix domain_mix_end block_size kv_cache_dtype host_gap_ms "
-        "goodput config_file preset frontend expert_gather out price_per_gpu_hour",
+        "input_len output_len prefix_len domain_mix domain_mix_end block_size kv_cache_dtype "
+        "host_gap_ms goodput config_file preset frontend expert_gather out price_per_gpu_hour",
         "the workers themselves": "tensor_parallel_size prefill_tensor_parallel_size "
         "decode_tensor_parallel_size prefill_gpu decode_gpu moe_backend data_parallel_size "
         "prefill_data_parallel_size decode_data_parallel_size enforce_eager prefill_enforce_eager "
