@@ -237,3 +237,10 @@ def test_what_cannot_be_is_refused():
         build_all_to_all(DEEPSEEK, h100, "deepep_ll", 12)
     with pytest.raises(InputError, match="sglang, vllm"):
         build_all_to_all(DEEPSEEK, h100, "deepep_ll", 8, library="trtllm")  # type: ignore[arg-type]
+
+
+def test_the_nics_of_a_node_that_is_filled_in_part_share_what_comes():
+    """Six ranks on nodes of four: the two of the second node take the first one's tokens."""
+    tokens = np.array([1, 2, 3, 4, 5, 6])
+    assert busiest_all(tokens, 4) == (20, 10 / 2)
+    assert busiest_all(tokens[::-1].copy(), 4) == (20, 18 / 2)

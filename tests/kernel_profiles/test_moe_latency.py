@@ -9,6 +9,7 @@ from scipy.optimize import isotonic_regression
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.moe_latency import (
+    MoELatency,
     fit_moe_latency,
     interpolate,
     monotone_fit,
@@ -123,6 +124,43 @@ def test_noise_does_not_make_a_monotone_fit_faster_than_its_rows():
 def test_zeros_and_gaps_stay_out_of_the_monotone_fit():
     fit = monotone_fit([0.0, 4.0, 1.0, np.inf, 9.0])
     np.testing.assert_allclose(fit, [0.0, 2.0, 2.0, np.inf, 9.0])
+
+
+def test_expectations_of_large_batches_take_the_least_row():
+    """Loads of several skews were timed at 512 tokens: what routing costs is not the batch's."""
+
+    def line(batch, distinct):
+        return 1e-5 + 1e-6 * distinct + 1e-7 * batch
+
+    small = [(b, min(128, 8 * b), line(b, min(128, 8 * b))) for b in (1, 2, 4, 8, 16, 32, 64, 128)]
+    large = [(512, 120, 1.5 * line(512, 120)), (512, 100, 3.0 * line(512, 100))]
+    fitted = fit_moe_latency(_table(small + large, routing="power_law_1.2"))
+    assert float(fitted.time_s(512, 120)) == pytest.approx(1.5 * line(512, 120), rel=1e-6)
+
+
+def test_a_rank_by_hand():
+    """8 experts of 1 us after 2 us: a rank of 4 reads each as fast and computes half the pairs."""
+    whole = MoELatency(
+        n_experts=8, top_k=2, expert_s=2e-6 + 1e-6 * np.arange(9.0),
+        batch_knots=np.array([0.0, 100.0]), batch_s=np.array([0.0, 5e-6]), token_s=1e-9,
+        unbalanced_knots=np.array([1.0, 100.0]), unbalanced_s=np.array([3e-6, 42e-6]),
+    )  # fmt: skip
+    rank = whole.on_rank(2)
+    assert (rank.n_experts, rank.top_k, rank.token_s) == (4, 1.0, 0.5e-9)
+    batch, distinct = np.arange(1, 200)[:, None], np.arange(1, 5)
+    np.testing.assert_allclose(rank.time_s(batch, distinct), whole.time_s(batch, distinct))
+    # The kernels' own 2 us are on every rank, the rest of a skewed load is shared.
+    np.testing.assert_allclose(rank.unbalanced_s, [2.5e-6, 22e-6])
+    # Steps with prompts read what is touched, and compute what is skewed.
+    mixed, skewed = (
+        rank.mixed_grid_s(150),
+        interpolate(np.arange(151), [1.0, 100.0], [2.5e-6, 22e-6]),
+    )
+    np.testing.assert_allclose(
+        mixed[1:, 1:],
+        np.maximum(rank.time_s(np.arange(1, 151)[:, None], distinct), skewed[1:, None]),
+    )
+    assert (mixed[120, 1:] > rank.grid_s(150)[120, 1:]).all()
 
 
 def test_interpolation_goes_on_with_the_last_slope():

@@ -211,7 +211,7 @@ def test_rank_tables_count_what_one_rank_activates(gpu, size):
     batch = table.columns["batch"][balanced]
     expected = np.minimum(128 // size, 8 * batch // size)
     assert table.columns["distinct_experts"][balanced].tolist() == expected.tolist()
-    assert fitted.n_experts == 128 // size
+    assert (fitted.n_experts, fitted.top_k) == (128 // size, 8 / size)
     assert fitted.fit_error["leave_one_out_mean"] < 0.08
 
 

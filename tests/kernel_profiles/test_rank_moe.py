@@ -1,5 +1,7 @@
 """A MoE layer on one rank of an expert-parallel group, by its own pairs and experts."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.step_cost import rank_moe_s
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.step_time import RankMoE, build_step_time_model
 from eldr_sim.kernel_profiles.table_library import find_table, shipped_tables
 from eldr_sim.kernel_profiles.tables import moe_shape
 
@@ -136,3 +138,23 @@ def test_sizes_that_cannot_be_are_refused(qwen):
         Parallelism(1, True, 0)
     with pytest.raises(InputError, match="data_parallel_size: 3 does not divide the 128 experts"):
         Parallelism(1, True, 3).check(load_model("Qwen3-235B-A22B"))
+
+
+@pytest.mark.parametrize(("prompts", "slower"), [(False, 1.0), (True, 3.0)])
+def test_a_rank_by_hand(prompts, slower):
+    """A second for each row's square and expert, three times that in steps with prompts."""
+    rows = np.array([0.0, 1.0, 2.0, 4.0, 8.0])
+    grid = rows[:, None] ** 2 + np.arange(4.0)
+    layer = RankMoE(2, rows, grid, 3.0 * grid)
+    for pairs, activated, seconds in (
+        (4, 1, 5.0), (2, 2.5, 3.5), (12, 3, 3 + (16 + 64) / 2), (14, 0, 16 + 0.75 * 48),
+        (20, 9, 3 + 64 + 0.5 * 48),
+    ):  # fmt: skip
+        assert rank_moe_s(layer, pairs, activated, prompts) == pytest.approx(slower * seconds)
+
+
+def test_a_table_of_ranks_alone_was_measured_with_the_tokens_of_all(qwen):
+    """Rows of one of 8 ranks: its eighth of the pairs came from eight times as many tokens."""
+    spread = dataclasses.replace(qwen, layer=qwen.layer._replace(tokens_per_row=8))
+    few, many = spread.rank_moe(16, 800), qwen.rank_moe(16, 6400)
+    np.testing.assert_allclose(few.decode_s[:100], many.decode_s[: 8 * 100 : 8])

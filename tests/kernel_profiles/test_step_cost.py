@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.kernel_profiles.step_cost import step_parts, total_s
+from eldr_sim.kernel_profiles.step_cost import chunk_attention_s, step_parts, total_s
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
 
 from ..watching import new_steps
@@ -104,3 +104,17 @@ def test_the_parts_make_the_step(model, data, n_chunks):
     few = step_parts(cost, max(batch, 1), 1.0, nothing, nothing, 0, 1, half, False)
     between = (cost.moe_s[max(batch, 1), 4] + cost.moe_s[max(batch, 1), 5]) / 2
     assert few.moe == pytest.approx(layers * between, rel=1e-12)
+
+
+def test_a_chunk_reads_all_that_it_attends_to_and_waits_for_the_slowest(make_step_time):
+    """Floor 1; a pair in company 0, 2 s for each token of KV; the second chunk alone 30 s."""
+    length = np.arange(257.0)
+    cost = make_step_time().cost._replace(
+        prompt_floor_s=1.0, prompt_token_s=2.0, prompt_share_s=0 * length,
+        prompt_alone_s=np.where(length < 100, 0.0, 30.0),
+    )  # fmt: skip
+    first, count = np.array([7, 96]), np.array([3, 4])
+    assert chunk_attention_s(cost, first, count, 1) == 1 + 2 * (7 + 3)
+    assert chunk_attention_s(cost, first, count, 2) == 1 + 2 * (7 + 3) + 2 * (96 + 4)
+    cheap = cost._replace(prompt_token_s=0.0)
+    assert chunk_attention_s(cheap, first, count, 2) == 1 + 30

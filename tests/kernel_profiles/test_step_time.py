@@ -18,6 +18,7 @@ from eldr_sim.kernel_profiles.kernel_latency import (
 )
 from eldr_sim.kernel_profiles.models import list_models, load_model
 from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
+from eldr_sim.kernel_profiles.parts import NORMS_S, bytes_alone
 from eldr_sim.kernel_profiles.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.table_library import find_table, shipped_tables
 from eldr_sim.kernel_profiles.tables import (
@@ -245,6 +246,38 @@ def test_host_gap_is_added_once_per_step():
     gap = late.prefill_s([100, 200], [0, 0]) - plain.prefill_s([100, 200], [0, 0])
     assert gap == pytest.approx(0.003)
     assert late.host_gap_s == 0.003
+
+
+def _own(kind, shape, **columns):
+    metadata = TableMetadata(
+        kind=kind, gpu="H100", shape=shape, dtype="bfloat16", kernel_source="mine",
+        framework="profile 1", provenance="measured", origin="a test", device="none",
+    )  # fmt: skip
+    return LatencyTable(metadata, {name: np.array(values) for name, values in columns.items()})
+
+
+def test_the_host_gap_of_a_table_is_its_median():
+    gaps = _own(
+        "host_gap", {"n_layers": 48, "hidden_size": 2048}, batch=[1, 8, 64],
+        latency_s=[1e-3, 2e-3, 9e-3],
+    )  # fmt: skip
+    assert _build(tables=[gaps]).host_gap_s == 2e-3
+
+
+def test_small_batches_take_the_norms_time_and_large_ones_their_bytes():
+    plain, bare = (
+        _build(),
+        _build(tables=[bytes_alone(load_model("Qwen3-30B-A3B"), load_gpu("H100"))]),
+    )
+    more = plain.cost.dense_s - bare.cost.dense_s
+    assert 0.99 * 48 * NORMS_S < more[1] < 48 * NORMS_S  # a token's bytes take no time to speak of
+    assert more[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_step_is_outside_where_the_least_measured_kind_of_layer_ends():
+    """Gemma's full layers were measured to 2^18 tokens in a batch, its sliding ones to 2^19."""
+    model = build_step_time_model("Gemma-4-26B-A4B", "H100", max_num_seqs=8, max_model_len=4096)
+    assert model.attention_tokens_max == 2**18
 
 
 def test_a_shipped_table_of_an_older_kernel_may_be_given_as_ones_own():

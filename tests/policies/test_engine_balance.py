@@ -143,3 +143,11 @@ def test_vllm_takes_equal_engines_in_turn_under_kv_and_the_first_before():
     reports = [workers._replace(signals_s=float(i)) for i in range(6)]
     assert [newer.select(request(), report) for report in reports] == [0, 1, 2, 3, 0, 1]
     assert [older.select(request(), report) for report in reports] == [0] * 6
+
+
+def test_kv_usage_up_to_a_half_weighs_nothing():
+    """At 0.5 and below 100 waiting requests are 100; by a hundredth more they are six more."""
+    workers = view([0.49, 0.0], waiting=[100, 0], running=[0, 101])
+    assert build("vllm_dp_kv", 2).select(request(), workers) == 0
+    fuller = view([0.51, 0.0], waiting=[100, 0], running=[0, 101])
+    assert build("vllm_dp_kv", 2).select(request(), fuller) == 1

@@ -23,7 +23,9 @@ from ..paths import ROOT
 
 PAGE = ROOT / "docs" / "metrics.md"
 #: Counts by name are told in docs/metrics.md, but they are no figures.
-MAPPINGS = {"failed_reasons", "limits", "load_growth", "slo_attainment_by_metric"}
+MAPPINGS = {
+    "failed_reasons", "limits", "load_growth", "slo_attainment_by_metric", "streamed_by_prefill"
+}  # fmt: skip
 
 
 def test_every_figure_of_a_summary_is_in_the_catalogue_and_the_other_way_round():

@@ -194,6 +194,36 @@ def test_a_window_counts_its_own_steps_and_its_own_requests(
     assert figures["request_throughput"] == pytest.approx(finished / (end - start))
 
 
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_window_counts_the_prompt_tokens_that_are_computed_in_it(
+    make_cluster, make_workload, run_to_rest, colocated
+):
+    """Prompts are computed whole, in the step that begins when they are admitted."""
+    rng = np.random.default_rng(3)
+    n, start, end = 200, 0.15, 0.35
+    workload = make_workload(
+        np.cumsum(rng.exponential(0.003, n)), rng.integers(2, 20, n), rng.integers(1, 30, n)
+    )
+    cluster = make_cluster(
+        workload, n_prefill=0 if colocated else 2, n_decode=2, max_num_seqs=64,
+        max_num_batched_tokens=4096, window=(start, end),
+    )  # fmt: skip
+    record = run_to_rest(cluster)
+    figures = summarise(record, make_config({"topology": "2C" if colocated else "2P2D"}), 2)
+    requests = record.requests
+    begun, ended = requests["prefill_start_s"], requests["prefill_end_s"]
+    # Co-located, a prompt's last token is computed as the first that is decoded.
+    tokens = requests["prompt_len"] - colocated
+    computed = tokens[(start <= begun) & (begun < end)].sum()
+    assert 0 < computed < 0.6 * tokens.sum()
+    assert figures["computed_prompt_throughput"] == pytest.approx(computed / (end - start))
+    assert figures["total_token_throughput"] == pytest.approx(
+        computed / (end - start) + figures["output_throughput"]
+    )
+    done = requests["prompt_len"][(start <= ended) & (ended <= end)].sum()
+    assert figures["prefill_throughput"] == pytest.approx(done / (end - start))
+
+
 # -- by hand -----------------------------------------------------------------------------------
 
 

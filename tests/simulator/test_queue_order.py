@@ -35,7 +35,7 @@ def keys(name, prompt_len, priority=None, output_len=None, step_times=None):
 def serve(make_cluster, make_workload, make_step_time):
     """Serve prompts on one prefill worker of one place, a millisecond a token."""
 
-    def run(arrivals, prompts, queue_keys, aging_s=math.inf):
+    def run(arrivals, prompts, queue_keys, aging_s=math.inf, **rest):
         longest = int(np.max(prompts)) + 1
         step_time = make_step_time(
             1, 1, 8, constant=0.0, prefill=(0.0, 1e-3), max_tokens=longest, max_context=longest
@@ -43,7 +43,7 @@ def serve(make_cluster, make_workload, make_step_time):
         record = make_cluster(
             make_workload(arrivals, prompts, 1), step_time=step_time, max_num_seqs=1,
             max_num_batched_tokens=longest, block_size=16, queue_keys=queue_keys,
-            aging_s=aging_s,
+            aging_s=aging_s, **rest,
         ).run()  # fmt: skip
         assert record.completed.all()
         return record.requests
@@ -262,6 +262,15 @@ def test_who_ages_while_the_next_has_no_blocks_is_served_at_the_step_after(
     ).run().requests  # fmt: skip
     assert requests["prefill_start_s"][1] == 6.0  # 5.1 s, and to the end of the step
     assert requests["prefill_start_s"][2] >= 27.0
+
+
+def test_a_request_ages_at_the_engine_and_not_at_the_client(serve):
+    """Three in flight, a second each: the fourth is sent at 1 s and the fifth at 2 s."""
+    prompts, queue_keys = np.full(5, 1000), np.array([0.0, 1.0, 2.0, 9.0, 3.0])
+    requests = serve(np.zeros(5), prompts, queue_keys, 2.5, max_concurrency=3)
+    assert requests["sent_s"].round(9).tolist() == [0, 0, 0, 1, 2]
+    # At 3 s all came 3 s ago, but the fourth has waited for 2 s alone: the next by key goes first.
+    assert requests["prefill_start_s"].round(9).tolist() == [0, 1, 2, 4, 3]
 
 
 # -- residence ---------------------------------------------------------------------------------

@@ -293,6 +293,15 @@ def test_a_transfer_by_hand():
     assert moved == (6, 2 * 20.0, 20.0, 2 * 10 / 5 + 10 / 2)
 
 
+@pytest.mark.parametrize(("gpus_per_node", "seconds"), [(4, 30 / 5), (2, 30 / 2)])
+def test_a_transfer_waits_for_the_rank_that_sends_or_receives_most(gpus_per_node, seconds):
+    """Rank 2 receives three experts, no rank sends more than two; then the other way round."""
+    moves = np.zeros((1, 4, 4), np.int64)
+    moves[0, 0, 2], moves[0, 1, 2] = 2, 1
+    for each in (moves, moves.transpose(0, 2, 1)):
+        assert transfer_of(each, ExpertLinks(10, 5.0, 2.0, gpus_per_node), 1).seconds == seconds
+
+
 def test_the_links_are_those_of_collectives_and_transfers():
     links = expert_links(load_gpu("H100"), 100, 16, 8)
     assert links.inside == pytest.approx(0.68 * 450e9)
