@@ -103,6 +103,18 @@ def test_a_hugging_face_configuration_gives_the_shipped_dimensions(tmp_path):
     assert _same_dimensions(load_model(tmp_path / "config.json"), shipped)
 
 
+def test_a_configuration_without_a_name_has_its_file_s_or_its_folder_s(tmp_path):
+    for place, name in (("my-moe/config.json", "my-moe"), ("other.json", "other")):
+        path = tmp_path / place
+        path.parent.mkdir(exist_ok=True)
+        config = {k: v for k, v in _config().items() if k != "_name_or_path"}
+        path.write_text(json.dumps(config))
+        assert load_model(path).name == name
+        path.write_text(json.dumps(config | {"_name_or_path": "org/its-own"}))
+        assert load_model(path).name == "org/its-own"
+    assert load_model(tmp_path / "my-moe").name == "org/its-own"
+
+
 REAL_CONFIGS = {
     "Qwen3-30B-A3B": "Qwen--Qwen3-30B-A3B",
     "Qwen3-235B-A22B": "Qwen--Qwen3-235B-A22B",
