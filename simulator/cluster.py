@@ -24,13 +24,14 @@ from eldr_sim.policies.base import (
     RequestInfo,
 )
 from eldr_sim.simulator import loop, state
+from eldr_sim.simulator.actions import Actions
 from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.compiled import Callback
-from eldr_sim.simulator.engine import Engines
+from eldr_sim.simulator.engine import Engines, make_workers
 from eldr_sim.simulator.expert_loads import make_expert_loads
 from eldr_sim.simulator.expert_union import PromptRows, no_prompts
-from eldr_sim.simulator.fault_actions import FaultActions
+from eldr_sim.simulator.fault_processes import start_faults
 from eldr_sim.simulator.faults import Fault, FaultPlan
 from eldr_sim.simulator.front_end import make_front_end, most_at_once
 from eldr_sim.simulator.group_state import (
@@ -246,7 +247,7 @@ class Cluster:
                 settings=self._settings(model),
                 pools=pools,
                 pool_of=pool_of,
-                workers=_workers(pools, pool_of),
+                workers=make_workers(pools, pool_of),
                 sequences=np.zeros((n_workers, most_seqs), state.SEQUENCE),
                 requests=self.requests,
                 tables=np.zeros((n_requests, 2), state.BLOCK_TABLE),
@@ -319,7 +320,9 @@ class Cluster:
         """
         clock = self.arrays.clock
         total = max(1, int(clock["open_measured"][0]))
-        acts = None if self.faults is None else FaultActions(self.faults, self, self.env)
+        acts = None if self.faults is None else Actions(self.faults, self)
+        if acts is not None:
+            start_faults(acts)
         while (why := self.advance(self.time_limit_s)) == loop.PAUSED:
             if progress is not None:
                 progress(1.0 - int(clock["open_measured"][0]) / total)
@@ -334,7 +337,7 @@ class Cluster:
         record = self.record(end_s)
         return record if acts is None else acts.recorded(record)
 
-    def check_left(self, acts: FaultActions | None) -> None:
+    def check_left(self, acts: Actions | None) -> None:
         """End what nobody is left to serve; raise if requests are open that nothing will end."""
         if acts is not None and acts.nobody_left():
             return
@@ -669,15 +672,3 @@ def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[
     ]
     pools["group_size"] = [e.group_size for e in (spec.prefill, spec.decode)]
     return pools
-
-
-def _workers(pools: NDArray[np.void], pool_of: NDArray[np.int64]) -> NDArray[np.void]:
-    workers = np.zeros(len(pool_of), state.WORKER)
-    workers["n_blank"] = pools["n_blocks"][pool_of]
-    workers["slowdown"] = 1.0
-    size, first = pools["group_size"][pool_of], pools["first_worker"][pool_of]
-    workers["leader"] = first + (np.arange(len(pool_of)) - first) // size * size
-    for name in ("wake", "spare", "idle_head", "idle_tail", "new_head", "oldest", "newest",
-                 "arrived_head", "preempted_head", "late_head"):  # fmt: skip
-        workers[name] = -1
-    return workers

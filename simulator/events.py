@@ -5,7 +5,10 @@ Events of one time happen in the order in which they were scheduled; the starts 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
+
+import numpy as np
 
 from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.state import STEP_ORDER, STEP_START
@@ -71,3 +74,21 @@ def drop_first(clock: Any, events: Any) -> None:
         events[i] = events[below]
         i = below
     events[i] = events[n]
+
+
+# --- from outside ---
+
+
+def delay(
+    clock: Any, events: Any, kinds: Collection[Any], subjects: Collection[int], seconds: float
+) -> None:  # fmt: skip
+    """Let events of some kinds and subjects come later; never, if ``seconds`` are infinite."""
+    n = int(clock["n_events"][0])
+    mine = np.isin(events["kind"][:n], list(kinds)) & np.isin(events["subject"][:n], list(subjects))
+    if not mine.any():
+        return
+    events["time"][:n][mine] += seconds
+    left = events[:n][np.isfinite(events["time"][:n])]
+    left.sort(order=("time", "order"))  # sorted events are a heap
+    events[: len(left)] = left
+    clock["n_events"] = len(left)

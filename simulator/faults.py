@@ -1,7 +1,7 @@
 """What goes wrong in a run: workers that die, hang, slow down, drain or join, and slower links.
 
-A `FaultPlan` is what `cluster.Cluster` takes; `fault_spellings` makes it from a configuration and
-`fault_actions` lets it happen.
+A `FaultPlan` is what `cluster.Cluster` takes; `fault_spellings` makes it from a configuration,
+`fault_processes` lets it happen.
 """
 
 from __future__ import annotations

@@ -213,3 +213,20 @@ def _busiest(group: GroupCost, work: GroupScratch, layer: int, ranks: int) -> An
     if group.copy_per == ALL:
         return busiest_all(work.tokens[:ranks], group.gpus_per_node)
     return busiest(work.traffic[layer, :ranks])
+
+
+@compiled()
+def move_group_end(
+    clock: Any, engines: Engines, leader: int, seconds: float, group_logs: Any
+) -> None:  # fmt: skip
+    """Let the step in progress of a group end later; never, if ``seconds`` are infinite."""
+    pool = engines.pools[engines.pool_of[leader]]
+    log, group = (
+        group_logs[engines.pool_of[leader]],
+        (leader - pool.first_worker) // pool.group_size,
+    )
+    for i in range(pool.n_group_steps - 1, -1, -1):
+        if log[i].group == group:
+            if log[i].end > clock[0].now:
+                log[i].end += seconds
+            return

@@ -300,3 +300,18 @@ def _evict(kv: Any, workers: Any, w: int, n: int) -> None:
         kv.blocks[w, block].behind = workers[w].spare
         workers[w].spare = block
         workers[w].n_blank += 1
+
+
+def forget_blocks(kv: KVCache, w: int) -> None:
+    """Let a worker's blocks have no contents any more, and note that for a router that listens."""
+    if w >= len(kv.hash_slots):
+        return
+    if w < kv.listened:
+        for slot in kv.hash_slots[w, np.flatnonzero(kv.hash_slots[w])].tolist():
+            block = kv.blocks[w, slot - 1]
+            end = ((int(block["block_hash"]) & 0xFFFFFFFF) + 1) * kv.block_size
+            if end % kv.prefix_block_tokens == 0:
+                at = int(kv.prefix_indptr[block["writer"]]) + end // kv.prefix_block_tokens - 1
+                kv.events[int(kv.n_events[0])] = w, at, 0
+                kv.n_events[0] += 1
+    kv.hash_slots[w] = 0

@@ -46,10 +46,12 @@ from eldr_sim.simulator.engine import (
     PENDING_HAND_OVER,
     Engines,
     boundary,
+    give_back,
     leave,
     leave_stages,
     publish_signals,
     publish_tokens,
+    remove,
     take,
     wake,
 )
@@ -251,6 +253,61 @@ def _hold(router: Router, requests: Any, request: int) -> None:
         requests[held.tail].next = request
     held.tail = request
     held.n += 1
+
+
+@compiled()
+def _let_go(router: Router, requests: Any, request: int) -> None:
+    """Take a request out of those that a router holds, if it is there."""
+    held, before = router.held[0], np.int64(-1)
+    at = held.head
+    for place in range(held.n):
+        behind = requests[at].next
+        if at == request:
+            if before < 0:
+                held.head = behind
+            else:
+                requests[before].next = behind
+            if held.tail == request:
+                held.tail = before
+            held.n -= 1
+            if place < held.to_ask:
+                held.to_ask -= 1
+            return
+        before, at = at, behind
+
+
+@compiled()
+def detach(
+    clock: Any, events: Any, engines: Engines, routers: Any, net: Any, request: int
+) -> None:  # fmt: skip
+    """Take a request out of all that it waits in: routers, links, engines; its KV cache is gone.
+
+    The routers still count it. Between two events no worker has planned a step that has not begun.
+    """
+    settings, record = engines.settings[0], engines.requests[request]
+    for pool in range(2):
+        _let_go(routers[pool], engines.requests, request)
+    if record.transfer_start_s >= 0.0 and not record.kv_here:
+        network.drop(clock, events, net, request, settings.egress, settings.ingress)
+    source, w = record.prefill_worker, np.int64(-1)
+    if record.decode_worker >= 0:
+        w = engines.pools[1].first_worker + record.decode_worker
+    elif source >= 0 and record.prefill_end_s < 0.0:
+        w = source
+    if w >= 0:
+        remove(clock, events, engines, w, request)
+    if source >= 0 and w != source and engines.pools[0].n_workers > 0 and not record.kv_here:
+        give_back(clock, events, engines, source, request)
+    for pool in range(2):
+        table = engines.tables[request, pool]
+        table.found = table.listed = table.private = 0
+
+
+@compiled()
+def submit(router: Router, requests: Any, request: int) -> None:
+    """Send a request again, as the last of those that the router of its first worker holds."""
+    _hold(router, requests, request)
+    _ask_again(router)
 
 
 @compiled()

@@ -30,10 +30,11 @@ import simpy
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator import loop, state
+from eldr_sim.simulator.actions import Actions
 from eldr_sim.simulator.clock import Clock
 from eldr_sim.simulator.cluster import Cluster, RunRecord, check_tables
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.fault_actions import FaultActions
+from eldr_sim.simulator.fault_processes import start_faults
 from eldr_sim.simulator.faults import POOLS, FaultPlan
 from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.run import Result, build_cluster, offered_load, result_of
@@ -130,7 +131,8 @@ class Control:
     def __init__(self, cluster: Cluster, plan: FaultPlan) -> None:
         self._cluster, self._env = cluster, cluster.env
         self._clock, self._arrived = cluster.arrays.clock, cluster.arrays.clock["arrived"]
-        self.acts = FaultActions(plan, cluster, cluster.env)
+        self.acts = Actions(plan, cluster)
+        start_faults(self.acts)
         self.acted = bool(plan.faults) or plan.cancel_s is not None
         self._waited: dict[int, simpy.Event] = {}
         self._drained: set[Worker] = set()
@@ -199,7 +201,7 @@ class Control:
             self._drained.remove(worker)
             self.acts.avoid(engines, -1)
         elif engines[0] in self.acts.dead:
-            self.acts.come_back(engines)
+            self.acts.start(engines)
             self.acts.later(self.acts.avoid, engines, -1)
         else:
             raise InputError("start", f"{worker} serves", "a worker that died, drains or is absent")

@@ -93,6 +93,12 @@ REQUEST = np.dtype(
     align=True,
 )
 
+#: What a request has of each try: of a new one when it is sent again.
+TRY = (
+    "prefill_worker", "decode_worker", "prefill_start_s", "prefill_end_s", "transfer_start_s",
+    "transfer_end_s", "decode_start_s", "cached_tokens", "decode_cached_tokens",
+)  # fmt: skip
+
 #: The KV blocks of a request on one worker: ``found`` of its ``listed`` blocks were in the prefix
 #: cache when it was admitted, ``private`` ones nobody can find. One record a request and pool.
 BLOCK_TABLE = np.dtype([("found", np.int32), ("listed", np.int32), ("private", np.int32)])

@@ -13,6 +13,7 @@ from eldr_sim.simulator.compiled import compiled
 from eldr_sim.simulator.engine import Engines, wake
 from eldr_sim.simulator.events import schedule_step
 from eldr_sim.simulator.kv_cache import n_free, take_blank
+from eldr_sim.simulator.state import COLOCATED, DECODE
 
 _NONE = np.int64(0)
 
@@ -151,6 +152,71 @@ def finish_step(
         wake(clock, events, engines.workers, w)
     else:
         schedule_step(clock, events, engines.workers, w)
+
+
+# --- from outside ---
+
+
+@compiled()
+def _last_steps(log: Any, n: int, own: int) -> tuple[Any, Any]:
+    """Return the last two steps of a pool's engine that were not cut; -1 where there is none."""
+    last = np.int64(-1)
+    for i in range(n - 1, -1, -1):
+        if log[i].worker == own and log[i].end < np.inf:
+            if last >= 0:
+                return last, np.int64(i)
+            last = np.int64(i)
+    return last, np.int64(-1)
+
+
+@compiled()
+def move_end(
+    clock: Any, engines: Engines, w: int, seconds: float, logs: Any, gaps: Any
+) -> None:  # fmt: skip
+    """Let the step in progress end later; infinitely: nobody gets its tokens.
+
+    Notes when each sequence of a step that is cut, or has just ended, got its last token, and how
+    many it has generated.
+    """
+    worker, sequences, now = engines.workers[w], engines.sequences[w], clock[0].now
+    pool = engines.pools[engines.pool_of[w]]
+    log = logs[engines.pool_of[w]]
+    last, before = _last_steps(log, pool.n_steps, w - pool.first_worker)
+    if last < 0:
+        return
+    was, end, cut = log[last].end, log[last].end + seconds, seconds == np.inf
+    first_joined = worker.batch - log[last].joined
+    for i in range(worker.batch):
+        record = engines.requests[sequences[i].request]
+        if was <= now:
+            if cut:
+                record.last_token_s = was
+            continue
+        if cut:
+            sequences[i].tokens_left += 1
+        if i >= first_joined:
+            if record.first_token_s == was:
+                record.first_token_s = -1.0 if cut else end
+            else:
+                _move_gap(clock, gaps, record.last_token_s, was, end)
+        elif cut:
+            record.last_token_s = log[before].end
+    if was > now:
+        log[last].end = end
+    if cut and pool.role in (DECODE, COLOCATED):
+        for i in range(worker.batch + worker.prefilling):
+            record, left = engines.requests[sequences[i].request], sequences[i].tokens_left
+            if left > 0:
+                record.generated = record.output_len - left
+
+
+@compiled()
+def _move_gap(clock: Any, gaps: Any, last_token: float, resumed: float, other: float) -> None:
+    """Move the end of the gap that a sequence's last step closed."""
+    for i in range(clock[0].n_gaps - 1, -1, -1):
+        if gaps[i].last_token_s == last_token and gaps[i].resumed_s == resumed:
+            gaps[i].resumed_s = other
+            return
 
 
 @compiled()

@@ -1,4 +1,4 @@
-"""What goes wrong: takes what `FaultActions` takes."""
+"""What goes wrong: takes what `Actions` take."""
 
 from __future__ import annotations
 
