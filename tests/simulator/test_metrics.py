@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from eldr_sim.simulator import state
 from eldr_sim.simulator.cluster import RunRecord
 from eldr_sim.simulator.config import ServiceLevel, make_config
+from eldr_sim.simulator.limits import load_growth
 from eldr_sim.simulator.metrics import (
     describe,
     good_requests,
     request_times,
     summarise,
+    warnings_of,
     weighted_percentile,
 )
 from eldr_sim.simulator.relocation import RELOCATION
@@ -313,6 +315,35 @@ def test_failures_are_counted_by_their_reason():
     assert figures["slo_attainment"] == 0.25
     assert figures["mean_ttft_ms"] == 1000.0
     assert figures["max_concurrent_requests"] == 2  # 0 and 4: refused requests never flew
+    assert figures["in_flight_at_window_start"] == 2
+    assert figures["in_flight_at_window_end"] == 1
+
+
+def test_prefix_caches_are_judged_by_the_requests_that_are_measured():
+    requests = [a_request(0.0, 3.0), a_request(0.0, 3.0, measured=False), a_request(0.0, 3.0)]
+    for request, found in zip(requests, (2, 3, -1), strict=True):  # the last was never looked up
+        request["cached_tokens"] = found
+    figures = summarise(a_record(requests, [1.0] * 3), make_config({}), 2)
+    assert figures["prefix_cache_queries"] == 4
+    assert figures["prefix_cache_hits"] == 2
+
+
+@pytest.mark.parametrize(("max_concurrency", "warned"), [(None, True), (8, False)])
+def test_a_client_that_holds_back_is_no_overload(max_concurrency, warned):
+    summary = {
+        "lookups_outside_tables": {}, "latency_warnings": [], "failed_reasons": {},
+        "max_concurrency": max_concurrency, "num_prompts": 900,
+        "load_growth": {"from_s": 1.0, "to_s": 9.0, "arrived": 900, "ended": 500},
+    }  # fmt: skip
+    assert any("more than the cluster serves" in line for line in warnings_of(summary)) == warned
+
+
+def test_growth_ends_with_the_last_arrival():
+    """100 requests in 10 s, of a second each; then the window is empty."""
+    arrivals = np.arange(100) / 10
+    growth = load_growth(arrivals, arrivals + 1.0, (0.0, 60.0))
+    assert (growth["from_s"], growth["to_s"]) == pytest.approx((1.0, 9.9))
+    assert abs(growth["arrived"] - growth["ended"]) <= 1
 
 
 @pytest.mark.parametrize(
