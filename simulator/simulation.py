@@ -222,7 +222,7 @@ class Control:
         if worker in self._drained:
             self._drained.remove(worker)
             self.acts.avoid(engines, -1)
-        self._check_may_die(worker)
+        self._check_may_go("fail", worker)
         self.acts.die(engines)
         self.acts.later(self.acts.hear_of_death, engines)
 
@@ -232,13 +232,20 @@ class Control:
             raise InputError("link", f"{share:g} of the bandwidth", "above 0, up to 1")
         self.acts.scale(self._engines(worker), share)
 
-    def _check_may_die(self, worker: Worker) -> None:
-        """Raise InputError where a death is not simulated, as in `run`."""
-        cluster = self._cluster
+    def _check_may_go(self, field: str, worker: Worker) -> None:
+        """Raise InputError where it is not simulated that a worker is not there, as in `run`."""
+        cluster, problem = self._cluster, None
         if cluster.relocations is not None:
-            raise InputError("fail", "beside experts that move (eplb_interval) is not simulated")
+            problem = "dead workers beside experts that move (eplb_interval) are not simulated"
         if cluster.layers is not None and worker.pool == "prefill":
-            raise InputError("fail", "of workers that stream weights or have stages")
+            problem = "dead workers that stream weights or have stages are not simulated"
+        if problem is not None:
+            raise InputError(field, f"{worker}: {problem}")
+
+    def absent(self, worker: Worker) -> None:
+        """Let a worker not be there from the beginning; see `Simulation`."""
+        self._check_may_go("absent", worker)
+        self.acts.remove(self._engines(worker))
 
     def _engines(self, worker: Worker) -> range:
         number = POOLS.index(worker.pool)
@@ -294,7 +301,7 @@ class Simulation:
             pool, _, number = text.partition(":")
             if pool not in POOLS or not number.isdecimal():
                 raise InputError("absent", repr(text), "decode:4")
-            self.cluster.acts.remove(self.cluster._engines(Worker(pool, int(number))))
+            self.cluster.absent(Worker(pool, int(number)))
         self._open_load = arrivals
         if arrivals:
             self.env.process(self._arrivals(workload.arrival_s.copy()))

@@ -23,6 +23,11 @@ CONFIG = RunConfig(
 )  # fmt: skip
 
 
+STAGED = CONFIG.replace(
+    topology="2P", policy="round_robin", pipeline_parallel_size=2, output_len=None
+)
+
+
 def user(sim, draws, log=None):
     """Think, ask, wait, and again."""
     while True:
@@ -42,7 +47,9 @@ def closed_loop(config, n_users, until):
 @pytest.mark.parametrize(
     "changes",
     [{}, {"topology": "3C", "max_num_seqs": 6}, {"policy": "eldr", "prefix_len": 64},
-     {"frontend": "xeon-emerald-rapids", "policy": "p2c", "load_report_delay_ms": 3}],
+     {"frontend": "xeon-emerald-rapids", "policy": "p2c", "load_report_delay_ms": 3},
+     {"topology": "2P", "policy": "round_robin", "output_len": None, "pipeline_parallel_size": 2},
+     {"topology": "1P2D", "data_parallel_size": 2, "enable_expert_parallel": True}],
 )  # fmt: skip
 def test_without_processes_it_is_simulate(changes):
     config = CONFIG.replace(**changes)
@@ -168,6 +175,8 @@ def test_an_operator_drains_starts_kills_and_throttles():
         (lambda: sim.cluster.link(decode[0], 0.0), "above 0"),
         (lambda: sim.cluster.drain(decode[0]._replace(number=9)), "topology"),
         (lambda: Simulation(CONFIG, absent=["decode"]), "decode:4"),
+        (lambda: Simulation(CONFIG, absent=["decode:3"]), "topology"),
+        (lambda: Simulation(STAGED, absent=["prefill:1"]), "have stages"),
     ):
         with pytest.raises(InputError, match=why):
             wrong()
