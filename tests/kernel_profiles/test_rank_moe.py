@@ -147,7 +147,7 @@ def test_a_rank_by_hand(prompts, slower):
     grid = rows[:, None] ** 2 + np.arange(4.0)
     layer = RankMoE(2, rows, grid, 3.0 * grid)
     for pairs, activated, seconds in (
-        (4, 1, 5.0), (2, 2.5, 3.5), (12, 3, 3 + (16 + 64) / 2), (14, 0, 16 + 0.75 * 48),
+        (4, 1, 5.0), (2, 2.5, 3.5), (9, 1, 23.0), (12, 3, 43.0), (14, 0, 16 + 0.75 * 48),
         (20, 9, 3 + 64 + 0.5 * 48),
     ):  # fmt: skip
         assert rank_moe_s(layer, pairs, activated, prompts) == pytest.approx(slower * seconds)
