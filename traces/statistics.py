@@ -243,12 +243,12 @@ def expected_distinct(
     """
     absent = np.ones(groups[0].shape[1:])
     for activation, take in zip(groups, takes, strict=True):
-        absent *= _mean_products(1.0 - activation, take)[take]
+        absent *= mean_products(1.0 - activation, take)[take]
     distinct: NDArray[np.float64] = (1.0 - absent).sum(axis=-1)
     return distinct
 
 
-def _mean_products(miss: NDArray[np.float64], largest: int) -> NDArray[np.float64]:
+def mean_products(miss: NDArray[np.float64], largest: int) -> NDArray[np.float64]:
     """Return for k = 0..largest the mean product of k of the rows, ``[largest + 1, ...]``."""
     means = np.zeros((largest + 1, *miss.shape[1:]))
     means[0] = 1.0
@@ -269,7 +269,7 @@ def _distinct_table(
     for group, names in domain_groups(trace).items():
         most = min(max(batch_sizes), max(len(members[name]) for name in names))
         means = {
-            name: _mean_products(1.0 - decode[members[name]], min(most, len(members[name])))
+            name: mean_products(1.0 - decode[members[name]], min(most, len(members[name])))
             for name in names
         }
         for batch in batch_sizes:

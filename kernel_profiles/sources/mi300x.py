@@ -6,8 +6,9 @@ each tile (:mod:`~eldr_sim.kernel_profiles.tiled_moe`), were fitted to ten round
 (median TPOT at 20 to 100 requests/s on two loads, casys-kaist/ELDR, Figs. 10 and 11), with the
 union that drawn routing has at the cell's batch and all but MoE layers at its derived time. The
 other 150 cells and Figs. 13 to 16 were not used. :data:`PUBLISHED` holds the result;
-``validation/reproduce/eldr`` repeats the fit. Tiles that no cell ran in (97 tokens and more) keep
-the ratio to their neighbour that :data:`~eldr_sim.kernel_profiles.tiled_moe.UNTUNED` derives.
+``validation/reproduce/eldr_measured/kernel_fit.py`` repeats the fit. Tiles that no cell ran in (97
+tokens and more) keep the ratio to their neighbour that
+:data:`~eldr_sim.kernel_profiles.tiled_moe.UNTUNED` derives.
 
 **AITER's kernels**, which vLLM runs where ``VLLM_ROCM_USE_AITER`` says so: one layer of
 Qwen3-30B-A3B, ``derived`` from two sources.
