@@ -330,7 +330,7 @@ def run_to_rest():
             if cluster.advance(np.inf) == loop.PAUSED:
                 paused(0.0)
         clock["open_measured"] -= 1 << 40
-        return cluster._record(float(clock["now"]))
+        return cluster.record(float(clock["now"]))
 
     return run
 
