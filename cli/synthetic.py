@@ -16,7 +16,14 @@ from eldr_sim.simulator.results import check_output
 from eldr_sim.traces.format import REFERENCE_TRACE, RoutingTrace, open_trace
 from eldr_sim.traces.synthetic.model import RoutingModel
 from eldr_sim.traces.synthetic.model_fit import fit_routing_model
-from eldr_sim.traces.synthetic.presets import FITTED, PRESETS, fitted_model, preset_model
+from eldr_sim.traces.synthetic.presets import (
+    BANDS,
+    FITTED,
+    PRESETS,
+    Band,
+    fitted_model,
+    preset_model,
+)
 from eldr_sim.traces.synthetic.reshape import with_layers
 from eldr_sim.traces.synthetic.synthesize import synthesize as write_synthetic
 from eldr_sim.traces.synthetic.synthesize import synthesize_like
@@ -76,6 +83,7 @@ def fit_synthetic(name: str, out: Path, report: Path | None, seed: int, force: b
     "fit-synthetic. Of its shape only --layers may be changed.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR")
+@click.option("--band", type=click.Choice([*BANDS]), help="Of the preset.  [default: middle]")
 @click.option("--layers", type=int, help="MoE layers.")
 @click.option("--experts", type=int, help="Routed experts a layer.")
 @click.option("--top-k", type=int, help="Experts that a token chooses in a layer.")
@@ -100,6 +108,7 @@ def synthesize(
     preset: str | None,
     fitted: str | None,
     out: Path,
+    band: Band | None,
     layers: int | None,
     experts: int | None,
     top_k: int | None,
@@ -118,6 +127,7 @@ def synthesize(
         raise InputError("preset", "give --preset or --from, one of both", ", ".join(PRESETS))
     if fitted is not None:
         for option, value in (
+            ("band", band),
             ("experts", experts),
             ("top-k", top_k),
             ("domains", domains),
@@ -138,6 +148,7 @@ def synthesize(
             domains=names,
             settings=_settings(settings),
             seed=seed,
+            band=band or "middle",
         )
     with progress_bar("drawing experts") as update:
         shared: dict[str, Any] = {"seed": seed, "force": force, "progress": update}

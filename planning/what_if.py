@@ -53,6 +53,7 @@ REQUEST_FIELDS = {
     "domain_mix": "domain_mix",
     "domain_mix_end": "domain_mix_end",
     "trace": "trace",
+    "routing_band": "routing_band",
     "trace_replay": "trace_replay",
     "prompts": "prompts",
     "request_rate": "effective_rate",

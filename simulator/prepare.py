@@ -37,6 +37,7 @@ from eldr_sim.simulator.replay import fit_trace
 from eldr_sim.simulator.transfer import HAND_OVERS, PRESETS, pull_between
 from eldr_sim.traces.format import RoutingTrace, open_trace
 from eldr_sim.traces.synthetic.drawn import Shape, drawn_trace, wanted_domains
+from eldr_sim.traces.synthetic.presets import Band
 
 _MOST_PLACES = 2**26  # 5 GB of their state
 
@@ -430,13 +431,15 @@ def routing_of(config: RunConfig, model: ModelDims) -> RoutingTrace:
     """Open a run's trace as a model replays it; not done again unless the folder has changed."""
     if config.trace is None:
         domains = wanted_domains(config.workload, config.domain_mix, config.domain_mix_end)
-        return _drawn(model, domains)
+        return _drawn(model, domains, config.routing_band)
+    if config.routing_band != "middle":
+        raise InputError("routing_band", "a band beside a trace", "one of both")
     manifest = Path(config.trace) / "manifest.json"
     stamp = os.stat(manifest).st_mtime if manifest.exists() else 0.0
     return _fitted(config.trace, stamp, model)
 
 
 @lru_cache(maxsize=4)
-def _drawn(model: ModelDims, domains: tuple[tuple[str, float], ...]) -> RoutingTrace:
+def _drawn(model: ModelDims, domains: tuple[tuple[str, float], ...], band: Band) -> RoutingTrace:
     shape = Shape(model.n_moe_layers, model.n_experts, model.top_k)
-    return fit_trace(drawn_trace(model.name, shape, domains), model)
+    return fit_trace(drawn_trace(model.name, shape, domains, band=band), model)

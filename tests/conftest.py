@@ -59,7 +59,7 @@ def embedded_routing():
     """
     embedded = open_trace("reference-moe")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "drawn_trace", lambda model, shape, domains: embedded)
+        patch.setattr(prepare, "drawn_trace", lambda model, shape, domains, band: embedded)
         yield
 
 

@@ -168,7 +168,7 @@ def test_a_run_replays_all_layers_of_its_model_and_says_what_they_rest_on(
     assert trace["rests_on"].startswith(rests_on)
     assert trace["rests_on"].endswith(f"not of {options[1]}") == ("Qwen1.5" in options[1])
     assert set(trace["domain_mix"]) <= domains
-    assert f"  {trace['rests_on']}" in out.splitlines()
+    assert "".join(trace["rests_on"].split()) in "".join(out.split())  # in lines of its width
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["config"]["trace"] is None
     # The record of a result runs it again.
@@ -178,6 +178,21 @@ def test_a_run_replays_all_layers_of_its_model_and_says_what_they_rest_on(
     assert code == 0, err
     again = json.loads((tmp_path / "again" / "summary.json").read_text())
     assert again["trace"] == trace
+
+
+def test_a_band_is_drawn_apart_and_refused_beside_a_trace(few, drawn_routing, run_cli, tmp_path):
+    rests_on = []
+    for band in ("low", "high"):
+        options = ["--model", "GPT-OSS-20B", "--routing-band", band, "--out", tmp_path / band]
+        code, _, err = run_cli("run", *SHORT, *options)
+        assert code == 0, err
+        summary = json.loads((tmp_path / band / "summary.json").read_text())
+        rests_on.append(summary["trace"]["rests_on"])
+        assert f"{band} of its band" in rests_on[-1]
+    assert rests_on[0] != rests_on[1]
+    code, _, err = run_cli("run", *SHORT, "--trace", "gpt-oss-20b", "--routing-band", "low")
+    assert code == 2
+    assert err.startswith("Error: routing_band: a band beside a trace")
 
 
 def test_other_domains_than_can_be_drawn_are_one_line(few, drawn_routing, run_cli, tmp_path):

@@ -10,13 +10,14 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.overlap import Overlap, request_overlap
+from eldr_sim.traces.request_spectrum import request_spectrum, spectrum_of
 from eldr_sim.traces.statistics import expected_distinct
 from eldr_sim.traces.synthetic import model_fit as fitting
 from eldr_sim.traces.synthetic.drift_factors import drift_factors
 from eldr_sim.traces.synthetic.model import RoutingModel
 from eldr_sim.traces.synthetic.model_fit import fit_routing_model, requests_of
 from eldr_sim.traces.synthetic.moments import Requests, information, measure
-from eldr_sim.traces.synthetic.presets import FITTED, PRESETS, fitted_model, preset_model
+from eldr_sim.traces.synthetic.presets import BANDS, FITTED, PRESETS, fitted_model, preset_model
 from eldr_sim.traces.synthetic.prompt_lengths import (
     DATA_SETS,
     LONGEST,
@@ -483,8 +484,8 @@ def test_presets_have_the_shape_of_their_model(name):
 
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "GPT-OSS-120B", "Gemma-4-26B-A4B"])
 def test_presets_save_what_the_paper_measured(name):
-    """ELDR Fig. 4, widened for twelve layers; docs/synthetic.md has all layers."""
-    model = preset_model(name, n_layers=12)
+    """ELDR Fig. 4 at the high end, widened for twelve layers; less in the middle."""
+    model = preset_model(name, n_layers=12, band="high")
     n = 8 * 64
     domain = np.arange(n) % 8
     requests = Requests(domain, np.arange(n) * 25, np.full(n, 1), np.full(n, 24))
@@ -494,6 +495,63 @@ def test_presets_save_what_the_paper_measured(name):
         mine = np.isin(domain, np.arange(8)[group])
         sub = replace(moments, decode_share=moments.decode_share[mine])
         assert low < reduction(sub, domain[mine], 64) < high
+
+
+def test_a_band_widens_the_domains_part():
+    """From the low end to the high one; the ends change nothing else of the middle."""
+    label = []
+    for band in BANDS:
+        model = preset_model("GPT-OSS-20B", n_layers=6, domains=["code", "math"], band=band)
+        assert f"{band} of its band" in model.facts["source"]
+        n, length = 120, 96
+        experts = sample_experts(model, np.arange(n) % 2, np.full(n, 32), np.full(n, 64), 1)
+        halves = np.zeros((2, n, 6, 32))
+        for request in range(n):
+            own = experts[request * length : (request + 1) * length]
+            for half in range(2):
+                some = np.ascontiguousarray(own[half * 48 : (half + 1) * 48], np.uint16)
+                halves[half, request] = count_groups(some, np.zeros(48, np.int64), 1, 32)[0] / 48
+        label.append(spectrum_of(halves, np.arange(n) % 2, 4).label)
+    assert label[0] + 0.05 < label[1] < label[2] - 0.05
+    with pytest.raises(InputError, match="band: 'best' is none"):
+        preset_model("GPT-OSS-20B", band="best")
+    mixtral = PRESETS["Mixtral-8x7B"]
+    assert mixtral.of("low") == mixtral.of("high") == mixtral.parameters
+
+
+def test_a_twins_requests_differ_as_much_and_in_as_few_directions(tmp_path):
+    """Requests of two directions, of any size along each; short ones, whose counts are noise."""
+    rng = np.random.default_rng(0)
+    model = model_of(layers=3, experts=24, popularity=0.7, fast=0.5, slow=0.4, reuse=0.5)
+    score = rng.standard_normal((80, 2)) * (1.2, 0.7)
+    topics = np.tensordot(score, rng.standard_normal((2, 3, 24)), 1)
+    kinds, domain = np.ones((80, 1)), np.zeros(80, np.int64)
+    model = replace(model, topics=topics, topic_kinds=kinds, topic_domain=domain)
+    every, prompt, output = np.arange(80), np.full(80, 24), np.full(80, 72)
+    _, ids = sample_kinds_and_experts(model, every, prompt, output, 1)
+    trace = write_trace(
+        tmp_path / "real",
+        experts=ids,
+        request_id=[str(i) for i in every],
+        domain=["code"] * 80,
+        prompt_len=prompt,
+        output_len=output,
+        is_calibration=every % 2 == 0,
+        model="planted",
+        n_experts=24,
+        domains=["code"],
+        captured_by="test",
+        source_data="drawn",
+        tool_versions={},
+        provenance="synthetic",
+    )
+    fitted = fit_routing_model(trace, rounds=6)
+    real = request_spectrum(trace)
+    drawn_ids = sample_kinds_and_experts(fitted, every, prompt, output, 9)[1]
+    twin = request_spectrum(write_like(tmp_path, trace, every, drawn_ids))
+    assert twin.variance == pytest.approx(real.variance, rel=0.1)
+    assert twin.dimensions == pytest.approx(real.dimensions, rel=0.2)
+    assert twin.components[4] == pytest.approx(real.components[4], abs=0.06)
 
 
 @pytest.mark.parametrize(

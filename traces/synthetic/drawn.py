@@ -23,7 +23,7 @@ from eldr_sim import cache
 from eldr_sim.errors import InputError
 from eldr_sim.traces.domains import DOMAIN_MIXES
 from eldr_sim.traces.format import RoutingTrace, open_trace
-from eldr_sim.traces.synthetic.presets import PRESETS, fitted_path, preset_model
+from eldr_sim.traces.synthetic.presets import PRESETS, Band, fitted_path, preset_model
 from eldr_sim.traces.synthetic.synthesize import synthesize
 
 __all__ = ["CALIBRATION", "SERVING", "Shape", "drawn_trace", "nearest_preset", "wanted_domains"]
@@ -109,6 +109,7 @@ def drawn_trace(
     domains: tuple[tuple[str, float], ...],
     *,
     gate_scores: bool = False,
+    band: Band = "middle",
 ) -> RoutingTrace:
     """Draw the routing of a model, or open what was drawn before on this machine.
 
@@ -123,11 +124,13 @@ def drawn_trace(
     gate_scores
         Whether to draw the gate's probabilities, too, of both splits in one folder; the experts
         are the same either way.
+    band
+        Where in the preset's band, see `presets`.
     """
+    split = partial(_split, model, shape, domains, band=band)
     if gate_scores:
-        return _split(model, shape, domains, "both", gate_scores=True)
-    serving = _split(model, shape, domains, "serving")
-    return replace(serving, calibration_apart=partial(_split, model, shape, domains, "calibration"))
+        return split("both", gate_scores=True)
+    return replace(split("serving"), calibration_apart=partial(split, "calibration"))
 
 
 def _split(
@@ -136,17 +139,18 @@ def _split(
     domains: tuple[tuple[str, float], ...],
     split: Split,
     *,
+    band: Band,
     gate_scores: bool = False,
 ) -> RoutingTrace:
     """Draw a split, or both, of a model's routing, or open what was drawn before."""
     preset = nearest_preset(model, shape)
     fitted = hashlib.sha256(fitted_path(PRESETS[preset].fitted).read_bytes()).hexdigest()
-    what = [preset, asdict(shape), domains, split, gate_scores, cache.stamp(_SOURCES), fitted]
+    what = [preset, band, asdict(shape), domains, split, gate_scores, cache.stamp(_SOURCES), fitted]
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
     name = f"{re.sub('[^a-z0-9.]+', '-', model.lower())}-{digest[:16]}"
 
     def draw(folder: Path) -> None:
-        _draw(preset, shape, domains, split, gate_scores, folder)
+        _draw(preset, band, shape, domains, split, gate_scores, folder)
 
     found = cache.find(cache.TRACES, name)
     if found is not None and found.is_dir():
@@ -164,6 +168,7 @@ def _split(
 
 def _draw(
     preset: str,
+    band: Band,
     shape: Shape,
     domains: tuple[tuple[str, float], ...],
     split: Split,
@@ -172,7 +177,7 @@ def _draw(
 ) -> None:
     wanted = asdict(shape)
     own = {name: getattr(PRESETS[preset], name) for name in wanted}
-    model = preset_model(preset, **(wanted if wanted != own else {}))
+    model = preset_model(preset, band=band, **(wanted if wanted != own else {}))
     weights = dict(domains)
     total = sum(weights.values())
     synthesize(

@@ -10,7 +10,7 @@ in its own statistic, and repeat.
 parameter      statistic
 ============== ==================================================================
 kinds          share of a kind's tokens that chose an expert
-topics         the same of a request's tokens, as far as it lasts (`_lasting`)
+topics         the same of a request's tokens, as far as it lasts (`_Between`)
 phase          the same of prompts and of generated tokens
 reuse          share of a token's experts that the token before chose, by layer
 drift_sd       how that share falls from 2 to 16 tokens apart, and from 16 to 64
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
 from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.request_spectrum import principal_components
 from eldr_sim.traces.synthetic.drift_factors import drift_factors
 from eldr_sim.traces.synthetic.model import RoutingModel
 from eldr_sim.traces.synthetic.moments import Requests
@@ -54,6 +55,12 @@ _PRIOR_TOKENS = 4.0
 """Tokens of the whole trace that are added to a group's when its shares are taken."""
 _TOPIC_PRIOR_TOKENS = 1.0
 """The same for a request's: real passages leave many experts wholly unused."""
+_EDGE = 0.5
+"""Least eigenvalue of a direction in which requests differ, in those of chance."""
+_COMPONENTS = 48
+"""Most of these directions."""
+_LEFT_OUT = 0.15
+"""Share of the usual tokens below which a request leaves an expert out."""
 _LAGS = (1, 2, 16, 64)
 
 
@@ -100,6 +107,13 @@ class _Real:
         return np.repeat(np.arange(len(self.domain)), self.prompt_len + self.output_len)
 
     @property
+    def late(self) -> NDArray[np.int64]:
+        """Whether a token is of its request's second half."""
+        length = self.prompt_len + self.output_len
+        place = np.arange(len(self.ids)) - np.repeat(np.cumsum(length) - length, length)
+        return np.asarray(place >= (length // 2).repeat(length), dtype=np.int64)
+
+    @property
     def phase(self) -> NDArray[np.int64]:
         lengths = np.stack([self.prompt_len, self.output_len], axis=1).ravel()
         return np.tile(np.arange(2), len(self.domain)).repeat(lengths)
@@ -143,14 +157,15 @@ def fit_routing_model(
     two_phases = trace.manifest.prompt_share is None
     model = _first_guess(trace, real)
     aims = _Statistics.of(real, real.ids, real.kind)
-    lasting = 1.0
+    between = _Between.of(aims)
+    lasting = np.ones(1 + len(between.directions))
     for turn in range(rounds):
         progress(turn / rounds)
         kind, ids = _twin(model, real, seed + 1 + turn)
         drawn = _Statistics.of(real, ids, kind)
         step = min(1.0, 3 / (turn + 1))
-        lasting = _lasting(lasting, aims, drawn, real.domain, step)
-        aim = replace(aims, topics=_toward_domains(aims.topics, real.domain, lasting))
+        lasting = between.corrected(lasting, drawn, step)
+        aim = replace(aims, topics=between.aim(aims.topics, lasting))
         model = _corrected(model, aim, drawn, step, two_phases)
     progress(1.0)
     return model
@@ -193,10 +208,12 @@ def _slope(share: Floats) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class _Statistics:
-    """What corrections compare: shares ``[groups, layers, experts]`` and reuse by distance."""
+    """What corrections compare: shares ``[groups, layers, experts]``, the same of each request's
+    ``halves [2, requests, layers, experts]``, and reuse by distance."""
 
     kinds: Floats
     topics: Floats
+    halves: Floats
     phase: Floats
     reuse: Floats
 
@@ -220,7 +237,11 @@ class _Statistics:
             pairs = _shared(ids, real.request, lag, reuse[i])
             reuse[i] = reuse[i] / (pairs * ids.shape[2]) if pairs else np.nan
         request, n_requests = real.request, len(real.domain)
+        half = 2 * request + real.late
+        size = np.maximum(np.bincount(half, minlength=2 * n_requests), 1)
+        halves = real.counts(ids, half, 2 * n_requests) / size[:, None, None]
         return cls(
+            halves=np.stack([halves[::2], halves[1::2]]),
             kinds=shares(kind, real.kind, n_kinds, _PRIOR_TOKENS),
             topics=shares(request, request, n_requests, _TOPIC_PRIOR_TOKENS),
             phase=shares(real.phase, real.phase, 2, _PRIOR_TOKENS),
@@ -296,44 +317,72 @@ def _corrected(
     )
 
 
-def _toward_domains(topics: Floats, domain: NDArray[np.int64], lasting: float) -> Floats:
-    """Return shares whose log weights exceed those of the domain's mean by a part as much.
+@dataclass(frozen=True, eq=False)
+class _Between:
+    """What requests differ by, and how much of it lasts for a whole request.
 
-    What a request favours may be chance or drift. An expert that it leaves out, it leaves out.
+    The counts of a request hold chance and drift, too, which its halves do not share. So the
+    directions are principal components of the covariance of the halves (`request_spectrum`), and a
+    factor on each is corrected until twins vary as much along it.
+
+    Attributes
+    ----------
+    mean
+        ``[layers, experts]``: mean share over requests.
+    directions
+        ``[components, layers, experts]``, unit vectors.
+    variance
+        ``[1 + components]``: variance beyond the directions, and along each.
     """
-    mean = np.stack([topics[domain == d].mean(axis=0) for d in range(int(domain.max()) + 1)])
-    usual = _log_weight(mean)[domain]
-    beyond = _log_weight(topics) - usual
-    share = -np.expm1(-np.exp(usual + np.where(beyond > 0, lasting, 1.0) * beyond))
-    return np.asarray(share * topics.sum(axis=2, keepdims=True) / share.sum(axis=2, keepdims=True))
+
+    mean: Floats
+    directions: Floats
+    variance: Floats
+
+    @classmethod
+    def of(cls, statistics: _Statistics) -> _Between:
+        """Find the directions of the real requests, as far as they stand out of the noise."""
+        mean = statistics.topics.mean(axis=0)
+        values, vectors = principal_components(statistics.halves)
+        # Chance is as often below zero as above it.
+        edge = max(_EDGE * -float(values.min(initial=0.0)), 1e-9 * float(values.max(initial=0.0)))
+        kept = np.flatnonzero(values > edge)[:_COMPONENTS]
+        directions = vectors[kept].reshape(-1, *mean.shape)
+        return cls(mean, directions, _variances(statistics.halves, directions))
+
+    def corrected(self, lasting: Floats, drawn: _Statistics, step: float) -> Floats:
+        """Correct the factors by the variances of a twin.
+
+        In short requests both halves drift alike, in directions of their own: what twins vary
+        beyond the real directions is taken from those, so that all in all they vary as much.
+        """
+        have = _variances(drawn.halves, self.directions)
+        want = self.variance.copy()
+        if len(want) > 1:
+            want[1:] *= np.clip((want.sum() - have[0]) / want[1:].sum(), 0.25, 1.5)
+        ratio = np.clip(np.maximum(want, 1e-6) / np.maximum(have, 1e-6), 0.25, 4.0)
+        return np.asarray(np.clip(lasting * ratio ** (0.7 * step), 0.05, 1.5))
+
+    def aim(self, topics: Floats, lasting: Floats) -> Floats:
+        """Return the shares that last; an expert that a request leaves out, it leaves out."""
+        about = topics - self.mean
+        score = np.tensordot(about, self.directions, ((1, 2), (1, 2)))
+        beyond = about - np.tensordot(score, self.directions, 1)
+        share = self.mean + np.tensordot(score * lasting[1:], self.directions, 1)
+        share = np.maximum(share + lasting[0] * beyond, 0.02 * self.mean)
+        share = np.where(topics < _LEFT_OUT * self.mean, np.minimum(share, topics), share)
+        total = topics.sum(axis=2, keepdims=True)
+        return np.asarray(share * total / share.sum(axis=2, keepdims=True))
 
 
-def _lasting(
-    lasting: float, aims: _Statistics, drawn: _Statistics, domain: NDArray[np.int64], step: float
-) -> float:
-    """Correct how much of what a request favours beyond its domain lasts for the whole request.
-
-    Its counts hold chance and drift, too. What lasts shows in tokens of a request far apart: how
-    many more experts they share than tokens of two requests of the domain.
-    """
-    want, have = (_beyond_domain(statistics, domain) for statistics in (aims, drawn))
-    if not (np.isfinite(want) and np.isfinite(have)):
-        return lasting
-    ratio = np.clip(max(want, 1e-3) / max(have, 1e-3), 0.25, 4.0)
-    return float(np.clip(lasting * ratio ** (1.5 * step), 0.05, 1.0))
-
-
-def _beyond_domain(statistics: _Statistics, domain: NDArray[np.int64]) -> float:
-    """Return the reuse far apart, less what two requests of one domain share; NaN if unknown."""
-    share, top_k = statistics.topics, statistics.topics.sum(axis=2).mean()
-    shared = pairs = 0.0
-    for d in np.unique(domain):
-        mine = share[domain == d]
-        total = (mine.sum(axis=0) ** 2).sum() - (mine**2).sum()
-        shared += float(total)
-        pairs += len(mine) * (len(mine) - 1) * share.shape[1]
-    far = np.nanmean(statistics.reuse[-1]) if np.isfinite(statistics.reuse[-1]).any() else np.nan
-    return float(far - shared / pairs / top_k) if pairs else float("nan")
+def _variances(halves: Floats, directions: Floats) -> Floats:
+    """Return the variance between requests beyond the directions, and along each."""
+    about = halves - halves.mean(axis=1, keepdims=True)
+    freedom = max(halves.shape[1] - 1, 1)
+    total = np.einsum("rle,rle->", about[0], about[1]) / freedom
+    score = np.tensordot(about, directions, ((2, 3), (1, 2)))
+    along = np.einsum("rd,rd->d", score[0], score[1]) / freedom
+    return np.concatenate([[total - along.sum()], along])
 
 
 def _drift_ratio(want: Floats, have: Floats) -> Floats:
