@@ -34,6 +34,7 @@ _BUDGET = "tokens a step"
 #: Measured window of a run where none is given, s: a plan makes many.
 _DURATION = 30.0
 _ATTAINMENT, _MAX_GPUS = 0.99, 64
+_MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 
 
 @click.command(cls=GroupedCommand, short_help="Find the cheapest cluster that meets an SLO.")
@@ -170,6 +171,7 @@ def plan(
     config = config_from_options(options)
     if options.get("config_file") is None and objective is not None:
         config = _with_window(config, objective, options)
+    _note_long_log(config)
     asked = topology is not None or n_gpus is not None or objective is None
     if not (asked or config.from_file) and config.request_rate is None:
         raise InputError("request_rate", "none", "--request-rate, or --topology to find it")
@@ -234,6 +236,20 @@ def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any
     if options["warmup"] is None and not isinstance(length, str) and tpot_ms is not None:
         window["warmup"] = max(config.warmup_s, length * tpot_ms / 1e3)
     return config.model_copy(update=window)
+
+
+def _note_long_log(config: RunConfig) -> None:
+    """Say before a plan of a long log what each of its runs replays."""
+    if config.measures_whole_log and config.length_shape is None:
+        from eldr_sim.traces.workload import named_log
+
+        log = named_log(config.workload, config.columns)
+        if len(log.arrival_s) > _MANY_REQUESTS:
+            click.echo(
+                f"Every run replays all {len(log.arrival_s):,} requests of the log, "
+                f"{log.arrival_s[-1]:,.0f} s; --busiest 10m plans for its peak",
+                err=True,
+            )
 
 
 def _long_output(config: RunConfig) -> float:

@@ -88,10 +88,11 @@ class Runs:
         found: dict[str, Summary] = {}
         points = [Point(key, config) for key, config in new.items()]
         if points:
-            if self._starting is not None:
+            first = self._starting is not None
+            self._wait()
+            if first:  # what comes before is the processes' start, and what they compile
                 about = f", about {self.expected} runs" if self.expected else ""
                 tell(f"simulating{about}")
-            self._wait()
         with closing(run_points(points, self.jobs, started=self._started)) as outcomes:
             for outcome in outcomes:
                 if outcome.summary is None:

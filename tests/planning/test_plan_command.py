@@ -160,6 +160,14 @@ def test_a_days_log_is_planned_at_its_peak(run_cli, day, tmp_path):
     assert set(points["num_prompts"].to_pylist()) == {201}
 
 
+def test_a_long_log_is_told_before_it_is_replayed_whole(run_cli, day, monkeypatch):
+    monkeypatch.setattr("eldr_sim.cli.plan._MANY_REQUESTS", 300)
+    monkeypatch.setattr("eldr_sim.planning.plan.plan", lambda *_, **__: exit(7))
+    code, _, err = run_cli(*LOG, "--workload", day)
+    assert code == 7
+    assert err.startswith("Every run replays all 380 requests of the log, 10,740 s; --busiest 10m")
+
+
 @pytest.mark.parametrize(
     ("part", "field", "n"),
     [(["--busiest", "3s"], "busiest", 61), (["--to", "30m"], "log_to", 30)],
