@@ -13,6 +13,7 @@ from tempfile import mkdtemp
 from eldr_sim import (
     Objective,
     RunConfig,
+    Simulation,
     compare,
     plan,
     simulate,
@@ -40,6 +41,20 @@ requests = result.requests.to_pandas()
 print(requests[requests["measured"]].groupby("domain")["tpot_ms"].median().round(2))
 steps = result.steps.to_pandas()
 print(steps[steps["role"] == "decode"].groupby("worker")["active_experts"].mean().round(1))
+
+# %% SimPy processes share a run's time: users, operators, autoscalers (docs/simulation.md)
+sim = Simulation(base)
+
+
+def operator():
+    """Drain a worker at 6 s."""
+    yield sim.env.timeout(6)
+    sim.cluster.drain(sim.cluster.pool("decode")[0])
+
+
+sim.env.process(operator())
+drained = sim.run().summary
+print(f"one decode worker less from 6 s on: p99 TPOT {drained['p99_tpot_ms']:.2f} ms")
 
 # %% Policies on the same requests: paired over seeds, with 95% intervals
 comparison = compare(base, ["jsq", "domain", "eldr"], n_seeds=3, jobs=1)
