@@ -135,12 +135,14 @@ def variants(folders: list[Path]) -> str:
     for figure, path in ((n, path) for n, path in found if path.exists()):
         own = pd.read_csv(path).query("policy == 'eldr'")
         for (variant, rate), of in own.groupby(["variant", "rate"], sort=False):
-            each = [
-                f"{row.tpot_p50_gain:+.1f} / {row.tpot_p50_gain_measured:+.1f}, "
-                f"{row.tpot_p99_gain:+.1f} / {row.tpot_p99_gain_measured:+.1f}"
+            by = {
+                (row.dataset, row.model): f"{row.tpot_p50_gain:+.1f} / "
+                f"{row.tpot_p50_gain_measured:+.1f}, {row.tpot_p99_gain:+.1f} / "
+                f"{row.tpot_p99_gain_measured:+.1f}"
                 for row in of.itertuples()
-            ]
-            rows.append([str(figure), f"{variant}, {rate:g}/s", *each, *["-"] * (6 - len(each))])
+            }
+            each = [by.get((load, model), "-") for load in ("task", "language") for model in SHORT]
+            rows.append([str(figure), f"{variant}, {rate:g}/s", *each])
     if not rows:
         return ""
     names = [f"{load}, {model}" for load in ("Task", "Language") for model in SHORT.values()]
