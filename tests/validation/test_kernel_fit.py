@@ -23,5 +23,5 @@ def test_the_published_constants_are_those_of_the_fit(drawn_routing, name):
     for tokens, distinct in ((8, 40), (24, 65), (56, 80), (80, 88), (176, 105)):
         both = [_layer_s(fitted, tokens, distinct) for fitted in (found, kept)]
         assert both[0] == pytest.approx(both[1], rel=0.02)
-    assert found.error == pytest.approx(kept.error, abs=0.004)
+    assert found.error == pytest.approx(kept.error, abs=0.006)
     assert np.isclose(kept.token_s, 0.0) == (len(kept.tiles) > 1)
