@@ -138,7 +138,7 @@ class Pool(_Fields):
     data_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """Engines of a worker."""
     pipeline_parallel_size: int | None = Field(default=None, ge=1, le=1024)
-    """Stages of a worker, each with a part of the layers; prefill workers only."""
+    """Stages of a worker; prefill workers only."""
     num_redundant_experts: int | None = Field(default=None, ge=0)
     """Instances of experts beyond one of each."""
     expert_placement: Annotated[str | None, _policy("placement")] = None
@@ -148,7 +148,7 @@ class Pool(_Fields):
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=2**20)
     """Tokens computed in one step."""
     enforce_eager: bool | None = None
-    """Run without CUDA graphs: a step takes no less than the host needs to launch its kernels."""
+    """Run without CUDA graphs."""
     price_per_gpu_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of a GPU-hour, $."""
 
@@ -370,7 +370,7 @@ class ClusterConfig(_Fields):
 
 
 class EngineConfig(_Fields):
-    """The engine of a worker, in vLLM's terms, and its step times."""
+    """The engine of a worker, in vLLM's terms."""
 
     model: PathText = "Qwen3-30B-A3B"
     """A known model, or a Hugging Face ``config.json`` (or its folder)."""
@@ -400,6 +400,11 @@ class EngineConfig(_Fields):
     """Share of the GPU's memory that an engine may use."""
     num_gpu_blocks_override: int | None = Field(default=None, ge=2, le=2**31 - 1)
     """KV blocks of an engine, whatever its memory (vLLM's option; one is the null block)."""
+
+
+class StepConfig(_Fields):
+    """What a step takes: kernels, graphs, the host."""
+
     host_gap_ms: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Time of a step that no kernel accounts for, ms; the profile's when not given."""
     cudagraph_padding: Padding = "none"
@@ -502,6 +507,7 @@ GROUPS: dict[str, type[BaseModel]] = {
     "lengths": LengthConfig,
     "cluster": ClusterConfig,
     "engine": EngineConfig,
+    "steps": StepConfig,
     "front_end": FrontEndConfig,
     "relocation": RelocationConfig,
     "streaming": StreamingConfig,
