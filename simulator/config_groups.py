@@ -134,7 +134,7 @@ class Pool(_Fields):
     tensor_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """GPUs of a worker."""
     enable_expert_parallel: bool | None = None
-    """Whether whole experts are spread over a worker's GPUs."""
+    """Whole experts, spread over a worker's GPUs."""
     data_parallel_size: int | None = Field(default=None, ge=1, le=1024)
     """Engines of a worker."""
     pipeline_parallel_size: int | None = Field(default=None, ge=1, le=1024)
