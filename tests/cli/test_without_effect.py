@@ -63,6 +63,7 @@ CASES = {
     "warmup": "LOG --to 2 --warmup 1",
     "prompts": "--topology 2C --no-enable-prefix-caching --prompts shared",
     "trace_replay": "--topology 2P --output-len 1 --trace-replay same_domain",
+    "routing_band": ("--routing-band low", "routing_band"),
     "prompt_lengths": ("--input-len 5 --prompt-lengths data_sets", "prompt_lengths"),
     "random_range_ratio": ("--workload trace --output-len recorded --random-range-ratio 0.5",
                            "random_range_ratio"),

@@ -294,7 +294,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(fitted, tmp_path, mo
         raise OSError("disk full")
 
     monkeypatch.setattr(artifact_module.np, "savez", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(InputError, match="disk full"):
         fitted.save(path)
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["fit.npz"]

@@ -340,7 +340,7 @@ def test_crash_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("pyarrow.parquet.write_table", full_disk)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(InputError, match="disk full"):
         small_trace(tmp_path / "t")
     assert list(tmp_path.iterdir()) == []
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eldr_sim.policies.artifact import RoutingArtifact, fit
-from eldr_sim.policies.signature import TRANSFORMS, unit_rows
+from eldr_sim.policies.signature import TRANSFORMS, FitOptions, unit_rows
 from eldr_sim.policies.signature_quality import project, signature_quality
 from eldr_sim.traces.calibration import calibration_set
 from eldr_sim.traces.format import open_trace
@@ -108,11 +108,11 @@ def test_projection_without_variance_is_zero():
 
 def test_quality_is_that_of_the_fits():
     calibration = calibration_set(open_trace(), workload="language")
-    own = fit(calibration, 4, 3, layer_mask="all")
+    own = fit(calibration, 4, 3, FitOptions(layer_mask="all"))
     quality = signature_quality(calibration, own)
     assert list(quality.rho_by_transform) == ["count-idf", "count", "sqrt", "binary"]
     for transform, rho in quality.rho_by_transform.items():
-        other = fit(calibration, 4, 3, transform=transform)
+        other = fit(calibration, 4, 3, FitOptions(transform=transform))
         assert rho == other.rho[-1]
         if transform == "count-idf":
             assert (quality.greedy.order == other.layer_order).all()
@@ -147,7 +147,7 @@ def test_fit_writes_its_report(run_cli, tmp_path):
         scored = calibration_set(open_trace(), workload=workload, score="prob")
         assert {row["requests"] for row in bar} == {str(len(scored.requests))}
         for row in bar:
-            alone = fit(scored, 8, 0, transform=row["transform"], layer_mask="all")
+            alone = fit(scored, 8, 0, FitOptions(transform=row["transform"], layer_mask="all"))
             assert float(row["rho"]) == pytest.approx(alone.rho[-1], abs=1e-6)
             assert row["pairs"] == str(alone.n_pairs)
         curve = [row for row in layers if row["workload"] == workload]
@@ -193,7 +193,7 @@ def test_gate_signatures_are_fitted_on_the_requests_that_have_scores(run_cli, tm
     assert code == 0
     assert text.startswith("Fitted 4 centroids on 103 calibration requests with gate scores in ")
     calibration = calibration_set(open_trace(), workload="task", score="prob")
-    made, own = RoutingArtifact.load(out), fit(calibration, 4, 0, transform="gate-prob")
+    made, own = RoutingArtifact.load(out), fit(calibration, 4, 0, FitOptions(transform="gate-prob"))
     assert (made.centroids == own.centroids).all()
     assert made.n_calibration == len(calibration.requests) == 103
 
@@ -334,8 +334,8 @@ def test_inspect_tells_of_gate_scores(run_cli, gated):
 
 def test_signature_of_another_kind_is_not_mistaken(gated):
     calibration = calibration_set(open_trace(gated["all"]), workload="task")
-    counts = fit(calibration, 4, 0, transform="count")
-    prob = fit(calibration, 4, 0, transform="gate-prob")
+    counts = fit(calibration, 4, 0, FitOptions(transform="count"))
+    prob = fit(calibration, 4, 0, FitOptions(transform="gate-prob"))
     assert (counts.centroids == prob.centroids).all()
     other = replace(calibration, counts=calibration.counts[:, ::-1].copy())
-    assert (fit(other, 4, 0, transform="gate-prob").centroids == prob.centroids).all()
+    assert (fit(other, 4, 0, FitOptions(transform="gate-prob")).centroids == prob.centroids).all()
