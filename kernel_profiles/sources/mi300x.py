@@ -30,12 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.models import ModelDims, load_model
 from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.roofline import moe_latency
 from eldr_sim.kernel_profiles.tables import (
@@ -95,19 +95,28 @@ def aiter_deviation() -> dict[str, float]:
     return {"above_aiter_mean": float(np.mean(above)), "above_aiter_max": float(np.max(above))}
 
 
+def _metadata(model: ModelDims, **source: Any) -> TableMetadata:
+    """Describe a table of a model's MoE layer on this GPU; ``source``: whose kernel, from where."""
+    return TableMetadata(
+        kind="moe",
+        gpu="MI300X",
+        shape=moe_shape(
+            model.hidden_size, model.expert_intermediate_size, model.n_experts, model.top_k
+        ),
+        dtype=MOE_DTYPES[model.expert_dtype],
+        device="AMD Instinct MI300X",
+        **source,
+    )
+
+
 def moe_table() -> LatencyTable:
     """The derived table: AITER's batches on the balanced diagonal, and ELDR's two points."""
     model = load_model("Qwen3-30B-A3B")
     points = [(batch, min(model.n_experts, model.top_k * batch)) for batch in AITER_US]
     points.append((64, 16))
     return LatencyTable(
-        TableMetadata(
-            kind="moe",
-            gpu="MI300X",
-            shape=moe_shape(
-                model.hidden_size, model.expert_intermediate_size, model.n_experts, model.top_k
-            ),
-            dtype=MOE_DTYPES[model.expert_dtype],
+        _metadata(
+            model,
             kernel_source="AITER fused MoE with ELDR's fixed time",
             framework="derived 1",
             provenance="derived",
@@ -115,7 +124,6 @@ def moe_table() -> LatencyTable:
                 "ELDR Sec. 3.1 (16 to 128 experts: 4.7x at batch 64) and ROCm/aiter e404860 tuned "
                 "fused-MoE rows (cu_num 304, bf16, 4096 x 384, E 128, top 8)"
             ),
-            device="AMD Instinct MI300X",
             fit_error=aiter_deviation(),
             notes="(a + e * distinct) * (1 + c(batch)); see sources/mi300x.py",
         ),
@@ -201,13 +209,8 @@ def triton_table(name: str, published: bool) -> LatencyTable:
     if published:
         seconds = seconds + fitted.token_s * np.minimum(batch, FITTED_TOKENS)
     return LatencyTable(
-        TableMetadata(
-            kind="moe",
-            gpu="MI300X",
-            shape=moe_shape(
-                model.hidden_size, model.expert_intermediate_size, model.n_experts, model.top_k
-            ),
-            dtype=MOE_DTYPES[model.expert_dtype],
+        _metadata(
+            model,
             kernel_source="Triton, vLLM's default tiles",
             framework="vllm 0.21.0",
             provenance="published" if published else "derived",
@@ -217,7 +220,6 @@ def triton_table(name: str, published: bool) -> LatencyTable:
                 if published
                 else rates.source
             ),
-            device="AMD Instinct MI300X",
             date="2026-11-23",
             fit_error={"cells_median": fitted.error} if published else {},
             notes="floor + blocks * expert(tile); see sources/mi300x.py",

@@ -195,6 +195,17 @@ def _imports(rng: Any, folder: Path) -> list[str]:
     return argv if rng.random() < 0.5 else [*argv, "--experts", odd_text(rng)]
 
 
+def _spoil_a_file(folder: Path, rng: Any, json_share: float) -> None:
+    """Spoil one file of a folder: of JSON a value, in that share of cases; else its bytes."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    path = files[rng.integers(len(files))]
+    if path.suffix == ".json" and rng.random() < json_share:
+        document = spoil_value(json.loads(path.read_text()), rng)
+        path.write_bytes(json.dumps(document).encode("utf-8", "replace"))
+    else:
+        path.write_bytes(spoil_bytes(path.read_bytes(), rng))
+
+
 def _traces(rng: Any, folder: Path) -> list[str]:
     from eldr_sim.traces.importers import import_trace
 
@@ -203,13 +214,7 @@ def _traces(rng: Any, folder: Path) -> list[str]:
     import_trace(
         folder / "a.npz", trace, model="m", captured_by="x", source_data="y", tool_versions={}
     )
-    files = sorted(path for path in trace.iterdir() if path.is_file())
-    path = files[rng.integers(len(files))]
-    if path.suffix == ".json" and rng.random() < 0.8:
-        document = spoil_value(json.loads(path.read_text()), rng)
-        path.write_bytes(json.dumps(document).encode("utf-8", "replace"))
-    else:
-        path.write_bytes(spoil_bytes(path.read_bytes(), rng))
+    _spoil_a_file(trace, rng, json_share=0.8)
     return ["trace", "inspect", str(trace)]
 
 
@@ -256,13 +261,7 @@ def _reports(rng: Any, folder: Path) -> list[str]:
 
     result = folder / "result"
     write_result(simulate(RunConfig(**good_config())), result)
-    files = sorted(path for path in result.iterdir() if path.is_file())
-    path = files[rng.integers(len(files))]
-    if path.suffix == ".json" and rng.random() < 0.7:
-        document = spoil_value(json.loads(path.read_text()), rng)
-        path.write_bytes(json.dumps(document).encode("utf-8", "replace"))
-    else:
-        path.write_bytes(spoil_bytes(path.read_bytes(), rng))
+    _spoil_a_file(result, rng, json_share=0.7)
     return ["report", str(result), "--out", str(folder / "page.html")]
 
 
