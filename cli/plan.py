@@ -613,6 +613,7 @@ def _print_log_part(runs: Runs) -> None:
 def _print_assumptions(summary: Summary, runs: Runs) -> None:
     from eldr_sim.kernel_profiles.tables import parts_by_provenance
     from eldr_sim.simulator.metrics import warnings_of
+    from eldr_sim.simulator.without_effect import NO_TOKEN
 
     trace = summary["trace"]
     for known, parts in parts_by_provenance(summary["provenance"]).items():
@@ -628,7 +629,8 @@ def _print_assumptions(summary: Summary, runs: Runs) -> None:
     # What one cluster has no use for may have decided between others.
     everywhere = [set(made.get("without_effect", ())) for _, made in runs.made()]
     idle = [
-        line for line in summary.get("without_effect", ()) if all(line in w for w in everywhere)
-    ]
+        line for line in summary.get("without_effect", ())
+        if all(line in w for w in everywhere) and not line.endswith(NO_TOKEN)
+    ]  # fmt: skip
     for warning in warnings_of({**summary, "without_effect": idle}):
         click.echo(f"Warning: {warning}", err=True)

@@ -451,12 +451,13 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> N
         _join(engines, w)
     pool = engines.pools[engines.pool_of[w]]
     by_key = pool.preempt_by_key
-    while not defers and _is_open(engines, w):
+    fetches = pool.role == DECODE  # KV caches, which computes nothing and is not put off
+    while (fetches or not defers) and _is_open(engines, w):
         lost, new = worker.preempted_head, worker.new_head
         if new >= 0 and now - requests[worker.oldest].queued_s >= pool.aging_s:
             new = worker.oldest
         if lost >= 0 and (not by_key or new < 0 or _comes_first(requests, lost, new)):
-            if not _admit_preempted(engines, w, lost):
+            if defers or not _admit_preempted(engines, w, lost):
                 return  # nobody overtakes who is next
         elif new < 0:
             return

@@ -151,8 +151,12 @@ def _check_stream(config: RunConfig, parallelism: Parallelism) -> None:
         for other in ("offload_window", "gather_interference"):
             if getattr(config, other):
                 raise InputError(other, "experts are gathered as a gate chooses them", "none")
-    if config.pool("prefill").num_redundant_experts:
+    pool = config.pool("prefill")
+    if pool.num_redundant_experts:
         raise InputError("num_redundant_experts", "every layer is gathered whole", "0")
+    if pool.expert_placement != "linear":
+        problem = "every GPU computes with all experts, wherever they lie"
+        raise InputError("expert_placement", problem, "linear, where experts are gathered")
 
 
 def blocks_of_whole_prompts(budget: int, max_num_seqs: int, block_size: int, stages: int) -> int:

@@ -23,13 +23,15 @@ from eldr_sim.simulator.memory import NO_WINDOWS, window_blocks
 from eldr_sim.simulator.prepare import PreparedRun
 from eldr_sim.traces.workload import Workload
 
-__all__ = ["without_effect"]
+__all__ = ["NO_TOKEN", "without_effect"]
 
 _Found = Iterator[tuple[str, str]]
 #: Policies that choose by no load, whatever they are told of it.
 _BLIND = ("random", "round_robin")
 #: Placements that make no copies of experts but the redundant ones.
 _WITHOUT_COPIES = {"linear", "eplb", "affinity", "home"}
+#: Of prompts alone; a plan of them tells the price of prompt tokens.
+NO_TOKEN = "generates none"
 _OF_GROUPS = ("replica_choice", "all2all_backend", "gpus_per_node", "prefill_schedule_interval")
 
 
@@ -53,7 +55,7 @@ def without_effect(
     lines: dict[str, str] = {}
     for found in (
         _of_routers(config, prepared),
-        _of_workers(config, prepared, engines, workload),
+        _of_workers(config, prepared, engines, workload, record),
         _of_pools(config),
         _of_requests(config),
         _of_faults(config, record),
@@ -99,7 +101,11 @@ def _of_routers(config: RunConfig, prepared: PreparedRun) -> _Found:
 
 
 def _of_workers(
-    config: RunConfig, prepared: PreparedRun, engines: list[EngineSpec], workload: Workload
+    config: RunConfig,
+    prepared: PreparedRun,
+    engines: list[EngineSpec],
+    workload: Workload,
+    record: RunRecord,
 ) -> _Found:
     groups = [engine for engine in engines if engine.group is not None]
     if config.colocated or config.prefill_only:
@@ -114,7 +120,7 @@ def _of_workers(
     alone = {parse(word, "expert_placement").name for word in placements} <= _WITHOUT_COPIES
     if groups and alone and not any(engine.n_redundant for engine in groups):
         yield "replica_choice", "every expert has one instance"
-    if not config.colocated:
+    if not (config.colocated or record.requests["preemptions"].any()):
         yield "prefill_schedule_interval", "workers that decode compute no prompts"
     if config.prefill_only:
         for name in ("async_scheduling", "trace_replay"):
@@ -154,6 +160,9 @@ def _of_pools(config: RunConfig) -> _Found:
     if config.price_per_hour is None:
         for role in roles:
             yield f"{role}.price_per_gpu_hour", "the other pool has no price"
+    elif config.prefill_only:
+        for name in ("price_per_gpu_hour", "prefill.price_per_gpu_hour"):
+            yield name, f"costs are told of generated tokens, and {config.topology} {NO_TOKEN}"
 
 
 def _of_requests(config: RunConfig) -> _Found:
@@ -193,7 +202,7 @@ def _late_faults(config: RunConfig, record: RunRecord) -> list[str]:
         f"{f'fail {own[str(fault)]}' if str(fault) in own else f'events: {fault}'} has no effect: "
         f"the run ends at {record.end_s:.3g} s"
         for fault in record.faults
-        if fault.kind != "join" and fault.at_s >= record.end_s
+        if fault.kind != "join" and fault.at_s > record.end_s
     ]
 
 

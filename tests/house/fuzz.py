@@ -30,7 +30,7 @@ from fuzz_spoil import good_config, spoil_bytes
 HANG_S = 30  # of processor time, whatever else the machine does
 SILENCE_S = 300  # of any time
 MEMORY = 6 * 2**30
-_BATCH = 40
+_BATCH = 100
 FIGURES = ("requests.parquet", "steps.parquet", "summary.json")
 
 
@@ -81,7 +81,8 @@ def _judged(code: Any, said: str, folder: Path, before: set[Path]) -> str:
         return f"exit code {code}: {said[-400:]}"
     if out is not None and out in new:
         return "half-written output"
-    errors = [line for line in said.splitlines() if not line.startswith(("Warning:", "Usage:"))]
+    beside = ("Warning:", "Usage:", "planning:")  # the last is a plan's first word
+    errors = [line for line in said.splitlines() if not line.startswith(beside)]
     if len([line for line in errors if line and not line.startswith("Try ")]) != 1:
         return f"not one line: {said[-400:]}"
     return "refused"

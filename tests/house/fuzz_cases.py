@@ -347,7 +347,7 @@ def _plans(rng: Any, folder: Path) -> list[str]:
 
 
 #: Clusters and traffic in which options are tried: busy, so that what they change shows.
-_BASES: dict[str, dict[str, Any]] = {
+BASES: dict[str, dict[str, Any]] = {
     "disaggregated": {"topology": "2P2D"},
     "co-located": {"topology": "2C"},
     "groups": {"topology": "1P2D", "data_parallel_size": 2, "enable_expert_parallel": True},
@@ -362,8 +362,8 @@ _EXTRAS: list[dict[str, Any]] = [
     {"workload": "trace"}, {"prefix_len": 64}, {"enable_prefix_caching": False},
     {"eplb_interval": 3, "expert_placement": "eplb:load=none", "num_redundant_experts": 8},
 ]  # fmt: skip
-#: Fields of a run, with values that are not their defaults; `_options` tries the others.
-_VALUES: dict[str, list[Any]] = {
+#: Fields of a run, with values that are not their defaults.
+VALUES: dict[str, list[Any]] = {
     "policy": ["p2c", "eldr", "vllm_dp", "gimbal"], "prefill_policy": ["round_robin", "saturation"],
     "queue_order": ["sjf", "sjf_aging:age=0.01"], "expert_placement": ["eplb", "affinity"],
     "replica_choice": ["source", "metro"], "columns": ["time_s=a,input=b,output=c"],
@@ -376,7 +376,7 @@ _VALUES: dict[str, list[Any]] = {
     "all2all_backend": ["pplx", "deepep_ll"], "kv_transfer": ["ideal"],
     "load_report_delay_ms": [30],
     "signal_interval_ms": [30], "price_per_gpu_hour": [2.0], "max_model_len": [60],
-    "max_num_batched_tokens": [64], "kv_cache_dtype": ["fp8"], "block_size": [32],
+    "max_num_batched_tokens": [64], "block_size": [32],
     "disable_hybrid_kv_cache_manager": [True], "enable_prefix_caching": [False],
     "async_scheduling": [False], "prefill_schedule_interval": [3], "gpu_memory_utilization": [0.8],
     "num_gpu_blocks_override": [40], "host_gap_ms": [5.0], "cudagraph_padding": ["experts"],
@@ -386,62 +386,80 @@ _VALUES: dict[str, list[Any]] = {
     "expert_gather": ["collective", "needed"], "offload_window": [2], "gather_interference": [0.5],
     "kv_cache_free": [True], "fail": ["decode:0@0.03+0.05", "decode:0@60", "prefill:0@0.02"],
     "health_delay_ms": [40.0], "retry": ["migrate", "never"], "max_retries": [0],
-    "goodput": ["ttft:100", "tpot:5"], "warmup": [0.02], "duration": [0.05],
+    "goodput": [{"ttft": 100}, {"tpot": 5}], "warmup": [0.02], "duration": [0.05],
     "prefill.gpu": ["H200"], "prefill.max_num_seqs": [1], "prefill.max_num_batched_tokens": [64],
     "prefill.tensor_parallel_size": [2], "prefill.num_redundant_experts": [8],
     "prefill.expert_placement": ["eplb"], "prefill.price_per_gpu_hour": [1.0],
     "decode.gpu": ["H200"], "decode.max_num_seqs": [1], "decode.max_num_batched_tokens": [64],
     "decode.tensor_parallel_size": [2], "decode.num_redundant_experts": [8],
     "decode.expert_placement": ["affinity"], "decode.price_per_gpu_hour": [1.0],
+    "enforce_eager": [True], "prefill.enforce_eager": [True], "decode.enforce_eager": [True],
+    "prefill.enable_expert_parallel": [True], "decode.enable_expert_parallel": [True],
+    "prefill.data_parallel_size": [2], "decode.data_parallel_size": [2],
+    "prefill.pipeline_parallel_size": [2], "decode.pipeline_parallel_size": [2],
+    "moe_backend": ["aiter"], "routing_band": ["low"], "prompt_lengths": ["data_sets"],
+    "log_from": [0.01], "log_to": [0.01], "busiest": [0.01], "kv_cache_dtype": ["fp8"],
+    "max_num_seqs": [1], "output_len": [2], "seed": [1], "request_rate": [20],
+    "num_requests": [9], "model": ["Mixtral-8x7B"], "trace": ["qwen3-30b-a3b"],
+    "topology": ["3P"], "workload": ["language"],
 }  # fmt: skip
 
 #: Where a field may change nothing in so short a run although it can in others.
 _QUIET: dict[str, set[str]] = {
-    "policy": set(_BASES) - {"prompts alone", "streamed"},
-    "prefill_policy": set(_BASES) - {"co-located", "co-located groups"},
-    "queue_order": set(_BASES), "load_report_delay_ms": set(_BASES),
-    "signal_interval_ms": set(_BASES), "gather_interference": {"streamed"},
+    "policy": set(BASES) - {"prompts alone", "streamed"},
+    "prefill_policy": set(BASES) - {"co-located", "co-located groups"},
+    "queue_order": set(BASES), "load_report_delay_ms": set(BASES),
+    "signal_interval_ms": set(BASES), "gather_interference": {"streamed"},
     "cudagraph_padding": {"prompts alone", "streamed"},
-    "price_per_gpu_hour": {"prompts alone", "streamed"},
-    "prefill.price_per_gpu_hour": {"prompts alone", "streamed"},
 }  # fmt: skip
 _OF_FAULTS = ("retry", "max_retries", "health_delay_ms")
 
 
-def _effects(rng: Any, folder: Path) -> Case:
-    """A run with an option and without: figures differ, or it is refused, or a warning names it."""
+def base_of(kind: str) -> dict[str, Any]:
+    """Return the fields of a run of one of `BASES`."""
     base: dict[str, Any] = {
         "trace": "reference-moe", "num_requests": 24, "output_len": 6, "request_rate": 2000,
         "max_num_seqs": 3, "policy": "jsq",
     }  # fmt: skip
-    names = list(_BASES)
-    kind = names[rng.integers(len(names))]
-    base |= _BASES[kind] | _EXTRAS[rng.integers(len(_EXTRAS))]
-    if base["topology"].endswith("P"):
+    if kind in ("prompts alone", "streamed"):
         del base["output_len"]
+    return base | BASES[kind]
+
+
+def with_field(base: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """Return the fields of a run with another one; a pool's own is named ``decode.gpu``."""
+    pool, _, field = name.rpartition(".")
+    return base | ({pool: {field: value}} if pool else {name: value})
+
+
+def may_be_quiet(kind: str, base: dict[str, Any], name: str, value: Any) -> bool:
+    """Whether a field may change nothing without a word: as it is, or under so short a load."""
+    is_fault = name in _OF_FAULTS and "fail" in base
+    own = base.get(name.rpartition(".")[2]) == value
+    return own or kind in _QUIET.get(name, ()) or is_fault
+
+
+def _effects(rng: Any, folder: Path) -> Case:
+    """A run with an option and without: figures differ, or it is refused, or a warning names it."""
+    kind = list(BASES)[rng.integers(len(BASES))]
+    base = base_of(kind) | _EXTRAS[rng.integers(len(_EXTRAS))]
     if "fail" in base:
         base["fail"] = base["fail"].format(
             pool="prefill" if base["topology"].endswith("P") else "decode"
         )
     not_here = {"C": "prefill.", "P": "decode."}.get(base["topology"][-1], "-")
-    names = [name for name in _VALUES if not name.startswith(not_here)]
+    names = [name for name in VALUES if not name.startswith(not_here)]
     name = names[rng.integers(len(names))]
-    value = _VALUES[name][rng.integers(len(_VALUES[name]))]
+    value = VALUES[name][rng.integers(len(VALUES[name]))]
     if name == "columns" and rng.random() < 0.5:
         value = "a=b"
     plain, given = folder / "plain.yaml", folder / "given.yaml"
     plain.write_text(yaml.safe_dump(base))
-    pool, _, field = name.rpartition(".")
-    if name == "goodput":
-        metric, bound = value.split(":")
-        value = {metric: float(bound)}
-    changed = {pool: {field: value}} if pool else {name: value}
-    given.write_text(yaml.safe_dump(base | changed))
+    given.write_text(yaml.safe_dump(with_field(base, name, value)))
     run = ["run", "--config", str(given), "--out", str(folder / "out")]
     same = ["run", "--config", str(plain), "--out", str(folder / "plain")]
-    told = base.get(field) == value or kind in _QUIET.get(name, ())
-    told |= "fail" in base and name in _OF_FAULTS
-    return Case("effect", run, plain=None if told else same, option=field)
+    told = may_be_quiet(kind, base, name, value)
+    return Case("effect", run, plain=None if told else same, option=name.rpartition(".")[2])
 
 
 def _shared_caches(rng: Any, folder: Path) -> Case:

@@ -133,6 +133,21 @@ def test_splits_that_are_drawn_apart_are_those_of_the_trace_of_both(few):
     assert found.trace_checksum == apart.for_calibration.manifest.checksum
 
 
+def test_what_another_process_clears_meanwhile_is_drawn_for_this_one(few, monkeypatch):
+    """`cache clear` takes the files of a folder one by one, before a reader has opened them."""
+    keep = cache.keep_folder
+
+    def cleared(part, name, write):
+        made = keep(part, name, write)
+        (made / "requests.parquet").unlink()
+        return made
+
+    monkeypatch.setattr(cache, "keep_folder", cleared)
+    made = drawn_trace("Some-Model", SMALL, wanted_domains("task", None))
+    assert made.n_requests == 40
+    assert few not in made.path.parents
+
+
 def test_without_a_cache_a_process_draws_for_itself(few, monkeypatch):
     few.write_text("a file, no folder")
     monkeypatch.setattr(cache, "_warned", True)

@@ -152,18 +152,17 @@ def _split(
     def draw(folder: Path) -> None:
         _draw(preset, band, shape, domains, split, gate_scores, folder)
 
-    found = cache.find(cache.TRACES, name)
-    if found is not None and found.is_dir():
-        try:
-            return open_trace(found, verify_checksum=False)
-        except InputError:  # a part of it is gone
-            shutil.rmtree(found, ignore_errors=True)
-    kept = cache.keep_folder(cache.TRACES, name, draw)
-    if kept is None:
-        _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-trace-"))
-        kept = Path(_kept[-1].name) / name
-        draw(kept)
-    return open_trace(kept, verify_checksum=False)
+    for kept in (cache.find, partial(cache.keep_folder, write=draw)):
+        found = kept(cache.TRACES, name)
+        if found is not None and found.is_dir():
+            try:
+                return open_trace(found, verify_checksum=False)
+            except InputError:  # a part of it is gone, perhaps cleared by another process
+                shutil.rmtree(found, ignore_errors=True)
+    _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-trace-"))
+    own = Path(_kept[-1].name) / name
+    draw(own)
+    return open_trace(own, verify_checksum=False)
 
 
 def _draw(

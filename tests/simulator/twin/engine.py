@@ -226,13 +226,14 @@ class Worker:
             self.fill()
         while self.arrived and self.is_open():
             self.admit_arrived(self.arrived.pop(0))
-        while not defers and (self.preempted or self.new) and self.is_open():
+        while (self.preempted or self.new) and self.is_open():
             self.sort_new()
             queue, rule = self.preempted, self.admit_preempted
             both = self.preempted and self.new and self.twin.spec.preempt_by_key
             if not self.preempted or (both and place(self.new[0]) < place(self.preempted[0])):
                 queue, rule = self.new, self.admit_new
-            if not rule(queue[0]):
+            computes = queue is self.preempted or self.role != DECODE
+            if (defers and computes) or not rule(queue[0]):
                 return  # nobody overtakes who is next
             queue.pop(0)
 
