@@ -239,6 +239,38 @@ def test_sliding_layers_stop_growing_with_context():
     assert slope[far >= 4096].mean() == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("name", "gpu", "label"),
+    [
+        ("GPT-OSS-20B", "H100", "imported"),
+        ("GPT-OSS-20B", "MI300X", "derived"),
+        ("Gemma-4-26B-A4B", "H100", "imported"),
+        ("Gemma-4-26B-A4B", "L40S", "roofline"),
+        ("Qwen3-30B-A3B", "H100", "imported"),
+    ],
+)
+def test_a_cached_token_of_a_prompt_is_read_in_the_full_layers_alone(name, gpu, label):
+    """The two bytes of each of its keys and values, at 60% of the peak bandwidth or more."""
+    model, built = load_model(name), _build(name, gpu)
+    heads = model.global_n_kv_heads if model.global_head_dim else model.n_kv_heads
+    width = model.global_head_dim or model.head_dim
+    n_bytes = model.n_full_layers * 2 * heads * width * 2
+    read = built.cost.prompt_token_s * load_gpu(gpu).memory_bandwidth
+    assert n_bytes < read < n_bytes / 0.6
+    assert built.provenance["attention"]["label"] == label
+
+
+def test_shared_experts_have_three_matrices():
+    """Gate and up in one, and down: as the rows of their kernels were imported."""
+    model = load_model("Qwen1.5-MoE-A2.7B")
+    without = model.model_copy(update={"shared_intermediate_size": 0})
+    more = _build(model).cost.dense_s - _build(without).cost.dense_s
+    gemm = GemmLatency.from_table(find_table("gemm", "H100"))
+    hidden, width, rows = model.hidden_size, model.shared_intermediate_size, np.array([1, 16, 64])
+    pair = gemm.time_s(2 * width, hidden, rows) + gemm.time_s(hidden, width, rows)
+    np.testing.assert_allclose(more[rows], model.n_moe_layers * pair)
+
+
 def test_host_gap_is_added_once_per_step():
     plain, late = _build(host_gap_s=0.0), _build(host_gap_s=0.003)
     np.testing.assert_allclose(fixed_s(late)[1:] - fixed_s(plain)[1:], 0.003)

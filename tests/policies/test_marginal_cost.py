@@ -194,6 +194,15 @@ def test_full_workers_do_not_attract():
         )
 
 
+@pytest.mark.parametrize("turns", [1, 2, 5])
+def test_requests_beyond_the_places_take_turns(turns):
+    """So many full batches of one mean context: each waits for all of them."""
+    cost, activated = context(1).require_step_times("test"), np.full(2, 5.0)
+    full = expected_step_s(cost, SEATS, 7 * SEATS, activated)
+    load = turns * SEATS
+    assert expected_step_s(cost, load, 7 * load, activated) == pytest.approx(turns * full)
+
+
 def test_a_request_without_signature_gets_the_calibration_mean():
     policy = MarginalCostPolicy(context(2))
     mean = fit_activation(make_calibration()).mean_activation

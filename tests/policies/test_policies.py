@@ -355,3 +355,17 @@ def test_context_refuses(bad):
     field = next(iter(bad))
     with pytest.raises(InputError, match=f"^{field}:"):
         PolicyContext(**{"n_workers": 2, "rng": np.random.default_rng(0), **bad})
+
+
+def test_two_choices_keep_the_first_drawn_of_a_tie():
+    class Drawn:
+        """The second of three workers, then the first of the two others."""
+
+        def __init__(self):
+            self.values = iter((1, 0))
+
+        def integers(self, n):
+            return next(self.values)
+
+    policy = registry.decode_policy("p2c", PolicyContext(3, Drawn()))
+    assert policy.select(REQUEST, Workers.idle([4, 4, 0])) == 1

@@ -295,3 +295,12 @@ def test_protocols_and_what_is_refused():
     for choice in ("margin=-1", "unit=seconds", "threshold=eq2", "threshold=nan"):
         with pytest.raises(InputError, match=r"prefill_policy\."):
             router(1, f"saturation:{choice}")
+
+
+def test_a_worker_that_has_reached_the_threshold_is_full():
+    policy = router(1, "saturation:threshold=1")
+    assert policy.select(prompt(0, 64), Workers.idle(np.zeros(1))) == 0
+    policy.threshold = policy.load[0]
+    assert policy.select(prompt(1, 64), Workers.idle(np.ones(1))) is None
+    policy.threshold = np.nextafter(policy.load[0], np.inf)
+    assert policy.select(prompt(1, 64), Workers.idle(np.ones(1))) == 0

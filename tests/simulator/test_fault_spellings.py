@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.fault_metrics import time_to_recover
+from eldr_sim.simulator.config import RunConfig, make_config
+from eldr_sim.simulator.fault_metrics import fault_figures, time_to_recover
 from eldr_sim.simulator.fault_spellings import Cancel, check_fits, parse_fail, read_events
 from eldr_sim.simulator.faults import Fault
 
@@ -139,3 +140,35 @@ def test_time_to_recover_is_where_goodness_returns():
     none_bad = np.ones(len(stalled), bool)
     assert time_to_recover(stalled, none_bad, 0.0, 20.0, 25.0, 60.0) == 3.0
     assert time_to_recover(ended, good, 20.0, 20.0, 25.0, 60.0) is None
+
+
+def test_what_dips_a_second_after_the_end_is_not_the_faults():
+    """The fault is over at 25 s; requests of [30, 31) s are bad: seen from the 26th second on."""
+    ended = np.arange(0.0, 60.0, 0.1)
+    good = (ended < 30.0) | (ended >= 31.0)
+    assert time_to_recover(ended, good, 0.0, 20.0, 25.0, 60.0) == 0.0
+    # Those of [29.5, 30.5) s are seen in the stretch from the fault's end on, which counts.
+    good = (ended < 29.5) | (ended >= 30.5)
+    assert time_to_recover(ended, good, 0.0, 20.0, 25.0, 60.0) == 11.0
+
+
+def test_figures_of_faults_by_hand():
+    """One request ends a second; the first three are not measured."""
+    n = 40
+    fields = ("arrival_s", "sent_s", "first_token_s", "finish_s")
+    kinds = [("measured", bool), ("outcome", int), ("output_len", int)]
+    requests = np.zeros(n, [*kinds, *((name, float) for name in fields)])
+    requests["measured"], requests["output_len"] = np.arange(n) >= 3, 2
+    requests["arrival_s"] = requests["sent_s"] = np.arange(n)
+    requests["first_token_s"] = requests["finish_s"] = np.arange(n) + 0.5
+    record = SimpleNamespace(
+        requests=requests, window=(0.0, 40.0), end_s=40.0, completed=np.ones(n, bool),
+        retries=np.where(np.arange(n) == 1, 5, np.where(np.arange(n) == 9, 2, 0)),
+    )  # fmt: skip
+    join, fail = Fault("join", 1, 0, 5.0, 15.0), parse_fail("decode:0@10s+10s")
+    found = fault_figures(record, RunConfig(goodput={"ttft": 1000}), (join, fail))
+    assert (found["retried"], found["retries"]) == (1, 2)
+    missing, dead = found["events"]
+    assert missing["goodput_before"] is None  # who joins was missing from the beginning
+    assert missing["goodput_during"] == missing["goodput_after"] == 1.0
+    assert (dead["goodput_before"], dead["time_to_recover_s"]) == (1.0, 0.0)

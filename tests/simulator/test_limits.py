@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from eldr_sim.reports.explanation import explain_run, open_run
 from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.limits import PHASES, is_overload, load_growth, phases_of
+from eldr_sim.simulator.limits import PHASES, is_overload, limits_of, load_growth, phases_of
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate, simulate_summary
+from eldr_sim.simulator.state import COMPLETED, OPEN
 
 NAMES = [name for name, _ in PHASES.values()]
 
@@ -131,3 +133,33 @@ def test_enough_is_not_called_too_little():
         RunConfig(**BASE | {"topology": "2P8D", "request_rate": 30, "output_len": 256})
     )
     assert not is_overload(summary["load_growth"])
+
+
+def test_the_first_to_live_long_say_when_a_cluster_is_full():
+    """Eight of ten live for 10 s, two for 40: the 90th percentile is the latter."""
+    arrival = np.arange(100.0)
+    finish = arrival + np.where(np.arange(100) % 5 == 4, 40.0, 10.0)
+    assert load_growth(arrival, finish, (0.0, 100.0))["from_s"] == 40.0
+
+
+def test_utilisation_by_hand():
+    """A window from 10 to 20 s of a run of 30: what lies outside does not count."""
+    times = ("arrival_s", "transfer_start_s", "transfer_end_s", "finish_s")
+    request = [("measured", bool), ("outcome", int), ("window_blocks", int)]
+    request += [(name, float) for name in times]
+    step = [("start", float), ("end", float), ("batch", int), ("context", int)]
+    record = SimpleNamespace(
+        # One transfer began before the window, one has not ended, one has not begun.
+        requests=np.array([(True, COMPLETED, 3, 0.0, 5.0, 15.0, 16.0),
+                           (True, OPEN, 3, 0.0, 18.0, -1.0, -1.0),
+                           (True, OPEN, 3, 0.0, -1.0, -1.0, -1.0)], request),
+        window=(10.0, 20.0), end_s=30.0,
+        prefill_steps=np.array([], step), decode_steps=np.array([(8.0, 12.0, 2, 100)], step),
+    )  # fmt: skip
+    engine = SimpleNamespace(max_num_seqs=4, n_blocks=50)
+    spec = SimpleNamespace(n_prefill=1, n_decode=1, prefill=engine, decode=engine, block_size=16)
+    used = limits_of(record, spec)["utilisation"]
+    assert used == pytest.approx(
+        {"prefill_busy": 0.0, "decode_busy": 0.2, "decode_seats": 0.2 * 2 / 4,
+         "decode_kv": 0.2 * (100 + 2 * 3 * 16) / (50 * 16), "kv_transfers": (5 + 2) / 10}
+    )  # fmt: skip

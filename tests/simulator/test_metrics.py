@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -360,6 +362,17 @@ def test_peak_concurrency_counts_what_was_in_flight_at_the_start(window, peak):
 def test_the_request_that_ends_the_run_counts_in_its_throughput():
     record = a_record([a_request(0.0, 5.0), a_request(0.0, 10.0)], [1.0, 1.0])
     assert summarise(record, make_config({}), 2)["request_throughput"] == pytest.approx(0.2)
+
+
+def test_relocations_count_in_the_window_that_they_begin_in():
+    moved = np.zeros(4, RELOCATION)
+    moved["asked_s"] = 1.0, 2.0, 5.0, 8.0
+    moved["inside_bytes"], moved["between_bytes"] = (1, 10, 100, 1000), (2, 20, 200, 2000)
+    moved["stall_s"] = 0.1, 0.2, 0.4, 0.8
+    record = replace(a_record([a_request(0.0, 9.0)], [1.0], (2.0, 8.0)), relocations=moved)
+    figures = summarise(record, make_config({}), 2)
+    assert (figures["relocations"], figures["relocated_bytes"]) == (2, 330)
+    assert figures["relocation_stall_s"] == pytest.approx(0.6)
 
 
 def test_a_run_of_nothing_has_no_figures():

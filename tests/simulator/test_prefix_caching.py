@@ -8,8 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from eldr_sim.cli.main import cli
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
+from eldr_sim.simulator.transfer import PRESETS
 from eldr_sim.traces.format import open_trace
 from eldr_sim.traces.prompts import count_experts
 from eldr_sim.traces.workload import make_workload as workload_of
@@ -229,3 +231,19 @@ def test_a_cluster_finds_no_more_than_an_endless_cache():
     assert (served.cached_tokens <= bound).all()
     with_blocks = result.summary["trace"]
     assert with_blocks["prefix_blocks_seen_before_share"] > 0
+
+
+def test_blocks_that_a_decode_worker_has_are_not_fetched():
+    """Requests one at a time: set-up, then descriptors and bytes of the blocks it has not."""
+    result = run(
+        topology="1P1D", num_requests=12, output_len=2, request_rate=1, prefix_len=320,
+        num_prefixes=2, kv_transfer="observed",
+    )  # fmt: skip
+    requests = result.requests.to_pandas()
+    model, link = load_model("Qwen3-30B-A3B"), PRESETS["observed"]
+    blocks = np.ceil((requests.prompt_len - requests.decode_cached_tokens) / 16)
+    n_bytes = blocks * 16 * model.n_layers * 2 * model.n_kv_heads * model.head_dim * 2
+    posting = blocks * 2 * model.n_layers * link.descriptor_s
+    took = requests.transfer_end_s - requests.transfer_start_s
+    np.testing.assert_allclose(took, link.setup_s + posting + n_bytes / link.bandwidth)
+    assert requests.decode_cached_tokens.nunique() > 1

@@ -435,3 +435,17 @@ def test_eplb_relocates_and_linear_does_not():
     np.testing.assert_array_equal(
         eplb.update(group, load, start).expert, balance(load, group).expert
     )
+
+
+def test_a_small_group_reaches_the_peers_that_it_has():
+    """Two MI300X of a node of eight have one link between them, not seven."""
+    links = expert_links(load_gpu("MI300X"), 100, 2, 8)
+    assert links.inside == pytest.approx(0.75 * 64e9)
+
+
+def test_a_holder_of_the_same_node_sends_and_no_other():
+    """Expert 0 lies on ranks 0 and 2 of two nodes; rank 3 gets it from its own node."""
+    before = Placement(np.array([[0, 0, 1]]), np.array([[0, 2, 1]]), 4)
+    after = Placement(np.array([[0, 0, 1, 0]]), np.array([[0, 2, 1, 3]]), 4)
+    moves = expert_moves(before, after, 2, 2)
+    assert (moves.sum(), moves[0, 2, 3]) == (1, 1)

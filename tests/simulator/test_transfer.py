@@ -7,11 +7,13 @@ import re
 import numpy as np
 import pytest
 
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables import weakest
 from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.metrics import warnings_of
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.transfer import PRESETS, TransferModel
+from eldr_sim.simulator.transfer import PRESETS, Pull, TransferModel, pull_between
 
 
 def test_the_observed_preset_meets_the_log_lines_it_comes_from():
@@ -85,3 +87,24 @@ def test_transfers_beyond_what_was_measured_are_counted():
     assert line.startswith("100% of the KV transfers have more descriptors than the 1785")
     longest = int(re.search(r"up to (\d+)", line)[1])
     assert longest % 96 == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "prefill", "decode", "pull"),
+    [
+        (4, 8, 2, (2, 4, 2)),  # 8 GPUs hold 4 heads twice: each of two pulls two heads, from two
+        (4, 8, 4, (4, 4, 1)),
+        (8, 8, 2, (2, 8, 4)),
+        (8, 2, 8, (8, 2, 1)),
+    ],
+)
+def test_a_gpu_pulls_each_of_its_heads_once(heads, prefill, decode, pull):
+    model = load_model("Qwen3-30B-A3B").model_copy(update={"n_kv_heads": heads})
+    assert pull_between(model, Parallelism(prefill), Parallelism(decode)) == pull
+
+
+def test_all_senders_nics_together_serve_all_receivers():
+    """Four GPUs send over 5 GB/s each, two receive: 10 GB/s each, what one could send to one."""
+    model = TransferModel(0.0, 1e-6, 100e9, "test")
+    over = model.over(5e9, 50e9, Pull(receivers=2, senders=4, sources=2))
+    assert (over.bandwidth, over.ingress, over.descriptor_s) == (10e9, 50e9, 2e-6)
