@@ -1,12 +1,12 @@
 """How far tables are off where they were not measured: each row held against one fitted without it.
 
 A MoE table is fitted without one count of distinct experts at a time
-(:func:`~eldr_sim.kernel_profiles.moe_latency.fit_moe_latency`). The others are read linearly
+(`kernel_profiles.kernels.moe_latency.fit_moe_latency`). The others are read linearly
 between their points: each inner point of a curve is held against the line between its neighbours,
 along every axis that a reader interpolates. Neighbours there lie twice as far apart as in use.
 
-``python -m eldr_sim.kernel_profiles.table_errors docs/tables.md`` writes the errors of the shipped
-tables into that page.
+``python -m eldr_sim.kernel_profiles.table_errors docs`` writes the errors of the shipped
+tables by kernel into ``docs/tables.md``, and those of each MoE table into ``docs/data``.
 """
 
 from __future__ import annotations
@@ -79,41 +79,50 @@ def _along(table: LatencyTable, axis: str) -> NDArray[np.float64]:
 
 
 def errors_page() -> str:
-    """Markdown tables of the shipped tables' errors: by kind and GPU, and of each MoE table."""
-    by_kind: dict[tuple[str, str], list[TableMetadata]] = defaultdict(list)
-    for table in shipped_tables():
-        by_kind[table.kind, table.gpu].append(table.metadata)
-    lines = ["| kernel | GPU | tables | mean, % | worst table, % | worst row, % |"]
-    lines.append("|---|---|---|---|---|---|")
-    for (kind, gpu), tables in sorted(by_kind.items()):
+    """Markdown table of the shipped tables' errors: means and the worst table by kernel and GPU."""
+    by_kind: dict[str, dict[str, str]] = defaultdict(dict)
+    for (kind, gpu), tables in sorted(_by_kind().items()):
         known = [t.fit_error for t in tables if "leave_one_out_mean" in t.fit_error]
         if known:
-            means = [error["leave_one_out_mean"] for error in known]
-            worst = max(error["leave_one_out_max"] for error in known)
-            figures = f"{100 * np.mean(means):.1f} | {100 * max(means):.1f} | {100 * worst:.0f}"
-            lines.append(f"| {_NAMES[kind]} | {gpu} | {len(tables)} | {figures} |")
-    lines += ["", "| MoE table | kernel | left out, mean / max, % | power-law rows, mean, % |"]
-    lines.append("|---|---|---|---|")
-    for table in shipped_tables():
-        metadata = table.metadata
-        error = metadata.fit_error
-        if metadata.kind == "moe" and "leave_one_out_mean" in error:
-            name = table.name.replace("_moe_", " ")
-            kernel = metadata.kernel_source.split("_")[-1]
-            left = (
-                f"{100 * error['leave_one_out_mean']:.1f} / {100 * error['leave_one_out_max']:.1f}"
-            )
-            skew = f"{100 * error['power_law_mean']:.1f}" if "power_law_mean" in error else "-"
-            lines.append(f"| {name} | {kernel} | {left} | {skew} |")
+            means = [100 * error["leave_one_out_mean"] for error in known]
+            by_kind[kind][gpu] = f"{np.mean(means):.1f} / {max(means):.1f}"
+    gpus = sorted({gpu for cells in by_kind.values() for gpu in cells})
+    lines = [f"| kernel | {' | '.join(gpus)} |", "|---" * (len(gpus) + 1) + "|"]
+    for kind, cells in by_kind.items():
+        lines.append(f"| {_NAMES[kind]} | {' | '.join(cells.get(gpu, '-') for gpu in gpus)} |")
     return "\n".join(lines)
 
 
-def main(page: Path) -> None:
-    """Write the errors between the page's markers."""
+def _by_kind() -> dict[tuple[str, str], list[TableMetadata]]:
+    """Metadata of the shipped tables by kernel and GPU."""
+    found: dict[tuple[str, str], list[TableMetadata]] = defaultdict(list)
+    for table in shipped_tables():
+        found[table.kind, table.gpu].append(table.metadata)
+    return found
+
+
+def errors_of_moe_tables() -> str:
+    """CSV of the shipped MoE tables' errors, %."""
+    lines = ["table,kernel,left out mean %,left out max %,power-law rows mean %"]
+    for table in shipped_tables():
+        error = table.metadata.fit_error
+        if table.kind == "moe" and "leave_one_out_mean" in error:
+            name = table.name.replace("_moe_", " ")
+            kernel = (table.metadata.kernel_source or "").split("_")[-1]
+            keys = ("leave_one_out_mean", "leave_one_out_max", "power_law_mean")
+            cells = [f"{100 * error[key]:.1f}" if key in error else "" for key in keys]
+            lines.append(",".join([name, kernel, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def main(docs: Path) -> None:
+    """Write the errors between the page's markers, and the CSV file."""
+    page = docs / "tables.md"
     text = page.read_text(encoding="utf-8")
     before, rest = text.split(_START)
     after = rest.split(_END)[1]
     page.write_text(f"{before}{_START}\n{errors_page()}\n{_END}{after}", encoding="utf-8")
+    (docs / "data" / "table_errors.csv").write_text(errors_of_moe_tables(), encoding="utf-8")
 
 
 if __name__ == "__main__":

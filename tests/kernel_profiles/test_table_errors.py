@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 
 from eldr_sim.kernel_profiles import table_errors
-from eldr_sim.kernel_profiles.table_errors import errors_page, left_out_errors
+from eldr_sim.kernel_profiles.table_errors import (
+    errors_of_moe_tables,
+    errors_page,
+    left_out_errors,
+)
 from eldr_sim.kernel_profiles.table_library import shipped_tables
 from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata
 
@@ -68,11 +72,15 @@ def test_every_imported_table_keeps_its_errors(kind):
     assert all(metadata.fit_error for _, metadata in tables)
 
 
-def test_the_page_has_the_errors_of_the_tables_that_ship(tmp_path, monkeypatch):
-    page = ROOT / "docs" / "tables.md"
-    assert errors_page() in page.read_text(encoding="utf-8")
-    copy = tmp_path / "page.md"
-    copy.write_text("a\n<!-- errors: begin -->\nold\n<!-- errors: end -->\nb\n")
+def test_the_page_and_its_data_have_the_errors_of_the_tables_that_ship(tmp_path, monkeypatch):
+    docs = ROOT / "docs"
+    assert errors_page() in (docs / "tables.md").read_text(encoding="utf-8")
+    assert errors_of_moe_tables() == (docs / "data" / "table_errors.csv").read_text("utf-8")
+    (tmp_path / "data").mkdir()
+    page = tmp_path / "tables.md"
+    page.write_text("a\n<!-- errors: begin -->\nold\n<!-- errors: end -->\nb\n")
     monkeypatch.setattr(table_errors, "errors_page", lambda: "new")
-    table_errors.main(copy)
-    assert copy.read_text() == "a\n<!-- errors: begin -->\nnew\n<!-- errors: end -->\nb\n"
+    monkeypatch.setattr(table_errors, "errors_of_moe_tables", lambda: "rows\n")
+    table_errors.main(tmp_path)
+    assert page.read_text() == "a\n<!-- errors: begin -->\nnew\n<!-- errors: end -->\nb\n"
+    assert (tmp_path / "data" / "table_errors.csv").read_text() == "rows\n"

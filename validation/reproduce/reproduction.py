@@ -157,16 +157,23 @@ def choose(names: tuple[str, ...], known: dict[str, Callable[[], Reproduction]])
 
 
 def claims_table(reproductions: list[Reproduction]) -> pa.Table:
-    """Return a row per claim: the paper's value, ours, and the verdicts on direction and size."""
+    """Return a row per claim: the paper's value, ours, and the verdicts on direction and size.
+
+    Columns are those of ``docs/claims.csv``, which ``docs/render.py take`` reads them into.
+    """
     return pa.Table.from_pylist(
         [
             {
                 "figure": reproduction.name,
                 "claim": claim.statement,
-                "paper_low": claim.low if claim.stated else None,
-                "paper_high": claim.high if claim.stated else None,
+                "low": float(claim.low),
+                "high": float(claim.high),
+                "stated": "yes" if claim.stated else "no",
                 "ours": claim.ours,
                 "unit": claim.unit,
+                "neutral": "none" if claim.neutral is None else str(claim.neutral),
+                "tolerance": claim.tolerance,
+                "role": "input" if claim.given else "claim",
                 "direction": claim.direction,
                 "size": claim.size,
                 "reason": "" if claim.size == "agrees" else claim.reason,

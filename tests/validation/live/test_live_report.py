@@ -17,9 +17,6 @@ from eldr_sim.kernel_profiles.tables import LatencyTable
 from eldr_sim.validation.live.engine_calibration import write_calibration
 from eldr_sim.validation.live.live_run import write_live_run
 from eldr_sim.validation.live.report import write_report
-from eldr_sim.validation.live.report_text import markdown
-
-from ...paths import ROOT
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 MACHINE = {"cpu": "a processor", "cores": "2"}
@@ -124,15 +121,6 @@ def test_the_page_is_made_of_comparison_json_alone(written):
     assert len(text.splitlines()) <= 200
     assert "None" not in text
     assert not re.search(r"\b(nan|inf)\b", text)
-
-
-@pytest.mark.parametrize(
-    "name", ["live_vllm", "live_vllm_turin", "live_vllm_xeon", "live_vllm_orders"]
-)
-def test_a_committed_page_is_made_of_the_committed_figures(name):
-    folder = ROOT / "docs" / "live_reports" / name
-    document = json.loads((folder / "comparison.json").read_text())
-    assert markdown(document) == (folder / "README.md").read_text()
 
 
 def test_the_headline_shows_the_figures(written):
