@@ -66,7 +66,8 @@ def case(seed: int, number: int, folder: Path) -> Case:
         "model": (4, _models), "log": (4, _logs), "import": (8, _imports), "trace": (3, _traces),
         "manifest": (6, _manifests), "what-if": (3, _changes), "synthesize": (4, _synthetic),
         "gpu": (4, _gpus), "table": (4, _tables), "report": (4, _reports), "plan": (2, _plans),
-        "effect": (14, _effects), "shared cache": (2, _shared_caches),
+        "effect": (14, _effects), "shared cache": (2, _shared_caches), "faults": (6, _faults),
+        "part of a log": (4, _parts), "explain": (5, _explained), "compare": (3, _compared),
     }  # fmt: skip
     names = [name for name, (weight, _) in surfaces.items() for _ in range(weight)]
     surface = names[rng.integers(len(names))]
@@ -254,15 +255,99 @@ def _tables(rng: Any, folder: Path) -> list[str]:
     return ["run", "--tables", str(folder), *SMALL, "--out", str(folder / "out")]
 
 
-def _reports(rng: Any, folder: Path) -> list[str]:
+def _a_result(folder: Path) -> Path:
     from eldr_sim.simulator.config import RunConfig
     from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
 
     result = folder / "result"
     write_result(simulate(RunConfig(**good_config())), result)
+    return result
+
+
+def _reports(rng: Any, folder: Path) -> list[str]:
+    result = _a_result(folder)
     _spoil_a_file(result, rng, json_share=0.7)
     return ["report", str(result), "--out", str(folder / "page.html")]
+
+
+def _explained(rng: Any, folder: Path) -> list[str]:
+    """A result of which a column is missing, odd or empty, explained or reported."""
+    path = _a_result(folder) / ("requests.parquet", "steps.parquet")[rng.integers(2)]
+    with suppress(pa.ArrowException):
+        table = pq.read_table(path)
+        names = table.column_names
+        way, name = rng.integers(4), names[rng.integers(len(names))]
+        if way == 0:
+            table = table.drop_columns(name)
+        elif way == 1:
+            table = table.slice(0, int(rng.integers(2)))
+        elif way == 2:
+            odd = [[None] * len(table), ["a"] * len(table), [float("nan")] * len(table)]
+            place = names.index(name)
+            table = table.set_column(place, name, pa.array(odd[rng.integers(3)]))
+        pq.write_table(table, path)
+    argv = ["explain", str(folder / "result")]
+    way = rng.integers(3)
+    return (
+        argv if way == 0 else [*argv, "--request", ("0", "3", "99", odd_text(rng))[rng.integers(4)]]
+    )
+
+
+_FAULTS: list[Any] = [
+    "decode:0@0.01", "decode:1@0.01+0.02", "prefill:0@0", "decode:9@1", "decode:0@-1", "",
+    "decode:0@1+0", "decode:0@nan", "decode:0@inf", "decode:0@1e308s+1e308s", "x:0@1", ",",
+    "decode:-1@1", "decode:0@0.01,decode:0@0.02", "decode:0@0.01,decode:1@0.01", "@", ":@+",
+]  # fmt: skip
+
+
+def _faults(rng: Any, folder: Path) -> list[str]:
+    """Workers that die, hang, drain, join and slow down, as they are spelled or in a file."""
+    argv = ["run", *SMALL, "--topology", ("1P2D", "2C", "2P")[rng.integers(3)]]
+    if rng.random() < 0.5:
+        argv += ["--fail", str(_FAULTS[rng.integers(len(_FAULTS))])]
+    else:
+
+        def events() -> list[dict[str, Any]]:
+            kinds = ["fail", "hang", "slow", "drain", "join", "link", "cancel"]
+            made: list[dict[str, Any]] = []
+            for _ in range(int(rng.integers(1, 4))):
+                event: dict[str, Any] = {kinds[rng.integers(7)]: f"decode:{rng.integers(3)}"}
+                event |= {"at_s": 0.01 * int(rng.integers(4)), "for_s": 0.02}
+                event |= {"factor": 2.0} if rng.random() < 0.5 else {}
+                made.append(event)
+            return made
+
+        argv += ["--events", str(spoilt_document(events, "events.yaml", False, rng, folder))]
+    for name, values in (("retry", ["migrate", "never"]), ("health-delay-ms", [0, 20, 1e300, -1]),
+                         ("max-retries", [0, 10**9, -1])):  # fmt: skip
+        if rng.random() < 0.3:
+            argv += [f"--{name}", str(values[rng.integers(len(values))])]
+    return [*argv, "--out", str(folder / "out")]
+
+
+def _parts(rng: Any, folder: Path) -> list[str]:
+    """A part of a request log."""
+    path = folder / "log.jsonl"
+    entries = [{"timestamp": 200 * i, "input_length": 40, "output_length": 3} for i in range(30)]
+    path.write_text("\n".join(map(json.dumps, entries)))
+    argv = ["run", "--workload", str(path), "--trace", "reference-moe"]
+    times = ["0", "1", "2.5", "5s", "1m", "00:00:02", "-1", "1e300", "nan", "inf", "", "100", "6"]
+    for name in ("from", "to", "busiest", "warmup", "duration", "request-rate"):
+        if rng.random() < 0.35:
+            value = times[rng.integers(len(times))]
+            argv += [f"--{name}", odd_text(rng) if rng.random() < 0.1 else value]
+    return [*argv, "--out", str(folder / "out")]
+
+
+def _compared(rng: Any, folder: Path) -> list[str]:
+    argv = ["compare", *SMALL, "--topology", "1P2D", "--jobs", "1"]
+    policies = ["jsq", "p2c,jsq", "jsq,jsq", "eldr:tau=0.2,eldr:tau=0.3", "nosuch", "", "random"]
+    argv += ["--policy", policies[rng.integers(len(policies))]]
+    argv += ["--seeds", ("1", "2", "0", "-1", "x", "3,3")[rng.integers(6)]]
+    if rng.random() < 0.3:
+        argv += ["--request-rate", odd_text(rng)]
+    return [*argv, "--out", str(folder / "out")]
 
 
 def _manifests(rng: Any, folder: Path) -> list[str]:

@@ -5,6 +5,8 @@ That every column equals the engines' own state is the twin's business (`test_en
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -71,6 +73,28 @@ def test_a_view_shows_who_waits_and_who_runs(make_cluster, make_workload, make_s
     assert last["running_tokens"][0] >= 8
     assert 0 < last["kv_usage"][0] <= 1
     assert last["kv_usage"][1] == 0
+
+
+def test_a_view_counts_prompts_that_are_computed_and_no_blocks_that_are_only_cached(
+    make_cluster, make_workload, make_step_time
+):
+    """Prompts of 33 tokens, 8 a second; the second comes during the first one, the third later."""
+    watcher, workload = Watcher(), make_workload([0.0, 2.5, 900.0], 33, 2)
+    workload = replace(
+        workload, prefix_block_tokens=4, prefix_hash=np.arange(24, dtype=np.uint64) + 1,
+        prefix_indptr=np.array([0, 8, 16, 24]), prefix_trace_request=np.zeros(24, np.int32),
+    )  # fmt: skip
+    cluster = make_cluster(
+        workload, n_prefill=0, n_decode=1, decode_policy=watcher, max_num_batched_tokens=8,
+        step_time=make_step_time(8, constant=1.0, prefill=(1.0, 0.0)), n_blocks=100,
+    )  # fmt: skip
+    cluster.run()
+    first, second, third = (columns for _, columns in watcher.seen)
+    assert first["kv_usage"].tolist() == third["kv_usage"].tolist() == [0.0]
+    # The whole context but the last prompt token, which is decoded; blocks of 4 tokens for all.
+    assert second["running_tokens"].tolist() == [32]
+    assert second["kv_usage"] == pytest.approx([0.09])
+    assert third["running_tokens"].tolist() == [0]
 
 
 def test_output_limits_are_seen_where_clients_set_them(make_cluster, make_workload):
