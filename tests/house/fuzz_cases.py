@@ -108,7 +108,7 @@ def _sweeps(rng: Any, folder: Path) -> list[str] | Case:
     good = folder / "good.yaml"
     good.write_text(yaml.safe_dump(document))
     path = spoilt_document(lambda: document, "sweep.yaml", False, rng, folder)
-    with suppress(ValueError, UnicodeDecodeError):
+    with suppress(ValueError, RecursionError):
         text = yaml.safe_dump(json.loads(path.read_text()), default_flow_style=None)
         odd = [
             "&a [*a]",

@@ -306,6 +306,22 @@ def test_a_dead_workers_request_begins_anew_or_goes_on(make_cluster, make_worklo
         assert record.gaps.tolist() == ([(2.0, 3.5)] if retry == "migrate" else [])
 
 
+@pytest.mark.parametrize(("blocks", "completes"), [(3, True), (2, False)])
+def test_a_context_that_no_prefill_worker_can_hold_is_not_sent_again(
+    make_cluster, make_workload, make_step_time, blocks, completes
+):
+    """Blocks of 4 tokens: the prompt takes one, with the five tokens that are there three."""
+    cluster = make_cluster(
+        make_workload([0.0], 4, 9), step_time=make_step_time(1, constant=1.0), max_num_seqs=1,
+        n_decode=2, prefill={"n_blocks": blocks},
+    )  # fmt: skip
+    cluster.faults = FaultPlan((Fault("fail", 1, 0, 5.5),), None, 0.0, "migrate")
+    record = cluster.run()
+    assert record.completed.all() == completes
+    assert record.retries.tolist() == [completes]
+    assert (record.requests["outcome"] == state.WORKER_LOST).all() != completes
+
+
 @pytest.mark.parametrize("n_prefill", [0, 1])
 def test_the_times_of_a_request_are_those_of_the_try_with_its_first_token(
     make_cluster, make_workload, make_step_time, n_prefill
