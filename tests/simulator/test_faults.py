@@ -14,6 +14,7 @@ from eldr_sim.simulator import cluster as cluster_module
 from eldr_sim.simulator import state
 from eldr_sim.simulator.cluster import Cluster
 from eldr_sim.simulator.faults import Fault, FaultPlan, check_overlaps
+from eldr_sim.simulator.transfer import TransferModel
 
 from ..random_rows import random_prompts
 from .random_clusters import (
@@ -304,6 +305,37 @@ def test_a_dead_workers_request_begins_anew_or_goes_on(make_cluster, make_worklo
         assert record.requests["finish_s"].tolist() == [finish]
         assert record.decode_steps["batch"].sum() == tokens
         assert record.gaps.tolist() == ([(2.0, 3.5)] if retry == "migrate" else [])
+
+
+@pytest.mark.parametrize("pool", [0, 1])
+def test_a_slower_link_of_either_worker_slows_a_transfer(make_cluster, make_workload, pool):
+    """Eight tokens of a byte at 10 bytes/s, and at a tenth of it."""
+    took = []
+    for faults in ((), (Fault("link", pool, 0, 0.0, np.inf, 0.1),)):
+        cluster = make_cluster(
+            make_workload([1.0], 8, 2), transfer=TransferModel(0.0, 0.0, 10.0, "test")
+        )
+        cluster.faults = FaultPlan(faults) if faults else None
+        (request,) = cluster.run().requests
+        took.append(request["transfer_end_s"] - request["transfer_start_s"])
+    assert took == pytest.approx([0.8, 8.0])
+
+
+def test_one_that_waits_to_go_on_leaves_with_all_its_tokens(
+    make_cluster, make_workload, make_step_time
+):
+    """It has five tokens when its worker dies, waits at the other one, and gives up."""
+    cluster = make_cluster(
+        make_workload([0.0, 0.0], 4, 30), step_time=make_step_time(1, constant=1.0),
+        max_num_seqs=1, n_prefill=0, n_decode=2,
+    )  # fmt: skip
+    gives_up = np.array([7.0, np.inf])
+    cluster.faults = FaultPlan((Fault("fail", 1, 0, 5.5),), gives_up, 0.0, "migrate")
+    record = cluster.run()
+    assert record.requests["outcome"].tolist() == [state.CANCELLED, state.COMPLETED]
+    assert record.requests["generated"][0] > 0
+    assert record.retries.tolist() == [1, 0]
+    assert not any(free_of(cluster))
 
 
 @pytest.mark.parametrize(("blocks", "completes"), [(3, True), (2, False)])
