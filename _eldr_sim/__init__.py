@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from eldr_sim.planning.compare import compare
-    from eldr_sim.planning.plan import plan
+    from eldr_sim.planning.compare.policies import compare
+    from eldr_sim.planning.compare.what_if import what_if
+    from eldr_sim.planning.runs.sweep import sweep
+    from eldr_sim.planning.search.plan import plan
     from eldr_sim.planning.slo import Objective
-    from eldr_sim.planning.sweep import sweep
-    from eldr_sim.planning.what_if import what_if
     from eldr_sim.reports.page import write_report
-    from eldr_sim.simulator.config import RunConfig
     from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
+    from eldr_sim.simulator.setup.config import RunConfig
     from eldr_sim.simulator.simulation import Simulation
 
 __all__ = [
@@ -41,13 +41,13 @@ __all__ = [
 
 _HOME = {
     "Objective": "eldr_sim.planning.slo",
-    "RunConfig": "eldr_sim.simulator.config",
+    "RunConfig": "eldr_sim.simulator.setup.config",
     "Simulation": "eldr_sim.simulator.simulation",
-    "compare": "eldr_sim.planning.compare",
-    "plan": "eldr_sim.planning.plan",
+    "compare": "eldr_sim.planning.compare.policies",
+    "plan": "eldr_sim.planning.search.plan",
     "simulate": "eldr_sim.simulator.run",
-    "sweep": "eldr_sim.planning.sweep",
-    "what_if": "eldr_sim.planning.what_if",
+    "sweep": "eldr_sim.planning.runs.sweep",
+    "what_if": "eldr_sim.planning.compare.what_if",
     "write_report": "eldr_sim.reports.page",
     "write_result": "eldr_sim.simulator.results",
 }

@@ -4,9 +4,9 @@
 ``~/.cache/eldr-sim``. It holds
 
 ``bitsets/``
-    Routing traces as bit sets, ``*.bits`` (`eldr_sim.traces.bitsets`).
+    Routing traces as bit sets, ``*.bits`` (`eldr_sim.traces.routing.bitsets`).
 ``fits/``
-    Fits of ELDR's router, ``*.npz`` (`eldr_sim.policies.fit_cache`). When bit sets and fits are
+    Fits of ELDR's router, ``*.npz`` (`eldr.fit_cache`). When bit sets and fits are
     more than ``ELDR_SIM_CACHE_SIZE`` bytes (2 GiB by default), those used longest ago go.
 ``numba/<version of eldr-sim>-<stamp of its sources>/``
     Compiled functions (`eldr_sim.jit`).

@@ -11,16 +11,16 @@ import click
 
 from eldr_sim.cli.console import progress_bar
 from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
-from eldr_sim.traces.capture.captured import (
+from eldr_sim.traces.routing.capture.captured import (
     CapturedRouting,
     check_options,
     describe_prompts,
     write_captured,
 )
-from eldr_sim.traces.capture.collect import collect
-from eldr_sim.traces.capture.hf import capture_transformers, load_model
-from eldr_sim.traces.capture.prompts import Prompt, read_prompts, tokenize
-from eldr_sim.traces.capture.vllm_engine import capture_vllm
+from eldr_sim.traces.routing.capture.collect import collect
+from eldr_sim.traces.routing.capture.hf import capture_transformers, load_model
+from eldr_sim.traces.routing.capture.prompts import Prompt, read_prompts, tokenize
+from eldr_sim.traces.routing.capture.vllm_engine import capture_vllm
 
 
 @click.group(short_help="Record a routing trace from a real engine.")

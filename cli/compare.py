@@ -19,10 +19,10 @@ from eldr_sim.cli.console import (
 from eldr_sim.cli.groups import GroupedCommand
 from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.policies.choice import split
-from eldr_sim.simulator.catalogue import HEADLINE, label
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 
 if TYPE_CHECKING:
-    from eldr_sim.planning.compare import Comparison
+    from eldr_sim.planning.compare.policies import Comparison
 
 
 @click.command(cls=GroupedCommand, short_help="Compare policies on the same requests.")
@@ -53,9 +53,9 @@ def compare(
 ) -> None:
     """Run policies over the same requests; print differences with 95% confidence intervals."""
     # The simulator takes long to import: --help and completion do without.
-    from eldr_sim.planning.compare import MARKER
-    from eldr_sim.planning.compare import compare as compare_policies
-    from eldr_sim.simulator.metrics import warnings_of
+    from eldr_sim.planning.compare.policies import MARKER
+    from eldr_sim.planning.compare.policies import compare as compare_policies
+    from eldr_sim.simulator.outcome.metrics import warnings_of
 
     config = config_from_options(options)
     check_out(out, force, MARKER)

@@ -67,14 +67,14 @@ def models() -> Iterable[str]:
 
 def front_ends() -> Iterable[str]:
     """Return the names of the CPUs whose front end ships with the package."""
-    from eldr_sim.kernel_profiles.front_end import list_front_ends
+    from eldr_sim.kernel_profiles.kernels.front_end import list_front_ends
 
     return list_front_ends()
 
 
 def presets() -> Iterable[str]:
     """Return the presets, with each of their models."""
-    from eldr_sim.simulator.presets import PRESETS
+    from eldr_sim.simulator.setup.presets import PRESETS
 
     return [f"{name}:{model}" for name, preset in PRESETS.items() for model in preset.models]
 
@@ -88,13 +88,13 @@ def gpus() -> Iterable[str]:
 
 def traces() -> Iterable[str]:
     """Return the names of the embedded routing traces."""
-    from eldr_sim.traces.manifest import builtin_traces
+    from eldr_sim.traces.routing.manifest import builtin_traces
 
     return builtin_traces()
 
 
 def workloads() -> Iterable[str]:
     """Return the named workloads."""
-    from eldr_sim.simulator.config import WORKLOADS
+    from eldr_sim.simulator.setup.config import WORKLOADS
 
     return WORKLOADS

@@ -25,11 +25,11 @@ from rich.progress import (
 from rich.table import Table
 
 from eldr_sim.news import listening
-from eldr_sim.simulator.catalogue import LATENCIES, label
+from eldr_sim.simulator.outcome.catalogue import LATENCIES, label
 
 if TYPE_CHECKING:
-    from eldr_sim.planning.paired import PairedDifference
-    from eldr_sim.planning.sweep import SweepProgress
+    from eldr_sim.planning.compare.paired import PairedDifference
+    from eldr_sim.planning.runs.sweep import SweepProgress
 
 _WIDTH = 64
 _LINE_EVERY_S = 10.0
@@ -236,9 +236,9 @@ def interval_text(mean: float, low: float, high: float, form: str) -> str:
 def print_summary(summary: dict[str, Any]) -> None:
     """Print a run's summary with the headings of ``vllm bench serve``."""
     # The simulator, which listings do without.
-    from eldr_sim.kernel_profiles.tables import parts_by_provenance
-    from eldr_sim.simulator.metrics import warnings_of
-    from eldr_sim.traces.log_window import part_in_words
+    from eldr_sim.kernel_profiles.tables.format import parts_by_provenance
+    from eldr_sim.simulator.outcome.metrics import warnings_of
+    from eldr_sim.traces.requests.log_window import part_in_words
 
     def figures(*tags: str) -> None:
         for tag in tags:
@@ -355,7 +355,7 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 def print_log_part(summary: Mapping[str, Any]) -> None:
     """Print what of a log is measured, if anything is."""
-    from eldr_sim.traces.log_window import part_in_words
+    from eldr_sim.traces.requests.log_window import part_in_words
 
     if part := summary["trace"].get("log_window"):
         click.echo(f"Measured: {part_in_words(part)}")

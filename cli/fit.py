@@ -11,7 +11,7 @@ import click
 
 from eldr_sim.cli.completion import complete, models, traces, workloads
 from eldr_sim.errors import InputError
-from eldr_sim.policies.signature import (
+from eldr_sim.policies.eldr.signature import (
     METHODS,
     TRANSFORMS,
     FitOptions,
@@ -113,12 +113,12 @@ def fit(
     """Fit ELDR's routing artifact: IDF weights, layer mask and one centroid a decode worker."""
     # Imported here because of the compiler, which --help and completion do not need.
     from eldr_sim.kernel_profiles.models import load_model
-    from eldr_sim.policies.artifact import fit as fit_artifact
-    from eldr_sim.simulator.config import RunConfig
-    from eldr_sim.simulator.prepare import routing_of
+    from eldr_sim.policies.eldr.artifact import fit as fit_artifact
     from eldr_sim.simulator.results import check_output
-    from eldr_sim.traces.calibration import calibration_set
-    from eldr_sim.traces.format import open_trace
+    from eldr_sim.simulator.setup.config import RunConfig
+    from eldr_sim.simulator.setup.prepare import routing_of
+    from eldr_sim.traces.routing.calibration import calibration_set
+    from eldr_sim.traces.routing.format import open_trace
     from eldr_sim.validation.signature_report import measured_fits, signature_report
 
     if out.exists() and not force:

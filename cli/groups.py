@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from eldr_sim.simulator.config_groups import GROUPS as CONFIG_GROUPS
-from eldr_sim.simulator.config_groups import Pool
+from eldr_sim.simulator.setup.config_groups import GROUPS as CONFIG_GROUPS
+from eldr_sim.simulator.setup.config_groups import Pool
 
 __all__ = ["GROUPS", "GroupedCommand"]
 

@@ -43,7 +43,7 @@ def gpus(model: str, described: str | None) -> None:
         click.echo(load_gpu(described).model_dump_json(indent=2))
         return
     from eldr_sim.kernel_profiles.models import load_model
-    from eldr_sim.kernel_profiles.step_time import build_step_time_model
+    from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 
     dims = load_model(model)
     rows = []
@@ -115,7 +115,7 @@ def policies() -> None:
     """
     from eldr_sim.policies import registry
     from eldr_sim.policies.choice import FIELDS, Parameters
-    from eldr_sim.simulator.config import RunConfig
+    from eldr_sim.simulator.setup.config import RunConfig
 
     for decision in registry.DECISIONS:
         rows, parameters = [], []
@@ -139,7 +139,7 @@ def policies() -> None:
 @click.argument("name", required=False, metavar="[NAME[:MODEL]]")
 def presets(name: str | None) -> None:
     """List the presets of `run --preset`, or print the fields of one as a file for --config."""
-    from eldr_sim.simulator.presets import PRESETS, preset_fields
+    from eldr_sim.simulator.setup.presets import PRESETS, preset_fields
 
     if name is None:
         rows = [
@@ -172,7 +172,7 @@ def tables() -> None:
 @tables.command("list")
 def list_tables() -> None:
     """List the latency tables of the package."""
-    from eldr_sim.kernel_profiles.table_library import shipped_tables
+    from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
     shipped = ((table, table.metadata) for table in shipped_tables())
     rows = [
@@ -227,7 +227,7 @@ def import_(
     """
     from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.kernel_profiles.parallel import Parallelism
-    from eldr_sim.kernel_profiles.sources.aiconfigurator import import_tables
+    from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables
 
     if out.exists() and not out.is_dir():
         raise InputError("out", f"{out} is a file", "a folder")

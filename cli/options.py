@@ -23,8 +23,8 @@ from eldr_sim.cli.completion import (
 from eldr_sim.cli.spellings import ALIASES
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import BUILT_IN, DECISION_OF
-from eldr_sim.simulator.config import Pool, RunConfig, make_config, read_config, set_field
-from eldr_sim.simulator.presets import preset_fields
+from eldr_sim.simulator.setup.config import Pool, RunConfig, make_config, read_config, set_field
+from eldr_sim.simulator.setup.presets import preset_fields
 
 F = TypeVar("F", bound=Callable[..., Any])
 

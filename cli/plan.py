@@ -17,16 +17,16 @@ from eldr_sim.cli.options import check_out, config_from_options, run_options
 from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
-from eldr_sim.simulator.catalogue import label
-from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.outcome.catalogue import label
+from eldr_sim.simulator.setup.config import RunConfig
 
 if TYPE_CHECKING:
-    from eldr_sim.planning.plan import Margin, Plan
-    from eldr_sim.planning.prefill import FastestPlan
-    from eldr_sim.planning.rates import CarriedRate, RatePlan
-    from eldr_sim.planning.runs import Runs, Summary
+    from eldr_sim.planning.runs.shared_runs import Runs, Summary
+    from eldr_sim.planning.search.plan import Margin, Plan
+    from eldr_sim.planning.search.prefill import FastestPlan
+    from eldr_sim.planning.search.rates import CarriedRate, RatePlan
+    from eldr_sim.planning.search.trial import Trial
     from eldr_sim.planning.slo import Objective
-    from eldr_sim.planning.trial import Trial
 
 _BUDGET = "tokens a step"
 
@@ -124,12 +124,12 @@ def plan(
     shape and split of N GPUs that carry the highest rate. Exit code 1 if there is none.
     """
     # The simulator takes long to import: --help and completion do without.
-    from eldr_sim.planning.plan import plan as plan_cluster
-    from eldr_sim.planning.plan_files import MARKER
-    from eldr_sim.planning.prefill import FastestPlan, plan_fastest
-    from eldr_sim.planning.rates import RatePlan, plan_rate
+    from eldr_sim.planning.search.plan import plan as plan_cluster
+    from eldr_sim.planning.search.plan_files import MARKER
+    from eldr_sim.planning.search.prefill import FastestPlan, plan_fastest
+    from eldr_sim.planning.search.rates import RatePlan, plan_rate
+    from eldr_sim.planning.search.split import plan_split
     from eldr_sim.planning.slo import Objective, looks_up_to, parse_slo
-    from eldr_sim.planning.split import plan_split
 
     if not slo and not prefill_only:
         raise InputError("slo", "none", "METRIC:MS such as ttft:500,tpot:30, or --prefill-only")
@@ -256,7 +256,7 @@ def _long_output(config: RunConfig) -> float:
     """Return the output tokens that nine in ten requests of a log do not exceed."""
     import numpy as np
 
-    from eldr_sim.traces.request_logs import known_log
+    from eldr_sim.traces.requests.request_logs import known_log
 
     return float(np.quantile(known_log(config.workload, config.columns).output_len, 0.9))
 
@@ -436,7 +436,7 @@ def _price_of_tokens(per_hour: float | None, tokens_per_s: float | None) -> floa
 
 def _print_fastest(plan: FastestPlan) -> bool:
     """Print how fast strategies compute prompts; return whether one does."""
-    from eldr_sim.planning.prefill_strategy import chunk_label
+    from eldr_sim.planning.search.prefill_strategy import chunk_label
 
     priced = plan.best is not None and plan.best.price_of_tokens is not None
     columns = ["strategy", "GPU", "cluster", _BUDGET, label("gpus")]
@@ -481,9 +481,9 @@ def _memory_column(plan: Plan) -> list[str]:
 
 
 def _cluster_row(plan: Plan, trial: Trial) -> list[str]:
-    from eldr_sim.planning.candidates import policy_label
-    from eldr_sim.planning.plan import per_gpu, per_user
-    from eldr_sim.planning.prefill_strategy import chunk_label
+    from eldr_sim.planning.search.candidates import policy_label
+    from eldr_sim.planning.search.plan import per_gpu, per_user
+    from eldr_sim.planning.search.prefill_strategy import chunk_label
 
     config, prompts = trial.config, plan.config.prefill_only
     prices = [config.price_per_hour, trial.mean("cost_per_million_output_tokens")]
@@ -517,7 +517,7 @@ def _gpu(trial: Trial) -> str:
 
 
 def _workers(config: RunConfig) -> str:
-    from eldr_sim.planning.candidates import worker_gpus
+    from eldr_sim.planning.search.candidates import worker_gpus
 
     engines = config.data_parallel_size
     shared = f"{engines} engines, " if engines > 1 else ""
@@ -531,8 +531,8 @@ def _workers(config: RunConfig) -> str:
 
 
 def _name(trial: Trial) -> str:
-    from eldr_sim.planning.candidates import policy_label
-    from eldr_sim.planning.prefill_strategy import chunk_label
+    from eldr_sim.planning.search.candidates import policy_label
+    from eldr_sim.planning.search.prefill_strategy import chunk_label
 
     price, chunks = trial.config.price_per_hour, ""
     if trial.config.prefill_only:
@@ -561,7 +561,7 @@ def _lost(trial: Trial | None) -> str:
 
 def _print_rates(plan: RatePlan) -> bool:
     """Print the highest rates; return whether there is one."""
-    from eldr_sim.planning.candidates import policy_label
+    from eldr_sim.planning.search.candidates import policy_label
 
     print_table(
         f"Highest rate within {_goal(plan.objective)}, mean over seeds",
@@ -598,7 +598,7 @@ def _rate_text(each: CarriedRate) -> str:
 
 def _print_log_part(runs: Runs) -> None:
     """Say what of a log the runs of a plan measure, and what their seeds do not vary."""
-    from eldr_sim.traces.log_window import part_in_words
+    from eldr_sim.traces.requests.log_window import part_in_words
 
     summary = next((summary for _, summary in runs.made()), None)
     part = None if summary is None else summary["trace"].get("log_window")
@@ -611,9 +611,9 @@ def _print_log_part(runs: Runs) -> None:
 
 
 def _print_assumptions(summary: Summary, runs: Runs) -> None:
-    from eldr_sim.kernel_profiles.tables import parts_by_provenance
-    from eldr_sim.simulator.metrics import warnings_of
-    from eldr_sim.simulator.without_effect import NO_TOKEN
+    from eldr_sim.kernel_profiles.tables.format import parts_by_provenance
+    from eldr_sim.simulator.outcome.metrics import warnings_of
+    from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
 
     trace = summary["trace"]
     for known, parts in parts_by_provenance(summary["provenance"]).items():

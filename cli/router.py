@@ -104,8 +104,8 @@ def router(decode_urls: tuple[str, ...], prefill_urls: tuple[str, ...], **option
     Serves /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics until it is told
     to stop. Needs `pip install 'eldr-sim[live]'`.
     """
-    from eldr_sim.validation.live.router.config import make_config
-    from eldr_sim.validation.live.router.proxy import serve
+    from eldr_sim.serving.router.config import make_config
+    from eldr_sim.serving.router.proxy import serve
 
     fields = {
         f"{name}_s" if name.endswith(("timeout", "health_interval")) else name: value

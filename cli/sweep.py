@@ -13,12 +13,12 @@ import pyarrow as pa
 
 from eldr_sim.cli.console import print_table, sweep_bar
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runner import Backend, expected_tokens
-from eldr_sim.planning.sweep import COMPLETED, FAILED, SweepResult
-from eldr_sim.planning.sweep import sweep as run_sweep
-from eldr_sim.planning.sweep_spec import SweepSpec, read_spec
-from eldr_sim.simulator.catalogue import HEADLINE, label
-from eldr_sim.simulator.metrics import warnings_of
+from eldr_sim.planning.runs.runner import Backend, expected_tokens
+from eldr_sim.planning.runs.sweep import COMPLETED, FAILED, SweepResult
+from eldr_sim.planning.runs.sweep import sweep as run_sweep
+from eldr_sim.planning.runs.sweep_spec import SweepSpec, read_spec
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
+from eldr_sim.simulator.outcome.metrics import warnings_of
 
 _FIGURES = (*HEADLINE, "slo_attainment")
 #: What memory is traded for, and the memory: shown where that is not the same for all points.

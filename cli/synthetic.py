@@ -13,10 +13,10 @@ import click
 from eldr_sim.cli.console import print_table, progress_bar
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.results import check_output
-from eldr_sim.traces.format import REFERENCE_TRACE, RoutingTrace, open_trace
-from eldr_sim.traces.synthetic.model import RoutingModel
-from eldr_sim.traces.synthetic.model_fit import fit_routing_model
-from eldr_sim.traces.synthetic.presets import (
+from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
+from eldr_sim.traces.routing.synthetic.model import RoutingModel
+from eldr_sim.traces.routing.synthetic.model_fit import fit_routing_model
+from eldr_sim.traces.routing.synthetic.presets import (
     BANDS,
     FITTED,
     PRESETS,
@@ -24,9 +24,9 @@ from eldr_sim.traces.synthetic.presets import (
     fitted_model,
     preset_model,
 )
-from eldr_sim.traces.synthetic.reshape import with_layers
-from eldr_sim.traces.synthetic.synthesize import synthesize as write_synthetic
-from eldr_sim.traces.synthetic.synthesize import synthesize_like
+from eldr_sim.traces.routing.synthetic.reshape import with_layers
+from eldr_sim.traces.routing.synthetic.synthesize import synthesize as write_synthetic
+from eldr_sim.traces.routing.synthetic.synthesize import synthesize_like
 from eldr_sim.validation.synthetic_twin import TwinStatistic, compare_with_twin, twin_report
 
 

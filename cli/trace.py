@@ -12,14 +12,14 @@ from eldr_sim.cli.completion import complete, traces
 from eldr_sim.cli.console import print_table
 from eldr_sim.cli.lazy import LazyGroup
 from eldr_sim.errors import InputError
-from eldr_sim.traces.encoding import FILE_NAMES
-from eldr_sim.traces.import_formats import READERS
-from eldr_sim.traces.manifest import REFERENCE_TRACE, builtin_traces, one_phase
+from eldr_sim.traces.routing.encoding import FILE_NAMES
+from eldr_sim.traces.routing.imports.formats import READERS
+from eldr_sim.traces.routing.manifest import REFERENCE_TRACE, builtin_traces, one_phase
 
 if TYPE_CHECKING:
-    from eldr_sim.traces.format import RoutingTrace
-    from eldr_sim.traces.overlap import Overlap
-    from eldr_sim.traces.statistics import TraceStatistics
+    from eldr_sim.traces.routing.format import RoutingTrace
+    from eldr_sim.traces.routing.overlap import Overlap
+    from eldr_sim.traces.routing.statistics import TraceStatistics
     from eldr_sim.validation.trace_report import TraceReport
 
 
@@ -42,7 +42,7 @@ def trace() -> None:
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
 def list_traces(folders: tuple[Path, ...]) -> None:
     """List the embedded traces and those in FOLDERS."""
-    from eldr_sim.traces.format import open_trace
+    from eldr_sim.traces.routing.format import open_trace
 
     names = [*builtin_traces(), *(str(folder) for folder in folders)]
     rows = []
@@ -94,8 +94,8 @@ def inspect(name: str, as_json: bool, out: Path | None, plot: bool, force: bool)
     """Validate a trace and print what is in it."""
     # Imported here: the other commands need none of it.
     from eldr_sim.cli.options import check_out
-    from eldr_sim.traces.format import open_trace
-    from eldr_sim.traces.importers import DECODE_ONLY
+    from eldr_sim.traces.routing.format import open_trace
+    from eldr_sim.traces.routing.imports.importers import DECODE_ONLY
     from eldr_sim.validation.trace_report import MARKER, inspect_trace, write_trace_report
 
     if plot and out is None:
@@ -203,7 +203,7 @@ def import_(file: Path, out: Path, **options: Any) -> None:
     the folder of a GPT-OSS expert fingerprint, a dump of SGLang's expert distribution recorder,
     or CSV files of llama.cpp's moe-trace or of moe-beyond; docs/formats.md describes them.
     """
-    from eldr_sim.traces.importers import DECODE_ONLY, import_trace
+    from eldr_sim.traces.routing.imports.importers import DECODE_ONLY, import_trace
 
     opened = import_trace(file, out, tool_versions={}, **options)
     click.echo(

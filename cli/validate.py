@@ -13,8 +13,8 @@ from eldr_sim.cli.console import print_table, progress_bar, task_bar
 from eldr_sim.cli.options import check_out
 from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config_groups import parse_mix
 from eldr_sim.simulator.results import result_folder, write_json
+from eldr_sim.simulator.setup.config_groups import parse_mix
 from eldr_sim.validation.live.campaign import (
     LOADS,
     Campaign,
@@ -27,10 +27,10 @@ from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import headline_table
 from eldr_sim.validation.live.servers import EngineOptions
 from eldr_sim.validation.live.setups import SETUPS
-from eldr_sim.validation.mixtral import median_errors, predict_mixtral
-from eldr_sim.validation.pd import predict_runs
-from eldr_sim.validation.pd_rows import ASSUMED
-from eldr_sim.validation.silicon import (
+from eldr_sim.validation.published.mixtral import median_errors, predict_mixtral
+from eldr_sim.validation.published.pd import predict_runs
+from eldr_sim.validation.published.pd_rows import ASSUMED
+from eldr_sim.validation.published.silicon import (
     AICONFIGURATOR,
     REPEATABILITY,
     Errors,
@@ -39,8 +39,8 @@ from eldr_sim.validation.silicon import (
     silicon_errors,
     worst_rows,
 )
-from eldr_sim.validation.silicon_forms import forms_table
-from eldr_sim.validation.silicon_rows import (
+from eldr_sim.validation.published.silicon_forms import forms_table
+from eldr_sim.validation.published.silicon_rows import (
     GPUS,
     MEASURED_MODELS,
     MeasuredModel,

@@ -17,12 +17,12 @@ from eldr_sim.cli.console import (
     progress_bar,
 )
 from eldr_sim.cli.options import check_out
-from eldr_sim.simulator.catalogue import label
-from eldr_sim.simulator.config import make_config
+from eldr_sim.simulator.outcome.catalogue import label
+from eldr_sim.simulator.setup.config import make_config
 
 if TYPE_CHECKING:
-    from eldr_sim.planning.runs import Summary
-    from eldr_sim.planning.what_if import Change
+    from eldr_sim.planning.compare.what_if import Change
+    from eldr_sim.planning.runs.shared_runs import Summary
 
 
 @click.command("what-if", short_help="Change one thing at a time in a run.")
@@ -51,9 +51,9 @@ def what_if(
     Base and changes run under the same seeds; differences come with 95% confidence intervals.
     """
     # The simulator takes long to import: --help and completion do without.
-    from eldr_sim.planning.what_if import MARKER, read_base
-    from eldr_sim.planning.what_if import what_if as make_what_if
-    from eldr_sim.simulator.metrics import warnings_of
+    from eldr_sim.planning.compare.what_if import MARKER, read_base
+    from eldr_sim.planning.compare.what_if import what_if as make_what_if
+    from eldr_sim.simulator.outcome.metrics import warnings_of
 
     config = make_config(read_base(base))
     check_out(out, force, MARKER)

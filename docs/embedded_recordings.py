@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from eldr_sim import __version__
-from eldr_sim.traces.calibration import split_calibration
-from eldr_sim.traces.importers import import_trace
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing.calibration import split_calibration
+from eldr_sim.traces.routing.imports.importers import import_trace
+from eldr_sim.traces.routing.writer import write_trace
 
 OUT = Path(__file__).parents[1] / "traces" / "data"
 PROMPT_SHARE = 0.25

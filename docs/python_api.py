@@ -22,7 +22,7 @@ from eldr_sim import (
     write_report,
     write_result,
 )
-from eldr_sim.simulator.config import ServiceLevel
+from eldr_sim.simulator.setup.config import ServiceLevel
 
 # What every run here has in common; a field has the name of its option, with underscores.
 base = RunConfig(topology="2P4D", request_rate=20, duration=10, warmup=4, output_len=128)

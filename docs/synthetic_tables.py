@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.traces.domains import DOMAIN_MIXES
-from eldr_sim.traces.format import RoutingTrace, open_trace
-from eldr_sim.traces.overlap import MIXED, ONE_REQUEST, QUANTILES, request_overlap
-from eldr_sim.traces.synthetic.drawn import Shape, drawn_trace
-from eldr_sim.traces.synthetic.model import RoutingModel
-from eldr_sim.traces.synthetic.model_fit import fit_routing_model
-from eldr_sim.traces.synthetic.presets import fitted_model
-from eldr_sim.traces.synthetic.synthesize import synthesize_like
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.routing.format import RoutingTrace, open_trace
+from eldr_sim.traces.routing.overlap import MIXED, ONE_REQUEST, QUANTILES, request_overlap
+from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace
+from eldr_sim.traces.routing.synthetic.model import RoutingModel
+from eldr_sim.traces.routing.synthetic.model_fit import fit_routing_model
+from eldr_sim.traces.routing.synthetic.presets import fitted_model
+from eldr_sim.traces.routing.synthetic.synthesize import synthesize_like
+from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation.synthetic_twin import (
     STEP_BATCH,
     prompt_decode_rho,

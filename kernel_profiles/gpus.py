@@ -53,7 +53,7 @@ class GPU(BaseModel):
     """Default of ``vllm serve --max-num-batched-tokens`` on this GPU."""
     sibling: str = ""
     """A GPU with the same chip and links but other memory, whose latency tables stand in for this
-    one's (:mod:`~eldr_sim.kernel_profiles.sibling_tables`); empty where there is none."""
+    one's (:mod:`~eldr_sim.kernel_profiles.kernels.sibling_tables`); empty where there is none."""
     source: str = _UNSAID
     """Where the hardware figures come from."""
     host_bandwidth_source: str = ""

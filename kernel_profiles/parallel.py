@@ -11,12 +11,12 @@ As vLLM does (``--tensor-parallel-size``, ``--enable-expert-parallel``, ``--data
   own experts' part, and an all-reduce sums the parts: there is no all-to-all
   (``FusedMoEParallelConfig.use_all2all_kernels`` needs data parallelism or sequence parallelism).
 - With pipeline parallelism (``--pipeline-parallel-size``) the layers are cut into stages of that
-  many times the GPUs (:mod:`~eldr_sim.kernel_profiles.pipeline`).
+  many times the GPUs (:mod:`~eldr_sim.kernel_profiles.steps.pipeline`).
 - With data parallelism as many engines, of ``tensor_parallel_size`` GPUs each, have attention,
   dense layers and KV caches of their own and share the experts, which lie on the GPUs of all of
   them: ``FusedMoEParallelConfig.make`` spreads (or cuts) them over data times tensor parallel
   ranks. Tokens are dispatched to them and combined back
-  (:mod:`~eldr_sim.kernel_profiles.all_to_all`). The ranks of an engine dispatch a part of its
+  (`kernel_profiles.kernels.all_to_all`). The ranks of an engine dispatch a part of its
   tokens each and gather the outputs (sequence parallel MoE, ``use_sequence_parallel_moe``).
 """
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from eldr_sim.errors import InputError
 from eldr_sim.planning.intervals import Interval, t_interval
-from eldr_sim.simulator.config import ServiceLevel, make_config
+from eldr_sim.simulator.setup.config import ServiceLevel, make_config
 
 
 class Verdict(StrEnum):

@@ -22,27 +22,12 @@ name                decision   rule
 ``saturation``      prefill    the longest cached prefix among workers short of work, else hold
 ==================  =========  ====================================================================
 
-Modules:
-
 - ``base``: the routers' protocols, what they see, and what a policy is built from;
 - ``registry``: policies by name, open to other packages through the entry-point group
   ``eldr_sim.policies`` (a worked example stands in ``docs/example_policy``);
-- ``shortlist``: the rule that most routers end in: of some workers the least loaded or the next;
-- ``decode``, ``prefill``, ``eldr``, ``saturation``: the policies above;
-- ``signature``: expert signature under six transforms, its quality (Spearman rho), layer masks;
-- ``clustering``: K-means on the unit sphere, Hungarian-balanced or vanilla;
-- ``placement``: on which GPUs of an expert-parallel worker each expert lives;
-- ``eplb``: DeepSeek's load balancer, a placement with copies of loaded experts;
-- ``grouping``: groups of experts that tokens choose together;
-- ``grace``: GRACE-MoE's placement of such groups with copies of hot experts, and ``affinity``;
-- ``time_aware``, ``step_swaps``: experts placed by the time of a layer, through the tables;
-- ``home``: experts on the GPUs whose requests use them;
-- ``replicas``: which instance of an expert computes a token;
-- ``artifact``: the offline fit of ELDR, saved to and loaded from one ``.npz`` file;
-- ``signature_quality``: rho by transform and by layers kept, principal components of a fit;
-- ``activation``: a request's decode activation predicted from its prefill counts;
-- ``unions``: the expert union that each worker's requests are expected to activate;
-- ``marginal_cost``: routing by predicted step time, and the oracle of the same rule.
+- ``routing``: the policies above; ``eldr``: its signatures, the offline fit, the locality band;
+- ``placement``: on which GPU of a group an expert lives; ``replicas``: which copy computes;
+- ``queue``: which waiting request an engine serves next.
 
 Symbols follow ELDR (Sec. 4): L layers, E experts a layer, K decode workers, N calibration
 requests, tau the width of the locality band.

@@ -12,13 +12,13 @@ from numpy.typing import ArrayLike, NDArray
 from eldr_sim.errors import InputError
 
 if TYPE_CHECKING:
-    from eldr_sim.kernel_profiles.all_to_all import AllToAll
-    from eldr_sim.kernel_profiles.flops import PrefillWork
-    from eldr_sim.kernel_profiles.step_time import RankMoE, StepCost
-    from eldr_sim.policies.artifact import RoutingArtifact
-    from eldr_sim.policies.placement import Placement
-    from eldr_sim.policies.signature import FitOptions
-    from eldr_sim.traces.calibration import CalibrationSet
+    from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll
+    from eldr_sim.kernel_profiles.kernels.flops import PrefillWork
+    from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
+    from eldr_sim.policies.eldr.artifact import RoutingArtifact
+    from eldr_sim.policies.eldr.signature import FitOptions
+    from eldr_sim.policies.placement.base import Placement
+    from eldr_sim.traces.routing.calibration import CalibrationSet
 
 
 class Workers(NamedTuple):

@@ -13,8 +13,8 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import RequestInfo
-from eldr_sim.policies.placement import ExpertGroup, Placement
-from eldr_sim.policies.queue_order import Waiting
+from eldr_sim.policies.placement.base import ExpertGroup, Placement
+from eldr_sim.policies.queue.orders import Waiting
 
 __all__ = ["guarded"]
 

@@ -28,37 +28,15 @@ from typing import Any, Protocol, cast
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy
 from eldr_sim.policies.choice import FIELDS, Parameters, parameters_of, parse, spell
-from eldr_sim.policies.decode import (
-    DomainPolicy,
-    JoinShortestQueuePolicy,
-    PowerOfTwoChoicesPolicy,
-    RandomPolicy,
-    RoundRobinPolicy,
-)
-from eldr_sim.policies.eldr import EldrPolicy
-from eldr_sim.policies.engine_balance import (
-    GimbalPolicy,
-    PrefillGimbalPolicy,
-    PrefillVllmDpKvPolicy,
-    PrefillVllmDpPolicy,
-    VllmDpKvPolicy,
-    VllmDpPolicy,
-)
-from eldr_sim.policies.eplb import EplbPlacement
-from eldr_sim.policies.gimbal import GimbalPlacement
-from eldr_sim.policies.grace import AffinityPlacement, GracePlacement
-from eldr_sim.policies.home import HomePlacement
-from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
-from eldr_sim.policies.metro import Metro, MetroSorted, Optimal, TimeAware
-from eldr_sim.policies.placement import EldrPlacement, LinearPlacement, PlacementPolicy
+from eldr_sim.policies.eldr.router import EldrPolicy
+from eldr_sim.policies.placement.base import EldrPlacement, LinearPlacement, PlacementPolicy
+from eldr_sim.policies.placement.eplb import EplbPlacement
+from eldr_sim.policies.placement.gimbal import GimbalPlacement
+from eldr_sim.policies.placement.grace import AffinityPlacement, GracePlacement
+from eldr_sim.policies.placement.home import HomePlacement
+from eldr_sim.policies.placement.time_aware import TimeAwarePlacement
 from eldr_sim.policies.plugins import guarded
-from eldr_sim.policies.prefill import (
-    HashRingPolicy,
-    LeastLoadedPolicy,
-    PrefillRoundRobinPolicy,
-    PrefixHashPolicy,
-)
-from eldr_sim.policies.queue_order import (
+from eldr_sim.policies.queue.orders import (
     AgingShortestJobFirst,
     FirstComeFirstServed,
     OracleOrder,
@@ -67,10 +45,32 @@ from eldr_sim.policies.queue_order import (
     ShortestJobFirst,
     ShortestResidenceFirst,
 )
-from eldr_sim.policies.replicas import EvenSplit, HashedPosition, NearSource, ReplicaChoice
-from eldr_sim.policies.saturation import SaturationPolicy
-from eldr_sim.policies.time_aware import TimeAwarePlacement
-from eldr_sim.policies.weighted_replicas import LocalFirst, WeightedInstances
+from eldr_sim.policies.replicas.base import EvenSplit, HashedPosition, NearSource, ReplicaChoice
+from eldr_sim.policies.replicas.metro import Metro, MetroSorted, Optimal, TimeAware
+from eldr_sim.policies.replicas.weighted import LocalFirst, WeightedInstances
+from eldr_sim.policies.routing.decode import (
+    DomainPolicy,
+    JoinShortestQueuePolicy,
+    PowerOfTwoChoicesPolicy,
+    RandomPolicy,
+    RoundRobinPolicy,
+)
+from eldr_sim.policies.routing.engine_balance import (
+    GimbalPolicy,
+    PrefillGimbalPolicy,
+    PrefillVllmDpKvPolicy,
+    PrefillVllmDpPolicy,
+    VllmDpKvPolicy,
+    VllmDpPolicy,
+)
+from eldr_sim.policies.routing.marginal_cost import MarginalCostPolicy, OraclePolicy
+from eldr_sim.policies.routing.prefill import (
+    HashRingPolicy,
+    LeastLoadedPolicy,
+    PrefillRoundRobinPolicy,
+    PrefixHashPolicy,
+)
+from eldr_sim.policies.routing.saturation import SaturationPolicy
 
 GROUP = "eldr_sim.policies"
 """The entry-point group that other packages add policies to."""

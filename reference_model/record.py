@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.gate_scores import GateScores
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.gate_scores import GateScores
+from eldr_sim.traces.routing.writer import write_trace
 from reference_model.data import Documents, encode
 from reference_model.export import load_checkpoint
 from reference_model.model import KVCache, Qwen3Moe, SparseMLP
@@ -354,7 +354,7 @@ def record_batch(
 
 
 def write_npz(routing: RecordedRouting, path: Path, domains: list[str]) -> None:
-    """Write recorded routing as the archive that `traces.importers.import_trace` reads.
+    """Write recorded routing as the archive that `importers.import_trace` reads.
 
     It holds two arrays more: ``split`` (one entry a request: 0 calibration, 1 serving) and
     ``token_ids`` (uint16, one a token). Gate scores are those of all requests.
@@ -403,7 +403,7 @@ def write_routing_trace(
     """Write recorded routing as a routing trace, compressed.
 
     Of the gate's order the trace keeps which half of a token's experts came first: a model of half
-    the top-k can be served, and the file stays small (see `eldr_sim.traces.encoding`).
+    the top-k can be served, and the file stays small (see `eldr_sim.traces.routing.encoding`).
 
     Parameters
     ----------

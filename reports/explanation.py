@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.parquet import numbers
 from eldr_sim.reports.folders import Folder, contents_of, open_folders
-from eldr_sim.simulator.limits import IN_LINE, PHASES, TTFT_PHASES, phases_of
+from eldr_sim.simulator.outcome.bottleneck import IN_LINE, PHASES, TTFT_PHASES, phases_of
 
 Floats = NDArray[np.float64]
 
@@ -251,8 +251,8 @@ class _StepMeans:
     @classmethod
     def of(cls, run: Folder) -> _StepMeans:
         """Read the steps of a run, and split their times with its step-time model."""
-        from eldr_sim.simulator.config import make_config
-        from eldr_sim.simulator.prepare import prepare
+        from eldr_sim.simulator.setup.config import make_config
+        from eldr_sim.simulator.setup.prepare import prepare
 
         summary = run.documents["summary"]
         if summary["mean_tpot_ms"] is None:

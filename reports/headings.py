@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eldr_sim.simulator.catalogue import HEADLINE, label
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 
 #: Headings of a run's metrics by tag, in the order of the table.
 RUN_FIGURES = {

@@ -25,8 +25,8 @@ from eldr_sim.reports.headings import (
     bounds_in_words,
 )
 from eldr_sim.reports.pictures import Colours, Picture, intervals, pareto_picture
-from eldr_sim.simulator.catalogue import label
-from eldr_sim.simulator.metrics import table_warnings
+from eldr_sim.simulator.outcome.catalogue import label
+from eldr_sim.simulator.outcome.metrics import table_warnings
 
 Record = Mapping[str, Any]
 

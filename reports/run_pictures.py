@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.reports.folders import Folder
 from eldr_sim.reports.pictures import N_COLOURS, Colours, Picture, Series, curves, stacked_bars
-from eldr_sim.simulator.config import RunConfig
+from eldr_sim.simulator.setup.config import RunConfig
 
 Values = NDArray[np.float64]
 

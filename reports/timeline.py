@@ -19,7 +19,7 @@ _REQUESTS = 3
 
 
 def timeline_events(requests: pa.Table, steps: pa.Table) -> list[dict[str, Any]]:
-    """Return the events of a run's tables (see :mod:`eldr_sim.simulator.tables`)."""
+    """Return the events of a run's tables (see :mod:`eldr_sim.simulator.outcome.tables`)."""
     events: list[dict[str, Any]] = []
     for role, pid in _ROLES.items():
         events.append(_meta("process_name", pid, 0, f"{role} workers"))

@@ -16,54 +16,54 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.jit import is_cold
 from eldr_sim.news import heard, tell
-from eldr_sim.policies.artifact import RoutingArtifact
 from eldr_sim.policies.base import DecodePolicy, PolicyContext
 from eldr_sim.policies.choice import SignatureParameters
-from eldr_sim.policies.fit_cache import cached_fit
-from eldr_sim.policies.placement import (
+from eldr_sim.policies.eldr.artifact import RoutingArtifact
+from eldr_sim.policies.eldr.fit_cache import cached_fit
+from eldr_sim.policies.eldr.signature import FitOptions, score_of
+from eldr_sim.policies.placement.base import (
     ExpertGroup,
     Placement,
     PlacementPolicy,
     RelocatingPolicy,
 )
-from eldr_sim.policies.queue_order import QueueOrder, Waiting
+from eldr_sim.policies.queue.orders import QueueOrder, Waiting
 from eldr_sim.policies.registry import (
     decode_policy,
     placement_policy,
     prefill_policy,
     queue_order,
 )
-from eldr_sim.policies.signature import FitOptions, score_of
-from eldr_sim.simulator.catalogue import headline_tags, label
-from eldr_sim.simulator.cluster import Cluster, RunRecord
-from eldr_sim.simulator.cluster_spec import ClusterSpec
-from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.fault_spellings import Cancel, check_fits, parse_fail, read_events
-from eldr_sim.simulator.faults import Fault, FaultPlan
-from eldr_sim.simulator.headline import Headline, Shown, number
-from eldr_sim.simulator.log_part import check_window, log_of, part_of
-from eldr_sim.simulator.prepare import PreparedRun, hold_instances, prepare
-from eldr_sim.simulator.prompt_layout import work_of
-from eldr_sim.simulator.relocation import (
+from eldr_sim.simulator.control.cluster import Cluster, RunRecord
+from eldr_sim.simulator.control.relocation import (
     MovableGroup,
     RelocationRule,
     Relocations,
     expert_links,
 )
-from eldr_sim.simulator.replay import (
+from eldr_sim.simulator.outcome.catalogue import headline_tags, label
+from eldr_sim.simulator.outcome.headline import Headline, Shown, number
+from eldr_sim.simulator.outcome.summary import summary_of
+from eldr_sim.simulator.outcome.tables import requests_table, steps_table
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
+from eldr_sim.simulator.setup.fault_spellings import Cancel, check_fits, parse_fail, read_events
+from eldr_sim.simulator.setup.log_part import check_window, log_of, part_of
+from eldr_sim.simulator.setup.prepare import PreparedRun, hold_instances, prepare
+from eldr_sim.simulator.setup.replay import (
     Replay,
     make_replicas,
     prompt_rows,
     rank_masks,
 )
-from eldr_sim.simulator.shared_replay import replay_of
-from eldr_sim.simulator.summary import summary_of
-from eldr_sim.simulator.tables import requests_table, steps_table
-from eldr_sim.traces.calibration import CalibrationSet, calibration_set
-from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.gate_scores import PromptScore
-from eldr_sim.traces.log_window import describe_part
+from eldr_sim.simulator.setup.shared_replay import replay_of
+from eldr_sim.simulator.setup.streaming import work_of
 from eldr_sim.traces.prompts import PromptSignatures
+from eldr_sim.traces.requests.log_window import describe_part
+from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
+from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.gate_scores import PromptScore
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload, make_workload
 

@@ -29,15 +29,15 @@ import numpy as np
 import simpy
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator import loop, state
-from eldr_sim.simulator.actions import Actions
-from eldr_sim.simulator.clock import Clock
-from eldr_sim.simulator.cluster import Cluster, RunRecord, check_tables
-from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.fault_processes import start_faults
-from eldr_sim.simulator.faults import POOLS, FaultPlan
-from eldr_sim.simulator.prepare import prepare
+from eldr_sim.simulator.control.actions import Actions
+from eldr_sim.simulator.control.clock import Clock
+from eldr_sim.simulator.control.cluster import Cluster, RunRecord, check_tables
+from eldr_sim.simulator.control.fault_processes import start_faults
+from eldr_sim.simulator.plane import loop, state
 from eldr_sim.simulator.run import Result, build_cluster, offered_load, result_of
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.fault_plan import POOLS, FaultPlan
+from eldr_sim.simulator.setup.prepare import prepare
 
 __all__ = ["Ended", "Pool", "Simulation", "Worker"]
 

@@ -25,18 +25,19 @@ os.environ["ELDR_SIM_CACHE"] = str(ROOT / ".pytest_cache" / "eldr-sim")
 os.environ.pop("ELDR_SIM_CACHE_SIZE", None)
 
 from eldr_sim.cli.main import main
-from eldr_sim.kernel_profiles.step_time import StepCost
+from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.simulator import cluster as cluster_module
-from eldr_sim.simulator import loop, prepare
-from eldr_sim.simulator.cluster import Cluster
-from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
-from eldr_sim.simulator.replay import Replay
-from eldr_sim.simulator.transfer import TransferModel
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.importers import import_trace
-from eldr_sim.traces.synthetic.drawn import drawn_trace
+from eldr_sim.simulator.control import cluster as cluster_module
+from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.plane import loop
+from eldr_sim.simulator.setup import prepare
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.replay import Replay
+from eldr_sim.simulator.setup.transfer import TransferModel
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.imports.importers import import_trace
+from eldr_sim.traces.routing.synthetic.drawn import drawn_trace
 from eldr_sim.traces.workload import Workload
 
 from .random_rows import random_prompts, random_rows

@@ -20,8 +20,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import Result, simulate
+from eldr_sim.simulator.setup.config import make_config
 
 KEPT = Path(__file__).parent / "golden" / "digest.json"
 

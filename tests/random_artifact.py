@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eldr_sim.policies.artifact import RoutingArtifact
-from eldr_sim.policies.signature import unit_rows
+from eldr_sim.policies.eldr.artifact import RoutingArtifact
+from eldr_sim.policies.eldr.signature import unit_rows
 
 
 def random_artifact(n_decoders, n_layers, n_experts, seed=0, kept=None):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eldr_sim.simulator.expert_union import PromptRows
+from eldr_sim.simulator.plane.steps.expert_union import PromptRows
 
 
 def random_rows(rng, n, n_layers, n_experts):

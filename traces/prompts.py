@@ -21,15 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from eldr_sim.traces.bitsets import add_counts
-from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.gate_scores import PromptScore
+from eldr_sim.traces.routing.bitsets import add_counts
+from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.gate_scores import PromptScore
 
 __all__ = [
     "PromptSignatures",
     "Ranges",
     "assign_blocks",
-    "chain_blocks",
     "clip_ranges",
     "count_experts",
     "join_ranges",
@@ -153,34 +152,6 @@ def _remembered(
     return summed
 
 
-def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Number the prefix blocks so that equal numbers mean equal tokens from the prompt's start.
-
-    A log's ids may identify a block's own tokens or, as Mooncake's do, all tokens up to its end.
-    Here a block is identified by its id and the number of the block before it.
-
-    Parameters
-    ----------
-    hash_ids
-        uint64 ``[n]``: the ids of all requests' blocks.
-    indptr
-        int64 ``[requests + 1]``: request ``i`` has ``hash_ids[indptr[i]:indptr[i + 1]]``.
-
-    Returns
-    -------
-    uint64 ``[n]``, numbered from 0 in order of first appearance.
-    """
-    numbers: dict[tuple[int, int], int] = {}
-    chained: list[int] = []
-    ids, edges = hash_ids.tolist(), indptr.tolist()
-    for start, stop in pairwise(edges):
-        number = -1
-        for block in ids[start:stop]:
-            number = numbers.setdefault((number, block), len(numbers))
-            chained.append(number)
-    return np.array(chained, np.uint64)
-
-
 def assign_blocks(
     blocks: NDArray[np.uint64], indptr: NDArray[np.int64], drawn: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, Any]]:
@@ -196,7 +167,7 @@ def assign_blocks(
     Parameters
     ----------
     blocks, indptr
-        Numbers of `chain_blocks` of the requests in order of arrival.
+        Numbers of `request_logs.chain_blocks` of the requests in order of arrival.
     drawn
         int64 ``[requests]``: trace request drawn for each.
 

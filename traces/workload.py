@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.arrivals import (
+from eldr_sim.traces.prompts import Ranges, assign_blocks, join_ranges
+from eldr_sim.traces.requests.arrivals import (
     MAX_REQUESTS,
     MOST_BURSTINESS,
     Arrivals,
@@ -29,14 +30,18 @@ from eldr_sim.traces.arrivals import (
     recorded_arrivals,
     repeated,
 )
-from eldr_sim.traces.domains import NAMED_WORKLOADS, resolve_domain_mix
-from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.length_shapes import LengthShape, shaped_log
-from eldr_sim.traces.lengths import check_lengths, describe_lengths, draw_lengths, share_prefixes
-from eldr_sim.traces.log_window import LogPart
-from eldr_sim.traces.prompts import Ranges, assign_blocks, chain_blocks, join_ranges
-from eldr_sim.traces.request_logs import RequestLog, known_log
-from eldr_sim.traces.served_lengths import served_prompt_lengths
+from eldr_sim.traces.requests.domains import NAMED_WORKLOADS, resolve_domain_mix
+from eldr_sim.traces.requests.length_shapes import LengthShape, shaped_log
+from eldr_sim.traces.requests.lengths import (
+    check_lengths,
+    describe_lengths,
+    draw_lengths,
+    share_prefixes,
+)
+from eldr_sim.traces.requests.log_window import LogPart
+from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks, known_log
+from eldr_sim.traces.requests.served_lengths import served_prompt_lengths
+from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.streams import stream
 
 __all__ = ["Workload", "make_workload", "named_log"]
@@ -69,7 +74,7 @@ class Workload:
     prefix_hash, prefix_indptr
         Request ``i``'s prompt blocks are ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]``
         (uint64): equal numbers stand for equal tokens from the prompt's start to the block's end
-        (`prompts.chain_blocks`). A prompt without blocks, or what follows its last, is shared
+        (`request_logs.chain_blocks`). A prompt without blocks, or what follows its last, is shared
         with no other.
     prefix_trace_request
         int32, as long as `prefix_hash`: trace request that the block's tokens replay.

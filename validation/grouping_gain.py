@@ -27,8 +27,8 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.policies.clustering import kmeans
-from eldr_sim.policies.signature import (
+from eldr_sim.policies.eldr.clustering import kmeans
+from eldr_sim.policies.eldr.signature import (
     Floats,
     Ints,
     decode_overlap,
@@ -37,8 +37,8 @@ from eldr_sim.policies.signature import (
     transformed,
     unit_rows,
 )
-from eldr_sim.traces.bitsets import count_rows
-from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.routing.bitsets import count_rows
+from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.streams import stream
 
 __all__ = ["GroupingGain", "Saving", "group_unions", "grouping_gain", "oracle", "rho_by_prompt"]

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.artifact import RoutingArtifact, fit_like
-from eldr_sim.policies.signature import TRANSFORMS, score_of
-from eldr_sim.policies.signature_quality import SignatureQuality, signature_quality
+from eldr_sim.policies.eldr.artifact import RoutingArtifact, fit_like
+from eldr_sim.policies.eldr.signature import TRANSFORMS, score_of
+from eldr_sim.policies.eldr.signature_quality import SignatureQuality, signature_quality
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.traces.calibration import CalibrationSet, calibration_set
-from eldr_sim.traces.domains import DOMAIN_MIXES
-from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
+from eldr_sim.traces.routing.format import RoutingTrace
 
 #: Colours of workloads and domains, in order; those of the paper's first two are blue and orange.
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9", "C7")

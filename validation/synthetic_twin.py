@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.policies.signature import (
+from eldr_sim.policies.eldr.signature import (
     decode_overlap,
     idf_weights,
     select_layers,
     transformed,
 )
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.traces.domains import DOMAIN_MIXES
-from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.overlap import request_overlap
-from eldr_sim.traces.statistics import BATCH_SIZES, TraceStatistics, trace_statistics
-from eldr_sim.traces.structure import nearest_neighbour_accuracy, next_layer_entropy
-from eldr_sim.traces.synthetic.model_fit import requests_of
-from eldr_sim.traces.synthetic.moments import BLOCK, LAGS, information, measure
+from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.overlap import request_overlap
+from eldr_sim.traces.routing.statistics import BATCH_SIZES, TraceStatistics, trace_statistics
+from eldr_sim.traces.routing.structure import nearest_neighbour_accuracy, next_layer_entropy
+from eldr_sim.traces.routing.synthetic.model_fit import requests_of
+from eldr_sim.traces.routing.synthetic.moments import BLOCK, LAGS, information, measure
 
 __all__ = [
     "STEP_BATCH",

@@ -1,7 +1,7 @@
 """Report on a routing trace: statistics and pictures, among them figures 1, 3 and 4 of ELDR.
 
 A folder, written whole or not at all: ``statistics.json`` (manifest, all of
-`traces.statistics.trace_statistics`, rho) and a CSV of each picture:
+`traces.routing.statistics.trace_statistics`, rho) and a CSV of each picture:
 
 ``expert_heatmap``
     Share of generated tokens that choose each expert, by domain, over the mean of the group's
@@ -35,17 +35,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.policies.artifact import calibration_pairs
-from eldr_sim.policies.grace import equal_groups
-from eldr_sim.policies.grouping import utilization
-from eldr_sim.policies.signature import idf_weights, select_layers, transformed
+from eldr_sim.policies.eldr.artifact import calibration_pairs
+from eldr_sim.policies.eldr.signature import idf_weights, select_layers, transformed
+from eldr_sim.policies.placement.grace import equal_groups
+from eldr_sim.policies.placement.grouping import utilization
 from eldr_sim.simulator.results import result_folder, write_json
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.coactivation import affinity_of, coactivation
-from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.overlap import Overlap, request_overlap
-from eldr_sim.traces.request_spectrum import RequestSpectrum, request_spectrum
-from eldr_sim.traces.statistics import TraceStatistics, domain_groups, trace_statistics
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.coactivation import affinity_of, coactivation
+from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.overlap import Overlap, request_overlap
+from eldr_sim.traces.routing.spectrum import RequestSpectrum, request_spectrum
+from eldr_sim.traces.routing.statistics import TraceStatistics, domain_groups, trace_statistics
 from eldr_sim.traces.streams import stream
 from eldr_sim.validation.grouping_gain import GroupingGain, grouping_gain, rho_by_prompt
 

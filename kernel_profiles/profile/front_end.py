@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.front_end import PARTS
+from eldr_sim.kernel_profiles.kernels.front_end import PARTS
 from eldr_sim.kernel_profiles.profile.timing import Timing
-from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
 
 #: Prompt tokens that are measured.
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)

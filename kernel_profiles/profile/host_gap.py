@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.profile import attention
 from eldr_sim.kernel_profiles.profile.dense import (
     EPSILON,
@@ -26,7 +26,7 @@ from eldr_sim.kernel_profiles.profile.grid import MoEPoint, forced_logits, force
 from eldr_sim.kernel_profiles.profile.moe import MoEBench, MoEKernel
 from eldr_sim.kernel_profiles.profile.timing import Timing, require_torch
 from eldr_sim.kernel_profiles.profile.weights import ExpertWeights, MoEShape
-from eldr_sim.kernel_profiles.tables import attention_shape
+from eldr_sim.kernel_profiles.tables.format import attention_shape
 
 BATCHES = (1, 8, 32)
 CONTEXT = 512

@@ -28,7 +28,7 @@ from eldr_sim.kernel_profiles.profile.moe import (
 from eldr_sim.kernel_profiles.profile.records import EAGER, HOT, MAIN, OTHER, WIDE, Record
 from eldr_sim.kernel_profiles.profile.timing import Call, Mode, require_torch
 from eldr_sim.kernel_profiles.profile.weights import MoEShape
-from eldr_sim.kernel_profiles.tables import (
+from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
     Kind,
     attention_shape,

@@ -10,7 +10,7 @@ import numpy as np
 
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
 from eldr_sim.kernel_profiles.profile.table_fit import even_rows, expert_bytes
-from eldr_sim.kernel_profiles.tables import LatencyTable, load_table
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, load_table
 
 _BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.kernel_profiles.profile.timing import Timing
-from eldr_sim.kernel_profiles.tables import Kind, LatencyTable, TableMetadata
+from eldr_sim.kernel_profiles.tables.format import Kind, LatencyTable, TableMetadata
 
 MAIN = ""
 """Folder of the tables that a run uses; the others are for comparison."""
@@ -35,7 +35,7 @@ class Record:
     folder
         :data:`MAIN`, :data:`EAGER`, :data:`HOT` or :data:`OTHER`.
     kind, shape, dtype, kernel_source, framework
-        As in :class:`~eldr_sim.kernel_profiles.tables.TableMetadata`.
+        As in :class:`~eldr_sim.kernel_profiles.tables.format.TableMetadata`.
     row
         The table's columns but the times.
     timing

@@ -27,13 +27,13 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import read_text
 from eldr_sim.kernel_profiles.gpus import list_gpus
-from eldr_sim.kernel_profiles.kernel_latency import (
+from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     CollectiveLatency,
     DecodeAttention,
     GemmLatency,
     PrefillAttention,
 )
-from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
+from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.profile import table_fit
 from eldr_sim.kernel_profiles.profile.device import (
     Device,
@@ -52,7 +52,7 @@ from eldr_sim.kernel_profiles.profile.measurement_plan import (
 )
 from eldr_sim.kernel_profiles.profile.records import HOT, MAIN, Record, tables_of
 from eldr_sim.kernel_profiles.profile.table_comparison import Difference, differences
-from eldr_sim.kernel_profiles.tables import LatencyTable, table_name
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
 from eldr_sim.outputs import whole_file
 
 JOURNAL = "journal.jsonl"

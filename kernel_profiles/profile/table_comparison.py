@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eldr_sim.kernel_profiles.kernel_latency import DecodeAttention, GemmLatency
-from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
+from eldr_sim.kernel_profiles.kernels.kernel_latency import DecodeAttention, GemmLatency
+from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.profile.table_fit import expert_bytes
-from eldr_sim.kernel_profiles.table_library import shipped_tables
-from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
+from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Three forms of a MoE layer's time are fitted to four fifths of the evenly loaded points:
 
 - ``linear``: ``a + b * distinct + c * tokens``, up to 128 tokens.
-- ``max_form``: the form of :mod:`eldr_sim.kernel_profiles.moe_latency` for imported tables.
+- ``max_form``: the form of :mod:`eldr_sim.kernel_profiles.kernels.moe_latency` for imported tables.
 - ``grid``: linear interpolation, which is what a run uses (then through all points).
 """
 
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from eldr_sim.kernel_profiles.kernel_latency import PrefillAttention
-from eldr_sim.kernel_profiles.moe_latency import fit_grid, fit_max_form
+from eldr_sim.kernel_profiles.kernels.kernel_latency import PrefillAttention
+from eldr_sim.kernel_profiles.kernels.moe_latency import fit_grid, fit_max_form
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
 from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
-from eldr_sim.kernel_profiles.tables import LatencyTable
+from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
 FloatArray = NDArray[np.float64]
 DECODE_TOKENS = 128
@@ -203,7 +203,7 @@ def bandwidth_report(tables: Sequence[LatencyTable], copy_bandwidth: float) -> d
 def chunk_report(tables: Sequence[LatencyTable]) -> list[dict[str, float]]:
     """How well a whole prompt's time less that of its cached part tells a chunk's.
 
-    That is the rule of a prefill step in :mod:`eldr_sim.kernel_profiles.step_time`.
+    That is the rule of a prefill step in :mod:`eldr_sim.kernel_profiles.steps.step_time`.
     """
     rows = []
     for chunk in tables:

@@ -25,7 +25,7 @@ from functools import lru_cache
 from importlib import metadata as package_metadata
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.models import KVDtype, ModelDims
+from eldr_sim.kernel_profiles.kernels.table_errors import left_out_errors
+from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.table_errors import left_out_errors
-from eldr_sim.kernel_profiles.tables import (
+from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
     Kind,
     LatencyTable,
@@ -44,7 +44,6 @@ from eldr_sim.kernel_profiles.tables import (
     attention_shape,
     mla_shape,
     moe_shape,
-    table_name,
 )
 
 SYSTEMS = {
@@ -419,56 +418,3 @@ def gemm_tables(gpu: str, dtype: str = "bfloat16") -> Iterator[LatencyTable]:
             latency_dtype=np.float32,
         )
         return
-
-
-def import_tables(
-    gpu: str,
-    model: ModelDims | None,
-    out_dir: Path,
-    parallelism: Parallelism = SINGLE_GPU,
-    kv_dtypes: tuple[KVDtype, ...] = get_args(KVDtype),
-) -> list[Path]:
-    """Write latency tables of one GPU as format v1.
-
-    Parameters
-    ----------
-    gpu
-        One of :data:`SYSTEMS`.
-    model
-        Whose MoE and attention tables to write, and the GPU's FP8 GEMMs if its linear layers are of
-        FP8 blocks; None writes the GPU's bfloat16 GEMMs, collectives, dispatch and combine.
-    out_dir
-        Folder to write to, made if missing. Existing tables of the same name are replaced.
-    parallelism
-        How the model is spread: the tables are those of one GPU's part.
-    kv_dtypes
-        Types of the KV cache of attention tables.
-
-    Returns
-    -------
-    list of Path
-        Files written, none if the package holds no rows of the model on this GPU.
-
-    Raises
-    ------
-    InputError
-        The package is missing, knows no such GPU, or the model cannot be spread so.
-    """
-    from eldr_sim.kernel_profiles.sources import aiconfigurator_comm as comm
-
-    if model is None:
-        tables = [*gemm_tables(gpu), *comm.collective_tables(gpu), *comm.all_to_all_tables(gpu)]
-    else:
-        shard = parallelism.shard(model)
-        tables = [*moe_tables(gpu, model, parallelism)]
-        for kv_dtype in kv_dtypes:
-            own = shard.model_copy(update={"kv_cache_dtype": kv_dtype})
-            tables += [*attention_tables(gpu, own), *mla_tables(gpu, own)]
-        if model.linear_dtype != "bfloat16":
-            tables += gemm_tables(gpu, model.linear_dtype)
-    paths = []
-    for table in tables:
-        path = out_dir / table_name(table.metadata)
-        table.save(path)
-        paths.append(path)
-    return paths

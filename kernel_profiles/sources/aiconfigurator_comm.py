@@ -28,7 +28,7 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     read_rows,
     versions,
 )
-from eldr_sim.kernel_profiles.tables import LatencyTable
+from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
 _SMS = 20  # of the GPU, for DeepEP's high-throughput kernels
 _POINT = ["backend", "phase", "n_gpus", "hidden_size", "top_k", "n_experts", "tokens"]

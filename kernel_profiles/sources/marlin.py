@@ -36,13 +36,13 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import SYSTEMS, data_folder, routed_distinct
-from eldr_sim.kernel_profiles.table_library import find_table
-from eldr_sim.kernel_profiles.tables import (
+from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
     LatencyTable,
     TableMetadata,
     moe_shape,
 )
+from eldr_sim.kernel_profiles.tables.library import find_table
 
 _VERSION = "0.24.0"
 _DTYPE = "w4a16_mxfp4"

@@ -2,13 +2,13 @@
 
 **Triton's kernels**, which vLLM runs by default, as ELDR's authors measured them: a table for each
 of their three models, ``published``. The fixed time of a layer, and the time of an expert under
-each tile (:mod:`~eldr_sim.kernel_profiles.tiled_moe`), were fitted to ten round-robin cells each
+each tile (`kernel_profiles.kernels.tiled_moe`), were fitted to ten round-robin cells each
 (median TPOT at 20 to 100 requests/s on two loads, casys-kaist/ELDR, Figs. 10 and 11), with the
 union that drawn routing has at the cell's batch and all but MoE layers at its derived time. The
 other 150 cells and Figs. 13 to 16 were not used. :data:`PUBLISHED` holds the result;
 ``validation/reproduce/eldr_measured/kernel_fit.py`` repeats the fit. Tiles that no cell ran in (97
 tokens and more) keep the ratio to their neighbour that
-:data:`~eldr_sim.kernel_profiles.tiled_moe.UNTUNED` derives.
+:data:`~eldr_sim.kernel_profiles.kernels.tiled_moe.UNTUNED` derives.
 
 **AITER's kernels**, which vLLM runs where ``VLLM_ROCM_USE_AITER`` says so: one layer of
 Qwen3-30B-A3B, ``derived`` from two sources.
@@ -35,17 +35,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
+from eldr_sim.kernel_profiles.kernels.roofline import moe_latency
+from eldr_sim.kernel_profiles.kernels.tiled_moe import UNTUNED, TiledMoE, tiled_moe, untuned_moe
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
-from eldr_sim.kernel_profiles.roofline import moe_latency
-from eldr_sim.kernel_profiles.tables import (
+from eldr_sim.kernel_profiles.tables.format import (
     MOE_DTYPES,
     LatencyTable,
     TableMetadata,
     moe_shape,
     table_name,
 )
-from eldr_sim.kernel_profiles.tiled_moe import UNTUNED, TiledMoE, tiled_moe, untuned_moe
 
 EXPERT_S = 2.495e-6
 """Reading one expert of 9.437 MB (fit to AITER's rows): 3.78 TB/s."""

@@ -1,10 +1,10 @@
 """Which tables of ``aiconfigurator-core`` the package ships; others come with ``tables import``.
 
 ``python -m eldr_sim.kernel_profiles.sources.shipped DIR`` writes them, a file each;
-:mod:`~eldr_sim.kernel_profiles.table_library` makes what ships of them. Expert-parallel rows time
+:mod:`~eldr_sim.kernel_profiles.tables.library` makes what ships of them. Expert-parallel rows time
 vLLM's kernels on a rank that gets the tokens of all (data parallelism 1), so those of 2, 4 and 8
 ranks ship; ranks of larger groups are read from the rows of one GPU, see
-:class:`~eldr_sim.kernel_profiles.step_time.RankMoE`.
+:class:`~eldr_sim.kernel_profiles.steps.step_time.RankMoE`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import KVDtype, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.sources.aiconfigurator import SYSTEMS, import_tables
-from eldr_sim.kernel_profiles.tables import load_table
+from eldr_sim.kernel_profiles.sources.aiconfigurator import SYSTEMS
+from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables
+from eldr_sim.kernel_profiles.tables.format import load_table
 
 _CUT = ((1, False), (2, False), (4, False), (8, False))
 _SPREAD = ((2, True), (4, True), (8, True))

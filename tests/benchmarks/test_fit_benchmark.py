@@ -7,10 +7,10 @@ ELDR Sec. 6.2 states under 10 s for the fit and 0.15 ms for a decision at the pr
 import numpy as np
 import pytest
 
-from eldr_sim.policies.artifact import fit
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.eldr import EldrPolicy
-from eldr_sim.traces.calibration import CalibrationSet
+from eldr_sim.policies.eldr.artifact import fit
+from eldr_sim.policies.eldr.router import EldrPolicy
+from eldr_sim.traces.routing.calibration import CalibrationSet
 
 pytestmark = pytest.mark.slow
 

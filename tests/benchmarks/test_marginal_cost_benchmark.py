@@ -9,11 +9,11 @@ import itertools
 import numpy as np
 import pytest
 
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.policies.activation import fit_activation
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy
-from eldr_sim.traces.calibration import CalibrationSet
+from eldr_sim.policies.routing.activation import fit_activation
+from eldr_sim.policies.routing.marginal_cost import MarginalCostPolicy, OraclePolicy
+from eldr_sim.traces.routing.calibration import CalibrationSet
 
 pytestmark = pytest.mark.slow
 

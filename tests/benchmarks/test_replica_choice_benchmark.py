@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from eldr_sim.traces.synthetic.presets import preset_model
-from eldr_sim.traces.synthetic.synthesize import synthesize
+from eldr_sim.traces.routing.synthetic.presets import preset_model
+from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 from eldr_sim.validation.reproduce.metro.routing import CHOICES, Routing, route
 
 pytestmark = pytest.mark.slow

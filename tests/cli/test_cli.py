@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from eldr_sim.cli.console import print_summary
-from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.routing.format import open_trace
 
 from ..golden_output import check_golden
 
@@ -352,7 +352,7 @@ def test_interrupt_leaves_nothing(run_cli, tmp_path, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eldr_sim.simulator.cluster.Cluster.run", interrupted)
+    monkeypatch.setattr("eldr_sim.simulator.control.cluster.Cluster.run", interrupted)
     code, _, err = run_cli("run", *SHORT, "--out", tmp_path / "out")
     assert (code, err.strip()) == (130, "Interrupted: nothing was written.")
     assert list(tmp_path.iterdir()) == []

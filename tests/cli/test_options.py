@@ -11,7 +11,7 @@ from eldr_sim.cli.groups import GROUPS
 from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.policies.choice import BUILT_IN
-from eldr_sim.simulator.config import RunConfig, ServiceLevel
+from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
 
 
 def parse(*arguments):

@@ -16,8 +16,8 @@ import pytest
 from eldr_sim.cli.main import cli
 from eldr_sim.cli.options import config_from_options, run_options
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata, moe_shape
-from eldr_sim.simulator.metrics import warnings_of
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, moe_shape
+from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.run import simulate_summary
 
 #: A quick run; a case's own options come after these.

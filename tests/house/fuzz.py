@@ -153,7 +153,7 @@ def _forked(commands: list[list[str]], folder: Path) -> list[str]:
         own.mkdir(exist_ok=True)
         process = os.fork()
         if process == 0:
-            from eldr_sim.simulator import prepare
+            from eldr_sim.simulator.setup import prepare
 
             try:
                 prepare._drawn.cache_clear()
@@ -206,8 +206,8 @@ def _on_alarm(number: int, frame: Any) -> None:
 
 def _compile() -> None:
     """Compile what runs call, so that no case waits for it."""
-    from eldr_sim.simulator.config import RunConfig
     from eldr_sim.simulator.run import simulate
+    from eldr_sim.simulator.setup.config import RunConfig
 
     simulate(RunConfig(**good_config()))
     group = {"topology": "1C", "data_parallel_size": 2, "enable_expert_parallel": True}

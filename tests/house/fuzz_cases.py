@@ -81,7 +81,7 @@ def with_out(argv: list[str], out: Path) -> list[str]:
 
 
 def _options(rng: Any, folder: Path) -> list[str]:
-    from eldr_sim.simulator.config import RunConfig
+    from eldr_sim.simulator.setup.config import RunConfig
 
     argv = ["run", *SMALL]
     names = [name.replace("_", "-") for name in RunConfig.model_fields]
@@ -208,7 +208,7 @@ def _spoil_a_file(folder: Path, rng: Any, json_share: float) -> None:
 
 
 def _traces(rng: Any, folder: Path) -> list[str]:
-    from eldr_sim.traces.importers import import_trace
+    from eldr_sim.traces.routing.imports.importers import import_trace
 
     np.savez(folder / "a.npz", **good_routing(rng))
     trace = folder / "trace"
@@ -256,9 +256,9 @@ def _tables(rng: Any, folder: Path) -> list[str]:
 
 
 def _a_result(folder: Path) -> Path:
-    from eldr_sim.simulator.config import RunConfig
     from eldr_sim.simulator.results import write_result
     from eldr_sim.simulator.run import simulate
+    from eldr_sim.simulator.setup.config import RunConfig
 
     result = folder / "result"
     write_result(simulate(RunConfig(**good_config())), result)
@@ -378,7 +378,7 @@ def _manifests(rng: Any, folder: Path) -> list[str]:
 
 def _small_trace(rng: Any, folder: Path) -> Path:
     """A trace of 8 experts in 3 layers, as imported."""
-    from eldr_sim.traces.importers import import_trace
+    from eldr_sim.traces.routing.imports.importers import import_trace
 
     np.savez(folder / "a.npz", **good_routing(rng, 12))
     made = {"model": "m", "captured_by": "x", "source_data": "y", "tool_versions": {}}

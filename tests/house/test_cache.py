@@ -231,7 +231,7 @@ import sys
 def f():
     return {value}
 
-assert "eldr_sim.simulator.loop" not in sys.modules
+assert "eldr_sim.simulator.plane.loop" not in sys.modules
 print(f(), sum(f.stats.cache_hits.values()))
 """
 
@@ -312,11 +312,11 @@ def test_all_compiled_functions_go_through_the_cache():
 _MAKE_ALL = """
 import hashlib, sys, time
 from pathlib import Path
-from eldr_sim.policies.fit_cache import cached_fit
-from eldr_sim.policies.signature import FitOptions
-from eldr_sim.traces.bitsets import bit_sets
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.synthetic import drawn
+from eldr_sim.policies.eldr.fit_cache import cached_fit
+from eldr_sim.policies.eldr.signature import FitOptions
+from eldr_sim.traces.routing.bitsets import bit_sets
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.synthetic import drawn
 
 drawn.SERVING = drawn.CALIBRATION = 24
 ready, n = Path(sys.argv[1]), int(sys.argv[2])

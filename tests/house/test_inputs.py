@@ -20,9 +20,9 @@ from eldr_sim import inputs
 from eldr_sim.command import run_command
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import check_arrays, parse_json, parse_yaml, read_text, regular_file, within
-from eldr_sim.kernel_profiles.tables import load_table
+from eldr_sim.kernel_profiles.tables.format import load_table
 from eldr_sim.parquet import read_table
-from eldr_sim.traces.column_logs import column_rows
+from eldr_sim.traces.requests.column_logs import column_rows
 
 DEEP = "[" * 100_000
 #: Nine aliases of nine aliases of ..., nine times: 9^10 values where they are written out.

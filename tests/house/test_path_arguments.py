@@ -9,10 +9,10 @@ import pytest
 from eldr_sim import RunConfig, simulate, sweep, write_report, write_result
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.compare import compare
-from eldr_sim.planning.what_if import read_base, what_if
-from eldr_sim.simulator.config import read_config
-from eldr_sim.traces.format import open_trace
+from eldr_sim.planning.compare.policies import compare
+from eldr_sim.planning.compare.what_if import read_base, what_if
+from eldr_sim.simulator.setup.config import read_config
+from eldr_sim.traces.routing.format import open_trace
 
 SHORT = RunConfig(topology="1P2D", request_rate=10, duration=2, warmup=1, output_len=10)
 

@@ -13,10 +13,10 @@ from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sources.aiconfigurator import (
     balanced_distinct,
     expected_distinct,
-    import_tables,
 )
-from eldr_sim.kernel_profiles.table_library import shipped_tables
-from eldr_sim.kernel_profiles.tables import load_table, mla_shape, moe_shape
+from eldr_sim.kernel_profiles.sources.aiconfigurator_import import import_tables
+from eldr_sim.kernel_profiles.tables.format import load_table, mla_shape, moe_shape
+from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 

@@ -8,23 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.all_to_all import (
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import (
     BACKENDS,
     COPY_PER,
     NETWORK_EFFICIENCY,
     build_all_to_all,
     uniform_copies,
 )
-from eldr_sim.kernel_profiles.all_to_all_cost import (
+from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
     busiest_all,
     busiest_direct,
     busiest_forwarded,
     combine_s,
     dispatch_s,
 )
-from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.table_library import find_table
+from eldr_sim.kernel_profiles.tables.library import find_table
 
 DEEPSEEK = load_model("DeepSeek-V3")
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.cuda_graphs import grown, pad, padded_sizes
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.steps.cuda_graphs import grown, pad, padded_sizes
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 
 
 def test_sizes_are_those_that_vllm_captures():

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_sim.kernel_profiles.flops import PrefillWork, mfu, prefill_flops, prefill_work
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.flops import PrefillWork, mfu, prefill_flops, prefill_work
 from eldr_sim.kernel_profiles.models import load_model
 
 QWEN = load_model("Qwen3-235B-A22B")  # 94 layers of 4,096: 64 query and 4 KV heads of 128

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.front_end import (
+from eldr_sim.kernel_profiles.kernels.front_end import (
     PARTS,
     FrontEndLatency,
     list_front_ends,
     load_front_end,
 )
-from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
 
 
 def make_table(rows, kind="front_end"):

@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 from scipy.optimize import isotonic_regression
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.moe_latency import (
+from eldr_sim.kernel_profiles.kernels.moe_latency import (
     MoELatency,
     fit_moe_latency,
     interpolate,
@@ -16,12 +16,12 @@ from eldr_sim.kernel_profiles.moe_latency import (
     uniform_distinct,
 )
 from eldr_sim.kernel_profiles.sources import mi300x
-from eldr_sim.kernel_profiles.table_library import shipped_tables
-from eldr_sim.kernel_profiles.tables import (
+from eldr_sim.kernel_profiles.tables.format import (
     LatencyTable,
     TableMetadata,
     moe_shape,
 )
+from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
 from ..paths import SHARED
 

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles import roofline
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.kernel_latency import CollectiveLatency
+from eldr_sim.kernel_profiles.kernels import roofline
+from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency
+from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.models import list_models, load_model
-from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.parts import CUSTOM_ALL_REDUCE_BYTES
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.kernel_profiles.table_library import find_table
-from eldr_sim.kernel_profiles.tables import moe_shape
-from eldr_sim.simulator.memory import kv_blocks
+from eldr_sim.kernel_profiles.steps.parts import CUSTOM_ALL_REDUCE_BYTES
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.tables.format import moe_shape
+from eldr_sim.kernel_profiles.tables.library import find_table
+from eldr_sim.simulator.setup.memory import kv_blocks
 
 from ..step_times import fixed_s
 

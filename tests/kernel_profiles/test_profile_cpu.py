@@ -20,7 +20,7 @@ from eldr_sim.kernel_profiles.profile.moe import MoEBench, TorchMoE
 from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers
 from eldr_sim.kernel_profiles.profile.timing import CpuTimer
 from eldr_sim.kernel_profiles.profile.weights import ExpertWeights, MoEShape
-from eldr_sim.kernel_profiles.tables import load_table
+from eldr_sim.kernel_profiles.tables.format import load_table
 
 torch = pytest.importorskip("torch", reason="the profile extra is not installed")
 

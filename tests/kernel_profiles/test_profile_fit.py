@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.kernels.moe_latency import MoEGrid, fit_moe_latency
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.moe_latency import MoEGrid, fit_moe_latency
 from eldr_sim.kernel_profiles.profile import table_fit as fit
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out, moe_levels
 from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
@@ -13,8 +13,8 @@ from eldr_sim.kernel_profiles.profile.plots import plot_profile
 from eldr_sim.kernel_profiles.profile.records import MAIN, Record, tables_of
 from eldr_sim.kernel_profiles.profile.table_comparison import differences
 from eldr_sim.kernel_profiles.profile.timing import Timing
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.kernel_profiles.tables import LatencyTable, moe_shape, table_name
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, moe_shape, table_name
 
 from ..step_times import fixed_s
 

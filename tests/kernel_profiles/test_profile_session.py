@@ -20,7 +20,7 @@ from eldr_sim.kernel_profiles.profile.measurement_plan import (
 )
 from eldr_sim.kernel_profiles.profile.records import MAIN, Record
 from eldr_sim.kernel_profiles.profile.timing import MAX_CALLS, CpuTimer, Timing, rotation
-from eldr_sim.kernel_profiles.tables import load_table
+from eldr_sim.kernel_profiles.tables.format import load_table
 
 FACTS = {"device": "a card", "driver_version": "550", "power.limit": "700 W", "torch": "2"}
 DEVICE = Device("cpu", "a-card", FACTS, 32 << 20, 16 << 30, CpuTimer())

@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.kernel_latency import CollectiveLatency
+from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency
+from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.step_cost import rank_moe_s
-from eldr_sim.kernel_profiles.step_time import RankMoE, build_step_time_model
-from eldr_sim.kernel_profiles.table_library import find_table, shipped_tables
-from eldr_sim.kernel_profiles.tables import moe_shape
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
+from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.tables.format import moe_shape
+from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
 
 GROUP = Parallelism(1, True, 8)
 

@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
-from eldr_sim.kernel_profiles.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
+from eldr_sim.kernel_profiles.kernels.sibling_tables import FIT_ERROR, gpu_table
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.sibling_tables import FIT_ERROR, gpu_table
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.kernel_profiles.table_library import find_table, shipped_tables
-from eldr_sim.kernel_profiles.tables import (
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.tables.format import (
     LatencyTable,
     attention_shape,
     mla_shape,
     moe_shape,
 )
+from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
 
 SMALL, LARGE = load_gpu("A100-40GB"), load_gpu("A100")
 SLOWER = 2.039 / 1.555

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.kernel_profiles.step_cost import chunk_attention_s, step_parts, total_s
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.steps.step_cost import chunk_attention_s, step_parts, total_s
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 
 from ..watching import new_steps
 

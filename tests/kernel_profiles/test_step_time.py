@@ -8,25 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles import roofline
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.kernel_latency import (
+from eldr_sim.kernel_profiles.kernels import roofline
+from eldr_sim.kernel_profiles.kernels.kernel_latency import (
     CollectiveLatency,
     DecodeAttention,
     GemmLatency,
     PrefillAttention,
 )
+from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.models import list_models, load_model
-from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
-from eldr_sim.kernel_profiles.parts import NORMS_S, bytes_alone
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.kernel_profiles.table_library import find_table, shipped_tables
-from eldr_sim.kernel_profiles.tables import (
+from eldr_sim.kernel_profiles.steps.parts import NORMS_S, bytes_alone
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.tables.format import (
     LatencyTable,
     TableMetadata,
     mla_shape,
     moe_shape,
 )
+from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
 
 from ..step_times import fixed_s
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from eldr_sim.kernel_profiles import table_errors
-from eldr_sim.kernel_profiles.table_errors import (
+from eldr_sim.kernel_profiles.kernels import table_errors
+from eldr_sim.kernel_profiles.kernels.table_errors import (
     errors_of_moe_tables,
     errors_page,
     left_out_errors,
 )
-from eldr_sim.kernel_profiles.table_library import shipped_tables
-from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata
+from eldr_sim.kernel_profiles.tables.library import shipped_tables
 
 from ..paths import ROOT
 

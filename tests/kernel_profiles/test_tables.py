@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles import table_library, tables
-from eldr_sim.kernel_profiles.table_library import find_table, shipped_tables
-from eldr_sim.kernel_profiles.tables import (
+from eldr_sim.kernel_profiles.tables import format as tables
+from eldr_sim.kernel_profiles.tables import library as table_library
+from eldr_sim.kernel_profiles.tables.format import (
     PROVENANCES,
     LatencyTable,
     TableMetadata,
@@ -19,6 +19,7 @@ from eldr_sim.kernel_profiles.tables import (
     table_name,
     weakest,
 )
+from eldr_sim.kernel_profiles.tables.library import find_table, shipped_tables
 
 from ..paths import ROOT
 

@@ -6,13 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.moe_latency import fit_moe_latency
-from eldr_sim.kernel_profiles.sources import mi300x
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.kernel_profiles.table_library import find_table
-from eldr_sim.kernel_profiles.tables import moe_shape
-from eldr_sim.kernel_profiles.tiled_moe import (
+from eldr_sim.kernel_profiles.kernels.moe_latency import fit_moe_latency
+from eldr_sim.kernel_profiles.kernels.tiled_moe import (
     UNTUNED,
     Tile,
     default_tile,
@@ -20,6 +15,11 @@ from eldr_sim.kernel_profiles.tiled_moe import (
     untuned_moe,
     workgroups,
 )
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.sources import mi300x
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.tables.format import moe_shape
+from eldr_sim.kernel_profiles.tables.library import find_table
 
 SIZES = {"max_num_seqs": 128, "max_model_len": 1024, "max_num_batched_tokens": 2048}
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.flops import PrefillWork
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.flops import PrefillWork
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.weight_streaming import (
+from eldr_sim.kernel_profiles.steps.weight_streaming import (
     Stream,
     plan_stream,
     streamed_ends,

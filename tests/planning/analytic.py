@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 
 from eldr_sim.planning.slo import parse_slo
-from eldr_sim.simulator.config import parse_topology
+from eldr_sim.simulator.setup.config import parse_topology
 
 from ..queueing import erlang_c
 
@@ -91,4 +91,4 @@ class Analytic:
 
 def simulated_by(evaluate):
     """Have the runs of this process made by an evaluator."""
-    return mock.patch("eldr_sim.planning.runner.simulate_summary", evaluate)
+    return mock.patch("eldr_sim.planning.runs.points.simulate_summary", evaluate)

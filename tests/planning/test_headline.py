@@ -5,16 +5,16 @@ import dataclasses
 import pyarrow as pa
 import pytest
 
-from eldr_sim.planning.compare import compare
-from eldr_sim.planning.plan import plan
-from eldr_sim.planning.rates import plan_rate
+from eldr_sim.planning.compare.policies import compare
+from eldr_sim.planning.compare.what_if import what_if
+from eldr_sim.planning.runs.sweep import SweepResult, sweep
+from eldr_sim.planning.search.plan import plan
+from eldr_sim.planning.search.rates import plan_rate
 from eldr_sim.planning.slo import Objective, parse_slo
-from eldr_sim.planning.sweep import SweepResult, sweep
-from eldr_sim.planning.what_if import what_if
-from eldr_sim.simulator.catalogue import HEADLINE, label
-from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.headline import MOST_ROWS, number
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
+from eldr_sim.simulator.outcome.headline import MOST_ROWS, number
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import RunConfig
 
 SHORT = RunConfig(topology="1P2D", request_rate=10, duration=2, warmup=1, output_len=10)
 

@@ -12,18 +12,18 @@ from scipy.optimize import brentq
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning import plan_files
-from eldr_sim.planning.bounds import bounds
-from eldr_sim.planning.candidates import ClusterTemplate
 from eldr_sim.planning.intervals import Interval
-from eldr_sim.planning.plan import CandidateResult, per_gpu, per_user, plan
-from eldr_sim.planning.rates import plan_rate
-from eldr_sim.planning.savings import PAIRED_SEEDS
+from eldr_sim.planning.search import plan_files
+from eldr_sim.planning.search.bounds import bounds
+from eldr_sim.planning.search.candidates import ClusterTemplate
+from eldr_sim.planning.search.plan import CandidateResult, per_gpu, per_user, plan
+from eldr_sim.planning.search.rates import plan_rate
+from eldr_sim.planning.search.savings import PAIRED_SEEDS
+from eldr_sim.planning.search.split import plan_split
+from eldr_sim.planning.search.trial import Trial
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
-from eldr_sim.planning.split import plan_split
-from eldr_sim.planning.trial import Trial
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate_summary
+from eldr_sim.simulator.setup.config import make_config
 
 from .analytic import BASE, LEVEL, LOCALITY, SPEED, Analytic, attained, simulated_by
 

@@ -17,7 +17,7 @@ def analytic_cli(run_cli, monkeypatch):
     """The command line over analytic clusters."""
 
     def run(*arguments):
-        monkeypatch.setattr("eldr_sim.planning.runner.simulate_summary", Analytic(0.02))
+        monkeypatch.setattr("eldr_sim.planning.runs.points.simulate_summary", Analytic(0.02))
         return run_cli(
             "plan", "--slo", "ttft:500,tpot:30", "--attainment", "0.9", "--policy", "jsq,eldr",
             "--duration", "60", "--output-len", "64", "--seeds", "5", "--jobs", "1", *arguments,
@@ -163,7 +163,7 @@ def test_a_days_log_is_planned_at_its_peak(run_cli, day, tmp_path):
 
 def test_a_long_log_is_told_before_it_is_replayed_whole(run_cli, day, monkeypatch):
     monkeypatch.setattr("eldr_sim.cli.plan._MANY_REQUESTS", 300)
-    monkeypatch.setattr("eldr_sim.planning.plan.plan", lambda *_, **__: exit(7))
+    monkeypatch.setattr("eldr_sim.planning.search.plan.plan", lambda *_, **__: exit(7))
     code, _, err = run_cli(*LOG, "--workload", day)
     assert code == 7
     assert err.startswith("Every run replays all 380 requests of the log, 10,740 s; --busiest 10m")
@@ -184,7 +184,7 @@ def test_interrupt_leaves_nothing(analytic_cli, tmp_path, monkeypatch):
     def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eldr_sim.planning.plan.plan", interrupted)
+    monkeypatch.setattr("eldr_sim.planning.search.plan.plan", interrupted)
     code, _, err = analytic_cli("--request-rate", 20, "--out", tmp_path / "plan")
     assert (code, err.strip()) == (130, "Interrupted: nothing was written.")
     assert list(tmp_path.iterdir()) == []

@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.bounds import bounds
-from eldr_sim.planning.plan import plan
-from eldr_sim.planning.prefill import plan_fastest, prefill_candidates
-from eldr_sim.planning.prefill_strategy import KINDS, PrefillStrategy, strategy_of
-from eldr_sim.planning.rates import plan_rate
+from eldr_sim.planning.search.bounds import bounds
+from eldr_sim.planning.search.plan import plan
+from eldr_sim.planning.search.prefill import plan_fastest, prefill_candidates
+from eldr_sim.planning.search.prefill_strategy import KINDS, PrefillStrategy, strategy_of
+from eldr_sim.planning.search.rates import plan_rate
 from eldr_sim.planning.slo import Objective, parse_slo
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 
 from ..queueing import erlang_c
 
@@ -64,7 +64,7 @@ def evaluate(config):
 
 
 def analytic():
-    return mock.patch("eldr_sim.planning.runner.simulate_summary", evaluate)
+    return mock.patch("eldr_sim.planning.runs.points.simulate_summary", evaluate)
 
 
 def every_cluster(max_gpus, sizes, budgets):

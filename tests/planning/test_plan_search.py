@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.search import SearchSpace, cheapest, highest_rate, smallest
+from eldr_sim.planning.search.search import SearchSpace, cheapest, highest_rate, smallest
 from eldr_sim.planning.slo import (
     Objective,
     Verdict,
@@ -18,7 +18,7 @@ from eldr_sim.planning.slo import (
     looks_up_to,
     parse_slo,
 )
-from eldr_sim.simulator.config import ServiceLevel
+from eldr_sim.simulator.setup.config import ServiceLevel
 
 
 def finish(search):

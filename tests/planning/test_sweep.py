@@ -18,11 +18,11 @@ from scipy import stats
 
 from eldr_sim.cli.console import sweep_bar
 from eldr_sim.errors import InputError
-from eldr_sim.planning import runner
-from eldr_sim.planning.sweep import SweepProgress, sweep
-from eldr_sim.planning.sweep_journal import FILE_NAME
-from eldr_sim.simulator.config import make_config
+from eldr_sim.planning.runs import points
+from eldr_sim.planning.runs.sweep import SweepProgress, sweep
+from eldr_sim.planning.runs.sweep_journal import FILE_NAME
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 
 from ..paths import GOLDEN
 
@@ -66,7 +66,7 @@ def fake_runs(monkeypatch):
             "in_flight_at_window_end": 0,
         }
 
-    monkeypatch.setattr(runner, "simulate_summary", fake)
+    monkeypatch.setattr(points, "simulate_summary", fake)
     return ran
 
 
@@ -343,7 +343,7 @@ def test_progress_counts_runs_and_time_left(monkeypatch, updates, shown, time_le
 
 def test_command_says_how_to_go_on(run_cli, tmp_path, sweep_file, fake_runs, monkeypatch):
     out = tmp_path / "out"
-    real, calls = runner.simulate_summary, []
+    real, calls = points.simulate_summary, []
 
     def interrupted(config):
         calls.append(config)
@@ -351,7 +351,7 @@ def test_command_says_how_to_go_on(run_cli, tmp_path, sweep_file, fake_runs, mon
             raise KeyboardInterrupt
         return real(config)
 
-    monkeypatch.setattr(runner, "simulate_summary", interrupted)
+    monkeypatch.setattr(points, "simulate_summary", interrupted)
     code, text, err = run_cli("sweep", sweep_file, "--out", out, "--jobs", 1)
     assert (code, text) == (130, "")
     assert err == f"Interrupted: {out} keeps the ended runs; --resume continues.\n"

@@ -11,7 +11,7 @@ import time
 import pytest
 import yaml
 
-from eldr_sim.planning.sweep_journal import FILE_NAME
+from eldr_sim.planning.runs.sweep_journal import FILE_NAME
 
 OUTPUTS = ("points.parquet", "aggregate.parquet", "aggregate.csv", "sweep.json")
 #: 120 runs of some 50 ms: a kill finds them anywhere.
@@ -107,7 +107,7 @@ def test_a_ray_node_lost_on_the_way_costs_no_point(tmp_path):
     ray = pytest.importorskip("ray", reason="pip install 'eldr-sim[ray]'")
     from ray.cluster_utils import Cluster
 
-    from eldr_sim.planning.sweep import sweep
+    from eldr_sim.planning.runs.sweep import sweep
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     doomed = cluster.add_node(num_cpus=1)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runner import Outcome, Point, expected_tokens, run_points
-from eldr_sim.planning.runs import Runs
-from eldr_sim.simulator import shared_replay
-from eldr_sim.simulator.config import make_config
+from eldr_sim.planning.runs.points import Outcome, Point
+from eldr_sim.planning.runs.runner import expected_tokens, run_points
+from eldr_sim.planning.runs.shared_runs import Runs
 from eldr_sim.simulator.run import prepare, simulate
-from eldr_sim.simulator.shared_replay import replay_of, share, use
+from eldr_sim.simulator.setup import shared_replay
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.shared_replay import replay_of, share, use
 
 TINY = {"topology": "1P1D", "num_requests": 8, "output_len": 10, "trace": "reference-moe"}
 
@@ -76,7 +77,7 @@ def test_an_exception_is_a_reason_in_one_line(monkeypatch):
     def broken(_config):
         raise RuntimeError("no event left\nat all")
 
-    monkeypatch.setattr("eldr_sim.planning.runner.simulate_summary", broken)
+    monkeypatch.setattr("eldr_sim.planning.runs.points.simulate_summary", broken)
     (outcome,) = run_points([tiny("a")], 1)
     assert (outcome.summary, outcome.reason) == (None, "RuntimeError: no event left at all")
 
@@ -95,8 +96,9 @@ def test_expected_tokens_follow_load_and_length():
 
 
 SCRIPT = """
-from eldr_sim.simulator.config import make_config
-from eldr_sim.planning.runner import Point, run_points
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.planning.runs.points import Point
+from eldr_sim.planning.runs.runner import run_points
 points = [
     Point(str(i), make_config({"topology": "1P1D", "num_requests": 20, "seed": i,
                                "trace": "reference-moe"}))
@@ -155,7 +157,7 @@ def test_runs_of_a_question_are_made_once_and_told_in_order(monkeypatch):
         ran.append(config.seed)
         return {"seed": config.seed}
 
-    monkeypatch.setattr("eldr_sim.planning.runner.simulate_summary", fake)
+    monkeypatch.setattr("eldr_sim.planning.runs.points.simulate_summary", fake)
     seen = []
     runs = Runs(1, lambda done, asked: seen.append((done, asked)))
     three, one, two = (make_config(TINY | {"seed": seed}) for seed in (3, 1, 2))
@@ -186,7 +188,7 @@ def test_searches_go_on_side_by_side(monkeypatch):
         batches.append([point.config.seed for point in points])
         yield from (Outcome(p.key, {"seed": p.config.seed}, "", 0.0) for p in reversed(points))
 
-    monkeypatch.setattr("eldr_sim.planning.runs.run_points", fake_points)
+    monkeypatch.setattr("eldr_sim.planning.runs.shared_runs.run_points", fake_points)
 
     def search(seeds):
         total = 0

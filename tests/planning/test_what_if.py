@@ -14,13 +14,13 @@ from scipy import stats
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.what_if import (
+from eldr_sim.planning.compare.what_if import (
     FIGURES,
     change_fields,
     read_base,
 )
-from eldr_sim.planning.what_if import what_if as make_what_if
-from eldr_sim.simulator.config import RunConfig, make_config
+from eldr_sim.planning.compare.what_if import what_if as make_what_if
+from eldr_sim.simulator.setup.config import RunConfig, make_config
 
 BASE = {"topology": "1P2D", "request_rate": 10, "duration": 3, "warmup": 1, "output_len": 20}
 
@@ -52,7 +52,7 @@ class Analytic:
 
 
 def what_if(base, changes, evaluate, **arguments):
-    with mock.patch("eldr_sim.planning.runner.simulate_summary", evaluate):
+    with mock.patch("eldr_sim.planning.runs.points.simulate_summary", evaluate):
         return make_what_if(base, changes, jobs=1, **arguments)
 
 

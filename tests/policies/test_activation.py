@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.activation import RIDGES, fit_activation
-from eldr_sim.traces.calibration import CalibrationSet, calibration_set
-from eldr_sim.traces.format import open_trace
+from eldr_sim.policies.routing.activation import RIDGES, fit_activation
+from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
+from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.workload import make_workload
 
 

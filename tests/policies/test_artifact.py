@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies import artifact as artifact_module
-from eldr_sim.policies.artifact import RoutingArtifact, fit
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
-from eldr_sim.policies.signature import METHODS, TRANSFORMS, FitOptions, score_of
-from eldr_sim.traces.calibration import CalibrationSet, calibration_set
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.gate_scores import GateScores
+from eldr_sim.policies.eldr import artifact as artifact_module
+from eldr_sim.policies.eldr.artifact import RoutingArtifact, fit
+from eldr_sim.policies.eldr.router import EldrParameters, EldrPolicy
+from eldr_sim.policies.eldr.signature import METHODS, TRANSFORMS, FitOptions, score_of
+from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.gate_scores import GateScores
 
 
 def structured(n=80, n_layers=6, n_experts=16, n_domains=4, seed=0):

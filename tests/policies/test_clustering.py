@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.clustering import assign_balanced, assign_nearest, kmeans
-from eldr_sim.policies.signature import METHODS, unit_rows
+from eldr_sim.policies.eldr.clustering import assign_balanced, assign_nearest, kmeans
+from eldr_sim.policies.eldr.signature import METHODS, unit_rows
 
 
 def rng(seed=0):

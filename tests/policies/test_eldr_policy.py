@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
+from eldr_sim.policies.eldr.router import EldrParameters, EldrPolicy
 
 from ..random_artifact import random_artifact
 

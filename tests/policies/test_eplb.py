@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.eplb import balance, replicate
-from eldr_sim.policies.placement import ExpertGroup
-from eldr_sim.traces.calibration import CalibrationSet
+from eldr_sim.policies.placement.base import ExpertGroup
+from eldr_sim.policies.placement.eplb import balance, replicate
+from eldr_sim.traces.routing.calibration import CalibrationSet
 
 # The example of the README of github.com/deepseek-ai/EPLB, commit d52c72d: the loads of two layers,
 # and the experts of 16 slots on 8 GPUs of 2 nodes for 4 groups of experts.

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from eldr_sim import cache
-from eldr_sim.policies import fit_cache
-from eldr_sim.policies.artifact import fit
-from eldr_sim.policies.signature import FitOptions
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import open_trace
+from eldr_sim.policies.eldr import fit_cache
+from eldr_sim.policies.eldr.artifact import fit
+from eldr_sim.policies.eldr.signature import FitOptions
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.format import open_trace
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_what_a_fit_rests_on_makes_another(fitted, monkeypatch):
     ):
         assert fitted(**changed)[1] == n + 2, changed
         assert fitted(**changed)[1] == n + 2, changed
-    monkeypatch.setattr(fit_cache, "_SOURCES", ("policies.signature",))
+    monkeypatch.setattr(fit_cache, "_SOURCES", ("policies.eldr.signature",))
     assert fitted()[1] == 12
 
 

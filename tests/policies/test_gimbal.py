@@ -11,12 +11,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.gimbal import anchored, linked_experts
-from eldr_sim.policies.placement import ExpertGroup, greedy_placement
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.coactivation import token_rows
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.structure import transitions
+from eldr_sim.policies.placement.base import ExpertGroup, greedy_placement
+from eldr_sim.policies.placement.gimbal import anchored, linked_experts
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.coactivation import token_rows
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.structure import transitions
 
 ALPHA, BETA = 3.0, 1.0
 

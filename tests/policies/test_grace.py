@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.grace import (
+from eldr_sim.policies.placement.base import EMPTY, ExpertGroup, Placement
+from eldr_sim.policies.placement.grace import (
     balance_ranks,
     cluster_hierarchy,
     equal_groups,
@@ -17,11 +18,10 @@ from eldr_sim.policies.grace import (
     knee,
     replicated,
 )
-from eldr_sim.policies.grouping import utilization
-from eldr_sim.policies.placement import EMPTY, ExpertGroup, Placement
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.coactivation import affinity_of
-from eldr_sim.traces.format import open_trace
+from eldr_sim.policies.placement.grouping import utilization
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.coactivation import affinity_of
+from eldr_sim.traces.routing.format import open_trace
 
 from .test_grouping import random_affinity
 

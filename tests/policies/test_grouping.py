@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.grouping import (
+from eldr_sim.policies.placement.grouping import (
     bounded_groups,
     size_deviation,
     spectral_groups,

@@ -6,14 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.step_time import StepCost, build_step_time_model
-from eldr_sim.policies.activation import fit_activation
+from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.policies.base import CompletionListener, PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.decode import JoinShortestQueuePolicy
-from eldr_sim.policies.marginal_cost import MarginalCostPolicy, OraclePolicy, expected_step_s
-from eldr_sim.simulator.config import make_config
+from eldr_sim.policies.routing.activation import fit_activation
+from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy
+from eldr_sim.policies.routing.marginal_cost import (
+    MarginalCostPolicy,
+    OraclePolicy,
+    expected_step_s,
+)
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
-from eldr_sim.traces.calibration import CalibrationSet
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.traces.routing.calibration import CalibrationSet
 
 from ..watching import new_steps
 

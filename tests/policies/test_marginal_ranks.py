@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.kernel_profiles.step_cost import rank_moe_s
-from eldr_sim.kernel_profiles.step_time import RankMoE
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
+from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
 from eldr_sim.policies.base import RequestInfo, Workers
-from eldr_sim.policies.marginal_cost import OraclePolicy
-from eldr_sim.policies.marginal_ranks import GreedyOnRanks, shares
-from eldr_sim.policies.placement import Placement
-from eldr_sim.policies.unions import log_idle, on_grid
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.policies.routing.marginal_cost import OraclePolicy
+from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks, shares
+from eldr_sim.policies.routing.unions import log_idle, on_grid
 
 from .test_marginal_cost import MODEL_LAYERS, N_EXPERTS, SEATS, context, make_step_times
 

@@ -12,12 +12,12 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.step_time import RankMoE
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.eplb import balance
-from eldr_sim.policies.metro import walk
-from eldr_sim.policies.placement import ExpertGroup, Placement
+from eldr_sim.policies.placement.base import ExpertGroup, Placement
+from eldr_sim.policies.placement.eplb import balance
+from eldr_sim.policies.replicas.metro import walk
 
 ONE_INSTANCE = "metro", "metro_sorted", "optimal"
 

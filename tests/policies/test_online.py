@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from eldr_sim.policies import online as online_module
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.eldr import EldrParameters, EldrPolicy
-from eldr_sim.policies.online import OnlineCentroids
-from eldr_sim.policies.signature import unit_rows
+from eldr_sim.policies.eldr import online as online_module
+from eldr_sim.policies.eldr.online import OnlineCentroids
+from eldr_sim.policies.eldr.router import EldrParameters, EldrPolicy
+from eldr_sim.policies.eldr.signature import unit_rows
 
 from ..random_artifact import random_artifact
 

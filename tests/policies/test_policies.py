@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.flops import PrefillWork
+from eldr_sim.kernel_profiles.kernels.flops import PrefillWork
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy, RequestInfo, Workers
-from eldr_sim.policies.decode import split_workers
-from eldr_sim.policies.prefill import HashRingPolicy, PrefixHashPolicy
+from eldr_sim.policies.routing.decode import split_workers
+from eldr_sim.policies.routing.prefill import HashRingPolicy, PrefixHashPolicy
 from eldr_sim.policies.shortlist import picks_from_shortlists
-from eldr_sim.traces.calibration import CalibrationSet
+from eldr_sim.traces.routing.calibration import CalibrationSet
 
 REQUEST = RequestInfo(request_id=0, prompt_len=10, domain=0)
 

@@ -14,8 +14,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.shortlist import picks_from_shortlists
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 
 from ..paths import ROOT
 
@@ -191,7 +191,8 @@ MISTAKES = [
 def offer(decision, method, folder, monkeypatch):
     """Install a package whose policy ``mine`` makes a decision."""
     source = (
-        "import numpy as np\nfrom eldr_sim.policies.placement import Placement\nclass Policy:\n"
+        "import numpy as np\n"
+        "from eldr_sim.policies.placement.base import Placement\nclass Policy:\n"
         f" name = 'mine'\n decision = '{decision}'\n def __init__(self, context): pass\n {method}\n"
     )
     package(folder, "eldr_mine", source, {"mine": "eldr_mine:Policy"})
@@ -227,7 +228,7 @@ def test_a_mistake_in_a_policy_is_one_line_that_names_it(
 
 def test_what_a_policy_inherits_decides_how_it_is_asked(tmp_path, monkeypatch):
     """A subclass of a policy of ours is asked for shortlists, unless it selects itself."""
-    source = "from eldr_sim.policies.decode import JoinShortestQueuePolicy as J\n"
+    source = "from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy as J\n"
     source += (
         "class A(J):\n name = 'a'\nclass B(J):\n name = 'b'\n def select(self, r, w): return 0\n"
     )

@@ -13,9 +13,9 @@ from scipy.stats import chisquare
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.eplb import balance
-from eldr_sim.policies.placement import ExpertGroup, Placement
-from eldr_sim.policies.weighted_replicas import draws
+from eldr_sim.policies.placement.base import ExpertGroup, Placement
+from eldr_sim.policies.placement.eplb import balance
+from eldr_sim.policies.replicas.weighted import draws
 
 NAMES = ("even", "hash", "source", "weighted", "local_first")
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.flops import PrefillWork
+from eldr_sim.kernel_profiles.kernels.flops import PrefillWork
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import (
     PolicyContext,

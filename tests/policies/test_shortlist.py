@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.decode import JoinShortestQueuePolicy
+from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.shortlist import Shortlist, ShortlistPolicy, picks_from_shortlists
-from eldr_sim.simulator import router
-from eldr_sim.traces.calibration import CalibrationSet
+from eldr_sim.simulator.plane import router
+from eldr_sim.traces.routing.calibration import CalibrationSet
 
 from ..random_artifact import random_artifact
 

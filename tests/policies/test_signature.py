@@ -11,7 +11,7 @@ from scipy.spatial.distance import pdist
 from scipy.stats import spearmanr
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.signature import (
+from eldr_sim.policies.eldr.signature import (
     TRANSFORMS,
     decode_overlap,
     idf_weights,

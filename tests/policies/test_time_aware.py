@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.all_to_all import AllToAllCost
-from eldr_sim.kernel_profiles.all_to_all_cost import combine_s, dispatch_s
-from eldr_sim.kernel_profiles.step_cost import rank_moe_s
-from eldr_sim.kernel_profiles.step_time import RankMoE
+from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
+from eldr_sim.kernel_profiles.kernels.all_to_all_cost import combine_s, dispatch_s
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
+from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.home import home_ranks
-from eldr_sim.policies.placement import ExpertGroup, Placement
-from eldr_sim.policies.step_swaps import Prices, Steps, layer_s, swap_for_time
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import open_trace
+from eldr_sim.policies.placement.base import ExpertGroup, Placement
+from eldr_sim.policies.placement.home import home_ranks
+from eldr_sim.policies.placement.step_swaps import Prices, Steps, layer_s, swap_for_time
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.reproduce.expert_traffic import Batch, measure
 
 from ..random_artifact import random_artifact

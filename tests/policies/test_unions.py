@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.policies.unions import ExpertUnions, log_idle, on_grid
+from eldr_sim.policies.routing.unions import ExpertUnions, log_idle, on_grid
 
 
 def test_expectation_over_every_outcome():

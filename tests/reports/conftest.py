@@ -10,9 +10,9 @@ import sys
 import pyarrow as pa
 import pytest
 
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.results import write_json, write_result, write_table
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,9 @@ from eldr_sim.reports.explanation import (
     explain_run,
     open_run,
 )
-from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import RunConfig
 
 BASE = {"trace": "reference-moe", "num_requests": 80, "request_rate": 40, "output_len": 24}
 RUNS = {

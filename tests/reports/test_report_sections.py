@@ -8,7 +8,7 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 
-from eldr_sim.planning.sweep import sweep
+from eldr_sim.planning.runs.sweep import sweep
 from eldr_sim.reports.cells import number
 from eldr_sim.reports.page import report
 from eldr_sim.simulator.results import write_json

@@ -12,17 +12,18 @@ from typing import get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from eldr_sim.kernel_profiles.front_end import PARTS, FrontEndLatency
-from eldr_sim.kernel_profiles.step_time import StepCost
+from eldr_sim.kernel_profiles.kernels.front_end import PARTS, FrontEndLatency
+from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.placement import Placement
-from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
-from eldr_sim.simulator.front_end import FrontEndSpec, Mode
-from eldr_sim.simulator.memory import WindowBlocks
-from eldr_sim.simulator.replay import Replay, rank_masks
-from eldr_sim.simulator.transfer import TransferModel
-from eldr_sim.traces.prompts import assign_blocks, chain_blocks
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.simulator.plane.front_end import FrontEndSpec, Mode
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.memory import WindowBlocks
+from eldr_sim.simulator.setup.replay import Replay, rank_masks
+from eldr_sim.simulator.setup.transfer import TransferModel
+from eldr_sim.traces.prompts import assign_blocks
+from eldr_sim.traces.requests.request_logs import chain_blocks
 from eldr_sim.traces.workload import Workload
 
 from ..random_rows import random_prompts, random_rows

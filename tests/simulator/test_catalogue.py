@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from eldr_sim.simulator.catalogue import (
+from eldr_sim.simulator.outcome.catalogue import (
     HEADLINE,
     METRICS,
     better,
@@ -16,8 +16,8 @@ from eldr_sim.simulator.catalogue import (
     unit,
     with_table,
 )
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate_summary
+from eldr_sim.simulator.setup.config import make_config
 
 from ..paths import ROOT
 
@@ -66,14 +66,14 @@ def test_headings_are_those_of_vllm_bench_serve():
 def test_the_table_of_the_docs_is_made_from_the_catalogue():
     page = PAGE.read_text(encoding="utf-8")
     assert page == with_table(page), (
-        "renew it: python -m eldr_sim.simulator.catalogue docs/metrics.md"
+        "renew it: python -m eldr_sim.simulator.outcome.catalogue docs/metrics.md"
     )
 
 
 def test_the_command_renews_the_table(tmp_path):
     page = tmp_path / "metrics.md"
     page.write_text(PAGE.read_text(encoding="utf-8").replace("| lower |", "| higher |"))
-    command = [sys.executable, "-m", "eldr_sim.simulator.catalogue", str(page)]
+    command = [sys.executable, "-m", "eldr_sim.simulator.outcome.catalogue", str(page)]
     subprocess.run(command, check=True)
     assert page.read_text() == PAGE.read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="catalogue: begin"):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator import state
-from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.setup.transfer import TransferModel
 
 LIFE = (
     "arrival_s",

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import split
-from eldr_sim.simulator.config import (
+from eldr_sim.simulator.setup.config import (
     Pool,
     RunConfig,
     get_field,
@@ -18,7 +18,7 @@ from eldr_sim.simulator.config import (
     read_config,
     set_field,
 )
-from eldr_sim.simulator.config_groups import GROUPS
+from eldr_sim.simulator.setup.config_groups import GROUPS
 
 
 def test_defaults_are_those_of_the_paper_run():

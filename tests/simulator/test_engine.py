@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator import cluster as cluster_module
-from eldr_sim.simulator import loop, state
-from eldr_sim.simulator.cluster import Cluster
+from eldr_sim.simulator.control import cluster as cluster_module
+from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.plane import loop, state
 
 from .random_clusters import (
     LONGEST,

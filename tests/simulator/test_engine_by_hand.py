@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_sim.kernel_profiles.step_time import StepCost
-from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
+from eldr_sim.simulator.setup.transfer import TransferModel
 
 from ..watching import free_blocks
 from .random_clusters import Books

@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.policies.placement import Placement
-from eldr_sim.simulator.expert_union import PromptRows, add_prompt, count_experts, union_rows
-from eldr_sim.simulator.replay import prompt_rows, rank_masks
-from eldr_sim.traces.bitsets import bit_sets
-from eldr_sim.traces.format import open_trace
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.simulator.plane.steps.expert_union import (
+    PromptRows,
+    add_prompt,
+    count_experts,
+    union_rows,
+)
+from eldr_sim.simulator.setup.replay import prompt_rows, rank_masks
+from eldr_sim.traces.routing.bitsets import bit_sets
+from eldr_sim.traces.routing.format import open_trace
 
 from .twin.experts import TraceSets, expert_set, prompt_token_experts
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator import cluster as cluster_module
-from eldr_sim.simulator import state
-from eldr_sim.simulator.cluster import Cluster
-from eldr_sim.simulator.faults import Fault, FaultPlan, check_overlaps
-from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.simulator.control import cluster as cluster_module
+from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan, check_overlaps
+from eldr_sim.simulator.setup.transfer import TransferModel
 
 from ..random_rows import random_prompts
 from .random_clusters import (

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.front_end import FrontEndLatency, list_front_ends
-from eldr_sim.simulator.cluster import Cluster
-from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.front_end import FrontEndSpec
+from eldr_sim.kernel_profiles.kernels.front_end import FrontEndLatency, list_front_ends
+from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 
 from .random_clusters import policies_of, random_cluster
 

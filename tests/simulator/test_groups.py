@@ -11,17 +11,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.jit import njit
-from eldr_sim.kernel_profiles.all_to_all import AllToAllCost
-from eldr_sim.kernel_profiles.all_to_all_cost import combine_s, dispatch_s
+from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
+from eldr_sim.kernel_profiles.kernels.all_to_all_cost import combine_s, dispatch_s
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.step_time import RankMoE
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.placement import EMPTY, Placement
-from eldr_sim.policies.replicas import HASH_MULTIPLIER
-from eldr_sim.simulator.cluster import Cluster
-from eldr_sim.simulator.group_counting import _instance, settle_totals
-from eldr_sim.simulator.group_state import (
+from eldr_sim.policies.placement.base import EMPTY, Placement
+from eldr_sim.policies.replicas.base import HASH_MULTIPLIER
+from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.plane.steps.group_counting import _instance, settle_totals
+from eldr_sim.simulator.plane.steps.group_state import (
     ALL,
     EXPERT,
     NODE,
@@ -32,7 +32,7 @@ from eldr_sim.simulator.group_state import (
     GroupCost,
     make_group_scratch,
 )
-from eldr_sim.simulator.replay import make_replicas, rank_masks
+from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 
 from ..random_rows import random_prompts
 from .random_clusters import N_TRACE, policies_of, random_cluster

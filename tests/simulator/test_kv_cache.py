@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator import kv_cache, state
-from eldr_sim.traces.prompts import chain_blocks
+from eldr_sim.simulator.plane import kv_cache, state
+from eldr_sim.traces.requests.request_logs import chain_blocks
 
 from ..kv_hashes import block_hashes
 from .twin.kv_blocks import KVBlocks

@@ -11,11 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.reports.explanation import explain_run, open_run
-from eldr_sim.simulator.config import RunConfig
-from eldr_sim.simulator.limits import PHASES, is_overload, limits_of, load_growth, phases_of
+from eldr_sim.simulator.outcome.bottleneck import (
+    PHASES,
+    is_overload,
+    limits_of,
+    load_growth,
+    phases_of,
+)
+from eldr_sim.simulator.plane.state import COMPLETED, OPEN
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate, simulate_summary
-from eldr_sim.simulator.state import COMPLETED, OPEN
+from eldr_sim.simulator.setup.config import RunConfig
 
 NAMES = [name for name, _ in PHASES.values()]
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator import state
-from eldr_sim.simulator.cluster import RunRecord
-from eldr_sim.simulator.config import ServiceLevel, make_config
-from eldr_sim.simulator.limits import load_growth
-from eldr_sim.simulator.metrics import (
+from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.control.relocation import RELOCATION
+from eldr_sim.simulator.outcome.bottleneck import load_growth
+from eldr_sim.simulator.outcome.metrics import (
     describe,
     good_requests,
     request_times,
@@ -21,7 +20,8 @@ from eldr_sim.simulator.metrics import (
     warnings_of,
     weighted_percentile,
 )
-from eldr_sim.simulator.relocation import RELOCATION
+from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.setup.config import ServiceLevel, make_config
 
 from ..watching import new_steps
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator import network, state
-from eldr_sim.simulator.transfer import PRESETS, TransferModel
+from eldr_sim.simulator.plane import network, state
+from eldr_sim.simulator.setup.transfer import PRESETS, TransferModel
 
 NODES = 5
 

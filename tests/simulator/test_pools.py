@@ -5,9 +5,9 @@ import json
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import RunConfig, make_config, set_field
 from eldr_sim.simulator.run import prepare, simulate
-from eldr_sim.simulator.transfer import PRESETS
+from eldr_sim.simulator.setup.config import RunConfig, make_config, set_field
+from eldr_sim.simulator.setup.transfer import PRESETS
 
 BASE = {"topology": "2P3D", "request_rate": 20, "duration": 4, "warmup": 2, "output_len": 32}
 SHORT = ["--topology", "1P2D", "--request-rate", "10", "--duration", "3", "--warmup", "1"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 
 BASE = {
     "topology": "8P8D",

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator.cluster import Cluster
+from eldr_sim.simulator.control.cluster import Cluster
 
 from .random_clusters import random_cluster, random_workload
 

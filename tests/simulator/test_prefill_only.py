@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 
 SMALL = {
     "workload": "task",
@@ -71,8 +71,8 @@ def test_what_says_nothing_of_prompts_is_refused(fields, field):
 
 
 def test_tables_of_several_runs_show_the_figures_of_prompts(result):
-    from eldr_sim.planning.compare import compare
-    from eldr_sim.planning.what_if import what_if
+    from eldr_sim.planning.compare.policies import compare
+    from eldr_sim.planning.compare.what_if import what_if
 
     config = make_config(SMALL | {"topology": "2P", "num_requests": 20})
     found = what_if(config, ["prefill_policy=least_loaded"], n_seeds=1, jobs=1)

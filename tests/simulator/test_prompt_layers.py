@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.pipeline import PipelinePlan
-from eldr_sim.kernel_profiles.weight_streaming import Stream, StreamPlan, plan_stream
-from eldr_sim.simulator import prompt_layout, state
-from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.prepare import prepare
-from eldr_sim.simulator.prompt_layout import PromptLayout, make_prompt_layers
-from eldr_sim.simulator.prompt_steps import _pass_stages
+from eldr_sim.kernel_profiles.steps.pipeline import PipelinePlan
+from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, StreamPlan, plan_stream
+from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.plane.steps.streamed import _pass_stages
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup import streaming as prompt_layout
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.simulator.setup.streaming import PromptLayout, make_prompt_layers
 
 BASE = {
     "topology": "1P",

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.pipeline import PipelinePlan
-from eldr_sim.kernel_profiles.weight_streaming import Stream, StreamPlan
-from eldr_sim.simulator.memory import StreamedExperts
-from eldr_sim.simulator.prompt_layout import PromptLayout
+from eldr_sim.kernel_profiles.steps.pipeline import PipelinePlan
+from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, StreamPlan
+from eldr_sim.simulator.setup.memory import StreamedExperts
+from eldr_sim.simulator.setup.streaming import PromptLayout
 
 from .random_clusters import random_cluster
 from .test_engine import assert_same

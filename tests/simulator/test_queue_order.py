@@ -12,11 +12,11 @@ from scipy import stats
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.queue_order import Waiting
-from eldr_sim.simulator import state
-from eldr_sim.simulator.config import make_config
+from eldr_sim.policies.queue.orders import Waiting
+from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.run import simulate
-from eldr_sim.traces.request_logs import read_request_log
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.traces.requests.request_logs import read_request_log
 
 from .. import queueing
 from ..paths import SHARED

@@ -15,7 +15,7 @@ import pytest
 from scipy import stats
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.simulator.setup.transfer import TransferModel
 
 from .. import queueing
 

@@ -14,13 +14,10 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.eplb import balance
-from eldr_sim.policies.placement import ExpertGroup, Placement, RelocatingPolicy
-from eldr_sim.simulator.cluster import Cluster
-from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.expert_loads import make_expert_loads, take_counts
-from eldr_sim.simulator.group_state import EXPERT
-from eldr_sim.simulator.relocation import (
+from eldr_sim.policies.placement.base import ExpertGroup, Placement, RelocatingPolicy
+from eldr_sim.policies.placement.eplb import balance
+from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.control.relocation import (
     ExpertLinks,
     MovableGroup,
     RelocationRule,
@@ -29,9 +26,12 @@ from eldr_sim.simulator.relocation import (
     expert_moves,
     transfer_of,
 )
-from eldr_sim.simulator.replay import make_replicas
+from eldr_sim.simulator.plane.steps.expert_loads import make_expert_loads, take_counts
+from eldr_sim.simulator.plane.steps.group_state import EXPERT
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.replay import make_replicas
 
 from .random_clusters import policies_of
 from .test_engine import assert_same

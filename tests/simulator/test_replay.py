@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.simulator.replay import fit_trace, make_replay
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.simulator.setup.replay import fit_trace, make_replay
+from eldr_sim.traces.routing.writer import write_trace
 
 LAYERS, EXPERTS, TOP_K = 3, 70, 4
 

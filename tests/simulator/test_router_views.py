@@ -14,7 +14,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.choice import BUILT_IN
-from eldr_sim.simulator.cluster import Cluster
+from eldr_sim.simulator.control.cluster import Cluster
 
 from .random_clusters import Holds, policies_of, random_cluster
 

@@ -10,11 +10,11 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.policies import registry
-from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.prepare import prepare
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import build_cluster, offered_load, simulate
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.traces.routing.writer import write_trace
 
 GROUP = {
     "topology": "1P2D",

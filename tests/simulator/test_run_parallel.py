@@ -9,13 +9,13 @@ from eldr_sim.cli.main import main
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.policies.placement import Placement
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator import run as run_module
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import build_cluster, offered_load, prepare, simulate
-from eldr_sim.simulator.transfer import Pull, TransferModel, pull_between
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.transfer import Pull, TransferModel, pull_between
 
 from ..step_times import fixed_s
 

@@ -11,9 +11,9 @@ import pytest
 
 from eldr_sim import RunConfig, Simulation, simulate
 from eldr_sim.errors import InputError, ProcessError
-from eldr_sim.simulator import state
-from eldr_sim.simulator.prepare import prepare
+from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.run import build_cluster, offered_load
+from eldr_sim.simulator.setup.prepare import prepare
 
 from ..paths import ROOT
 

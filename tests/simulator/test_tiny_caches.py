@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.simulator.setup.transfer import TransferModel
 
 from ..watching import free_blocks
 

@@ -9,11 +9,11 @@ import pytest
 
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.tables import weakest
-from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.metrics import warnings_of
+from eldr_sim.kernel_profiles.tables.format import weakest
+from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.transfer import PRESETS, Pull, TransferModel, pull_between
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.transfer import PRESETS, Pull, TransferModel, pull_between
 
 
 def test_the_observed_preset_meets_the_log_lines_it_comes_from():

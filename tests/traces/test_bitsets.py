@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from eldr_sim import cache
 from eldr_sim.errors import EldrSimWarning
-from eldr_sim.traces import bitsets
-from eldr_sim.traces.bitsets import bit_sets, pack_bits
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing import bitsets
+from eldr_sim.traces.routing.bitsets import bit_sets, pack_bits
+from eldr_sim.traces.routing.writer import write_trace
 
 
 def unpack(words):

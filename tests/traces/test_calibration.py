@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.traces.workload import make_workload
-from eldr_sim.traces.writer import write_trace
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.capture.collect import collect
-from eldr_sim.traces.capture.hf import capture_transformers, load_model
-from eldr_sim.traces.capture.prompts import Prompt
-from eldr_sim.traces.capture.step_log import logged_rows
-from eldr_sim.traces.capture.vllm_engine import capture_vllm
+from eldr_sim.traces.routing.capture.collect import collect
+from eldr_sim.traces.routing.capture.hf import capture_transformers, load_model
+from eldr_sim.traces.routing.capture.prompts import Prompt
+from eldr_sim.traces.routing.capture.step_log import logged_rows
+from eldr_sim.traces.routing.capture.vllm_engine import capture_vllm
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM, see docs/capture.md", allow_module_level=True)

@@ -13,13 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.capture import vllm_engine
-from eldr_sim.traces.capture.captured import calibration_split, check_options
-from eldr_sim.traces.capture.collect import collect
-from eldr_sim.traces.capture.prompts import Prompt, read_prompts
-from eldr_sim.traces.capture.step_log import Header, StepLog, external_ids, logged_rows, read_log
-from eldr_sim.traces.capture.vllm_engine import failure, from_routed_experts
-from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.routing.capture import vllm_engine
+from eldr_sim.traces.routing.capture.captured import calibration_split, check_options
+from eldr_sim.traces.routing.capture.collect import collect
+from eldr_sim.traces.routing.capture.prompts import Prompt, read_prompts
+from eldr_sim.traces.routing.capture.step_log import (
+    Header,
+    StepLog,
+    external_ids,
+    logged_rows,
+    read_log,
+)
+from eldr_sim.traces.routing.capture.vllm_engine import failure, from_routed_experts
+from eldr_sim.traces.routing.format import open_trace
 
 LAYERS, E, K = [1, 2, 5], 300, 4
 
@@ -359,7 +365,7 @@ def test_what_is_not_installed_is_told_in_one_line(tmp_path, monkeypatch, run_cl
 
 def test_plugin_costs_nothing_where_it_is_not_asked_for():
     code = (
-        "import sys; from eldr_sim.traces.capture.vllm_plugin import register; register(); "
+        "import sys; from eldr_sim.traces.routing.capture.vllm_plugin import register; register(); "
         "print(sorted({'torch', 'vllm', 'numpy', 'numba', 'pyarrow'} & set(sys.modules)))"
     )
     environment = {"PATH": ""}
@@ -372,8 +378,9 @@ def test_plugin_costs_nothing_where_it_is_not_asked_for():
 def test_nothing_of_the_engines_process_imports_numba():
     """vLLM 0.32 on a CPU does not start where it is imported."""
     code = (
-        "import sys; import eldr_sim.traces.capture.vllm_run, eldr_sim.traces.capture.step_log, "
-        "eldr_sim.traces.capture.gates; print('numba' in sys.modules)"
+        "import sys; import eldr_sim.traces.routing.capture.vllm_run, "
+        "eldr_sim.traces.routing.capture.step_log, "
+        "eldr_sim.traces.routing.capture.gates; print('numba' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -393,7 +400,7 @@ class FakeRouter:
 
 def test_plugin_logs_the_ranked_experts_of_each_request(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch", reason="needs the extra 'capture'")
-    from eldr_sim.traces.capture.vllm_plugin import _Recorder
+    from eldr_sim.traces.routing.capture.vllm_plugin import _Recorder
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0"))
     blocks = {

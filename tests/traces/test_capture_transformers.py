@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.capture.captured import write_captured
-from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.routing.capture.captured import write_captured
+from eldr_sim.traces.routing.format import open_trace
 
 torch = pytest.importorskip("torch", reason="needs the extra 'capture'")
 transformers = pytest.importorskip(
     "transformers", minversion="5.19", reason="needs the extra 'capture'"
 )
 
-from eldr_sim.traces.capture.gates import GATES, find_gates  # noqa: E402
-from eldr_sim.traces.capture.hf import capture_transformers  # noqa: E402
+from eldr_sim.traces.routing.capture.gates import GATES, find_gates  # noqa: E402
+from eldr_sim.traces.routing.capture.hf import capture_transformers  # noqa: E402
 
 VOCAB, E, K, LAYERS = 97, 12, 3, 3
 COMMON = {
@@ -376,7 +376,7 @@ def test_command_makes_a_valid_trace(models, tmp_path, run_cli):
 
 def test_text_prompts_go_through_the_tokenizer(models, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    from eldr_sim.traces.capture.prompts import Prompt, tokenize
+    from eldr_sim.traces.routing.capture.prompts import Prompt, tokenize
 
     vocabulary = {"<unk>": 0, "hello": 1, "world": 2, "user": 3, "says": 4}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -400,7 +400,7 @@ def test_text_prompts_go_through_the_tokenizer(models, tmp_path):
 
 
 def test_trace_keeps_prompt_scores_of_every_request(models, tmp_path):
-    from eldr_sim.traces.capture.prompts import Prompt
+    from eldr_sim.traces.routing.capture.prompts import Prompt
 
     captured = capture_transformers(
         models("gemma4"), PROMPTS, max_new_tokens=2, gate_scores=True, ignore_eos=True

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.bitsets import pack_bits
-from eldr_sim.traces.calibration import CalibrationSet, calibration_set
-from eldr_sim.traces.coactivation import affinity_of, coactivation, count_coactivation
-from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.routing.bitsets import pack_bits
+from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
+from eldr_sim.traces.routing.coactivation import affinity_of, coactivation, count_coactivation
+from eldr_sim.traces.routing.format import open_trace
 
 
 @given(

@@ -8,13 +8,18 @@ import pytest
 from eldr_sim import cache
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import list_models, load_model
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.domains import DOMAIN_MIXES
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.synthetic import drawn
-from eldr_sim.traces.synthetic.drawn import Shape, drawn_trace, nearest_preset, wanted_domains
-from eldr_sim.traces.synthetic.presets import PRESETS, preset_model
-from eldr_sim.traces.synthetic.sampler import sample_experts
+from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.synthetic import drawn
+from eldr_sim.traces.routing.synthetic.drawn import (
+    Shape,
+    drawn_trace,
+    nearest_preset,
+    wanted_domains,
+)
+from eldr_sim.traces.routing.synthetic.presets import PRESETS, preset_model
+from eldr_sim.traces.routing.synthetic.sampler import sample_experts
 
 SHORT = [
     "--topology", "1P2D", "--request-rate", "10", "--duration", "2", "--warmup", "1",

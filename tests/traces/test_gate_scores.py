@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.gate_scores import FILE_NAME, GateScores
-from eldr_sim.traces.importers import import_trace
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.gate_scores import FILE_NAME, GateScores
+from eldr_sim.traces.routing.imports.importers import import_trace
+from eldr_sim.traces.routing.writer import write_trace
 
 N, LAYERS, EXPERTS = 12, 2, 10
 

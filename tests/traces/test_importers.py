@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.importers import DECODE_ONLY, import_trace
-from eldr_sim.traces.manifest import one_phase
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.imports.importers import DECODE_ONLY, import_trace
+from eldr_sim.traces.routing.manifest import one_phase
 
 ABOUT = {"model": "m", "captured_by": "test", "source_data": "drawn", "tool_versions": {"t": "1"}}
 

@@ -8,10 +8,10 @@ from scipy.integrate import quad
 from scipy.stats import chisquare
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
-from eldr_sim.traces.length_shapes import LENGTH_SHAPES, draw_by_length, shaped_log
-from eldr_sim.traces.request_logs import read_request_log
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.traces.requests.length_shapes import LENGTH_SHAPES, draw_by_length, shaped_log
+from eldr_sim.traces.requests.request_logs import read_request_log
 
 DENSITY = {
     "central": lambda x: 2 - abs(4 * x - 2),

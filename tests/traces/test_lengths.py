@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from eldr_sim.errors import InputError
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
-from eldr_sim.traces.arrivals import draw_arrivals
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.lengths import draw_lengths
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.traces.requests.arrivals import draw_arrivals
+from eldr_sim.traces.requests.lengths import draw_lengths
+from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.workload import make_workload
 
 

@@ -5,8 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from eldr_sim.traces.overlap import request_overlap
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing.overlap import request_overlap
+from eldr_sim.traces.routing.writer import write_trace
 
 
 @pytest.fixture(scope="module")

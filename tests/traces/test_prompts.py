@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.gate_scores import GateScores
 from eldr_sim.traces.prompts import (
     PromptSignatures,
     assign_blocks,
-    chain_blocks,
     clip_ranges,
     count_experts,
     join_ranges,
 )
+from eldr_sim.traces.requests.request_logs import chain_blocks
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.gate_scores import GateScores
 from eldr_sim.traces.workload import make_workload
 
 from ..kv_hashes import block_hashes

@@ -7,10 +7,10 @@ import csv
 import numpy as np
 import pytest
 
-from eldr_sim.simulator.config import RunConfig
 from eldr_sim.simulator.run import simulate_summary
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.manifest import builtin_traces, rests_on
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.manifest import builtin_traces, rests_on
 
 from ..paths import SHARED
 

@@ -16,8 +16,8 @@ pytest.importorskip("tokenizers", reason="needs the extra reference-model")
 import torch.nn.functional as F  # noqa: E402
 
 from eldr_sim.errors import InputError  # noqa: E402
-from eldr_sim.traces.format import open_trace  # noqa: E402
-from eldr_sim.traces.importers import import_trace  # noqa: E402
+from eldr_sim.traces.routing.format import open_trace  # noqa: E402
+from eldr_sim.traces.routing.imports.importers import import_trace  # noqa: E402
 from reference_model import data, export, record, train  # noqa: E402
 from reference_model.__main__ import main  # noqa: E402
 from reference_model.evaluate import evaluate, evaluation_text  # noqa: E402

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.request_logs import read_request_log
+from eldr_sim.traces.requests.request_logs import read_request_log
 
 from ..paths import SHARED
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.request_spectrum import (
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.spectrum import (
     half_profiles,
     principal_components,
     request_spectrum,

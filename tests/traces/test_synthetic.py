@@ -8,32 +8,43 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.overlap import Overlap, request_overlap
-from eldr_sim.traces.request_spectrum import request_spectrum, spectrum_of
-from eldr_sim.traces.statistics import expected_distinct
-from eldr_sim.traces.synthetic import model_fit as fitting
-from eldr_sim.traces.synthetic.drift_factors import drift_factors
-from eldr_sim.traces.synthetic.model import RoutingModel
-from eldr_sim.traces.synthetic.model_fit import fit_routing_model, requests_of
-from eldr_sim.traces.synthetic.moments import Requests, information, measure
-from eldr_sim.traces.synthetic.presets import BANDS, FITTED, PRESETS, fitted_model, preset_model
-from eldr_sim.traces.synthetic.prompt_lengths import (
+from eldr_sim.traces.requests.prompt_lengths import (
     DATA_SETS,
     LONGEST,
     SHORTEST,
     draw_prompt_lengths,
 )
-from eldr_sim.traces.synthetic.reshape import scaled, with_domains, with_experts, with_layers
-from eldr_sim.traces.synthetic.sampler import (
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.overlap import Overlap, request_overlap
+from eldr_sim.traces.routing.spectrum import request_spectrum, spectrum_of
+from eldr_sim.traces.routing.statistics import expected_distinct
+from eldr_sim.traces.routing.synthetic import model_fit as fitting
+from eldr_sim.traces.routing.synthetic.drift_factors import drift_factors
+from eldr_sim.traces.routing.synthetic.model import RoutingModel
+from eldr_sim.traces.routing.synthetic.model_fit import fit_routing_model, requests_of
+from eldr_sim.traces.routing.synthetic.moments import Requests, information, measure
+from eldr_sim.traces.routing.synthetic.presets import (
+    BANDS,
+    FITTED,
+    PRESETS,
+    fitted_model,
+    preset_model,
+)
+from eldr_sim.traces.routing.synthetic.reshape import (
+    scaled,
+    with_domains,
+    with_experts,
+    with_layers,
+)
+from eldr_sim.traces.routing.synthetic.sampler import (
     _autoregress,
     _exponential,
     sample_experts,
     sample_kinds_and_experts,
 )
-from eldr_sim.traces.synthetic.synthesize import synthesize, synthesize_like
-from eldr_sim.traces.synthetic.token_kinds import count_groups, token_kinds
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing.synthetic.synthesize import synthesize, synthesize_like
+from eldr_sim.traces.routing.synthetic.token_kinds import count_groups, token_kinds
+from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation.synthetic_twin import compare_with_twin, prompt_decode_rho
 
 

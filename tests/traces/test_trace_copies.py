@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eldr_sim.simulator.config import make_config
 from eldr_sim.simulator.run import simulate
-from eldr_sim.traces.copies import WARN_ABOVE, copy_share, expected_copy_share
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.traces.routing.copies import WARN_ABOVE, copy_share, expected_copy_share
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])

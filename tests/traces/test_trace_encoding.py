@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.simulator.replay import fit_trace, make_replay
-from eldr_sim.traces.bitsets import bit_sets, pack_bits
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.encoding import FILE_NAMES, load_ids, save_ids
-from eldr_sim.traces.format import open_trace
+from eldr_sim.simulator.setup.replay import fit_trace, make_replay
 from eldr_sim.traces.prompts import PromptSignatures
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing.bitsets import bit_sets, pack_bits
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.encoding import FILE_NAMES, load_ids, save_ids
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.writer import write_trace
 
 
 def draw_ids(rng, tokens, layers, n_experts, top_k):
@@ -200,7 +200,7 @@ def test_changed_compressed_ids_are_told_when_opened(compressed):
 
 def test_cached_bit_sets_spare_the_ids(plain, compressed, monkeypatch):
     want = np.array(compressed.bits)
-    monkeypatch.setattr("eldr_sim.traces.format.load_ids", None)
+    monkeypatch.setattr("eldr_sim.traces.routing.format.load_ids", None)
     again = open_trace(compressed.path)
     np.testing.assert_array_equal(again.bits, want)
     np.testing.assert_array_equal(again.prompt_counts([0, 1, 2]), plain.prompt_counts([0, 1, 2]))

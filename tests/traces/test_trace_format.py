@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.format import builtin_traces, open_trace
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing.format import builtin_traces, open_trace
+from eldr_sim.traces.routing.writer import write_trace
 
 from ..paths import ROOT
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.statistics import distinct_experts, expected_distinct, trace_statistics
-from eldr_sim.traces.structure import (
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.statistics import distinct_experts, expected_distinct, trace_statistics
+from eldr_sim.traces.routing.structure import (
     domain_divergence,
     nearest_neighbour_accuracy,
     next_layer_entropy,
 )
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing.writer import write_trace
 
 
 @pytest.fixture(scope="module")

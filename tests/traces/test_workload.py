@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.domains import DOMAIN_MIXES
-from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload, make_workload
-from eldr_sim.traces.writer import write_trace
 
 ARRAYS = [
     f.name

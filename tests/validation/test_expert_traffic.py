@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.kernel_profiles.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.placement import Placement
-from eldr_sim.traces.format import open_trace
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.reproduce.expert_traffic import (
     Batch,
     decode_batches,

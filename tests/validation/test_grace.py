@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from eldr_sim.policies.placement import Placement
-from eldr_sim.simulator.replay import rank_masks
-from eldr_sim.traces.format import open_trace
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.simulator.setup.replay import rank_masks
+from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.workload import make_workload
 from eldr_sim.validation.reproduce.expert_traffic import Batch
 from eldr_sim.validation.reproduce.grace import figures as grace_figures

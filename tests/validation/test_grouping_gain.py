@@ -6,8 +6,8 @@ from math import comb
 import numpy as np
 import pytest
 
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation.grouping_gain import group_unions, grouping_gain, oracle, rho_by_prompt
 
 

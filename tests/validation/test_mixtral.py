@@ -7,15 +7,15 @@ import pyarrow as pa
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.validation.mixtral import (
+from eldr_sim.validation.published.mixtral import (
     BLOCK,
     median_errors,
     predict_mixtral,
     read_requests,
     repeating_workload,
 )
-from eldr_sim.validation.mixtral_rows import RUNS, Means
-from eldr_sim.validation.silicon import Form
+from eldr_sim.validation.published.mixtral_rows import RUNS, Means
+from eldr_sim.validation.published.silicon import Form
 
 
 @pytest.fixture

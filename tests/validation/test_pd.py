@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from eldr_sim.validation import pd, silicon_routing
-from eldr_sim.validation.pd import predict_runs
-from eldr_sim.validation.pd_rows import OUTPUT, RUNS
+from eldr_sim.validation.published import pd, silicon_routing
+from eldr_sim.validation.published.pd import predict_runs
+from eldr_sim.validation.published.pd_rows import OUTPUT, RUNS
 
 LATE = next(run for run in RUNS if run.moe_kernel == "newest")
 

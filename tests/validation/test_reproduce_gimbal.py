@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.placement import Placement
-from eldr_sim.traces.request_logs import read_request_log
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.traces.requests.request_logs import read_request_log
 from eldr_sim.validation.reproduce.expert_traffic import Batch, measure
 from eldr_sim.validation.reproduce.gimbal.evaluation import figures, make_runner
 from eldr_sim.validation.reproduce.gimbal.latency import same_decisions

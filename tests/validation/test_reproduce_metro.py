@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from eldr_sim.traces.format import REFERENCE_TRACE, open_trace
+from eldr_sim.traces.routing.format import REFERENCE_TRACE, open_trace
 from eldr_sim.validation.reproduce.metro.evaluation import figures, make_runner
 from eldr_sim.validation.reproduce.metro.pareto import Point, at_tpot, frontier
 from eldr_sim.validation.reproduce.metro.results import REAL, SIMULATED, Dataset, _gains, write_log

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from eldr_sim.policies.artifact import RoutingArtifact, fit
-from eldr_sim.policies.signature import TRANSFORMS, FitOptions, unit_rows
-from eldr_sim.policies.signature_quality import project, signature_quality
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import open_trace
-from eldr_sim.traces.gate_scores import GateScores
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.policies.eldr.artifact import RoutingArtifact, fit
+from eldr_sim.policies.eldr.signature import TRANSFORMS, FitOptions, unit_rows
+from eldr_sim.policies.eldr.signature_quality import project, signature_quality
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.format import open_trace
+from eldr_sim.traces.routing.gate_scores import GateScores
+from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation import signature_report as report_module
 
 FILES = {

@@ -12,16 +12,16 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.table_library import find_table
-from eldr_sim.kernel_profiles.tables import moe_shape
-from eldr_sim.validation import silicon, silicon_routing
-from eldr_sim.validation.silicon import (
+from eldr_sim.kernel_profiles.tables.format import moe_shape
+from eldr_sim.kernel_profiles.tables.library import find_table
+from eldr_sim.validation.published import silicon, silicon_routing
+from eldr_sim.validation.published.silicon import (
     growth_error,
     predict_rows,
     silicon_errors,
     worst_rows,
 )
-from eldr_sim.validation.silicon_rows import (
+from eldr_sim.validation.published.silicon_rows import (
     MEASURED_MODELS,
     Case,
     MeasuredRun,
@@ -159,7 +159,7 @@ class TestOtherModels:
         """Counted here by other means than the reader's."""
         import pandas as pd
 
-        from eldr_sim.validation.silicon_rows import package_folder
+        from eldr_sim.validation.published.silicon_rows import package_folder
 
         frame = pd.read_csv(package_folder() / "systems" / "silicon_sample.csv", dtype=str)
         for name, target in MEASURED_MODELS.items():
@@ -174,7 +174,7 @@ class TestOtherModels:
             assert bool(refused) == (name in ("qwen3-235b", "deepseek-r1", "gpt-oss-120b-trtllm"))
 
     def test_tables_are_of_the_cards_and_sizes_asked_for(self, tmp_path):
-        from eldr_sim.kernel_profiles.tables import load_table
+        from eldr_sim.kernel_profiles.tables.format import load_table
 
         cut, spread = Case("H200", 4, 1024, 1024, 4), Case("H100", 4, 1024, 1024, 4, True)
 
@@ -207,7 +207,7 @@ class TestOtherModels:
 
     def test_fp8_gemms_grow_with_the_matrix(self):
         """Rows that timed the launch would not: vLLM's of the package are as slow for 128 x 128."""
-        from eldr_sim.kernel_profiles.kernel_latency import GemmLatency
+        from eldr_sim.kernel_profiles.kernels.kernel_latency import GemmLatency
         from eldr_sim.kernel_profiles.sources.aiconfigurator import gemm_tables
 
         for gpu in ("H100", "H200", "B200"):
@@ -391,7 +391,7 @@ def test_nvfp4_experts_take_half_a_byte_and_a_scale_for_16(tmp_path):
         "newest",
         MEASURED_MODELS["kimi-k2.5-nvfp4"],
     )
-    from eldr_sim.kernel_profiles.tables import load_table
+    from eldr_sim.kernel_profiles.tables.format import load_table
 
     found = [load_table(path).metadata for path in folder.iterdir()]
     (moe,) = [m for m in found if m.kind == "moe"]  # ranks are read from a GPU with all experts

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation import trace_report
 
 from ..golden_output import check_golden

@@ -22,14 +22,14 @@ import pyarrow as pa
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.kernel_profiles.profile.nixl_transfer import fit_transfer
-from eldr_sim.kernel_profiles.tables import (
+from eldr_sim.kernel_profiles.tables.format import (
     Kind,
     LatencyTable,
     TableMetadata,
     attention_shape,
     moe_shape,
 )
-from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.validation.live.drift import Drift, DriftModel, exponent
 from eldr_sim.validation.live.engine_calibration import CalibrationInfo, Delay
 from eldr_sim.validation.live.engine_log import EngineLog, request_rows

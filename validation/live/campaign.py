@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eldr_sim.errors import InputError
+from eldr_sim.serving.http import import_aiohttp
 from eldr_sim.validation.live.client import prefill_ahead, send_load
 from eldr_sim.validation.live.engine_calibration import model_of, read_calibration
-from eldr_sim.validation.live.http import import_aiohttp
 from eldr_sim.validation.live.live_run import LoadInfo, RunInfo
 from eldr_sim.validation.live.load import LoadRequest, make_load
 from eldr_sim.validation.live.proxy_log import join_proxy_log

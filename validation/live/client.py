@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
-from eldr_sim.validation.live.http import import_aiohttp, open_session
+from eldr_sim.serving.http import import_aiohttp, open_session
+from eldr_sim.serving.router.bodies import prefill_body
 from eldr_sim.validation.live.live_run import REQUESTS
 from eldr_sim.validation.live.load import Load, LoadRequest
-from eldr_sim.validation.live.router.bodies import prefill_body
 
 __all__ = ["prefill_ahead", "send_load"]
 

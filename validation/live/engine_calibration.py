@@ -22,9 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.gpus import GPU, list_gpus, load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
-from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.kernel_profiles.tables import LatencyTable, load_table, table_name
-from eldr_sim.simulator.transfer import TransferModel
+from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, load_table, table_name
+from eldr_sim.simulator.setup.transfer import TransferModel
 from eldr_sim.validation.live.drift import Drift, DriftModel
 from eldr_sim.validation.live.live_run import EngineInfo
 

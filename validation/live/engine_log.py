@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.capture.step_log import LogReader, external_ids
+from eldr_sim.traces.routing.capture.step_log import LogReader, external_ids
 
 __all__ = ["EngineLog", "EngineStep", "read_complete_log", "read_engine_log", "request_rows"]
 

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.format import RoutingTrace, open_trace
+from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 
 __all__ = ["REQUESTS", "STEPS", "EngineInfo", "LiveRun", "LoadInfo", "RunInfo", "read_live_run"]
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.arrivals import draw_arrivals
-from eldr_sim.traces.request_logs import read_request_log
+from eldr_sim.traces.requests.arrivals import draw_arrivals
+from eldr_sim.traces.requests.request_logs import read_request_log
 from eldr_sim.traces.streams import stream
 from eldr_sim.validation.live.live_run import LoadInfo
 
@@ -100,7 +100,7 @@ def make_load(
     prompt_range, output_range
         Fewest and most tokens of a request.
     workload
-        Path of a request log (`traces.request_logs`) whose pairs of lengths are drawn. None draws
+        Path of a request log (`requests.request_logs`) whose pairs of lengths are drawn. None draws
         prompt and output lengths independently from percentiles of Azure's conversation trace,
         which reproduces its means to 2%.
     domain_mix

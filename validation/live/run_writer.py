@@ -17,9 +17,9 @@ import pyarrow as pa
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.profile.device import cpu_model
 from eldr_sim.outputs import whole_folder
-from eldr_sim.traces.capture.captured import write_captured
-from eldr_sim.traces.capture.collect import collect
-from eldr_sim.traces.capture.prompts import Prompt
+from eldr_sim.traces.routing.capture.captured import write_captured
+from eldr_sim.traces.routing.capture.collect import collect
+from eldr_sim.traces.routing.capture.prompts import Prompt
 from eldr_sim.validation.live.engine_log import EngineLog, request_rows
 from eldr_sim.validation.live.live_run import STEPS, RunInfo, write_live_run
 from eldr_sim.validation.live.setups import Endpoint

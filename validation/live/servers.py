@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Literal
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.capture.vllm_plugin import ENVIRONMENT_VARIABLE as CAPTURE_VARIABLE
+from eldr_sim.traces.routing.capture.vllm_plugin import ENVIRONMENT_VARIABLE as CAPTURE_VARIABLE
 from eldr_sim.validation.live.plugin import TIMING_VARIABLE
 
 __all__ = ["EngineOptions", "EngineProcess", "answers", "free_port", "require_vllm"]

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from eldr_sim.kernel_profiles.kernels.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.kernel_profiles.moe_latency import uniform_distinct
 from eldr_sim.kernel_profiles.profile.nixl_transfer import measure_transfers, nixl_version
-from eldr_sim.policies.artifact import fit
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import open_trace
+from eldr_sim.policies.eldr.artifact import fit
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.live.calibrate import (
     calibration_bursts,
     engine_tables,

@@ -197,7 +197,7 @@ def start_proxy(
     output = log.with_suffix(".txt")
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "eldr_sim.validation.live.router.proxy", str(file)],
+            [sys.executable, "-m", "eldr_sim.serving.router.proxy", str(file)],
             stdout=stream,
             stderr=stream,
             stdin=subprocess.DEVNULL,

@@ -24,16 +24,16 @@ from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.registry import prefill_policy
-from eldr_sim.simulator.cluster import Cluster, RunRecord
-from eldr_sim.simulator.cluster_spec import ClusterSpec, EngineSpec
-from eldr_sim.simulator.replay import fit_trace, make_replay, prompt_rows
+from eldr_sim.serving.router.decisions import build_decode_policy
+from eldr_sim.simulator.control.cluster import Cluster, RunRecord
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures
 from eldr_sim.traces.streams import stream
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.live.drift import Clock
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
 from eldr_sim.validation.live.live_run import EngineInfo, LiveRun
-from eldr_sim.validation.live.router.decisions import build_decode_policy
 from eldr_sim.validation.live.timestamps import RequestTimestamps
 
 __all__ = ["SIMULATED_STEPS", "SimulatedRun", "check_run", "run_clock", "simulate_run"]

@@ -13,10 +13,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.kernel_profiles.step_time import StepTimeModel
-from eldr_sim.simulator.expert_union import add_prompt, count_experts, union_rows
-from eldr_sim.simulator.replay import make_replay, prompt_rows
-from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
+from eldr_sim.simulator.plane.steps.expert_union import add_prompt, count_experts, union_rows
+from eldr_sim.simulator.setup.replay import make_replay, prompt_rows
+from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.validation.live.drift import DriftModel
 from eldr_sim.validation.live.live_run import LiveRun
 

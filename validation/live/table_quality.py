@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from eldr_sim.kernel_profiles.tables import LatencyTable
+from eldr_sim.kernel_profiles.tables.format import LatencyTable
 
 __all__ = ["doubts", "quality"]
 

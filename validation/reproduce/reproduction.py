@@ -11,8 +11,8 @@ import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.errors import InputError
-from eldr_sim.planning.runs import Runs, Search, Summary
-from eldr_sim.simulator.config import make_config
+from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
+from eldr_sim.simulator.setup.config import make_config
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class Runner:
     base
         Fields common to all runs.
     jobs
-        Processes, see :func:`~eldr_sim.planning.runner.run_points`.
+        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
     progress
         Called with the share of the requested runs that have ended.
     """

@@ -9,8 +9,8 @@ import numpy as np
 
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.placement import EMPTY
-from eldr_sim.simulator.group_state import REPLICA_CHOICES
+from eldr_sim.policies.placement.base import EMPTY
+from eldr_sim.simulator.plane.steps.group_state import REPLICA_CHOICES
 
 from .step_seconds import chunk_attention_seconds, decode_attention_seconds
 
@@ -85,7 +85,7 @@ class Traffic:
 
 
 class Instances:
-    """Which instance of an expert computes a token: the rules of `policies.replicas`, in words."""
+    """Which instance of an expert computes a token: the rules of `replicas.base`, in words."""
 
     def __init__(self, placement, n_trace_layers, choice, gpus_per_node, moe, prompts):
         self.choice, self.gpus_per_node, self.prompts = choice, gpus_per_node, prompts

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from eldr_sim.kernel_profiles import tables
-from eldr_sim.simulator.transfer import TransferModel
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.kernel_profiles.tables import format as tables
+from eldr_sim.simulator.setup.transfer import TransferModel
+from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation.live.engine_calibration import CalibrationInfo, EngineCalibration
 from eldr_sim.validation.live.live_run import REQUESTS, STEPS, LiveRun, RunInfo
 from eldr_sim.validation.live.simulated_run import simulate_run

@@ -13,9 +13,9 @@ from pathlib import Path
 import aiohttp
 from aiohttp.test_utils import TestServer
 
-from eldr_sim.validation.live.router.config import ProxyConfig
-from eldr_sim.validation.live.router.counters import OUTCOMES
-from eldr_sim.validation.live.router.proxy import make_app
+from eldr_sim.serving.router.config import ProxyConfig
+from eldr_sim.serving.router.counters import OUTCOMES
+from eldr_sim.serving.router.proxy import make_app
 
 FAST = {"health_interval_s": 0.05, "health_timeout_s": 0.2, "connect_timeout_s": 1.0}
 

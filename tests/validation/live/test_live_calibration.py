@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.capture.step_log import Header, StepLog
+from eldr_sim.traces.routing.capture.step_log import Header, StepLog
 from eldr_sim.validation.live.calibrate import calibration_bursts, engine_tables, outside_times
 from eldr_sim.validation.live.engine_calibration import CalibrationInfo, model_of
 from eldr_sim.validation.live.engine_log import read_complete_log, read_engine_log

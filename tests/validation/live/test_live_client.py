@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.arrivals import draw_arrivals
+from eldr_sim.traces.requests.arrivals import draw_arrivals
 from eldr_sim.validation.live.client import send_load
 from eldr_sim.validation.live.live_run import REQUESTS, LoadInfo
 from eldr_sim.validation.live.load import make_load
@@ -303,7 +303,7 @@ def test_aiohttp_is_optional():
     code = (
         "import sys; sys.modules['aiohttp'] = None\n"
         "from eldr_sim.validation.live import client\n"
-        "from eldr_sim.validation.live.router import config, proxy\n"
+        "from eldr_sim.serving.router import config, proxy\n"
         "from eldr_sim.errors import InputError\n"
         "config = config.make_config(port=1, decode_urls=['http://x'])\n"
         "try:\n    proxy.make_app(config)\n"

@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from eldr_sim.kernel_profiles.tables import LatencyTable
+from eldr_sim.kernel_profiles.tables.format import LatencyTable
 from eldr_sim.validation.live import comparison
 from eldr_sim.validation.live.comparison import compare_runs, noise_floor
 from eldr_sim.validation.live.engine_calibration import EngineCalibration

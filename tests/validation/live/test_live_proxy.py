@@ -11,16 +11,16 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo
-from eldr_sim.traces.capture.step_log import Header, StepLog
+from eldr_sim.serving.router.config import ProxyConfig, read_config
+from eldr_sim.serving.router.decisions import Router
+from eldr_sim.serving.router.proxy import make_app
+from eldr_sim.serving.router.signals import parse_metrics
+from eldr_sim.serving.router.signatures import SignatureReader
+from eldr_sim.traces.routing.capture.step_log import Header, StepLog
 from eldr_sim.validation.live.client import prefill_ahead, send_load
 from eldr_sim.validation.live.live_run import LoadInfo
 from eldr_sim.validation.live.load import make_load
 from eldr_sim.validation.live.proxy_log import join_proxy_log
-from eldr_sim.validation.live.router.config import ProxyConfig, read_config
-from eldr_sim.validation.live.router.decisions import Router
-from eldr_sim.validation.live.router.proxy import make_app
-from eldr_sim.validation.live.router.signals import parse_metrics
-from eldr_sim.validation.live.router.signatures import SignatureReader
 
 from ...random_artifact import random_artifact
 
@@ -389,7 +389,7 @@ def test_broken_configuration_is_one_line(tmp_path):
         read_config(file)
     for text in ("{", '{"port": 1, "log": "x", "decode_urls": []}', '{"prot": 1}'):
         file.write_text(text)
-        command = [sys.executable, "-m", "eldr_sim.validation.live.router.proxy", str(file)]
+        command = [sys.executable, "-m", "eldr_sim.serving.router.proxy", str(file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.startswith("Error: ")

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eldr_sim.serving.router.signatures import SignatureReader
 from eldr_sim.validation.live.engine_log import read_engine_log
 from eldr_sim.validation.live.live_run import read_live_run
 from eldr_sim.validation.live.report import write_report
-from eldr_sim.validation.live.router.signatures import SignatureReader
 from eldr_sim.validation.live.run_writer import steps_table
 
 DATA = Path(__file__).parent / "data" / "live_vllm"

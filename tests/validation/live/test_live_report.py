@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.tables import LatencyTable
+from eldr_sim.kernel_profiles.tables.format import LatencyTable
 from eldr_sim.validation.live.engine_calibration import write_calibration
 from eldr_sim.validation.live.live_run import write_live_run
 from eldr_sim.validation.live.report import write_report

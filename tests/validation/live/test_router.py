@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.validation.live.router.bodies import parse_body
-from eldr_sim.validation.live.router.config import make_config
-from eldr_sim.validation.live.router.engine import Engine
+from eldr_sim.serving.router.bodies import parse_body
+from eldr_sim.serving.router.config import make_config
+from eldr_sim.serving.router.engine import Engine
 from eldr_sim.validation.live.servers import free_port
 from eldr_sim.validation.live.setups import existing_setup, start_proxy
 
@@ -286,7 +286,7 @@ def test_an_ejected_engine_stays_away_longer_each_time(monkeypatch):
 
     async def scene():
         now = [1000.0]
-        monkeypatch.setattr("eldr_sim.validation.live.router.engine._now_s", lambda: now[0])
+        monkeypatch.setattr("eldr_sim.serving.router.engine._now_s", lambda: now[0])
         fake = FakeEngine()
         server = TestServer(fake.app)
         await server.start_server()

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.artifact import fit
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.writer import write_trace
+from eldr_sim.policies.eldr.artifact import fit
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.validation.live.comparison import compare_runs
 from eldr_sim.validation.live.drift import DriftModel
 from eldr_sim.validation.live.engine_calibration import (

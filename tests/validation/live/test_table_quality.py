@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eldr_sim.kernel_profiles.tables import LatencyTable, TableMetadata, moe_shape
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, moe_shape
 from eldr_sim.validation.live.table_quality import doubts, quality
 
 

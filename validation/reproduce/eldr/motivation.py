@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.kernel_profiles.step_time import build_step_time_model
-from eldr_sim.traces.format import RoutingTrace
-from eldr_sim.traces.statistics import distinct_experts
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.statistics import distinct_experts
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction
 
 _BATCHES = (16, 32, 64, 128)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from eldr_sim.planning.compare import LOAD_BALANCERS
-from eldr_sim.planning.runs import Summary
+from eldr_sim.planning.compare.policies import LOAD_BALANCERS
+from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
 
 POLICIES = (*LOAD_BALANCERS, "domain", "eldr")

@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
-from eldr_sim.policies.artifact import fit
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
-from eldr_sim.policies.eldr import EldrPolicy
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.policies.eldr.artifact import fit
+from eldr_sim.policies.eldr.router import EldrPolicy
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.validation.reproduce.eldr.results import P50, P99, TTFT, mean_difference, run_grid
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.policies.artifact import fit
-from eldr_sim.policies.signature import Transform
-from eldr_sim.policies.signature_quality import SignatureQuality
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.policies.eldr.artifact import fit
+from eldr_sim.policies.eldr.signature import Transform
+from eldr_sim.policies.eldr.signature_quality import SignatureQuality
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction
 from eldr_sim.validation.signature_report import (
     draw_layers,

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.kernel_profiles.cuda_graphs import grown, padded_sizes
+from eldr_sim.kernel_profiles.kernels.tiled_moe import DEFAULT_TILES, UNTUNED, expert_blocks
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.sources.mi300x import FittedLayer
-from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.kernel_profiles.tiled_moe import DEFAULT_TILES, UNTUNED, expert_blocks
-from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.prepare import routing_of
-from eldr_sim.traces.statistics import mean_products
+from eldr_sim.kernel_profiles.steps.cuda_graphs import grown, padded_sizes
+from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.prepare import routing_of
+from eldr_sim.traces.routing.statistics import mean_products
 from eldr_sim.traces.workload import make_workload
 from eldr_sim.validation.reproduce.eldr_measured.cells import Cell, cells_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from eldr_sim.traces.format import REFERENCE_TRACE
+from eldr_sim.traces.routing.format import REFERENCE_TRACE
 from eldr_sim.validation.reproduce.gimbal import experts, latency, studies
 from eldr_sim.validation.reproduce.gimbal.prefix import figure_11, figure_12
 from eldr_sim.validation.reproduce.gimbal.settings import FULL, QUICK, TPOT, TTFT, Experiment

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.policies.gimbal import anchored, linked_experts
-from eldr_sim.traces.format import RoutingTrace, open_trace
-from eldr_sim.traces.structure import transitions
+from eldr_sim.policies.placement.gimbal import anchored, linked_experts
+from eldr_sim.traces.routing.format import RoutingTrace, open_trace
+from eldr_sim.traces.routing.structure import transitions
 from eldr_sim.validation.reproduce.expert_traffic import decode_batches, measure
 from eldr_sim.validation.reproduce.grace.settings import (
     Cluster,

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.planning.intervals import Interval
-from eldr_sim.planning.runs import Summary
-from eldr_sim.traces.length_shapes import LengthShape
+from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.traces.requests.length_shapes import LengthShape
 from eldr_sim.validation.reproduce.gimbal.settings import (
     P99,
     SHARES,

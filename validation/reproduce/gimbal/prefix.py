@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.planning.intervals import t_interval
-from eldr_sim.planning.runs import Summary
+from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.gimbal.settings import (
     FIELDS,
     OUTPUTS,

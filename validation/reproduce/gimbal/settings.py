@@ -5,7 +5,7 @@ prompts, no prefix cache (Sec. V-A). BurstGPT cannot be had here; lengths are a 
 given, or drawn, lognormal and independent. Of prompts 97.6% are within 3,000 tokens, as the paper
 says of BurstGPT; their mean of 750 is assumed. Outputs have the median of the Azure conversation
 trace of 2023 (Patel et al., Splitwise, ISCA 2024) and its mean. The five shapes of prompt lengths
-are `traces.length_shapes`; arrivals are Poisson.
+are `traces.requests.length_shapes`; arrivals are Poisson.
 
 Rates and times are relative. The paper sends 1.0, 1.2 and 1.4 requests/s, and its engines' p99 TTFT
 is 4.9 s at 1.4 (Sec. V-A.2); the kernels of our tables carry about ten times as much. So the knee
@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eldr_sim.planning.intervals import Interval, paired_percent
-from eldr_sim.planning.runs import Summary
-from eldr_sim.planning.search import highest_rate
-from eldr_sim.policies.signature import Ints
-from eldr_sim.simulator.config import RunConfig, make_config
-from eldr_sim.traces.length_shapes import LENGTH_SHAPES, LengthShape, draw_by_length
-from eldr_sim.traces.request_logs import read_request_log
+from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.search.search import highest_rate
+from eldr_sim.policies.eldr.signature import Ints
+from eldr_sim.simulator.setup.config import RunConfig, make_config
+from eldr_sim.traces.requests.length_shapes import LENGTH_SHAPES, LengthShape, draw_by_length
+from eldr_sim.traces.requests.request_logs import read_request_log
 from eldr_sim.validation.reproduce.reproduction import Claim, Runner
 
 #: Median and mean of prompts (97.6% within 3,000 tokens) and of outputs.

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.planning.intervals import Interval, t_interval
-from eldr_sim.planning.runs import Summary
-from eldr_sim.simulator.config import make_config
+from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.validation.reproduce.gimbal.settings import (
     OUTPUTS,
     P99,

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.policies.grace import RATIOS, Replication, hot_copies
-from eldr_sim.policies.placement import Placement
-from eldr_sim.policies.signature import Floats, Ints
-from eldr_sim.traces.coactivation import affinity_of
+from eldr_sim.policies.eldr.signature import Floats, Ints
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.policies.placement.grace import RATIOS, Replication, hot_copies
+from eldr_sim.traces.routing.coactivation import affinity_of
 from eldr_sim.validation.reproduce.expert_traffic import Traffic, measure
 from eldr_sim.validation.reproduce.grace.settings import (
     AFFINITY,

@@ -16,12 +16,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
-from eldr_sim.policies.placement import Placement
-from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.prepare import prepare
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.run import build_cluster, offered_load
-from eldr_sim.simulator.summary import summary_of
-from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.reproduce.expert_traffic import Batch, measure
 from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
-from eldr_sim.planning.runs import Summary
+from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO
 from eldr_sim.validation.reproduce.grace.settings import (
     AFFINITY,

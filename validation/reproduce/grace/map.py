@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.kernel_profiles.all_to_all import AllToAll, build_all_to_all
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll, build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.step_time import RankMoE, build_step_time_model
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.planning.intervals import paired_percent
-from eldr_sim.policies.placement import Placement
+from eldr_sim.policies.placement.base import Placement
 from eldr_sim.validation.reproduce.expert_traffic import (
     decode_batches,
     layer_times,

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
-from eldr_sim.simulator.config import make_config
-from eldr_sim.simulator.prepare import PreparedRun, prepare
+from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.run import build_cluster, offered_load
-from eldr_sim.simulator.summary import summary_of
-from eldr_sim.simulator.transfer import PRESETS
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.prepare import PreparedRun, prepare
+from eldr_sim.simulator.setup.transfer import PRESETS
 from eldr_sim.validation.reproduce.grace.figures import TWO_BY_TWO
 from eldr_sim.validation.reproduce.grace.settings import gpu_of
 from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner

@@ -15,17 +15,18 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from eldr_sim.kernel_profiles.all_to_all import AllToAll, build_all_to_all
 from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll, build_all_to_all
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.step_time import RankMoE, build_step_time_model
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.placement import ExpertGroup, Placement
-from eldr_sim.policies.replicas import ReplicaChoice
-from eldr_sim.policies.signature import Ints
-from eldr_sim.traces.calibration import CalibrationSet
-from eldr_sim.traces.format import RoutingTrace, open_trace
+from eldr_sim.policies.eldr.signature import Ints
+from eldr_sim.policies.placement.base import ExpertGroup, Placement
+from eldr_sim.policies.replicas.base import ReplicaChoice
+from eldr_sim.traces.routing.calibration import CalibrationSet
+from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.validation.reproduce.expert_traffic import (
     Batch,
     LayerTimes,

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
-from eldr_sim.traces.format import REFERENCE_TRACE
+from eldr_sim.traces.routing.format import REFERENCE_TRACE
 from eldr_sim.validation.reproduce.metro.results import BUSIEST, CHARGED, REAL, TPOT
 from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 

@@ -13,11 +13,15 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
-from eldr_sim.kernel_profiles.intensity import activation_share, decode_intensity, gpu_intensity
+from eldr_sim.kernel_profiles.kernels.intensity import (
+    activation_share,
+    decode_intensity,
+    gpu_intensity,
+)
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.traces.format import REFERENCE_TRACE, RoutingTrace, open_trace
-from eldr_sim.traces.synthetic.presets import preset_model
-from eldr_sim.traces.synthetic.synthesize import synthesize
+from eldr_sim.traces.routing.format import REFERENCE_TRACE, RoutingTrace, open_trace
+from eldr_sim.traces.routing.synthetic.presets import preset_model
+from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 from eldr_sim.validation.reproduce.metro import pareto, results, routing
 from eldr_sim.validation.reproduce.metro.drift import drift
 from eldr_sim.validation.reproduce.metro.locality import locality

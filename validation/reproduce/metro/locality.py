@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
-from eldr_sim.planning.runs import Summary
+from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
 
 #: Engines of a decode group, a GPU each, and groups.

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.kernel_profiles.all_to_all import build_all_to_all, uniform_copies
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all, uniform_copies
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend, Parallelism
-from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.policies.metro import MetroParameters
+from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.policies.replicas.metro import MetroParameters
 from eldr_sim.validation.reproduce.metro.results import ASSUMED, CHARGED, Setup
 from eldr_sim.validation.reproduce.metro.routing import Routing, route
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent

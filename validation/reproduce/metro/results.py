@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.runs import Summary
+from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.metro.routing import Routing
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
 

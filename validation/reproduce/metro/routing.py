@@ -11,14 +11,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from eldr_sim.kernel_profiles.all_to_all import AllToAllCost
 from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
-from eldr_sim.kernel_profiles.step_time import RankMoE, build_step_time_model
-from eldr_sim.policies.eplb import balance
-from eldr_sim.policies.placement import ExpertGroup, Placement
-from eldr_sim.simulator.group_state import (
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
+from eldr_sim.policies.placement.base import ExpertGroup, Placement
+from eldr_sim.policies.placement.eplb import balance
+from eldr_sim.simulator.plane.steps.group_state import (
     ALL,
     REPLICA_CHOICES,
     TOTALS,
@@ -27,10 +28,10 @@ from eldr_sim.simulator.group_state import (
     make_group_scratch,
     no_replicas,
 )
-from eldr_sim.simulator.group_step import route_tokens
-from eldr_sim.simulator.replay import make_replicas, rank_masks
-from eldr_sim.traces.calibration import calibration_set
-from eldr_sim.traces.format import RoutingTrace
+from eldr_sim.simulator.plane.steps.group_step import route_tokens
+from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
+from eldr_sim.traces.routing.calibration import calibration_set
+from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.streams import stream
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, percent
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.planning.prefill import BUDGETS
-from eldr_sim.planning.runs import Summary
+from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.planning.search.prefill import BUDGETS
 from eldr_sim.validation.reproduce.moe_prefill.settings import (
     CELLS,
     COMPUTED,

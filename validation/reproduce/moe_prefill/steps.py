@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.all_to_all import build_all_to_all
-from eldr_sim.kernel_profiles.flops import mfu, peak_flops, prefill_flops
 from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
+from eldr_sim.kernel_profiles.kernels.flops import mfu, peak_flops, prefill_flops
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, Parallelism
-from eldr_sim.kernel_profiles.pipeline import plan_pipeline
-from eldr_sim.kernel_profiles.step_cost import StepParts, rank_moe_s
-from eldr_sim.kernel_profiles.step_time import StepTimeModel, build_step_time_model
-from eldr_sim.kernel_profiles.weight_streaming import plan_stream
-from eldr_sim.planning.prefill import BACKENDS, BUDGETS
-from eldr_sim.planning.prefill_strategy import KINDS, PrefillStrategy
+from eldr_sim.kernel_profiles.steps.pipeline import plan_pipeline
+from eldr_sim.kernel_profiles.steps.step_cost import StepParts, rank_moe_s
+from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.kernel_profiles.steps.weight_streaming import plan_stream
+from eldr_sim.planning.search.prefill import BACKENDS, BUDGETS
+from eldr_sim.planning.search.prefill_strategy import KINDS, PrefillStrategy
 
 _MOST_SEQS = 2048  # prompts of a step
 _LONGEST = 131_200  # tokens of a prompt

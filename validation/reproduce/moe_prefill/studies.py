@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.traces.bitsets import count_rows
-from eldr_sim.traces.format import open_trace
+from eldr_sim.traces.routing.bitsets import count_rows
+from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.reproduce.moe_prefill.results import Sizes, mean_and_interval
 from eldr_sim.validation.reproduce.moe_prefill.settings import (
     COMMON,

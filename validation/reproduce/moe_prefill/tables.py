@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from eldr_sim.kernel_profiles.communication import STRATEGIES, break_even_tokens, layer_bytes
+from eldr_sim.kernel_profiles.kernels.communication import (
+    STRATEGIES,
+    break_even_tokens,
+    layer_bytes,
+)
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.prefill import BACKENDS, BUDGETS
-from eldr_sim.traces.bitsets import count_rows
-from eldr_sim.traces.format import open_trace
+from eldr_sim.planning.search.prefill import BACKENDS, BUDGETS
+from eldr_sim.traces.routing.bitsets import count_rows
+from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.validation.reproduce.moe_prefill.settings import CELLS
 from eldr_sim.validation.reproduce.moe_prefill.steps import Strategy, rate
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction

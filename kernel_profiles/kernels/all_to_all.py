@@ -1,0 +1,404 @@
+"""Dispatch and combine: what expert-parallel GPUs send each other around a MoE layer.
+
+A token is dispatched from the GPU that computed its attention to those that hold its experts, and
+their outputs are combined back. What a copy of a token is sent for depends on the backend
+(``--all2all-backend`` of vLLM):
+
+===========================  ======================================================================
+``allgather_reducescatter``  every token to every rank, whatever its experts; between nodes once a
+                             node, spread over the node's NICs (NCCL's rings)
+``nccl_alltoall``            a copy for each (token, rank) that holds one of its experts or more
+``allgather_alltoall``       in steps without prompts every token to every rank before the gate, and
+                             back a copy for each (token, rank); else as ``nccl_alltoall`` (METRO,
+                             arXiv 2512.09277, Sec. IV-C)
+``pplx``                     a copy for each (token, expert)
+``deepep_ll``                a copy for each (token, expert), straight to its GPU
+``deepep_ht``                between nodes a copy for each (token, node), to the GPU of the same
+                             place there, which forwards one for each (token, rank) of its node
+===========================  ======================================================================
+
+Combining sends the same copies the other way. A GPU's own experts cost no copy. Sources: vLLM's
+``vllm/distributed/device_communicators/all2all.py``, the README and kernels of deepseek-ai/DeepEP
+(``internode.cu``, ``internode_ll.cu``) and of ppl-ai/pplx-kernels.
+
+The time of a phase depends on the busiest GPU's copies *inside* its node and *between* nodes, each
+the larger of sent and received: ``t = max(t_node(inside * bytes), t_network(between * bytes))``.
+
+``t_node`` comes from tables inside a node, read at the bytes that a GPU of the measured run sent to
+the others of its node; without a table from the links (roofline). ``t_network`` likewise from rows
+of 2 nodes or more, of which DeepEP has some on H100 and H200. Everywhere else it is derived::
+
+    t_network = t_node(0) + latency + between * bytes / bandwidth
+
+with the line rate of a GPU's NIC. ``docs/tables.md`` has its error on the rows between nodes:
+nothing is fitted to them.
+
+DeepEP's kernels have two tables that differ 3 to 9 times at small batches: its own benchmarks (run
+beside SGLang), and calls as vLLM makes them. The first are the default: they time the kernels,
+which is what CUDA graphs replay in decode steps; the second hold time of launches and, in
+``deepep_ht``, of a wait for the host, which prefill steps without graphs do pay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.kernels import roofline
+from eldr_sim.kernel_profiles.kernels.kernel_latency import CollectiveLatency
+from eldr_sim.kernel_profiles.kernels.moe_latency import interpolate, monotone_fit
+from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import Backend
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, Provenance, weakest
+
+FloatArray = NDArray[np.float64]
+
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+Library = Literal["sglang", "vllm"]
+"""Who measured DeepEP's kernels."""
+
+COPY_PER: dict[Backend, Literal["all", "rank", "expert", "node"]] = {
+    "allgather_reducescatter": "all",
+    "nccl_alltoall": "rank",
+    "allgather_alltoall": "rank",
+    "pplx": "expert",
+    "deepep_ll": "expert",
+    "deepep_ht": "node",
+}
+"""What a copy of a token is sent for; of ``allgather_alltoall``, where it does not gather."""
+
+GATHERING: tuple[Backend, ...] = ("allgather_reducescatter", "allgather_alltoall")
+"""Backends by which every rank knows all tokens of steps without prompts before it chooses."""
+
+NETWORK_EFFICIENCY = 42.6 / 50.0
+"""Of a NIC's line rate: nixlbench, 42.6 GB/s over 400 Gb/s (H200, ConnectX-7)."""
+NETWORK_LATENCY_S = 5e-6
+"""Typical for InfiniBand (aiconfigurator-core 0.12.0 systems/gb300.yaml)."""
+
+_FP8_BYTES = 1 + 4 / 128  # a value and its share of an fp32 scale per 128
+_OPERATIONS = {
+    "allgather_reducescatter": ("all_gather", "reduce_scatter"),
+    "nccl_alltoall": ("alltoall", "alltoall"),
+    "allgather_alltoall": ("alltoall", "alltoall"),
+}
+_PHASES = ("dispatch", "combine")
+_FAR_BYTES = 1e9  # second knot of a straight line
+
+
+class AllToAllCost(NamedTuple):
+    """Dispatch and combine of one MoE layer, as compiled code takes them; times are seconds.
+
+    See :mod:`~eldr_sim.kernel_profiles.kernels.all_to_all_cost` for the formula.
+    """
+
+    dispatch_bytes: float  #: of one copy of a token
+    combine_bytes: float  #: likewise
+    dispatch_knots: FloatArray  #: bytes that a GPU sends to others of its node, ascending from 0
+    dispatch_s: FloatArray  #: non-decreasing
+    combine_knots: FloatArray
+    combine_s: FloatArray
+    dispatch_far_knots: FloatArray  #: bytes that a GPU sends to other nodes
+    dispatch_far_s: FloatArray
+    combine_far_knots: FloatArray
+    combine_far_s: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """Dispatch and combine between the ranks of an expert-parallel group.
+
+    Attributes
+    ----------
+    backend
+        One of :data:`BACKENDS`.
+    n_ranks, gpus_per_node
+        GPUs of the group, and of them in one node.
+    cost
+        What compiled code takes.
+    gathered
+        The same for steps without prompts, where ``allgather_alltoall`` gathers; else ``cost``.
+    provenance
+        By component (``all_to_all``; ``network`` between nodes): label, origin, kernel_source.
+    warnings
+        What a reader of results must know, one line each.
+    """
+
+    backend: Backend
+    n_ranks: int
+    gpus_per_node: int
+    cost: AllToAllCost = field(repr=False)
+    gathered: AllToAllCost = field(repr=False)
+    provenance: dict[str, dict[str, Any]]
+    warnings: tuple[str, ...]
+
+    @property
+    def label(self) -> Provenance:
+        """The weakest provenance of any component."""
+        return weakest(entry["label"] for entry in self.provenance.values())
+
+    def dispatch_s(self, inside: float, between: float) -> float:
+        """Return the seconds of one layer's dispatch.
+
+        Parameters
+        ----------
+        inside, between
+            Copies of tokens that the busiest GPU sends or receives inside its node and between
+            nodes.
+        """
+        cost = self.cost
+        sent = cost.dispatch_bytes * inside, cost.dispatch_bytes * between
+        near = float(interpolate(sent[0], cost.dispatch_knots, cost.dispatch_s))
+        far = float(interpolate(sent[1], cost.dispatch_far_knots, cost.dispatch_far_s))
+        return max(near, far) if between > 0 else near
+
+    def combine_s(self, inside: float, between: float) -> float:
+        """Return the seconds of one layer's combine; see :meth:`dispatch_s`."""
+        cost = self.cost
+        sent = cost.combine_bytes * inside, cost.combine_bytes * between
+        near = float(interpolate(sent[0], cost.combine_knots, cost.combine_s))
+        far = float(interpolate(sent[1], cost.combine_far_knots, cost.combine_far_s))
+        return max(near, far) if between > 0 else near
+
+    def uniform_copies(self, model: ModelDims) -> tuple[float, float]:
+        """Copies of tokens, inside and between, a token of every rank, under uniform routing."""
+        return uniform_copies(
+            self.backend, model.n_experts, model.top_k, self.n_ranks, self.gpus_per_node
+        )
+
+
+def reached(n_experts: int, top_k: int, parts: int) -> float:
+    """Chance that a token with ``top_k`` random experts has one or more in one of equal parts."""
+    missing = math.comb(n_experts - n_experts // parts, top_k) / math.comb(n_experts, top_k)
+    return 1.0 - missing
+
+
+def uniform_copies(
+    backend: Backend, n_experts: int, top_k: int, n_ranks: int, gpus_per_node: int
+) -> tuple[float, float]:
+    """Copies that a GPU sends (and receives) if every rank has a token with random experts.
+
+    Returns
+    -------
+    inside, between
+        To GPUs of its node and of other nodes.
+    """
+    node = min(gpus_per_node, n_ranks)
+    n_nodes = -(-n_ranks // node)
+    match COPY_PER[backend]:
+        case "all":
+            return n_ranks - 1.0, (n_ranks - node) / node
+        case "expert":
+            each = top_k / n_ranks
+            return (node - 1) * each, (n_ranks - node) * each
+        case "rank":
+            each = reached(n_experts, top_k, n_ranks)
+            return (node - 1) * each, (n_ranks - node) * each
+        case "node":
+            forwarded = n_nodes * (node - 1) * reached(n_experts, top_k, n_ranks)
+            return forwarded, (n_nodes - 1) * reached(n_experts, top_k, n_nodes)
+
+
+def build_all_to_all(
+    model: ModelDims,
+    gpu: GPU,
+    backend: Backend,
+    n_ranks: int,
+    *,
+    gpus_per_node: int = 8,
+    library: Library = "sglang",
+    tables: tuple[LatencyTable, ...] = (),
+) -> AllToAll:
+    """Time of dispatch and combine between the GPUs of an expert-parallel group.
+
+    Parameters
+    ----------
+    model, gpu
+        What is served where.
+    backend
+        Who sends what how often, see the module.
+    n_ranks
+        GPUs of the group, a whole number of nodes or a part of one.
+    gpus_per_node
+        GPUs of a node.
+    library
+        Whose rows of DeepEP's kernels to take.
+    tables
+        Tables of the user's own; they take precedence over the shipped ones.
+
+    Raises
+    ------
+    InputError
+        No such backend or library, or ranks that do not fill their nodes.
+    """
+    if backend not in BACKENDS:
+        raise InputError("all2all_backend", f"{backend!r}", ", ".join(BACKENDS))
+    if library not in get_args(Library):
+        raise InputError("library", f"{library!r}", ", ".join(get_args(Library)))
+    if n_ranks < 2 or (n_ranks > gpus_per_node and n_ranks % gpus_per_node):
+        raise InputError(
+            "expert_parallel_size",
+            f"{n_ranks} ranks on nodes of {gpus_per_node} GPUs",
+            "2 or more in a node, or whole nodes",
+        )
+    node = min(n_ranks, gpus_per_node)
+    fp8 = backend.startswith("deepep") and model.expert_dtype in ("fp8", "fp8_block")
+    combine_bytes = 2.0 * model.hidden_size
+    dispatch_bytes = _FP8_BYTES * model.hidden_size if fp8 else combine_bytes
+    found = _Curves(gpu, node, tables)
+    if backend in _OPERATIONS:
+        near = [found.collective(operation) for operation in _OPERATIONS[backend]]
+    elif backend == "pplx":
+        near = [found.links("pplx")] * 2
+    else:
+        near = [found.deepep(model, backend, phase, library) for phase in _PHASES]
+    far = [found.line_rate(curve) for curve in near]
+    n_nodes = n_ranks // node
+    if n_nodes > 1 and backend.startswith("deepep"):
+        far = [
+            found.deepep_between(model, backend, phase, library, n_nodes) or line
+            for phase, line in zip(_PHASES, far, strict=True)
+        ]
+    cost = AllToAllCost(dispatch_bytes, combine_bytes, *near[0], *near[1], *far[0], *far[1])
+    gathered = cost
+    if backend == "allgather_alltoall":
+        gather = found.collective("all_gather")
+        line = found.line_rate(gather)
+        gathered = AllToAllCost(combine_bytes, combine_bytes, *gather, *near[1], *line, *far[1])
+    if n_nodes == 1:
+        del found.provenance["network"]
+    return AllToAll(
+        backend, n_ranks, gpus_per_node, cost, gathered, found.provenance, tuple(found.warnings)
+    )
+
+
+class _Curves:
+    """Time of a phase inside a node by bytes that a GPU sends to the others, and its source."""
+
+    def __init__(self, gpu: GPU, node: int, tables: tuple[LatencyTable, ...]) -> None:
+        self.gpu, self.node, self.tables = gpu, node, tables
+        self.provenance: dict[str, dict[str, Any]] = {}
+        self.warnings: list[str] = []
+
+    def _record(self, component: str, table: LatencyTable, exact: bool) -> None:
+        metadata = table.metadata
+        label = metadata.provenance if exact else weakest([metadata.provenance, "derived"])
+        origin = metadata.origin + ("" if exact else "; another shape's rows, read at equal bytes")
+        self.provenance[component] = {
+            "label": label,
+            "origin": origin,
+            "kernel_source": metadata.kernel_source,
+            "framework": metadata.framework,
+        }
+
+    def links(self, what: str) -> tuple[FloatArray, FloatArray]:
+        """A straight line from the links of a node."""
+        efficiency = roofline.efficiency_of(self.gpu)
+        bandwidth = efficiency.link_bandwidth * self.gpu.peer_bandwidth(max(self.node, 2))
+        self.provenance["all_to_all"] = {
+            "label": "roofline",
+            "origin": efficiency.source,
+            "kernel_source": "",
+        }
+        warning = f"all-to-all: no table of {what} on {self.gpu.name}, times are from its links"
+        if warning not in self.warnings:
+            self.warnings.append(warning)
+        knots = np.array([0.0, _FAR_BYTES])
+        return knots, efficiency.collective_floor_s + knots / bandwidth
+
+    def collective(self, operation: str) -> tuple[FloatArray, FloatArray]:
+        """A NCCL collective; its message is what all GPUs of the node have together."""
+        table = gpu_table("collective", self.gpu, dtype="float16", extra=self.tables)
+        if table is None:
+            return self.links(operation)
+        curves = CollectiveLatency.from_table(table).curves
+        sizes = sorted(n for name, n in curves if name == operation)
+        if not sizes:
+            return self.links(operation)
+        n_gpus = next((n for n in sizes if n >= self.node), sizes[-1])
+        message, seconds = curves[operation, n_gpus]
+        self._record("all_to_all", table, n_gpus == self.node)
+        return _from_zero(message * (n_gpus - 1) / n_gpus, seconds)
+
+    def deepep(
+        self, model: ModelDims, backend: Backend, phase: str, library: Library
+    ) -> tuple[FloatArray, FloatArray]:
+        """A kernel of DeepEP, from the rows of the shape next to the model's."""
+        table = gpu_table("all_to_all", self.gpu, shape={}, library=library, extra=self.tables)
+        if table is None:
+            return self.links(f"DeepEP ({library})")
+        rows = _rows(table, model, backend, phase)
+        self._record("all_to_all", table, rows.exact and rows.n_gpus == self.node)
+        return _from_zero(rows.inside, rows.seconds)
+
+    def line_rate(self, near: tuple[FloatArray, FloatArray]) -> tuple[FloatArray, FloatArray]:
+        """A straight line from the line rate of a GPU's NIC."""
+        bandwidth = NETWORK_EFFICIENCY * self.gpu.nic_bandwidth
+        self.provenance["network"] = {
+            "label": "derived",
+            "origin": f"line rate of the NIC of {self.gpu.name} x {NETWORK_EFFICIENCY:.3f}, "
+            f"{NETWORK_LATENCY_S * 1e6:g} us",
+            "kernel_source": "",
+        }
+        knots = np.array([0.0, _FAR_BYTES])
+        return knots, near[1][0] + NETWORK_LATENCY_S + knots / bandwidth
+
+    def deepep_between(
+        self, model: ModelDims, backend: Backend, phase: str, library: Library, n_nodes: int
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """A kernel of DeepEP between nodes: of as many nodes, or the next fewer measured."""
+        for nodes in range(n_nodes, 1, -1):
+            table = gpu_table(
+                "all_to_all",
+                self.gpu,
+                shape={"n_nodes": nodes},
+                library=library,
+                extra=self.tables,
+            )
+            if table is None or not (table.columns["backend"] == backend).any():
+                continue
+            rows = _rows(table, model, backend, phase)
+            self._record("network", table, rows.exact and nodes == n_nodes)
+            return _from_zero(rows.between, rows.seconds)
+        return None
+
+
+class _Rows(NamedTuple):
+    """Rows of one shape, by tokens."""
+
+    inside: FloatArray  #: bytes that a GPU sends to the others of its node
+    between: FloatArray  #: and to other nodes
+    seconds: FloatArray
+    n_gpus: int
+    exact: bool  #: the shape is the model's
+
+
+def _rows(table: LatencyTable, model: ModelDims, backend: Backend, phase: str) -> _Rows:
+    """Rows of a phase, of the measured shape next to the model's: by hidden size, then the rest."""
+    columns = table.columns
+    rows = np.flatnonzero((columns["backend"] == backend) & (columns["phase"] == phase))
+    shape = np.array((model.hidden_size, model.top_k, model.n_experts))
+    measured = np.stack([columns[n][rows] for n in ("hidden_size", "top_k", "n_experts")], axis=1)
+    off = np.abs(np.log(measured / shape.astype(np.float64)))
+    near = measured[np.lexsort((off[:, 2], off[:, 1], off[:, 0]))[0]]
+    rows = rows[(measured == near).all(axis=1)]
+    rows = rows[np.argsort(columns["tokens"][rows])]
+    n_gpus, n_nodes = int(columns["n_gpus"][rows[0]]), table.metadata.shape.get("n_nodes", 1)
+    hidden, top_k, n_experts = near.tolist()
+    inside, between = uniform_copies(backend, n_experts, top_k, n_gpus, n_gpus // n_nodes)
+    fp8 = phase == "dispatch" and table.metadata.dtype == "fp8"
+    sent = columns["tokens"][rows] * (hidden * (_FP8_BYTES if fp8 else 2.0))
+    seconds = monotone_fit(columns["latency_s"][rows])
+    return _Rows(inside * sent, between * sent, seconds, n_gpus, bool((near == shape).all()))
+
+
+def _from_zero(knots: FloatArray, seconds: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Let the smallest measured call's time stand from 0 bytes on."""
+    return np.concatenate([[0.0], knots]), np.concatenate([seconds[:1], seconds])

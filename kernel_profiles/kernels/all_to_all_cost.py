@@ -1,0 +1,151 @@
+"""The time of dispatch and combine, compiled; see `kernel_profiles.kernels.all_to_all`.
+
+What is sent is told by three counts of a layer's tokens:
+
+- ``tokens[h]``: tokens at home on rank h;
+- ``copies[h, r]``: what rank h has for rank r: token-expert pairs where a backend sends a copy for
+  each expert, distinct tokens where it sends one for each rank or node;
+- ``node_copies[h, n]``: distinct tokens of rank h with experts on node n.
+
+Ranks are numbered node by node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.jit import njit
+from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
+
+
+@njit()
+def _curve_s(knots: Any, seconds: Any, sent: float) -> float:
+    """Return the time at ``sent`` bytes; beyond the last knot the last slope goes on."""
+    low, high = 0, knots.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if knots[middle] <= sent:
+            low = middle
+        else:
+            high = middle
+    slope = (seconds[high] - seconds[low]) / (knots[high] - knots[low])
+    return float(seconds[low] + slope * (sent - knots[low]))
+
+
+@njit()
+def dispatch_s(cost: AllToAllCost, inside: float, between: float) -> float:
+    """Return the time of one layer's dispatch, s, by the busiest rank's copies."""
+    near = _curve_s(cost.dispatch_knots, cost.dispatch_s, cost.dispatch_bytes * inside)
+    far = 0.0
+    if between > 0:
+        far = _curve_s(cost.dispatch_far_knots, cost.dispatch_far_s, cost.dispatch_bytes * between)
+    return float(max(near, far))
+
+
+@njit()
+def combine_s(cost: AllToAllCost, inside: float, between: float) -> float:
+    """Return the time of one layer's combine, s, by the busiest rank's copies."""
+    near = _curve_s(cost.combine_knots, cost.combine_s, cost.combine_bytes * inside)
+    far = 0.0
+    if between > 0:
+        far = _curve_s(cost.combine_far_knots, cost.combine_far_s, cost.combine_bytes * between)
+    return float(max(near, far))
+
+
+@njit()
+def busiest_all(tokens: Any, gpus_per_node: int) -> tuple[float, float]:
+    """Return the busiest rank's copies (inside, between): every token to every rank."""
+    total = tokens.sum()
+    inside = between = 0.0
+    own = 0
+    for rank in range(tokens.shape[0]):
+        inside = max(inside, float(total - tokens[rank]))
+        own = tokens[rank] + (0 if rank % gpus_per_node == 0 else own)
+        if (rank + 1) % gpus_per_node == 0 or rank + 1 == tokens.shape[0]:
+            members = rank % gpus_per_node + 1
+            between = max(between, (total - own) / members)
+    return inside, between
+
+
+#: Columns of traffic ``[ranks, 4]``: copies that a rank sends and receives in its node and beyond.
+SENT, RECEIVED, SENT_FAR, RECEIVED_FAR = range(4)
+
+
+@njit(inlined=True, _nrt=False)
+def add_direct(traffic: Any, home: int, rank: int, copies: float, gpus_per_node: int) -> None:
+    """Add copies that go straight from rank to rank."""
+    if home == rank:
+        return
+    if home // gpus_per_node == rank // gpus_per_node:
+        traffic[home, SENT] += copies
+        traffic[rank, RECEIVED] += copies
+    else:
+        traffic[home, SENT_FAR] += copies
+        traffic[rank, RECEIVED_FAR] += copies
+
+
+@njit(inlined=True, _nrt=False)
+def add_to_node(traffic: Any, home: int, there: int, copies: float) -> None:
+    """Add copies for another node, which go to the GPU ``there``, of the same place."""
+    if there < traffic.shape[0]:
+        traffic[home, SENT_FAR] += copies
+        traffic[there, RECEIVED_FAR] += copies
+
+
+@njit(inlined=True, _nrt=False)
+def add_forwarded(traffic: Any, there: int, rank: int, copies: float) -> None:
+    """Add copies from the GPU of their home's place in the rank's node to the rank."""
+    if there != rank:
+        traffic[rank, RECEIVED] += copies
+        if there < traffic.shape[0]:
+            traffic[there, SENT] += copies
+
+
+@njit(inlined=True, _nrt=False)
+def busiest(traffic: Any) -> tuple[float, float]:
+    """Return what the busiest rank sends or receives: inside its node, between nodes."""
+    inside = between = 0.0
+    for rank in range(traffic.shape[0]):
+        inside = max(inside, traffic[rank, SENT], traffic[rank, RECEIVED])
+        between = max(between, traffic[rank, SENT_FAR], traffic[rank, RECEIVED_FAR])
+    return inside, between
+
+
+@njit()
+def busiest_direct(copies: Any, gpus_per_node: int) -> tuple[float, float]:
+    """Return the busiest rank's copies (inside, between): straight from rank to rank.
+
+    For a copy for each expert (``pplx``, ``deepep_ll``) or each rank (``nccl_alltoall``), by what
+    ``copies`` counts.
+    """
+    n_ranks = copies.shape[0]
+    traffic = np.zeros((n_ranks, 4))
+    for home in range(n_ranks):
+        for rank in range(n_ranks):
+            add_direct(traffic, home, rank, copies[home, rank], gpus_per_node)
+    inside, between = busiest(traffic)
+    return inside, between
+
+
+@njit()
+def busiest_forwarded(copies: Any, node_copies: Any, gpus_per_node: int) -> tuple[float, float]:
+    """Return the busiest rank's copies (inside, between): once a node, then once a rank there.
+
+    A copy for another node goes to the GPU of the same place there, which forwards it
+    (``deepep_ht``); a node's own tokens go straight to their ranks.
+    """
+    n_ranks = copies.shape[0]
+    traffic = np.zeros((n_ranks, 4))
+    for home in range(n_ranks):
+        place = home % gpus_per_node
+        for node in range(node_copies.shape[1]):
+            if node != home // gpus_per_node:
+                there = node * gpus_per_node + place
+                add_to_node(traffic, home, there, node_copies[home, node])
+        for rank in range(n_ranks):
+            there = rank // gpus_per_node * gpus_per_node + place
+            add_forwarded(traffic, there, rank, copies[home, rank])
+    inside, between = busiest(traffic)
+    return inside, between

@@ -1,0 +1,109 @@
+"""Time that the API server in front of an engine takes: HTTP, its event loop, the tokeniser.
+
+A ``front_end`` table has three curves over the tokens of a prompt that comes as text: ``tokenize``,
+one prompt alone on one CPU core; ``event_loop``, what the server's one thread computes for a
+request; ``http``, what else its way from the client takes. They are linear between the table's
+points and go on with the last slope.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, TableMetadata, load_table
+from eldr_sim.kernel_profiles.tables.library import shipped_tables
+
+#: The parts of a ``front_end`` table.
+PARTS = ("tokenize", "event_loop", "http")
+
+
+@dataclass(frozen=True, eq=False)
+class FrontEndLatency:
+    """Seconds of each part of the front end, by prompt tokens.
+
+    Attributes
+    ----------
+    curves
+        By part: tokens, ascending from 0, and seconds.
+    metadata
+        Of the table.
+    slowdown
+        Times are so much longer than the table's.
+    """
+
+    curves: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
+    metadata: TableMetadata
+    slowdown: float = 1.0
+
+    @classmethod
+    def from_table(cls, table: LatencyTable) -> FrontEndLatency:
+        """Arrange a table's rows by part; below its fewest tokens a part costs what these cost.
+
+        Raises
+        ------
+        InputError
+            Not a ``front_end`` table, or a part without rows.
+        """
+        if table.metadata.kind != "front_end":
+            raise InputError("frontend", f"a table of kind {table.metadata.kind!r}", "front_end")
+        columns, curves = table.columns, {}
+        for part in PARTS:
+            rows = columns["part"] == part
+            if not rows.any():
+                raise InputError("frontend", f"the table has no rows of {part!r}", ", ".join(PARTS))
+            order = np.argsort(columns["tokens"][rows])
+            tokens = columns["tokens"][rows][order].astype(np.float64)
+            seconds = np.maximum.accumulate(columns["latency_s"][rows][order])
+            curves[part] = tokens, seconds
+        return cls(curves, table.metadata)
+
+    def slower(self, factor: float) -> FrontEndLatency:
+        """Return the front end on a CPU on which all takes ``factor`` times as long."""
+        return replace(self, slowdown=self.slowdown * factor)
+
+    def time_s(self, part: str, tokens: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of a part for prompts of so many tokens, shape as ``tokens``."""
+        knots, seconds = self.curves[part]
+        wanted = np.asarray(tokens, np.float64)
+        found = np.interp(wanted, knots, seconds)
+        if len(knots) > 1:
+            slope = (seconds[-1] - seconds[-2]) / (knots[-1] - knots[-2])
+            found = found + slope * np.maximum(wanted - knots[-1], 0.0)
+        return np.asarray(self.slowdown * found)
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """What a result says of it."""
+        said = {
+            "label": self.metadata.provenance,
+            "origin": self.metadata.origin,
+            "kernel_source": self.metadata.kernel_source,
+        }
+        return said if self.slowdown == 1.0 else said | {"slowdown": f"{self.slowdown:g}"}
+
+
+def list_front_ends() -> list[str]:
+    """Return the CPUs whose front end ships with the package."""
+    return [table.gpu for table in shipped_tables() if table.kind == "front_end"]
+
+
+def load_front_end(name: str) -> FrontEndLatency:
+    """Load a shipped front end by its CPU's name, or the table in a file.
+
+    Raises
+    ------
+    InputError
+        No such CPU and no such table.
+    """
+    for table in shipped_tables():
+        if table.kind == "front_end" and table.gpu.lower() == name.lower():
+            return FrontEndLatency.from_table(table.load())
+    if not Path(name).is_file():
+        known = ", ".join([*list_front_ends(), "a table of eldr-sim profile --frontend"])
+        raise InputError("frontend", f"no front end {name!r}", known)
+    return FrontEndLatency.from_table(load_table(name))

@@ -1,0 +1,214 @@
+"""Kernel times from bytes and FLOPs alone, where no table exists.
+
+Every kernel takes a fixed time plus the larger of its memory and its compute time at the fraction
+of the peak that such kernels were measured to reach elsewhere. :class:`Efficiency` names those
+fractions and their evidence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.kernels.intensity import pair_flops
+from eldr_sim.kernel_profiles.kernels.kernel_latency import (
+    DecodeAttention,
+    PrefillAttention,
+    causal_pairs,
+)
+from eldr_sim.kernel_profiles.kernels.moe_latency import MoELatency
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.tables.format import Provenance
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What fraction of the peak kernels reach on a GPU, and their fixed costs.
+
+    Attributes
+    ----------
+    bandwidth
+        Of peak memory bandwidth: GEMMs and attention.
+    moe_bandwidth
+        Of peak memory bandwidth: expert weights in the fused MoE kernels.
+    gemm_flops, attention_flops, moe_flops
+        Of peak bfloat16 throughput.
+    link_bandwidth
+        Of the peak bandwidth between GPUs of a node: collectives.
+    gemm_floor_s, attention_floor_s, moe_floor_s, collective_floor_s
+        Fixed time of one GEMM, one attention call, one layer's MoE kernels and one collective.
+    small_kernel_s
+        Time of a norm, a rotary embedding, a cache write and the like of few tokens in a graph;
+        None where all of a layer's together are known (``parts.NORMS_S``).
+    launch_s, mxfp4_launch_s
+        Host time of an engine without graphs to launch one kernel, and what a layer of MXFP4
+        experts adds; None where nobody has said.
+    provenance, source
+        Label and evidence.
+    """
+
+    bandwidth: float
+    moe_bandwidth: float
+    gemm_flops: float
+    attention_flops: float
+    moe_flops: float
+    link_bandwidth: float
+    gemm_floor_s: float
+    attention_floor_s: float
+    moe_floor_s: float
+    collective_floor_s: float
+    provenance: Provenance
+    source: str
+    small_kernel_s: float | None = None
+    launch_s: float | None = None
+    mxfp4_launch_s: float = 0.0
+
+
+GENERIC = Efficiency(
+    bandwidth=0.80,
+    moe_bandwidth=0.85,
+    gemm_flops=0.74,
+    attention_flops=0.65,
+    moe_flops=0.43,
+    link_bandwidth=0.68,
+    gemm_floor_s=3e-6,
+    attention_floor_s=11.2e-6,
+    moe_floor_s=20e-6,
+    collective_floor_s=4.5e-6,
+    provenance="roofline",
+    source=(
+        "bandwidth and GEMM floor: aiconfigurator-core 0.12.0 systems/*.yaml (0.8 of peak, 3 us); "
+        "MoE bandwidth and floor: fits to its bf16 tables on A100, H100, H200 (83-91% of peak, "
+        "18-23 us); compute and attention floor: its largest H100 rows (GEMM 65536 x 2048 at "
+        "m = 16384, attention 32/4 x 128 at 16384 tokens, MoE 2048 x 768 E 128 top 8 at 16384); "
+        "collectives: its H100 all-reduces between 4 GPUs (4.5 us for 256 bytes in vLLM's custom "
+        "kernel, 0.68 of the link bandwidth for 67 MB in NCCL)"
+    ),
+)
+"""Fractions measured on H100-class GPUs, used for any GPU without tables."""
+
+MI300X = Efficiency(
+    bandwidth=0.71,
+    moe_bandwidth=0.71,
+    gemm_flops=0.39,
+    attention_flops=0.34,
+    moe_flops=0.22,
+    link_bandwidth=0.75,
+    gemm_floor_s=9e-6,
+    attention_floor_s=9e-6,
+    moe_floor_s=35.6e-6,
+    collective_floor_s=4.5e-6,
+    small_kernel_s=9e-6,
+    launch_s=77e-6,
+    mxfp4_launch_s=1.31e-3,
+    provenance="derived",
+    source=(
+        "MoE: 3.78 of 5.3 TB/s from AITER's tuned bf16 rows (ROCm/aiter e404860; 22% of peak "
+        "FLOPs at 16384 tokens), 35.6 us from ELDR Sec. 3.1 (16 to 128 experts: 4.7x); bandwidth "
+        "of other kernels taken as the same; their compute as H100's fraction times MI300X's over "
+        "H100's fraction in the fused MoE (0.22 / 0.43); collectives: 48 of 64 GB/s a link (ROCm "
+        "blog, Understanding RCCL Bandwidth and xGMI Performance on AMD Instinct MI300X, 2025), "
+        "their floor as on H100; any other kernel 9 us in a graph: what two dense runs at 32 "
+        "streams leave over bytes and prompts, 11 kernels a layer, is 6 us (Qwen3Guard-Gen-8B, "
+        "vllm-project/recipes pull request 431) and 12 us (Ministral-3-8B, 443); without graphs "
+        "77 us a launch and 1.31 ms a layer of MXFP4 experts: TTFT of ELDR's artifact at 20 "
+        "requests/s, which is the host's (casys-kaist/ELDR, three models)"
+    ),
+)
+"""Fractions derived for MI300X from what is published about it."""
+
+
+def efficiency_of(gpu: GPU) -> Efficiency:
+    """The fractions to use for a GPU."""
+    return MI300X if gpu.name == "MI300X" else GENERIC
+
+
+def gemm_s(
+    gpu: GPU, n: ArrayLike, k: ArrayLike, rows: ArrayLike, weight_bytes: float = 2.0
+) -> FloatArray:
+    """Seconds of ``rows`` rows through an n x k matrix stored in ``weight_bytes`` per weight."""
+    efficiency = efficiency_of(gpu)
+    m, n, k = (np.asarray(size, dtype=np.float64) for size in (rows, n, k))
+    memory = (weight_bytes * n * k + 2 * m * (n + k)) / (
+        efficiency.bandwidth * gpu.memory_bandwidth
+    )
+    compute = 2 * m * n * k / (efficiency.gemm_flops * gpu.peak_flops(fp8=weight_bytes < 2))
+    return np.where(m > 0, efficiency.gemm_floor_s + np.maximum(memory, compute), 0.0)
+
+
+def moe_latency(gpu: GPU, model: ModelDims) -> MoELatency:
+    """One MoE layer: expert weights over bandwidth, and compute where it exceeds them.
+
+    Only FP8 experts compute in FP8: MXFP4 and INT4 weights are widened to bf16 in the kernels of
+    all GPUs but those with FP4 units.
+    """
+    efficiency = efficiency_of(gpu)
+    experts = np.arange(model.n_experts + 1.0)
+    bandwidth = efficiency.moe_bandwidth * gpu.memory_bandwidth
+    expert_s = efficiency.moe_floor_s + experts * model.bytes_per_expert / bandwidth
+    flops = 6.0 * model.top_k * model.hidden_size * model.expert_intermediate_size
+    peak = gpu.peak_flops(fp8=model.expert_dtype in ("fp8", "fp8_block"))
+    token_s = flops / (efficiency.moe_flops * peak)
+    batches = np.array([0.0, 1024.0])
+    return MoELatency(model.n_experts, model.top_k, expert_s, batches, np.zeros(2), token_s)
+
+
+def decode_attention(gpu: GPU, model: ModelDims, sliding: bool) -> DecodeAttention:
+    """One layer's decode attention: KV bytes over bandwidth, or FLOPs where MLA makes them more."""
+    efficiency = efficiency_of(gpu)
+    token_s = _token_s(gpu, model, sliding)
+    context = np.array([0.0, model.sliding_window, 2.0 * model.sliding_window])
+    if not sliding:
+        context = np.array([0.0, float(model.max_position_embeddings)])
+    batch = np.array([0.0, 1024.0])
+    read = np.minimum(context, model.sliding_window) if sliding else context
+    seconds = efficiency.attention_floor_s + token_s * batch[:, None] * read[None, :]
+    return DecodeAttention(batch, context, seconds, token_s, int(batch[-1] * context[-1]))
+
+
+def _token_s(gpu: GPU, model: ModelDims, sliding: bool) -> float:
+    efficiency = efficiency_of(gpu)
+    memory = model.kv_bytes_per_token_layer(sliding) / (efficiency.bandwidth * gpu.memory_bandwidth)
+    return max(memory, _pair_s(gpu, model, sliding, decode=True))
+
+
+def _pair_s(gpu: GPU, model: ModelDims, sliding: bool, *, decode: bool) -> float:
+    """Compute time of one query token against one cached token, all heads."""
+    peak = efficiency_of(gpu).attention_flops * gpu.bf16_flops
+    return pair_flops(model, sliding, decode=decode) / peak
+
+
+def prefill_attention(
+    gpu: GPU, model: ModelDims, sliding: bool, max_tokens: int
+) -> PrefillAttention:
+    """One layer's prefill attention: the pairs under the causal mask (and the window)."""
+    efficiency = efficiency_of(gpu)
+    tokens = np.arange(max_tokens + 1.0)
+    pairs = causal_pairs(tokens, model.sliding_window if sliding else 0)
+    share = pairs * _pair_s(gpu, model, sliding, decode=False)
+    floor = efficiency.attention_floor_s
+    return PrefillAttention(floor, floor + share, share, _token_s(gpu, model, sliding))
+
+
+def all_reduce_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
+    """Seconds to sum ``message_bytes`` bytes over GPUs of a node.
+
+    Reduce-scatter and all-gather: each GPU sends ``2 (N - 1) / N`` of the message.
+    """
+    return 2 * _gather_s(gpu, n_gpus, message_bytes) + efficiency_of(gpu).collective_floor_s
+
+
+def all_gather_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
+    """Seconds until every GPU of a node has all ``message_bytes`` bytes; each had 1 / N of them."""
+    return _gather_s(gpu, n_gpus, message_bytes) + efficiency_of(gpu).collective_floor_s
+
+
+def _gather_s(gpu: GPU, n_gpus: int, message_bytes: ArrayLike) -> FloatArray:
+    bandwidth = efficiency_of(gpu).link_bandwidth * gpu.peer_bandwidth(n_gpus)
+    moved = np.asarray(message_bytes, dtype=np.float64) * (n_gpus - 1) / n_gpus
+    return np.asarray(moved / bandwidth, dtype=np.float64)

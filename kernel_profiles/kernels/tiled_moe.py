@@ -1,0 +1,220 @@
+"""Time of one MoE layer from the tiles of its kernel: vLLM's Triton ``fused_moe``, untuned.
+
+The kernel multiplies blocks of ``block_m`` rows of one expert by ``block_n`` columns of its
+weights. A block reads its columns whole, whatever part of its rows is real, so a layer costs::
+
+    t(tokens, distinct) = floor + blocks(tokens, distinct) * max(read, compute)
+    read    = bytes of an expert / bandwidth(tile)
+    compute = block_m * FLOPs of a token on one expert / FLOP/s
+
+``blocks`` is little more than the distinct experts of a decode batch. Which tile runs depends on
+the number of tokens (those of a CUDA graph's padding included): where vLLM has no tuned file for
+a layer on a GPU, its default changes at 33, 65, 97 and 513 tokens (:func:`default_tile`). So does
+``bandwidth``: a compute unit keeps as many workgroups in flight as its local memory has room for
+tiles, and weights come in no faster than loads are in flight. A step may get **faster** with more
+tokens; no form that is fitted to rise with the batch can say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from eldr_sim.kernel_profiles.kernels.moe_latency import FloatArray, MoELatency
+from eldr_sim.kernel_profiles.models import ModelDims
+
+
+class Tile(NamedTuple):
+    """The block that a workgroup of the kernel computes."""
+
+    block_m: int  #: rows of one expert
+    block_n: int  #: columns of its weights
+    block_k: int  #: of the inner dimension, at a time
+
+    def local_bytes(self, element_bytes: int = 2) -> int:
+        """Return the local memory of one stage: a tile of activations and one of weights."""
+        return element_bytes * self.block_k * (self.block_m + self.block_n)
+
+
+#: Tokens from which each of vLLM's default tiles runs (``get_default_config`` of
+#: vllm/model_executor/layers/fused_moe/fused_moe.py since pull request 34846, February 2026,
+#: unquantized and FP8 per tensor).
+DEFAULT_TILES = {
+    1: Tile(16, 64, 128),
+    33: Tile(32, 64, 128),
+    65: Tile(32, 128, 64),
+    97: Tile(64, 128, 64),
+    513: Tile(128, 128, 64),
+}
+
+
+def default_tile(tokens: int) -> Tile:
+    """Return the tile that vLLM takes for a step of so many tokens where it has no tuned file."""
+    return DEFAULT_TILES[max(first for first in DEFAULT_TILES if first <= max(tokens, 1))]
+
+
+def workgroups(tile: Tile, local_bytes: int) -> int:
+    """Return the workgroups that fit into a compute unit's local memory, one stage each.
+
+    AMD's compiler keeps one stage there with ``num_stages`` 2, vLLM's default on ROCm: the next one
+    waits in registers.
+    """
+    return max(1, local_bytes // tile.local_bytes())
+
+
+def expert_blocks(rows: ArrayLike, distinct: ArrayLike, block_m: ArrayLike) -> FloatArray:
+    """Expected blocks of ``block_m`` rows that ``rows`` token-expert pairs fill.
+
+    Rows per expert are taken as geometric with the mean ``r = rows / distinct``, so an expert fills
+    ``1 / (1 - (1 - 1 / r) ** block_m)`` blocks: one, as long as its rows rarely exceed a block.
+    """
+    pairs, experts, size = (np.asarray(x, dtype=np.float64) for x in (rows, distinct, block_m))
+    mean = np.maximum(pairs / np.maximum(experts, 1e-9), 1.0)
+    return np.asarray(experts / -np.expm1(size * np.log1p(-1.0 / np.maximum(mean, 1 + 1e-12))))
+
+
+@dataclass(frozen=True, eq=False)
+class TiledMoE(MoELatency):
+    """One MoE layer by the tiles of its kernel.
+
+    Attributes
+    ----------
+    first_tokens
+        int64 [tiles]: tokens from which each tile runs, ascending from 1.
+    block_m
+        int64 [tiles]: its rows.
+    read_s
+        float64 [tiles]: seconds of one expert's weights under each tile.
+    pair_s
+        Seconds to compute one token on one expert.
+    """
+
+    first_tokens: FloatArray = field(default_factory=lambda: np.ones(1))
+    block_m: FloatArray = field(default_factory=lambda: np.full(1, 16.0))
+    read_s: FloatArray = field(default_factory=lambda: np.zeros(1))
+    pair_s: float = 0.0
+
+    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
+        """Seconds at (batch, distinct experts); arrays broadcast, distinct may be fractional."""
+        tokens, experts = np.broadcast_arrays(
+            np.asarray(batch, dtype=np.float64), np.asarray(distinct, dtype=np.float64)
+        )
+        tile = np.clip(np.searchsorted(self.first_tokens, tokens, side="right") - 1, 0, None)
+        size = self.block_m[tile]
+        # A token that reaches fewer experts than it picks has the others on other ranks.
+        blocks = expert_blocks(np.maximum(tokens * self.top_k, experts), experts, size)
+        each = np.maximum(self.read_s[tile], size * self.pair_s)
+        return np.asarray(self.expert_s[0] + blocks * each, dtype=np.float64)
+
+    def on_rank(self, n_ranks: int) -> MoELatency:
+        """Return this layer as one of ``n_ranks`` expert-parallel GPUs computes it.
+
+        The kernel gets the tokens of all ranks, and chooses its tile by them; the rank has its
+        share of the experts and of the pairs.
+        """
+        if n_ranks == 1:
+            return self
+        own = self.n_experts // n_ranks
+        return replace(
+            self,
+            n_experts=own,
+            top_k=self.top_k / n_ranks,
+            expert_s=self.expert_s[: own + 1],
+        )
+
+
+class UntunedRates(NamedTuple):
+    """How fast Triton's MoE kernels read weights where vLLM has no tuned file for a GPU."""
+
+    reference: Tile  #: where ``bandwidth`` holds; under others it goes with their `workgroups`
+    bandwidth: float  #: of bfloat16 weights, bytes/s
+    local_bytes: int  #: local memory of a compute unit
+    mxfp4_bandwidth: float  #: of MXFP4 weights in ``triton_kernels``, whose tiles do not change
+    mxfp4_block_m: int  #: rows of its blocks
+    floor_s: float  #: a layer's other kernels: the gate's top-k, sort, activation, sum
+    source: str  #: where the figures come from
+
+    def tile_bandwidth(self, tile: Tile) -> float:
+        """Return the bytes/s of weights under a tile: in proportion to the loads in flight."""
+        flying = workgroups(tile, self.local_bytes) * tile.block_n * tile.block_k
+        size = self.reference.block_n * self.reference.block_k
+        return self.bandwidth * flying / (workgroups(self.reference, self.local_bytes) * size)
+
+
+UNTUNED = {
+    "MI300X": UntunedRates(
+        reference=Tile(32, 64, 128),
+        bandwidth=9.437e6 * 14.27 / 63e-6,
+        local_bytes=65536,
+        mxfp4_bandwidth=13.22e6 / (7.4e-6 * 119 / 79),
+        mxfp4_block_m=32,
+        floor_s=63e-6,
+        source=(
+            "derived from public figures without a row of ELDR's artifact: a layer has 7 small "
+            "kernels of 9 us (roofline.MI300X); by ELDR Fig. 2 (16 to 128 experts at batch 64: "
+            "4.7x) that floor is worth 14.27 experts under the tile of 64 rows, 2.1 TB/s; other "
+            "tiles by the workgroups that 64 KiB of local memory hold (3 for 2 at 32 rows and "
+            "less); MXFP4: 7.4 us an expert from GPT-OSS-120B on one MI300X, vLLM 0.17, 64 to 128 "
+            "streams (SemiAnalysisAI/InferenceX pull request 1061), times 119 / 79 us, the "
+            "regression of Triton 3.7.1 on gfx942 (ROCm/triton issue 970)"
+        ),
+    ),
+}
+"""By GPU; others are read at what their tuned kernels reach."""
+
+
+def tiled_moe(
+    n_experts: int,
+    top_k: int,
+    floor_s: float,
+    tiles: Mapping[int, tuple[int, float]],
+    pair_s: float,
+) -> TiledMoE:
+    """Make a layer whose kernel changes its tile.
+
+    Parameters
+    ----------
+    n_experts, top_k
+        Experts that the GPU holds, and how many of them a token picks.
+    floor_s
+        Seconds of the layer's other kernels.
+    tiles
+        By the tokens from which a tile runs, the lowest first: its rows, and the seconds in which
+        it reads one expert's weights.
+    pair_s
+        Seconds to compute one token on one expert.
+    """
+    block_m, read_s = (
+        np.array(column, dtype=np.float64) for column in zip(*tiles.values(), strict=True)
+    )
+    return TiledMoE(
+        n_experts=n_experts,
+        top_k=top_k,
+        expert_s=floor_s + read_s.max() * np.arange(n_experts + 1.0),
+        batch_knots=np.array([0.0, 1024.0]),
+        batch_s=np.zeros(2),
+        token_s=top_k * pair_s,
+        first_tokens=np.array(list(tiles), dtype=np.float64),
+        block_m=block_m,
+        read_s=read_s,
+        pair_s=pair_s,
+    )
+
+
+def untuned_moe(model: ModelDims, rates: UntunedRates, pair_s: float) -> TiledMoE | None:
+    """Return a model's layer under vLLM's default tiles; None where its experts' type has none."""
+    size = model.bytes_per_expert
+    if model.expert_dtype == "mxfp4":
+        tiles = {1: (rates.mxfp4_block_m, size / rates.mxfp4_bandwidth)}
+    elif model.expert_dtype == "bfloat16":
+        tiles = {
+            first: (tile.block_m, size / rates.tile_bandwidth(tile))
+            for first, tile in DEFAULT_TILES.items()
+        }
+    else:
+        return None
+    return tiled_moe(model.n_experts, model.top_k, rates.floor_s, tiles, pair_s)

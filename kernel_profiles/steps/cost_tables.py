@@ -1,0 +1,47 @@
+"""The tables that a step is priced with, as compiled code takes them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+
+class StepCost(NamedTuple):
+    """The tables of a step's time, as compiled code takes them; all times are seconds.
+
+    See :mod:`~eldr_sim.kernel_profiles.steps.step_cost` for the formula.
+    """
+
+    n_moe_layers: int
+    n_experts: int  #: of a layer, on all ranks
+    moe_s: FloatArray  #: ``[sequences + 1, experts + 1]`` one MoE layer of a decode step
+    mixed_moe_s: FloatArray  #: ``[tokens + 1, experts + 1]`` where contexts are computed, too
+    uniform_moe_s: FloatArray  #: ``[tokens + 1]`` likewise, under uniform routing
+    dense_s: FloatArray  #: ``[tokens + 1]`` all layers but experts and attention, embedding
+    collectives_s: FloatArray  #: ``[tokens + 1]``
+    host_s: float
+    head_s: FloatArray  #: ``[sequences + 1]`` lm_head
+    attention_s: FloatArray  #: ``[sequences + 1, knots]`` of all layers, decode, by mean context
+    context_stride: int  #: tokens between two knots
+    prompt_alone_s: FloatArray  #: ``[context + 1]`` of all layers, a prompt by its length
+    prompt_share_s: FloatArray  #: ``[context + 1]`` likewise, beside others
+    prompt_floor_s: float
+    prompt_token_s: float  #: of reading one cached token
+    launch_s: float = 0.0  #: in which the host launches a step's kernels one by one; 0 with graphs
+
+
+class RankMoE(NamedTuple):
+    """One MoE layer of one rank of an expert-parallel group, as compiled code takes it.
+
+    See `kernel_profiles.steps.step_cost.rank_moe_s`. Every (knot, count) up to the slots
+    has a time: there is nothing to read beyond.
+    """
+
+    top_k: int
+    rows: FloatArray  #: ``[knots]`` token-expert pairs / top_k, ascending from 0
+    decode_s: FloatArray  #: ``[knots, slots + 1]`` by activated experts, of steps without prompts
+    mixed_s: FloatArray  #: ``[knots, slots + 1]`` of steps that hold prompts

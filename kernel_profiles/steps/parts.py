@@ -1,0 +1,541 @@
+"""The kernels of one GPU's part of a model, from latency tables or else from rooflines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.kernels import roofline
+from eldr_sim.kernel_profiles.kernels.kernel_latency import (
+    CollectiveLatency,
+    DecodeAttention,
+    GemmLatency,
+    PrefillAttention,
+)
+from eldr_sim.kernel_profiles.kernels.moe_latency import (
+    MoELatency,
+    fit_moe_latency,
+    interpolate,
+    monotone_fit,
+)
+from eldr_sim.kernel_profiles.kernels.sibling_tables import gpu_table
+from eldr_sim.kernel_profiles.kernels.tiled_moe import UNTUNED, untuned_moe
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import MoEBackend, Parallelism
+from eldr_sim.kernel_profiles.steps.engine_step import EngineStepLatency
+from eldr_sim.kernel_profiles.tables.format import (
+    MOE_DTYPES,
+    Kind,
+    LatencyTable,
+    TableMetadata,
+    attention_shape,
+    elementwise_shape,
+    engine_step_shape,
+    mla_shape,
+    moe_shape,
+    weakest,
+)
+
+FloatArray = NDArray[np.float64]
+
+NORMS_S = 8e-6
+"""Norms, rotary embedding and the like of one layer under CUDA graphs, small batches, on H100
+and H200. Chosen so that the sum of kernels meets the measured TPOT of GPT-OSS-120B on one H200 at
+concurrency 4 to 64: five of the rows that ``validate silicon`` is judged by, hence ``derived``."""
+
+HOST_GAP_S = 0.0
+"""Engine time per step that no kernel hides, for engines with asynchronous scheduling.
+
+Derived from the same five rows: measured TPOT less the sum of kernels, mean +0.02 ms, spread 0.5
+ms. At batch 1 older engines wait for the host (A100, Qwen3-30B-A3B: 9.6 ms measured against 5.5 ms
+of kernels, a gap of about 4 ms)."""
+
+
+CUSTOM_ALL_REDUCE_BYTES = 8192 * 1024
+"""Messages below this size take vLLM's custom all-reduce, others NCCL (``max_size`` of
+``vllm/distributed/device_communicators/custom_all_reduce.py``)."""
+
+
+MOE_KERNELS = 7
+"""Kernels of a MoE layer in vLLM's Triton path beside the gate's GEMM: top-k, two that sort tokens
+by expert, two GEMMs, activation, sum over a token's experts."""
+
+_ATTENTION: tuple[Kind, Kind] = ("attention_decode", "attention_prefill")
+
+
+def elementwise_bytes(model: ModelDims) -> int:
+    """Bytes that norms, rotary embedding and KV writes of a layer move for a token."""
+    return 4 * (4 * model.hidden_size + (model.n_heads + 2 * model.n_kv_heads) * model.head_dim)
+
+
+def _small_kernels(model: ModelDims) -> int:
+    """Kernels of a layer that are no GEMM, attention or part of its routed experts.
+
+    Norms, rotary embedding, the write to the KV cache, and the activation of a dense or shared MLP.
+    """
+    dense = model.shared_intermediate_size > 0 or model.n_dense_layers > 0
+    return model.norms_per_layer + 2 + (model.qk_norm != "none") + dense
+
+
+def bytes_alone(model: ModelDims, gpu: GPU) -> LatencyTable:
+    """Return a table of what these move alone, without :data:`NORMS_S`: a bound from below."""
+    bandwidth = roofline.efficiency_of(gpu).bandwidth * gpu.memory_bandwidth
+    tokens = np.array([1, 1 << 20])
+    metadata = TableMetadata(
+        kind="elementwise",
+        gpu=gpu.name,
+        shape=elementwise_shape(model.hidden_size, model.n_heads, model.n_kv_heads, model.head_dim),
+        dtype="bfloat16",
+        kernel_source="none: bytes over bandwidth",
+        framework="eldr-sim",
+        provenance="roofline",
+        origin="bytes that a token moves",
+        device=gpu.name,
+    )
+    return LatencyTable(
+        metadata,
+        {"tokens": tokens, "latency_s": elementwise_bytes(model) * tokens / bandwidth},
+    )
+
+
+def _provenance(table: LatencyTable) -> dict[str, Any]:
+    """Return what results say of a table that their times come from."""
+    metadata = table.metadata
+    return {
+        "label": metadata.provenance,
+        "origin": metadata.origin,
+        "kernel_source": metadata.kernel_source,
+        "framework": metadata.framework,
+        "device": metadata.device,
+    }
+
+
+class MoELayer(NamedTuple):
+    """A MoE layer as it was measured, on a GPU with all experts or on one of several ranks."""
+
+    latency: MoELatency
+    tokens_per_row: int  #: tokens of its batch for a rank's ``pairs / top_k``
+
+
+class Parts:
+    """The kernels of one GPU's part of a model: from tables where there are any, else rooflines."""
+
+    def __init__(
+        self,
+        whole: ModelDims,
+        gpu: GPU,
+        parallelism: Parallelism,
+        tables: Sequence[LatencyTable],
+        max_model_len: int,
+        moe_backend: MoEBackend = "auto",
+    ) -> None:
+        self.model, self.gpu, self.tables = parallelism.shard(whole), gpu, tables
+        self.moe_backend = moe_backend
+        self.whole, self.parallelism = whole, parallelism
+        self.provenance: dict[str, dict[str, Any]] = {}
+        self.warnings: list[str] = []
+        self.sliding: DecodeAttention | None = None
+        self.moe = self._moe()
+        self.engine_step = self._engine_step()
+        if self.engine_step is None or self.model.attention == "mla":
+            self.gemm = self._gemm("bfloat16")
+            own = self.model.linear_dtype
+            self.linear = self.gemm if own == "bfloat16" else self._gemm(own)
+        self.attention = self._attention(max_model_len)
+        if self.engine_step is None:
+            self.collective_tables = self._collectives()
+            self.elementwise = self._elementwise()
+
+    def _record(self, component: str, table: LatencyTable, **more: Any) -> None:
+        entry = _provenance(table) | more
+        known = self.provenance.get(component)
+        if known is None or weakest([known["label"], entry["label"]]) != known["label"]:
+            self.provenance[component] = entry
+
+    def _record_roofline(self, component: str) -> None:
+        efficiency = roofline.efficiency_of(self.gpu)
+        if self.provenance.get(component, {}).get("origin") != efficiency.source:
+            self.warnings.append(
+                f"{component}: no table of {self.model.name} on {self.gpu.name}, "
+                f"times are {efficiency.provenance} from bytes and FLOPs"
+            )
+        self.provenance[component] = {
+            "label": efficiency.provenance,
+            "origin": efficiency.source,
+            "kernel_source": "",
+        }
+
+    def _moe(self) -> MoELatency:
+        """A rank's MoE layer: from rows of just that, or else from the layer of all experts."""
+        model, ranks = self.model, self.parallelism.n_expert_ranks
+
+        # vLLM takes AITER's kernels where it is told to.
+        untuned = self.moe_backend == "auto" and self.gpu.name in UNTUNED
+
+        def find(size: int) -> LatencyTable | None:
+            table = gpu_table(
+                "moe",
+                self.gpu,
+                model,
+                shape=moe_shape(
+                    model.hidden_size,
+                    model.expert_intermediate_size,
+                    model.n_experts,
+                    model.top_k,
+                    size,
+                ),
+                dtype=MOE_DTYPES[model.expert_dtype],
+                kernel="" if self.moe_backend == "auto" else self.moe_backend,
+                extra=self.tables,
+            )
+            optional = table is not None and "AITER" in table.metadata.kernel_source
+            return None if untuned and optional and table not in self.tables else table
+
+        # Rows of a rank time one that gets the tokens of all. Where tokens are dispatched it gets
+        # its own only, as a single GPU does.
+        sizes = dict.fromkeys([1, ranks] if self.parallelism.data_parallel_size > 1 else [ranks, 1])
+        found = ((find(size), size) for size in sizes)
+        table, measured_ranks = next(((t, n) for t, n in found if t is not None), (None, 1))
+        if table is None:
+            whole = self._moe_without_table()
+            self.layer = MoELayer(whole, 1)
+            return whole.on_rank(ranks)
+        fitted = fit_moe_latency(table)
+        self.layer = MoELayer(fitted, measured_ranks)
+        # A derived table is its own formula: only its maker knows how far that lies from evidence.
+        derived = table.metadata.provenance == "derived"
+        errors = table.metadata.fit_error if derived else fitted.fit_error
+        self._record("moe", table, fit_error=errors)
+        if measured_ranks != ranks:
+            entry = self.provenance["moe"]
+            entry["label"] = weakest([entry["label"], "derived"])
+            entry["origin"] += (
+                f"; all experts on one GPU, read at the count of one of {ranks} ranks"
+            )
+        return fitted.on_rank(ranks // measured_ranks)
+
+    def _moe_without_table(self) -> MoELatency:
+        """All experts of a layer on one GPU: by the tiles of vLLM's kernel, or from a roofline."""
+        model, efficiency = self.model, roofline.efficiency_of(self.gpu)
+        bound = roofline.moe_latency(self.gpu, model)
+        rates = UNTUNED.get(self.gpu.name)
+        if rates is not None and self.moe_backend in ("auto", "triton"):
+            tiled = untuned_moe(model, rates, bound.token_s / model.top_k)
+            if tiled is not None:
+                self.provenance["moe"] = {
+                    "label": efficiency.provenance,
+                    "origin": rates.source,
+                    "kernel_source": "Triton, vLLM's default tiles",
+                }
+                return tiled
+        known = {"auto", "aiter"} if rates is not None else {"auto"}
+        if self.moe_backend not in known:
+            problem = f"no rows of {self.moe_backend}'s kernel for {model.name} on {self.gpu.name}"
+            raise InputError("moe_backend", problem, ", ".join(sorted(known)))
+        self._record_roofline("moe")
+        return bound
+
+    def launches_s(self) -> float:
+        """Host time in which a step without graphs launches its kernels.
+
+        Raises
+        ------
+        InputError
+            Nobody has said how long that takes on this GPU.
+        """
+        model, efficiency = self.whole, roofline.efficiency_of(self.gpu)
+        if efficiency.launch_s is None:
+            problem = f"what launching kernels costs the host of {self.gpu.name} is not known"
+            raise InputError("enforce_eager", problem, "not given, or a gap as host_gap_ms")
+        kernels = model.n_layers * (_small_kernels(model) + 1)
+        for sliding, layers in ((True, model.n_sliding_layers), (False, model.n_full_layers)):
+            kernels += layers * len(model.attention_linears(sliding))
+        kernels += 2 * model.n_moe_layers * (model.shared_intermediate_size > 0)
+        kernels += 2 * model.n_dense_layers + model.n_moe_layers * (1 + MOE_KERNELS)
+        seconds = kernels * efficiency.launch_s
+        if model.expert_dtype == "mxfp4":
+            seconds += model.n_moe_layers * efficiency.mxfp4_launch_s
+        return seconds
+
+    def _engine_step(self) -> EngineStepLatency | None:
+        """All but MoE layers and attention, where an engine was measured as a whole."""
+        model = self.whole
+        shape = engine_step_shape(model.n_layers, model.hidden_size, model.vocab_size)
+        table = gpu_table("engine_step", self.gpu, shape=shape, extra=self.tables)
+        if table is None:
+            return None
+        fitted = EngineStepLatency.from_table(table)
+        self._record("engine_step", table, fit_error=fitted.fit_error)
+        return fitted
+
+    def _gemm(self, dtype: str) -> GemmLatency | None:
+        table = gpu_table("gemm", self.gpu, dtype=dtype, extra=self.tables)
+        if table is None:
+            self._record_roofline("gemm")
+            return None
+        self._record("gemm", table)
+        return GemmLatency.from_table(table)
+
+    def _elementwise(self) -> LatencyTable | None:
+        table = gpu_table(
+            "elementwise",
+            self.gpu,
+            shape=elementwise_shape(
+                self.model.hidden_size,
+                self.model.n_heads,
+                self.model.n_kv_heads,
+                self.model.head_dim,
+            ),
+            extra=self.tables,
+        )
+        if table is not None:
+            self._record("norms", table)
+            return table
+        efficiency = roofline.efficiency_of(self.gpu)
+        if efficiency.small_kernel_s is not None:
+            self.provenance["norms"] = {
+                "label": efficiency.provenance,
+                "origin": efficiency.source,
+                "kernel_source": "",
+            }
+            return None
+        norms = self.gpu.name in ("H100", "H200")
+        self.provenance["norms"] = {
+            "label": "derived",
+            "origin": "8 us a layer on H100 and H200 under CUDA graphs (TPOT less kernels)"
+            + ("" if norms else ", taken over")
+            + "; large batches from bytes over bandwidth",
+            "kernel_source": "",
+        }
+        return None
+
+    def host_gap(self, given: float | None) -> tuple[float, dict[str, dict[str, Any]]]:
+        """Engine time per step, s: given, else the median of a profile's table, else the default.
+
+        And its provenance. Whole engine steps contain it.
+        """
+        if self.engine_step is not None:
+            if given is not None:
+                raise InputError(
+                    "host_gap_s", "an engine_step table contains the host gap", "none given"
+                )
+            return 0.0, {}
+        shape = {"n_layers": self.whole.n_layers, "hidden_size": self.whole.hidden_size}
+        table = gpu_table("host_gap", self.gpu, shape=shape, extra=self.tables)
+        if given is None and table is not None:
+            gap_s = float(np.median(table.columns["latency_s"]))
+            return gap_s, {"host_gap": _provenance(table)}
+        said = {
+            "label": "derived" if given is None else "measured",
+            "origin": "GPT-OSS-120B on H200 (TPOT less kernels)" if given is None else "given",
+            "kernel_source": "",
+        }
+        return HOST_GAP_S if given is None else float(given), {"host_gap": said}
+
+    def _collectives(self) -> dict[str, CollectiveLatency]:
+        """Tables of collectives between this many GPUs: ``custom`` (all-reduce only), ``nccl``."""
+        n_gpus = self.parallelism.tensor_parallel_size
+        found: dict[str, CollectiveLatency] = {}
+        if n_gpus == 1:
+            return found
+        for name, dtype in (("custom", "bfloat16"), ("nccl", "float16")):  # 2-byte elements both
+            table = gpu_table("collective", self.gpu, dtype=dtype, extra=self.tables)
+            if table is None:
+                continue
+            latency = CollectiveLatency.from_table(table)
+            if ("all_reduce", n_gpus) in latency.curves:
+                found[name] = latency
+                self._record("collectives", table)
+        if "nccl" not in found:
+            self._record_roofline("collectives")
+        return found
+
+    def _all_reduce_s(self, n_bytes: FloatArray) -> FloatArray:
+        n_gpus = self.parallelism.tensor_parallel_size
+        if "nccl" in self.collective_tables:
+            seconds = self.collective_tables["nccl"].time_s("all_reduce", n_gpus, n_bytes)
+        else:
+            seconds = roofline.all_reduce_s(self.gpu, n_gpus, n_bytes)
+        if "custom" not in self.collective_tables:
+            return seconds
+        custom = self.collective_tables["custom"].time_s("all_reduce", n_gpus, n_bytes)
+        return np.where(n_bytes < CUSTOM_ALL_REDUCE_BYTES, custom, seconds)
+
+    def _sums_s(self, rows: FloatArray) -> FloatArray:
+        """All-reduces of ``rows`` hidden states: one after the embedding and two in every layer.
+
+        Where engines share experts, the outputs of these are combined and then gathered in place
+        of the second.
+        """
+        if self.parallelism.tensor_parallel_size == 1:
+            return np.zeros_like(rows)
+        shared = self.parallelism.data_parallel_size > 1
+        gathers = self.model.n_moe_layers if shared else 0
+        message = 2 * self.model.hidden_size * rows
+        total = (1 + 2 * self.model.n_layers - gathers) * self._all_reduce_s(message)
+        if gathers:
+            total = total + gathers * self._gather_s(message)
+        return np.where(rows > 0, total, 0.0)
+
+    def _gather_s(self, n_bytes: FloatArray) -> FloatArray:
+        n_gpus = self.parallelism.tensor_parallel_size
+        if "nccl" in self.collective_tables:
+            return self.collective_tables["nccl"].time_s("all_gather", n_gpus, n_bytes)
+        return roofline.all_gather_s(self.gpu, n_gpus, n_bytes)
+
+    def _attention(self, max_tokens: int) -> list[tuple[int, DecodeAttention, PrefillAttention]]:
+        """Layers, decode and prefill attention of every kind of layer."""
+        model, found = self.model, []
+        kinds = ((True, model.n_sliding_layers), (False, model.n_full_layers))
+        for sliding, layers in kinds:
+            if not layers:
+                continue
+            own = not sliding and model.global_head_dim
+            shape = attention_shape(
+                model.n_heads,
+                model.global_n_kv_heads if own else model.n_kv_heads,
+                model.global_head_dim if own else model.head_dim,
+                model.sliding_window if sliding else 0,
+            )
+            dtype = None
+            if model.attention == "mla":
+                shape = mla_shape(
+                    model.n_heads, model.hidden_size, model.q_lora_rank, model.kv_lora_rank
+                )
+                dtype = model.linear_dtype
+            decode_table, prefill_table = self._attention_tables(shape, dtype)
+            if decode_table is None or prefill_table is None:
+                self._record_roofline("attention")
+                decode = roofline.decode_attention(self.gpu, model, sliding)
+                prefill = roofline.prefill_attention(self.gpu, model, sliding, max_tokens)
+            else:
+                self._record("attention", decode_table)
+                self._record("attention", prefill_table)
+                if model.attention == "mla":
+                    decode_table = self._without_linears(decode_table)
+                    prefill_table = self._without_linears(prefill_table)
+                decode = DecodeAttention.from_table(decode_table)
+                prefill = PrefillAttention.from_table(prefill_table, max_tokens, decode.token_s)
+            if sliding:
+                self.sliding = decode
+            found.append((layers, decode, prefill))
+        return found
+
+    def _attention_tables(
+        self, shape: dict[str, int], dtype: str | None
+    ) -> list[LatencyTable | None]:
+        """Decode and prefill attention of a shape; without rows of an FP8 cache, of bfloat16's."""
+
+        def find(of: dict[str, int]) -> list[LatencyTable | None]:
+            return [
+                gpu_table(kind, self.gpu, self.model, shape=of, dtype=dtype, extra=self.tables)
+                for kind in _ATTENTION
+            ]
+
+        if self.model.kv_cache_dtype == "bfloat16":
+            return find(shape)
+        found = find(shape | {"kv_bits": 8})
+        if None in found and None not in (found := find(shape)):
+            self.warnings.append(
+                f"attention: no table of an FP8 KV cache on {self.gpu.name}, times are bfloat16's"
+            )
+        return found
+
+    def _without_linears(self, table: LatencyTable) -> LatencyTable:
+        """Rows of a whole MLA module less its projections, which all tokens of a step share.
+
+        A step of decodes alone, or of prompts alone, takes what the module was measured to take; a
+        tenth of it at least is attention.
+        """
+        columns = table.columns
+        tokens = columns["batch"].astype(np.float64)
+        if table.metadata.kind == "attention_prefill":
+            tokens = tokens * columns["new_tokens"]
+        linears = np.zeros_like(tokens)
+        for n, k in self.model.attention_linears():
+            linears += self._linear_s(n, k, tokens)
+        left = np.maximum(columns["latency_s"] - linears, 0.1 * columns["latency_s"])
+        return LatencyTable(table.metadata, dict(columns) | {"latency_s": left})
+
+    def _linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
+        """One matrix stored like the model's linear layers."""
+        if self.linear is None:
+            width = 1.0 if self.model.linear_dtype != "bfloat16" else 2.0
+            return roofline.gemm_s(self.gpu, n, k, rows, width)
+        return self.linear.time_s(n, k, rows)
+
+    def _plain_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
+        """One bfloat16 matrix."""
+        if self.gemm is None:
+            return roofline.gemm_s(self.gpu, n, k, rows)
+        return self.gemm.time_s(n, k, rows)
+
+    def dense_part_s(self, rows: FloatArray) -> FloatArray:
+        """What a step of ``rows`` tokens computes but for MoE layers, attention and lm_head."""
+        if self.engine_step is not None:
+            return self.engine_step.token_part_s(rows)
+        return self._dense_s(rows)
+
+    def collectives_s(self, rows: FloatArray) -> FloatArray:
+        """What the GPUs of a worker exchange in a step of ``rows`` tokens."""
+        return np.zeros_like(rows) if self.engine_step is not None else self._sums_s(rows)
+
+    def sequence_part_s(self, rows: FloatArray) -> FloatArray:
+        """What ``rows`` sequences add to a step that samples their next tokens."""
+        if self.engine_step is not None:
+            return self.engine_step.sequence_part_s(rows)
+        return self._head_s(rows)
+
+    def _dense_s(self, rows: FloatArray) -> FloatArray:
+        """All layers but routed experts and attention, and the embedding, for ``rows`` tokens."""
+        model = self.model
+        total = np.zeros_like(rows)
+        for sliding, layers in ((True, model.n_sliding_layers), (False, model.n_full_layers)):
+            if layers:
+                for n, k in model.attention_linears(sliding):
+                    total += layers * self._linear_s(n, k, rows)
+        hidden = model.hidden_size
+        total += model.n_moe_layers * self._plain_s(model.n_experts, hidden, rows)
+        for width, layers in (
+            (model.shared_intermediate_size, model.n_moe_layers),
+            (model.dense_intermediate_size, model.n_dense_layers),
+        ):
+            if width and layers:
+                total += layers * self._linear_s(2 * width, hidden, rows)
+                total += layers * self._linear_s(hidden, width, rows)
+        return total + self._elementwise_s(rows)
+
+    def _elementwise_s(self, rows: FloatArray) -> FloatArray:
+        """Norms, rotary embedding, KV cache writes of all layers, and the embedding lookup.
+
+        Small batches take :data:`NORMS_S` a layer. Large ones move 2-byte elements: two fused
+        residual norms read and write hidden state and residual (8 hidden), rotary embedding with
+        its norms reads and writes queries and keys, the cache takes keys and values. A profile's
+        table replaces both.
+        """
+        model = self.model
+        bandwidth = roofline.efficiency_of(self.gpu).bandwidth * self.gpu.memory_bandwidth
+        if self.elementwise is not None:
+            columns = self.elementwise.columns
+            order = np.argsort(columns["tokens"])
+            seconds = monotone_fit(columns["latency_s"][order])
+            knots = columns["tokens"][order].astype(np.float64)
+            layers = model.n_layers * np.where(rows > 0, interpolate(rows, knots, seconds), 0.0)
+        else:
+            moved_s = elementwise_bytes(model) * rows / bandwidth
+            kernel_s = roofline.efficiency_of(self.gpu).small_kernel_s
+            least_s = NORMS_S if kernel_s is None else _small_kernels(model) * kernel_s
+            layers = model.n_layers * np.maximum(least_s, moved_s)
+        return np.asarray(layers + 4 * model.hidden_size * rows / bandwidth, dtype=np.float64)
+
+    def _head_s(self, rows: FloatArray) -> FloatArray:
+        """lm_head for ``rows`` tokens; several GPUs gather its bfloat16 logits."""
+        seconds = self._plain_s(self.model.vocab_size, self.model.hidden_size, rows)
+        if self.parallelism.tensor_parallel_size > 1:
+            seconds = seconds + self._gather_s(2 * self.whole.vocab_size * rows)
+        return np.where(rows > 0, seconds, 0.0)

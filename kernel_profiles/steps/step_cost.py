@@ -1,0 +1,199 @@
+"""The time of a step: from what it computes and the experts that it activates to seconds.
+
+The one place where the formula stands, compiled; the engine, the policies that predict, the
+planner's bounds and the comparisons with real engines all come here. A step computes
+
+- ``batch`` sequences' next tokens, which attend to ``context`` tokens together, and
+- chunks of contexts: ``count[i]`` tokens after ``first[i]`` that are cached.
+
+Every weight is read once for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from eldr_sim.jit import njit
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
+
+
+class StepParts(NamedTuple):
+    """Seconds of a step by component; their sum is the step."""
+
+    moe: float  #: routed experts of all MoE layers
+    attention: float  #: attention of all layers
+    dense: float  #: GEMMs, gates, shared experts, dense layers, norms, embedding
+    head: float  #: lm_head
+    collectives: float  #: between the GPUs of a worker
+    host: float  #: engine time that no kernel hides
+    dispatch: float = 0.0  #: of tokens to the experts that engines share
+    combine: float = 0.0  #: of what these return
+    choice: float = 0.0  #: of the instances of redundant experts
+
+
+@njit()
+def total_s(parts: StepParts) -> float:
+    """Return the seconds of a step."""
+    fixed = parts.dense + parts.collectives + parts.host + parts.head
+    own = fixed + parts.moe + parts.attention
+    return float(own + parts.dispatch + parts.combine + parts.choice)
+
+
+@njit()
+def moe_layers_s(layer_s: Any, activated: Any) -> float:
+    """Return the time of MoE layers with so many activated experts on the busiest rank each, s.
+
+    Parameters
+    ----------
+    layer_s
+        float64 ``[experts + 1]``: one layer's time by activated experts, at the step's tokens.
+    activated
+        ``[layers]``; fractions are interpolated.
+    """
+    total = 0.0
+    last = layer_s.shape[0] - 1
+    for layer in range(activated.shape[0]):
+        count = activated[layer]
+        i = min(int(count), last)
+        seconds = layer_s[i]
+        if count > i and i < last:
+            seconds += (layer_s[i + 1] - seconds) * (count - i)
+        total += seconds
+    return total
+
+
+@njit()
+def rank_moe_s(layer: RankMoE, pairs: float, activated: float, prompts: bool) -> float:
+    """Return the time of one MoE layer on one rank, s.
+
+    Parameters
+    ----------
+    layer
+        From :meth:`~eldr_sim.kernel_profiles.steps.step_time.StepTimeModel.rank_moe`.
+    pairs
+        Token-expert pairs that the rank computes; beyond the table its last slope goes on.
+    activated
+        Experts of the rank that have any; fractions are interpolated, more than its slots count
+        as all of them.
+    prompts
+        Whether the step holds prompts.
+    """
+    row = pairs / layer.top_k
+    rows = layer.rows
+    low, high = 0, rows.shape[0] - 1
+    if row < high and rows[int(row)] == int(row):  # knots are 0, 1, 2 ... at first
+        low = min(int(row), high - 1)
+    else:
+        while high - low > 1:
+            middle = (low + high) // 2
+            if rows[middle] <= row:
+                low = middle
+            else:
+                high = middle
+    part = (row - rows[low]) / (rows[low + 1] - rows[low])
+    table = layer.mixed_s if prompts else layer.decode_s
+    last = table.shape[1] - 1
+    count = min(max(activated, 0.0), float(last))
+    i = min(int(count), last - 1)
+    share = count - i
+    below = table[low, i] + share * (table[low, i + 1] - table[low, i])
+    above = table[low + 1, i] + share * (table[low + 1, i + 1] - table[low + 1, i])
+    return float(below + part * (above - below))
+
+
+@njit()
+def decode_attention_s(cost: StepCost, batch: int, context: float) -> float:
+    """Return the attention time, s, of ``batch`` tokens at the mean context ``context / batch``."""
+    knots = cost.attention_s[batch]
+    x = context / batch / cost.context_stride
+    i = min(int(x), knots.shape[0] - 2)
+    return float(knots[i] + (knots[i + 1] - knots[i]) * (x - i))
+
+
+@njit()
+def chunk_attention_s(cost: StepCost, first: Any, count: Any, n_chunks: int) -> float:
+    """Return the attention time, s, of chunks ``first[:n_chunks], count[:n_chunks]`` of contexts.
+
+    Attention pays for the pairs under the causal mask, which for a chunk is the cost of the whole
+    context less the cost of its cached part; but no less than reading the cached KV, and no less
+    than the slowest chunk alone.
+    """
+    longest = together = cost.prompt_floor_s
+    for i in range(n_chunks):
+        cached, end = first[i], first[i] + count[i]
+        read = cost.prompt_token_s * end
+        pairs = cost.prompt_share_s[end] - cost.prompt_share_s[cached]
+        together += pairs if pairs > read else read
+        alone = cost.prompt_floor_s + cost.prompt_alone_s[end] - cost.prompt_alone_s[cached]
+        longest = max(longest, alone)
+    return float(max(together, longest))
+
+
+@njit()
+def attention_s(
+    cost: StepCost, batch: int, context: float, first: Any, count: Any, n_chunks: int
+) -> float:
+    """Return the attention time of a step, s; see `step_parts`."""
+    attention = 0.0
+    if batch > 0:
+        attention += decode_attention_s(cost, batch, context)
+    if n_chunks > 0:
+        attention += chunk_attention_s(cost, first, count, n_chunks)
+    return attention
+
+
+@njit()
+def step_parts(
+    cost: StepCost,
+    batch: int,
+    context: float,
+    first: Any,
+    count: Any,
+    n_chunks: int,
+    rows: int,
+    activated: Any,
+    uniform: bool,
+) -> StepParts:
+    """Return the time of one step by component.
+
+    Parameters
+    ----------
+    cost
+        The worker's tables.
+    batch, context
+        Sequences that get their next token, and the tokens that these attend to, themselves
+        included.
+    first, count, n_chunks
+        int64 arrays: cached and new tokens of each chunk; ``n_chunks`` of them count.
+    rows
+        Sequences that lm_head is computed for.
+    activated
+        Activated experts of each MoE layer on its busiest rank, fractions where they are
+        expectations; fewer layers than the model's stand for all of them in equal parts.
+    uniform
+        The experts of the chunks are not known: expect uniform routing of all tokens instead.
+    """
+    chunk_tokens = 0
+    for i in range(n_chunks):
+        chunk_tokens += count[i]
+    tokens = batch + chunk_tokens
+    if n_chunks > 0 and uniform:
+        moe = cost.n_moe_layers * cost.uniform_moe_s[tokens]
+    else:
+        layer_s = cost.moe_s[batch] if n_chunks == 0 else cost.mixed_moe_s[tokens]
+        moe = moe_layers_s(layer_s, activated) * (cost.n_moe_layers / activated.shape[0])
+    attention = attention_s(cost, batch, context, first, count, n_chunks)
+    dense, head, collectives = cost.dense_s[tokens], cost.head_s[rows], cost.collectives_s[tokens]
+    # Without graphs the host launches the next kernel while the last one runs, but no faster.
+    waits = cost.launch_s - (moe + attention + dense + head + collectives)
+    return StepParts(
+        moe,
+        attention,
+        dense,
+        head,
+        collectives,
+        cost.host_s + max(waits, 0.0),
+        0.0,
+        0.0,
+        0.0,
+    )

@@ -1,0 +1,335 @@
+"""Step times of one worker that serves one model: the tables that its steps are priced with.
+
+The formula is in :mod:`~eldr_sim.kernel_profiles.steps.step_cost`. A worker of several GPUs
+(:mod:`~eldr_sim.kernel_profiles.parallel`) takes the time of one of them, which computes its part
+of every layer, plus collectives: two all-reduces a layer (after attention and after the MLP or
+experts), one after the sharded embedding, and an all-gather of the logits. Under expert parallelism
+a MoE layer takes the activated experts of its busiest GPU: the others wait for it in the
+all-reduce.
+
+Everything that does not depend on what a step's tokens are is tabulated once, so that a simulator's
+inner loop only looks up and adds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
+from eldr_sim.kernel_profiles.steps.cuda_graphs import pad, padded_sizes
+from eldr_sim.kernel_profiles.steps.parts import MoELayer, Parts
+from eldr_sim.kernel_profiles.tables.format import LatencyTable, Provenance, weakest
+
+if TYPE_CHECKING:
+    from eldr_sim.kernel_profiles.steps.step_cost import StepParts
+
+FloatArray = NDArray[np.float64]
+
+_DENSE_ROWS = 1024  # of a rank's MoE table; beyond, each is 2% more than the one before
+
+
+@dataclass(frozen=True, eq=False)
+class StepTimeModel:
+    """Step times of one worker serving one model.
+
+    Attributes
+    ----------
+    model, gpu, parallelism
+        What serves where, and on how many GPUs.
+    max_num_seqs, max_model_len
+        Extent of the tables: sequences in a decode step, tokens of one sequence.
+    cost
+        The tables of its step times.
+    layer
+        The MoE layer that was measured, for :meth:`rank_moe`.
+    n_moe_layers, n_experts
+        Of the model.
+    moe_batch_max, attention_batch_max, context_max
+        Largest measured points; beyond them the tables extrapolate.
+    attention_tokens_max
+        Largest measured batch * context of attention.
+    host_gap_s
+        Engine time per step.
+    provenance
+        By component (moe, attention, gemm, norms, host_gap, and collectives between several
+        GPUs; engine_step in the place of the last four): label, origin, kernel_source, and the
+        fit errors of the MoE layer and of engine steps.
+    warnings
+        What a reader of results must know, one line each.
+    """
+
+    model: ModelDims
+    gpu: GPU
+    parallelism: Parallelism
+    max_num_seqs: int
+    max_model_len: int
+    n_moe_layers: int
+    n_experts: int
+    moe_batch_max: int
+    attention_batch_max: int
+    context_max: int
+    attention_tokens_max: int
+    host_gap_s: float
+    provenance: dict[str, dict[str, Any]]
+    warnings: tuple[str, ...]
+    cost: StepCost = field(repr=False)
+    layer: MoELayer = field(repr=False)
+
+    @property
+    def label(self) -> Provenance:
+        """The weakest provenance of any component."""
+        return weakest(component["label"] for component in self.provenance.values())
+
+    def parts(
+        self,
+        batch: int = 0,
+        context: float = 0.0,
+        chunks: Sequence[tuple[int, int]] = (),
+        activated: Sequence[float] | None = None,
+        rows: int | None = None,
+    ) -> StepParts:
+        """Return the time of one step by component, see :mod:`.step_cost`.
+
+        Parameters
+        ----------
+        batch, context
+            Sequences that get their next token, and the tokens that these attend to together,
+            themselves included.
+        chunks
+            (first, tokens) of each chunk of a context that the step computes: ``tokens`` new ones
+            after ``first`` that are cached.
+        activated
+            Activated experts of each MoE layer, on its busiest rank; fractions are interpolated.
+            None expects uniform routing, for steps that compute chunks.
+        rows
+            Sequences that lm_head is computed for; one for each in the batch and each chunk when
+            not given.
+
+        Raises
+        ------
+        InputError
+            If the step does not fit into the tables.
+        """
+        from eldr_sim.kernel_profiles.steps.step_cost import step_parts  # the compiler loads slowly
+
+        sizes = np.array(chunks, np.int64).reshape(-1, 2)
+        tokens = batch + int(sizes[:, 1].sum())
+        rows = batch + len(sizes) if rows is None else rows
+        most = len(self.cost.mixed_moe_s) - 1 if len(sizes) else self.max_num_seqs
+        if not 0 <= batch <= self.max_num_seqs:
+            raise InputError("batch", f"{batch}", f"0 to {self.max_num_seqs}")
+        if not 0 <= rows <= self.max_num_seqs:
+            raise InputError("rows", f"{rows}", f"0 to {self.max_num_seqs}")
+        if tokens > most:
+            raise InputError("tokens", f"{tokens} in a step", f"{most} or fewer")
+        if (sizes[:, 1] < 1).any() or (sizes.sum(axis=1) > self.max_model_len).any():
+            raise InputError("chunks", f"{list(chunks)}", f"up to {self.max_model_len} tokens")
+        if activated is None and not len(sizes):
+            raise InputError("activated", "none for a decode step", "a number a MoE layer")
+        if activated is not None and len(activated) != self.n_moe_layers:
+            raise InputError("activated", f"{len(activated)} layers", str(self.n_moe_layers))
+        counts = np.zeros(self.n_moe_layers) if activated is None else np.asarray(activated, float)
+        first, count = np.ascontiguousarray(sizes[:, 0]), np.ascontiguousarray(sizes[:, 1])
+        parts: StepParts = step_parts(
+            self.cost, batch, context, first, count, len(sizes), rows, counts, activated is None
+        )
+        return parts
+
+    def rank_moe(self, slots: int, max_pairs: int) -> RankMoE:
+        """Return the time of one MoE layer on a rank by its own token-expert pairs.
+
+        For the ranks of a group whose tokens are dispatched to their experts: such a rank is one
+        GPU that computes ``pairs / top_k`` tokens on the experts that it activates.
+
+        Parameters
+        ----------
+        slots
+            Expert instances of the fullest rank.
+        max_pairs
+            Most token-expert pairs of a rank in a step; more go on with the last slope.
+
+        Raises
+        ------
+        InputError
+            If the sizes are out of range.
+        """
+        if not 1 <= slots <= self.n_experts:
+            raise InputError("slots", f"{slots} a rank", f"1 to the {self.n_experts} experts")
+        if max_pairs < 1:
+            raise InputError("max_pairs", f"{max_pairs}", "1 or more")
+        top_k = self.model.top_k
+        last = max(2.0, np.ceil(max_pairs / top_k))
+        dense = np.arange(min(last, _DENSE_ROWS) + 1.0)
+        steps = np.geomspace(_DENSE_ROWS, last, 1 + int(32 * np.log2(max(last / _DENSE_ROWS, 1))))
+        rows = np.unique(np.concatenate([dense, steps[steps > dense[-1]], [last]]))
+        tokens = rows * self.layer.tokens_per_row
+        grids = (self.layer.latency.rank_grid_s(tokens, slots, mixed) for mixed in (False, True))
+        return RankMoE(top_k, rows, *grids)
+
+    def decode_s(self, activated: Sequence[float], batch: int, mean_context: float) -> float:
+        """Return the seconds of one decode step of a batch at its mean context; see `parts`."""
+        return math.fsum(self.parts(batch, batch * mean_context, activated=activated))
+
+    def prefill_s(
+        self,
+        tokens: Sequence[int],
+        contexts: Sequence[int],
+        activated: Sequence[float] | None = None,
+    ) -> float:
+        """Return the seconds of one prefill step: new and cached tokens of each prompt; `parts`."""
+        chunks = list(zip(contexts, tokens, strict=True))
+        return math.fsum(self.parts(chunks=chunks, activated=activated)) if chunks else 0.0
+
+    def prompt_s(self, tokens: int) -> float:
+        """Return the seconds in which a prompt is computed alone, in chunks of the token budget."""
+        budget = len(self.cost.mixed_moe_s) - 1
+        starts = range(0, tokens, budget)
+        return math.fsum(self.prefill_s([min(budget, tokens - at)], [at]) for at in starts)
+
+
+def build_step_time_model(
+    model: ModelDims | str,
+    gpu: GPU | str,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    max_num_batched_tokens: int = 16384,
+    parallelism: Parallelism = SINGLE_GPU,
+    host_gap_s: float | None = None,
+    cudagraph_padding: Padding = "none",
+    enforce_eager: bool = False,
+    moe_backend: MoEBackend = "auto",
+    tables: Sequence[LatencyTable] = (),
+) -> StepTimeModel:
+    """Tabulate the step times of one worker that serves one model.
+
+    Parameters
+    ----------
+    model, gpu
+        Dimensions, or names for :func:`load_model` and :func:`load_gpu`.
+    max_num_seqs
+        Most sequences in one decode step.
+    max_model_len
+        Most tokens of one sequence, prompt and output.
+    max_num_batched_tokens
+        Prefill steps up to this many tokens are tabulated; larger ones go on with the slope of
+        the upper half.
+    parallelism
+        GPUs of the worker, and how the model is spread over them.
+    host_gap_s
+        Engine time per step in seconds; None takes
+        :data:`~eldr_sim.kernel_profiles.steps.parts.HOST_GAP_S`.
+    cudagraph_padding
+        What the padding rows of CUDA graphs compute, see
+        :mod:`~eldr_sim.kernel_profiles.steps.cuda_graphs`.
+    enforce_eager
+        Run without graphs: a step takes no less than the host needs to launch its kernels, and
+        nothing is padded.
+    moe_backend
+        Whose kernel computes the experts; the newest that was measured when ``auto``.
+    tables
+        Tables of the user's own; they take precedence over the shipped ones. One of kind
+        ``engine_step`` stands for GEMMs, norms, collectives, lm_head and host gap together.
+
+    Raises
+    ------
+    InputError
+        Unknown names, sizes out of range, or a model that cannot be spread so.
+    """
+    dims = load_model(model) if isinstance(model, str) else model
+    device = load_gpu(gpu) if isinstance(gpu, str) else gpu
+    for name, value in (
+        ("max_num_seqs", max_num_seqs),
+        ("max_model_len", max_model_len),
+        ("max_num_batched_tokens", max_num_batched_tokens),
+    ):
+        if value < 1:
+            raise InputError(name, f"{value}", "1 or more")
+    if host_gap_s is not None and not (np.isfinite(host_gap_s) and host_gap_s >= 0):
+        raise InputError("host_gap_s", f"{host_gap_s!r}", "0 or more seconds")
+
+    parts = _parts(dims, device, parallelism, tuple(tables), max_model_len, moe_backend)
+    gap, gap_provenance = parts.host_gap(host_gap_s)
+    if cudagraph_padding != "none" and parts.engine_step is not None:
+        problem = "an engine_step table contains what its engine padded"
+        raise InputError("cudagraph_padding", problem, "none")
+    cost = _tabulate(parts, gap, max_num_seqs, max_model_len, max_num_batched_tokens)
+    if enforce_eager:
+        cost, cudagraph_padding = cost._replace(launch_s=parts.launches_s()), "none"
+    measured = [decode for _, decode, _ in parts.attention]
+    return StepTimeModel(
+        cost=pad(cost, cudagraph_padding, padded_sizes(max_num_seqs, max_num_batched_tokens)),
+        model=dims,
+        gpu=device,
+        parallelism=parallelism,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        n_moe_layers=dims.n_moe_layers,
+        n_experts=dims.n_experts,
+        moe_batch_max=parts.moe.batch_max,
+        attention_batch_max=int(min(decode.batch[-1] for decode in measured)),
+        context_max=int(min(decode.context[-1] for decode in measured)),
+        attention_tokens_max=min(decode.tokens_max for decode in measured),
+        host_gap_s=gap,
+        provenance=parts.provenance | gap_provenance,
+        warnings=tuple(parts.warnings),
+        layer=parts.layer,
+    )
+
+
+@lru_cache(maxsize=16)
+def _parts(
+    model: ModelDims,
+    gpu: GPU,
+    parallelism: Parallelism,
+    tables: tuple[LatencyTable, ...],
+    max_model_len: int,
+    moe_backend: MoEBackend,
+) -> Parts:
+    """Return a worker's kernels; those of workers that differ in batch or budget are the same."""
+    return Parts(model, gpu, parallelism, tables, max_model_len, moe_backend)
+
+
+def _tabulate(
+    parts: Parts, host_gap_s: float, sequences: int, max_model_len: int, budget: int
+) -> StepCost:
+    """Tabulate a worker's kernels up to so many sequences, tokens of one and tokens of a step."""
+    rows = np.arange(sequences + 1.0)
+    stride = 16
+    while stride * 512 < max_model_len:
+        stride *= 2
+    context = stride * np.arange(-(-max_model_len // stride) + 1, dtype=np.float64)
+    layers = np.array([float(count) for count, _, _ in parts.attention])
+    decode = np.stack([part.time_s(rows, context) for _, part, _ in parts.attention])
+    alone = np.stack([part.alone_s for _, _, part in parts.attention])
+    share = np.stack([part.share_s for _, _, part in parts.attention])
+    tokens = np.arange(max(sequences, budget) + 1.0)
+    windowless = [part for part in parts.attention if part[1] is not parts.sliding]
+    return StepCost(
+        n_moe_layers=parts.whole.n_moe_layers,
+        n_experts=parts.whole.n_experts,
+        moe_s=parts.moe.grid_s(sequences),
+        mixed_moe_s=parts.moe.mixed_grid_s(budget),
+        uniform_moe_s=parts.moe.prefill_s(tokens),
+        dense_s=parts.dense_part_s(tokens),
+        collectives_s=parts.collectives_s(tokens),
+        host_s=host_gap_s,
+        head_s=parts.sequence_part_s(rows),
+        attention_s=np.tensordot(layers, decode, 1),
+        context_stride=stride,
+        prompt_alone_s=layers @ alone,
+        prompt_share_s=layers @ share,
+        prompt_floor_s=float(sum(n * p.floor_s for n, _, p in parts.attention)),
+        prompt_token_s=float(sum(n * p.token_s for n, _, p in windowless)),
+    )

@@ -1,0 +1,260 @@
+"""The latency tables that ship with the package: one Parquet file a kind, and an index.
+
+``data/tables/<kind>.parquet`` holds the rows of all tables of a kind, a row group for each GPU;
+``index.parquet`` says which rows are whose, with each table's metadata. A lookup reads the index
+once and then one row group. ``python -m eldr_sim.kernel_profiles.tables.library DIR`` adds the
+tables of a folder (as ``profile`` and the makers in ``sources`` write them) to those that ship;
+a table of the same name is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, lru_cache
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from eldr_sim.kernel_profiles.tables.format import (
+    PROVENANCES,
+    Kind,
+    LatencyTable,
+    TableMetadata,
+    load_table,
+    table_name,
+)
+from eldr_sim.outputs import whole_file
+from eldr_sim.parquet import numbers
+
+_INDEX = "index"
+_COLUMNS = ("name", "kind", "gpu", "shape", "group", "first", "rows", "columns", "metadata")
+
+
+class ShippedTable(NamedTuple):
+    """A table that ships: its name, and where its rows stand."""
+
+    name: str
+    kind: Kind
+    gpu: str
+    shape: str  #: as :func:`_shape_key` writes it
+    group: int  #: row group of its kind's file
+    first: int  #: its first row there
+    rows: int
+    columns: str  #: its columns, separated by commas
+    document: str  #: its metadata, JSON
+
+    @property
+    def metadata(self) -> TableMetadata:
+        """What the table measures, and where it comes from."""
+        return _metadata(self.document)
+
+    def load(self) -> LatencyTable:
+        """Read the table's rows."""
+        return _load(self)
+
+
+@cache
+def _metadata(document: str) -> TableMetadata:
+    return TableMetadata.model_validate_json(document)
+
+
+@lru_cache(maxsize=64)
+def _load(table: ShippedTable) -> LatencyTable:
+    group = _row_group(_folder() / f"{table.kind}.parquet", table.group)
+    rows = group.slice(table.first, table.rows)
+    columns = {name: numbers(rows.column(name)) for name in table.columns.split(",")}
+    return LatencyTable(table.metadata, columns)
+
+
+@lru_cache(maxsize=8)
+def _row_group(path: Path, group: int) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        return file.read_row_group(group)
+
+
+def _folder() -> Path:
+    return Path(str(resources.files("eldr_sim.kernel_profiles").joinpath("data/tables")))
+
+
+def _shape_key(shape: Mapping[str, int]) -> str:
+    return json.dumps(dict(shape), sort_keys=True)
+
+
+@lru_cache(maxsize=1)
+def shipped_tables() -> tuple[ShippedTable, ...]:
+    """Every table that ships with the package, sorted by name."""
+    return _read_index(_folder())
+
+
+def _read_index(folder: Path) -> tuple[ShippedTable, ...]:
+    with pq.ParquetFile(folder / f"{_INDEX}.parquet") as file:
+        index = file.read().select(_COLUMNS)
+    rows = zip(*(column.to_pylist() for column in index.columns), strict=True)
+    return tuple(ShippedTable(*row) for row in rows)
+
+
+_in_use: ContextVar[set[str] | None] = ContextVar("tables in use", default=None)
+
+
+@contextmanager
+def noting_use() -> Iterator[set[str]]:
+    """Yield the names (`table_name`) of the user's tables that are found in this block."""
+    used: set[str] = set()
+    token = _in_use.set(used)
+    try:
+        yield used
+    finally:
+        _in_use.reset(token)
+
+
+def note_use(names: Iterable[str]) -> None:
+    """Count tables as found, whoever notes it."""
+    used = _in_use.get()
+    if used is not None:
+        used.update(names)
+
+
+def find_table(
+    kind: Kind,
+    gpu: str,
+    *,
+    shape: Mapping[str, int] | None = None,
+    dtype: str | None = None,
+    library: str | None = None,
+    kernel: str = "",
+    extra: Sequence[LatencyTable] = (),
+) -> LatencyTable | None:
+    """The best table for a kernel, or None.
+
+    Tables in ``extra`` come first, in their order; then the strongest provenance, then the newest
+    framework.
+
+    Parameters
+    ----------
+    kind, gpu, dtype
+        As in :class:`TableMetadata`; a ``dtype`` of None accepts any.
+    shape
+        Must equal the table's shape.
+    library
+        Name of the framework without its version; None accepts any.
+    kernel
+        What the name of the kernel that ran must hold, whatever the case, such as ``triton``.
+    extra
+        Tables of the user's own, such as a ``profile`` run wrote.
+    """
+    wanted = dict(shape or {})
+
+    def fits(metadata: TableMetadata) -> bool:
+        return (
+            metadata.kind == kind
+            and metadata.gpu == gpu
+            and metadata.shape == wanted
+            and dtype in (None, metadata.dtype)
+            and library in (None, metadata.framework.split()[0])
+            and kernel.lower() in metadata.kernel_source.lower()
+        )
+
+    for table in extra:
+        if fits(table.metadata):
+            note_use([table_name(table.metadata)])
+            return table
+    key = (kind, gpu, _shape_key(wanted))
+    named = [one for one in shipped_tables() if (one.kind, one.gpu, one.shape) == key]
+    candidates = [one for one in named if fits(one.metadata)]
+    return max(candidates, key=_rank).load() if candidates else None
+
+
+def _rank(table: ShippedTable) -> tuple[int, tuple[int, ...], str]:
+    """Order tables of one kernel by trust: provenance, version, name."""
+    metadata = table.metadata
+    digits = "".join(c if c.isdigit() else " " for c in metadata.framework).split()
+    version = tuple(int(part) for part in digits)
+    return -PROVENANCES.index(metadata.provenance), version, table.name
+
+
+def write_library(tables: Iterable[LatencyTable], folder: Path) -> int:
+    """Write tables as a library: a file a kind and the index; the number of tables.
+
+    Of tables with one name the last stays. The files of other kinds are left alone.
+    """
+    named = {table_name(table.metadata).removesuffix(".parquet"): table for table in tables}
+    index: list[ShippedTable] = []
+    by_kind = sorted(named.items(), key=lambda item: (item[1].metadata.kind, item[1].metadata.gpu))
+    for kind, of_kind in groupby(by_kind, key=lambda item: item[1].metadata.kind):
+        groups = []
+        for group, (_, of_gpu) in enumerate(groupby(of_kind, key=lambda i: i[1].metadata.gpu)):
+            parts, first = [], 0
+            for name, table in sorted(of_gpu):
+                metadata, rows = table.metadata, len(table)
+                index.append(
+                    ShippedTable(
+                        name,
+                        kind,
+                        metadata.gpu,
+                        _shape_key(metadata.shape),
+                        group,
+                        first,
+                        rows,
+                        ",".join(table.columns),
+                        metadata.model_dump_json(),
+                    )
+                )
+                columns = {key: _column(values) for key, values in table.columns.items()}
+                parts.append(pa.table(columns))
+                first += rows
+            groups.append(pa.concat_tables(parts, promote_options="default"))
+        schema = pa.unify_schemas([one.schema for one in groups])
+        floats = [field.name for field in schema if pa.types.is_floating(field.type)]
+        others = [name for name in schema.names if name not in floats]
+        with (
+            whole_file(folder / f"{kind}.parquet") as temporary,
+            pq.ParquetWriter(
+                temporary,
+                schema,
+                compression="zstd",
+                compression_level=19,
+                use_dictionary=others,
+                use_byte_stream_split=floats,
+            ) as file,
+        ):
+            for one in groups:
+                file.write_table(_cast(one, schema), row_group_size=max(1, len(one)))
+    index.sort(key=lambda table: table.name)
+    arrays = [pa.array(values) for values in zip(*index, strict=True)]
+    with whole_file(folder / f"{_INDEX}.parquet") as temporary:
+        listed = pa.table(arrays, names=list(_COLUMNS))
+        pq.write_table(listed, temporary, compression="zstd", compression_level=19)
+    return len(index)
+
+
+def _column(values: Any) -> pa.Array:
+    values = np.asarray(values)
+    return pa.array(values.tolist() if values.dtype.kind in "OUT" else values)
+
+
+def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Order a table's columns as the schema has them; nulls where it lacks one."""
+    missing = [field for field in schema if field.name not in table.column_names]
+    for field in missing:
+        table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table.select(schema.names)
+
+
+def main(folder: Path) -> None:
+    """Add the tables of a folder to those that ship."""
+    added = [load_table(path) for path in sorted(folder.glob("*.parquet"))]
+    count = write_library([*(one.load() for one in shipped_tables()), *added], _folder())
+    print(f"Wrote {_folder()}: {count} tables")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Comparisons, paired over seeds."""

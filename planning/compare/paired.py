@@ -1,0 +1,132 @@
+"""Paired comparisons: every configuration runs under the same seeds, so on the same requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
+from eldr_sim.planning.intervals import mean_known, paired_percent
+from eldr_sim.planning.runs.points import with_seed
+from eldr_sim.planning.runs.shared_runs import Runs, Summary
+from eldr_sim.simulator.outcome.catalogue import headline_tags, label
+from eldr_sim.simulator.outcome.headline import Headline, number
+from eldr_sim.simulator.setup.config import RunConfig
+
+MOST_SEEDS = 10_000
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Difference of one metric between a configuration and a reference, paired over seeds.
+
+    Attributes
+    ----------
+    name, reference
+        Names of the two configurations.
+    metric
+        Tag of the metric, see :mod:`eldr_sim.simulator.outcome.catalogue`.
+    by_seed, reference_by_seed
+        The metric under each seed; None if a run has none.
+    percent, low, high
+        Mean of the paired differences in percent of the reference, and its 95% interval (Student's
+        t over seeds); the ends are NaN for one seed.
+    """
+
+    name: str
+    reference: str
+    metric: str
+    by_seed: tuple[float | None, ...]
+    reference_by_seed: tuple[float | None, ...]
+    percent: float
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over the seeds, see `mean_known`."""
+        return mean_known(self.by_seed)
+
+    @property
+    def reference_mean(self) -> float | None:
+        """Mean of the reference over the seeds, see `mean_known`."""
+        return mean_known(self.reference_by_seed)
+
+    def record(self) -> dict[str, float | None]:
+        """Return ``percent``, ``low`` and ``high`` ready for JSON: None instead of NaN."""
+        ends = {"percent": self.percent, "low": self.low, "high": self.high}
+        return {key: None if math.isnan(value) else value for key, value in ends.items()}
+
+
+@dataclass(frozen=True)
+class PairedRuns:
+    """Runs of several configurations under the same seeds: by name, a summary per seed."""
+
+    summaries: dict[str, tuple[Summary, ...]]
+
+    def differences(
+        self, name: str, reference: str, metrics: Sequence[str]
+    ) -> list[PairedDifference]:
+        """Return the difference of a configuration from a reference in each metric."""
+        differences = []
+        for metric in metrics:
+            ours, theirs = (
+                tuple(summary[metric] for summary in self.summaries[which])
+                for which in (name, reference)
+            )
+            interval = paired_percent(ours, theirs)
+            differences.append(PairedDifference(name, reference, metric, ours, theirs, *interval))
+        return differences
+
+
+def run_paired(
+    configs: Mapping[str, RunConfig],
+    n_seeds: int,
+    jobs: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> PairedRuns:
+    """Run configurations under the same seeds.
+
+    Parameters
+    ----------
+    configs
+        Configurations by name; the seed of each is its first seed.
+    n_seeds
+        Number of seeds, at least 1; intervals need two.
+    jobs
+        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
+    progress
+        Called with the share of the runs that are done.
+
+    Raises
+    ------
+    InputError
+        If a run fails or ``n_seeds`` is below 1.
+    """
+    if n_seeds < 1:
+        raise InputError("seeds", str(n_seeds), "1 or more")
+    within("seeds", n_seeds, MOST_SEEDS)
+    seeds = {
+        name: [with_seed(config, i) for i in range(n_seeds)] for name, config in configs.items()
+    }
+
+    def share(done: int, asked: int) -> None:
+        if progress is not None:
+            progress(done / asked)
+
+    runs = Runs(jobs, share)
+    runs.summaries([config for own in seeds.values() for config in own])  # all side by side
+    return PairedRuns({name: tuple(runs.summaries(own)) for name, own in seeds.items()})
+
+
+def headline_of(title: str, first: str, named: Iterable[tuple[str, Sequence[Summary]]]) -> Headline:
+    """Return the means over seeds of the headline metrics by name, under the heading ``first``."""
+    known = list(named)
+    tags = headline_tags(known[0][1][0].get("policy", "") is None)
+    rows = [
+        (name, *(number(mean_known([s[tag] for s in summaries])) for tag in tags))
+        for name, summaries in known
+    ]
+    return Headline(title, (first, *map(label, tags)), rows)

@@ -1,0 +1,171 @@
+"""Comparison of policies on the same requests, paired over seeds."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from eldr_sim.errors import InputError
+from eldr_sim.planning.compare.paired import PairedDifference, PairedRuns, headline_of, run_paired
+from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.policies import registry
+from eldr_sim.simulator.outcome.catalogue import HEADLINE
+from eldr_sim.simulator.outcome.headline import Headline, Shown
+from eldr_sim.simulator.results import result_folder, write_json, write_table
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.paths import portable
+
+#: Policies that balance load and ignore experts (ELDR section 6, baselines).
+LOAD_BALANCERS = ("random", "round_robin", "jsq", "p2c")
+#: A folder with this file may hold a comparison, which ``force`` replaces.
+MARKER = "summary.json"
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Shown):
+    """Policies under the same seeds, and their paired differences.
+
+    Attributes
+    ----------
+    config
+        The configuration apart from its policy.
+    paired
+        The summaries of each policy under each seed.
+    """
+
+    config: RunConfig
+    paired: PairedRuns
+
+    @property
+    def summaries(self) -> dict[str, Summary]:
+        """Summary of each policy under the first seed."""
+        return {name: summaries[0] for name, summaries in self.paired.summaries.items()}
+
+    @property
+    def n_seeds(self) -> int:
+        """Number of seeds."""
+        return len(self.paired.summaries["round_robin"])
+
+    def headline(self) -> Headline:
+        """Return the means of the headline metrics of each policy."""
+        first = next(iter(self.summaries.values()))
+        title = f"{first['topology']}, mean over seeds ({self.n_seeds})"
+        return headline_of(title, "policy", self.paired.summaries.items())
+
+    @property
+    def runs(self) -> pa.Table:
+        """Headline metrics of every run, a row per policy and seed."""
+        keys = (*HEADLINE, "num_prompts", "completed", "failed")
+        return pa.Table.from_pylist(
+            [
+                {"policy": name, "seed": self.config.seed + index}
+                | {key: summaries[index][key] for key in keys}
+                for index in range(self.n_seeds)
+                for name, summaries in self.paired.summaries.items()
+            ]
+        )
+
+    @cached_property
+    def best_load_balancer(self) -> str:
+        """Load balancer with the lowest median TPOT, mean over the seeds."""
+
+        def tpot(name: str) -> float:
+            return sum(s["median_tpot_ms"] or math.inf for s in self.paired.summaries[name])
+
+        names = [name for name in self.paired.summaries if name in LOAD_BALANCERS]
+        return min(names, key=lambda name: (tpot(name), name))
+
+    @cached_property
+    def differences(self) -> list[PairedDifference]:
+        """Differences of every policy from ``round_robin`` and from the best load balancer."""
+        return [
+            difference
+            for reference in dict.fromkeys(("round_robin", self.best_load_balancer))
+            for name in self.paired.summaries
+            if name != reference
+            for difference in self.paired.differences(name, reference, HEADLINE)
+        ]
+
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write ``summary.json`` and ``runs.parquet`` into a folder, whole or not at all.
+
+        Parameters
+        ----------
+        out
+            Folder to make.
+        force
+            Replace an earlier comparison.
+
+        Raises
+        ------
+        InputError
+            If ``out`` exists and may not be replaced, or cannot be written.
+        """
+        with result_folder(Path(out), force, MARKER) as folder:
+            write_table(folder / "runs.parquet", self.runs)
+            write_json(folder / MARKER, portable(self._record(), out))
+
+    def _record(self) -> dict[str, Any]:
+        summaries = self.summaries
+        return {
+            "config": self.config.model_dump(mode="json", exclude={"policy"}),
+            "seeds": self.n_seeds,
+            "best_load_balancer": self.best_load_balancer,
+            "differences": [
+                {"policy": d.name, "reference": d.reference, "metric": d.metric, **d.record()}
+                for d in self.differences
+            ],
+            "provenance": next(iter(summaries.values()))["provenance"],
+            "summaries": summaries,
+        }
+
+
+def compare(
+    config: RunConfig,
+    policies: Sequence[str],
+    n_seeds: int,
+    *,
+    jobs: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Comparison:
+    """Run every policy under every seed and pair the results.
+
+    Parameters
+    ----------
+    config
+        The run; its ``policy`` is ignored, its ``seed`` is the first seed.
+    policies
+        Decode policies. ``round_robin``, a reference, is added if missing.
+    n_seeds
+        Number of seeds, at least 1; intervals need two.
+    jobs
+        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
+    progress
+        Called with the share of the runs that are done.
+
+    Raises
+    ------
+    InputError
+        If a policy is unknown or listed twice, no worker decodes, ``n_seeds`` is below 1, or a run
+        fails.
+    """
+    if config.prefill_only:
+        raise InputError(
+            "topology",
+            f"{config.topology} has no workers that policies could choose for decoding",
+            "xPyD or xC; prefill policies: what-if --set prefill_policy=...",
+        )
+    names = [registry.canonical("decode", policy) for policy in policies]
+    if len(set(names)) != len(names):
+        raise InputError("policies", f"{', '.join(names)} names one twice")
+    if "round_robin" not in names:
+        names.insert(0, "round_robin")
+    configs = {name: config.model_copy(update={"policy": name}) for name in names}
+    return Comparison(config, run_paired(configs, n_seeds, jobs, progress))

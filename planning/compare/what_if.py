@@ -1,0 +1,281 @@
+"""What-ifs: one change at a time compared with a base run, paired over seeds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_yaml
+from eldr_sim.planning.compare.paired import PairedDifference, headline_of, run_paired
+from eldr_sim.planning.runs.shared_runs import Summary
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, PREFILL_HEADLINE
+from eldr_sim.simulator.outcome.headline import Headline, Shown
+from eldr_sim.simulator.results import result_folder, write_json, write_table
+from eldr_sim.simulator.setup.config import RunConfig, make_config, read_config, set_field
+from eldr_sim.simulator.setup.paths import portable
+
+#: Metrics of a what-if.
+FIGURES = (
+    *HEADLINE,
+    "slo_attainment",
+    "request_goodput",
+    "kv_blocks_per_worker",
+    "gpu_hours_per_million_output_tokens",
+    "cost_per_million_output_tokens",
+)
+#: The same where requests end with their prompts.
+PREFILL_FIGURES = (*PREFILL_HEADLINE, "slo_attainment", "request_goodput", "kv_blocks_per_worker")
+#: A folder with this file holds a what-if, which ``force`` replaces.
+MARKER = "what_if.json"
+#: Fields that decide which requests a run serves, with the attribute that holds the effective
+#: value. Other fields change neither arrivals nor prompts nor experts.
+REQUEST_FIELDS = {
+    "workload": "workload",
+    "columns": "columns",
+    "log_from": "log_from",
+    "log_to": "log_to",
+    "busiest": "busiest",
+    "arrivals": "arrivals",
+    "length_shape": "length_shape",
+    "input_len": "input_len",
+    "prompt_lengths": "prompt_lengths",
+    "random_range_ratio": "random_range_ratio",
+    "prefix_len": "prefix_len",
+    "num_prefixes": "num_prefixes",
+    "domain_mix": "domain_mix",
+    "domain_mix_end": "domain_mix_end",
+    "trace": "trace",
+    "routing_band": "routing_band",
+    "trace_replay": "trace_replay",
+    "prompts": "prompts",
+    "request_rate": "effective_rate",
+    "burstiness": "burstiness",
+    "duration": "duration_s",
+    "warmup": "warmup_s",
+    "num_requests": "num_requests",
+    "output_len": "effective_output_len",
+    "seed": "seed",
+}
+
+
+def _figures(config: RunConfig) -> tuple[str, ...]:
+    """Return the metrics of a what-if."""
+    return PREFILL_FIGURES if config.prefill_only else FIGURES
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change and its effects.
+
+    Attributes
+    ----------
+    name
+        The change as given, such as ``decode.gpu=h200``.
+    config
+        The changed run, under the first seed.
+    effects
+        Differences from the base run, one per metric.
+    other_requests
+        Changed fields that give the run other requests than the base run's: pairs then share their
+        seed only.
+    summaries
+        Summary of the changed run under each seed.
+    """
+
+    name: str
+    config: RunConfig
+    effects: list[PairedDifference]
+    other_requests: tuple[str, ...]
+    summaries: tuple[Summary, ...]
+
+    def record(self) -> dict[str, Any]:
+        """Return the change as plain values, ready for JSON."""
+        return {
+            "name": self.name,
+            "config": self.config.model_dump(mode="json"),
+            "other_requests": list(self.other_requests),
+            "effects": [
+                {"metric": e.metric, "base": e.reference_mean, "changed": e.mean, **e.record()}
+                for e in self.effects
+            ],
+            "provenance": self.summaries[0]["provenance"],
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class WhatIf(Shown):
+    """Effects of changes to a base run; ``base`` holds its summary under each seed."""
+
+    config: RunConfig
+    base: tuple[Summary, ...]
+    changes: list[Change]
+
+    def headline(self) -> Headline:
+        """Return the means of the headline metrics of the base run and of each change."""
+        title = f"{self.base[0]['topology']}, mean over seeds ({len(self.base)})"
+        return headline_of(title, "change", self._named())
+
+    @property
+    def runs(self) -> pa.Table:
+        """Metrics of every run, a row per change (``base`` for none) and seed."""
+        keys = ("seed", "num_prompts", "completed", "failed", *_figures(self.config))
+        return pa.Table.from_pylist(
+            [
+                {"change": name} | {key: summary[key] for key in keys}
+                for name, summaries in self._named()
+                for summary in summaries
+            ]
+        )
+
+    def _named(self) -> list[tuple[str, tuple[Summary, ...]]]:
+        """Return the summaries of the base run and of each change, by name."""
+        return [("base", self.base), *((c.name, c.summaries) for c in self.changes)]
+
+    def record(self) -> dict[str, Any]:
+        """Return base and changes as plain values, ready for JSON."""
+        return {
+            "config": self.config.model_dump(mode="json"),
+            "seeds": len(self.base),
+            "changes": [change.record() for change in self.changes],
+            "provenance": self.base[0]["provenance"],
+        }
+
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write ``what_if.json`` and ``runs.parquet`` into a folder, whole or not at all.
+
+        Parameters
+        ----------
+        out
+            Folder to make.
+        force
+            Replace an earlier what-if.
+
+        Raises
+        ------
+        InputError
+            If ``out`` exists and may not be replaced, or cannot be written.
+        """
+        with result_folder(Path(out), force, MARKER) as folder:
+            write_json(folder / MARKER, portable(self.record(), out))
+            write_table(folder / "runs.parquet", self.runs)
+
+
+def read_base(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the field values of a base run: a result folder, its ``config.json``, or YAML.
+
+    Raises
+    ------
+    InputError
+        If nothing can be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.exists():
+            raise InputError("base", f"{path.parent} holds no config.json", "a result of run")
+    return read_config(path)
+
+
+def change_fields(values: dict[str, Any], change: str) -> dict[str, Any]:
+    """Return field values with a change applied.
+
+    A change is one or more assignments, such as ``policy=eldr`` or
+    ``topology=8P12D policy.tau=0.2``.
+
+    Fields are dot paths such as ``decode.gpu``; values are YAML.
+
+    Raises
+    ------
+    InputError
+        If the change is not ``FIELD=VALUE``.
+    """
+    changed = dict(values)
+    try:
+        parts = shlex.split(change)
+    except ValueError as error:
+        raise InputError("set", f"{change!r}: {error}", "FIELD=VALUE") from None
+    if not parts:
+        raise InputError("set", "an empty change", "FIELD=VALUE such as decode.gpu=h200")
+    for part in parts:
+        path, equals, text = part.partition("=")
+        if not (path and equals):
+            raise InputError("set", repr(part), "FIELD=VALUE such as decode.gpu=h200")
+        try:
+            value = parse_yaml(text, "set", repr(part))
+        except InputError:
+            value = text
+        set_field(changed, path, value)
+    return changed
+
+
+def what_if(
+    base: RunConfig,
+    changes: Sequence[str],
+    *,
+    n_seeds: int = 5,
+    together: bool = False,
+    jobs: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> WhatIf:
+    """Run the base and every change under the same seeds, and pair the results.
+
+    Parameters
+    ----------
+    base
+        The base run; its seed is the first seed.
+    changes
+        Changes to compare with the base one by one, see :func:`change_fields`.
+    n_seeds
+        Number of seeds, at least 1; intervals need two.
+    together
+        Also run with all changes at once.
+    jobs
+        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
+    progress
+        Called with the share of the runs that are done.
+
+    Raises
+    ------
+    InputError
+        If a change names an unknown field, gives a value that is not allowed, or has no effect; if
+        a run fails.
+    """
+    if not changes:
+        raise InputError("set", "no change", "--set FIELD=VALUE, once or more")
+    if len(set(changes)) < len(changes):
+        raise InputError("set", "a change is given twice")
+    wanted = list(changes)
+    if together and len(changes) > 1:
+        wanted.append(" ".join(changes))
+    values = json.loads(base.model_dump_json())
+    configs = {name: make_config(change_fields(values, name)) for name in wanted}
+    for name, config in configs.items():
+        if config == base:
+            raise InputError("set", f"{name} has no effect on the base run", "another value")
+    paired = run_paired({"base": base, **configs}, n_seeds, jobs, progress)
+    return WhatIf(
+        base,
+        paired.summaries["base"],
+        [
+            Change(
+                name,
+                config,
+                paired.differences(name, "base", _figures(base)),
+                tuple(
+                    field
+                    for field, value in REQUEST_FIELDS.items()
+                    if getattr(config, value) != getattr(base, value)
+                ),
+                paired.summaries[name],
+            )
+            for name, config in configs.items()
+        ],
+    )

@@ -1,0 +1,146 @@
+"""Runs shared by searches: each configuration is simulated once, many in parallel.
+
+A search is a generator that yields the configurations it needs next and is sent their summaries.
+:meth:`Runs.together` advances many searches in rounds, so that their runs fill the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, TypeAlias, TypeVar
+
+from eldr_sim.errors import InputError
+from eldr_sim.news import tell
+from eldr_sim.planning.runs.points import Point, config_key
+from eldr_sim.planning.runs.runner import check_backend, run_points, start_processes
+from eldr_sim.simulator.run import tell_of_compiling
+from eldr_sim.simulator.setup.config import RunConfig
+
+T = TypeVar("T")
+Summary: TypeAlias = Mapping[str, Any]
+Search: TypeAlias = Generator[Sequence[RunConfig], Sequence[Summary], T]
+
+
+class Runs:
+    """Summaries by configuration; no configuration is run twice.
+
+    Parameters
+    ----------
+    jobs
+        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
+    progress
+        Called after every run with the numbers of runs done and asked for, or expected, so far.
+    """
+
+    def __init__(
+        self, jobs: int | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        check_backend(jobs)
+        self.jobs = jobs
+        self.progress = progress
+        #: How many runs a search is likely to take, if it knows; for the estimate of its time.
+        self.expected = 0
+        self._made: dict[str, tuple[RunConfig, Summary]] = {}
+        self._started = False
+        self._starting: Generator[None, None, None] | None = None
+
+    @contextmanager
+    def starting(self, config: RunConfig) -> Iterator[None]:
+        """Start the processes of runs like this one; they load while the caller prepares.
+
+        Where no run was made at the end they have begun nevertheless: stopped earlier, joblib's
+        thread would print a traceback.
+        """
+        tell("preparing; no limit of time is set, Ctrl-C ends it and nothing is written")
+        tell_of_compiling()
+        self._starting = start_processes(config, self.jobs)
+        next(self._starting)
+        try:
+            yield
+        except Exception:
+            self._wait()
+            raise
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait until the processes have begun, if they were started."""
+        if self._starting is not None:
+            next(self._starting, None)
+            self._starting, self._started = None, True
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def made(self) -> list[tuple[RunConfig, Summary]]:
+        """Return every simulated configuration with its summary."""
+        return list(self._made.values())
+
+    def summaries(self, configs: Sequence[RunConfig]) -> list[Summary]:
+        """Return the summaries of configurations, in order; run those that are new.
+
+        Raises
+        ------
+        InputError
+            If a run fails; the others are cancelled.
+        """
+        keys = [config_key(config) for config in configs]
+        new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}
+        found: dict[str, Summary] = {}
+        points = [Point(key, config) for key, config in new.items()]
+        if points:
+            first = self._starting is not None
+            self._wait()
+            if first:  # what comes before is the processes' start, and what they compile
+                about = f", about {self.expected} runs" if self.expected else ""
+                tell(f"simulating{about}")
+        with closing(run_points(points, self.jobs, started=self._started)) as outcomes:
+            for outcome in outcomes:
+                if outcome.summary is None:
+                    failed = new[outcome.key]
+                    where = f"{failed.policy} on {failed.topology}"
+                    raise InputError("run", f"{where}: {outcome.reason}")
+                found[outcome.key] = outcome.summary
+                if self.progress is not None:
+                    asked = max(len(self) + len(new), self.expected)
+                    self.progress(len(self) + len(found), asked)
+        # In the order asked for, not in the order of completion.
+        self._made |= {key: (config, found[key]) for key, config in new.items()}
+        return [self._made[key][1] for key in keys]
+
+    def together(self, searches: Sequence[Search[T]]) -> list[T]:
+        """Advance all searches in rounds to their ends, and return their results."""
+        return self.ended(side_by_side(searches))
+
+    def ended(self, search: Search[T]) -> T:
+        """Advance a search to its end, and return its result."""
+        found = None
+        while True:
+            try:
+                asked = next(search) if found is None else search.send(found)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            found = self.summaries(asked)
+
+
+def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
+    """Make one search of several: it asks for what all of them need next."""
+    results: dict[int, T] = {}
+    asked: dict[int, Sequence[RunConfig]] = {}
+
+    def resume(index: int, summaries: list[Summary] | None) -> None:
+        search = searches[index]
+        try:
+            asked[index] = next(search) if summaries is None else search.send(summaries)
+        except StopIteration as end:
+            results[index] = end.value
+            asked.pop(index, None)
+
+    for index in range(len(searches)):
+        resume(index, None)
+    while asked:
+        found = iter((yield [config for configs in asked.values() for config in configs]))
+        for index, configs in list(asked.items()):
+            resume(index, [next(found) for _ in configs])
+    return [results[index] for index in range(len(searches))]

@@ -1,0 +1,281 @@
+"""Sweeps: every point is run once, across interruptions, and all runs become one data set.
+
+The folder of a sweep holds
+
+- ``runs.jsonl``: the runs that have ended, in order of completion
+  (:mod:`~eldr_sim.planning.runs.sweep_journal`).
+
+When all runs have ended it also holds the files below, written whole or not at all. Their bytes
+depend neither on interruptions nor on the number of processes.
+
+
+- ``points.parquet``: a row per point and seed (`points_table`).
+- ``aggregate.parquet`` and ``aggregate.csv``: a row per point (`aggregate_table`).
+- ``sweep.json``: the sweep, its parameters, the number of failed runs, versions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import csv
+
+from eldr_sim.planning.intervals import t_interval
+from eldr_sim.planning.runs.points import Outcome, Point, config_key
+from eldr_sim.planning.runs.runner import Backend, check_backend, expected_tokens, run_points
+from eldr_sim.planning.runs.sweep_journal import SweepJournal, open_journal
+from eldr_sim.planning.runs.sweep_spec import SweepSpec, make_spec, read_spec
+from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
+from eldr_sim.simulator.outcome.headline import MOST_ROWS, Headline, Shown, number
+from eldr_sim.simulator.results import write_json, write_table
+from eldr_sim.simulator.setup.config import RunConfig
+
+#: A folder with this file holds a finished sweep.
+MARKER = "sweep.json"
+COMPLETED, FAILED = "completed", "failed"
+
+
+@dataclass(frozen=True, repr=False)
+class SweepResult(Shown):
+    """Data set of a sweep.
+
+    Parameters
+    ----------
+    points
+        A row per point and seed: ``point`` (its number), ``name``, ``run``, ``seed``, a column per
+        parameter, ``status`` (``completed`` or ``failed``), ``reason``, and the metrics of
+        ``summary.json``, nested ones as JSON text.
+    aggregate
+        A row per point: ``point``, ``name``, a column per parameter, ``runs_completed`` and
+        ``runs_failed``, and for each numeric metric the mean over the completed runs with the ends
+        of its confidence interval as ``_low`` and ``_high`` (null for one run).
+    parameters
+        Dot paths of the parameters, which name columns of both tables.
+    """
+
+    points: pa.Table
+    aggregate: pa.Table
+    parameters: list[str]
+
+    def headline(self) -> Headline:
+        """Return the means of the headline metrics of the first points."""
+        tags = [tag for tag in HEADLINE if tag in self.aggregate.column_names]
+        columns = [*self.parameters, *tags, "runs_failed"]
+        rows = [
+            tuple(number(row[name]) for name in columns)
+            for row in self.aggregate.slice(0, MOST_ROWS).select(columns).to_pylist()
+        ]
+        title = f"{self.aggregate.num_rows} points, {self.points.num_rows} runs"
+        left = self.aggregate.num_rows - len(rows)
+        heads = (*self.parameters, *map(label, tags), "failed")
+        return Headline(title, heads, rows, left)
+
+
+@dataclass(frozen=True)
+class SweepProgress:
+    """Progress of a sweep: runs ``done`` of ``total``, and the share of the expected work done."""
+
+    done: int
+    total: int
+    failed: int
+    share: float
+
+
+def sweep(
+    spec: SweepSpec | Mapping[str, Any] | str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    resume: bool = False,
+    jobs: int | None = None,
+    backend: Backend = "joblib",
+    address: str | None = None,
+    progress: Callable[[SweepProgress], None] | None = None,
+) -> SweepResult:
+    """Run all points of a sweep.
+
+    Parameters
+    ----------
+    spec
+        The sweep: a YAML file, its content as a mapping, or a parsed specification; see
+        :mod:`~eldr_sim.planning.runs.sweep_spec`.
+    out
+        Folder of the sweep; if None, nothing is written.
+    resume
+        Continue the sweep in ``out``: only runs whose process was killed are repeated.
+    jobs, backend, address
+        See :func:`~eldr_sim.planning.runs.runner.run_points`.
+    progress
+        Called at the start and after each run.
+
+    Raises
+    ------
+    InputError
+        If the sweep, one of its points or the folder is not valid. A failed run is a row with its
+        reason.
+    """
+    if isinstance(spec, str | os.PathLike):
+        spec = read_spec(spec)
+    elif not isinstance(spec, SweepSpec):
+        spec = make_spec(spec)
+    check_backend(jobs, backend, address)
+    configs = {config_key(config): config for point in spec.points for config in point.configs}
+    header = {"eldr_sim": version("eldr-sim"), "spec": spec.document}
+    folder = None if out is None else Path(out)
+    with nullcontext() if folder is None else open_journal(folder, header, resume) as journal:
+        outcomes = _run_all(configs, journal, jobs, backend, address, progress)
+        result = SweepResult(
+            points_table(spec, outcomes),
+            aggregate_table(spec, outcomes),
+            list(spec.points[0].parameters),
+        )
+        if folder is not None:
+            _write(folder, spec, result)
+    return result
+
+
+def _run_all(
+    configs: dict[str, RunConfig],
+    journal: SweepJournal | None,
+    jobs: int | None,
+    backend: Backend,
+    address: str | None,
+    progress: Callable[[SweepProgress], None] | None,
+) -> dict[str, Outcome]:
+    """Run the configurations that have no outcome yet, the longest first."""
+    outcomes = {} if journal is None else journal.outcomes
+    done = {key for key in configs if key in outcomes and not outcomes[key].killed}
+    todo = [Point(key, config) for key, config in configs.items() if key not in done]
+    todo.sort(key=lambda point: -expected_tokens(point.config))
+    tokens = {key: expected_tokens(config) for key, config in configs.items()}
+
+    def report() -> None:
+        if progress is not None:
+            failed = sum(bool(outcomes[key].reason) for key in done)
+            share = math.fsum(tokens[key] for key in done) / math.fsum(tokens.values())
+            progress(SweepProgress(len(done), len(configs), failed, share))
+
+    report()
+    with closing(run_points(todo, jobs, backend=backend, address=address)) as runs:
+        for outcome in runs:
+            if journal is None:
+                outcomes[outcome.key] = outcome
+            else:
+                journal.add(outcome)
+            done.add(outcome.key)
+            report()
+    return outcomes
+
+
+def points_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
+    """Return a row per point and seed, in the order of the sweep; see `SweepResult`.
+
+    A parameter replaces a metric of the same name: ``topology`` is ``8P16D``.
+    """
+    rows: list[dict[str, Any]] = []
+    for index, point in enumerate(spec.points):
+        for run, config in enumerate(point.configs):
+            outcome = outcomes[config_key(config)]
+            rows.append(
+                {
+                    **(outcome.summary or {}),
+                    "point": index,
+                    "name": point.name,
+                    "run": run,
+                    "seed": config.seed,
+                    **point.parameters,
+                    "status": FAILED if outcome.summary is None else COMPLETED,
+                    "reason": outcome.reason,
+                }
+            )
+    first = ["point", "name", "run", "seed", *spec.points[0].parameters, "status", "reason"]
+    return _table(rows, first)
+
+
+def aggregate_table(spec: SweepSpec, outcomes: Mapping[str, Outcome]) -> pa.Table:
+    """Return a row per point: means over its runs with confidence intervals; see `SweepResult`."""
+    rows: list[dict[str, Any]] = []
+    for index, point in enumerate(spec.points):
+        runs = [outcomes[config_key(config)].summary for config in point.configs]
+        summaries = [summary for summary in runs if summary is not None]
+        row: dict[str, Any] = {}
+        for name in dict.fromkeys(name for summary in summaries for name in summary):
+            known = _numbers([summary.get(name) for summary in summaries])
+            if name in ("seed", *point.parameters) or not known:
+                continue
+            row[name], low, high = t_interval(known, spec.confidence)
+            row[f"{name}_low"] = None if math.isnan(low) else low
+            row[f"{name}_high"] = None if math.isnan(high) else high
+        row |= {"point": index, "name": point.name, **point.parameters}
+        row |= {"runs_completed": len(summaries), "runs_failed": len(runs) - len(summaries)}
+        rows.append(row)
+    first = ["point", "name", *spec.points[0].parameters, "runs_completed", "runs_failed"]
+    return _table(rows, first)
+
+
+def _numbers(values: Sequence[Any]) -> list[float]:
+    return [
+        value
+        for value in values
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    ]
+
+
+def _table(rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> pa.Table:
+    names = dict.fromkeys([*first, *(name for row in rows for name in row)])
+    return pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Return a column of numbers or booleans, or of text with other values as JSON."""
+    known = [value for value in values if value is not None]
+    if any(isinstance(value, bool | str | list | tuple | dict) for value in known) and not all(
+        isinstance(value, bool) for value in known
+    ):
+        values = [
+            value if value is None or isinstance(value, str) else json.dumps(value)
+            for value in values
+        ]
+    elif any(isinstance(value, float) for value in known):
+        values = [None if value is None else float(value) for value in values]
+    # A column without values gets the type of a metric.
+    return pa.array(values, None if known else pa.float64())
+
+
+def _write(folder: Path, spec: SweepSpec, result: SweepResult) -> None:
+    """Write the data set, its marker last."""
+    (folder / MARKER).unlink(missing_ok=True)
+    for stale in folder.glob(".sweep-*"):  # left by a killed process
+        shutil.rmtree(stale, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".sweep-", dir=folder))
+    try:
+        write_table(temporary / "points.parquet", result.points)
+        write_table(temporary / "aggregate.parquet", result.aggregate)
+        csv.write_csv(result.aggregate, temporary / "aggregate.csv")
+        status = result.points["status"].to_pylist()
+        write_json(
+            temporary / MARKER,
+            {
+                "sweep": spec.document,
+                "parameters": result.parameters,
+                "points": len(spec.points),
+                "runs": len(status),
+                "failed_runs": status.count(FAILED),
+                "confidence_level": spec.confidence,
+                "versions": {name: version(name) for name in ("eldr-sim", "numpy", "pyarrow")},
+            },
+        )
+        for name in ("points.parquet", "aggregate.parquet", "aggregate.csv", MARKER):
+            os.replace(temporary / name, folder / name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,131 @@
+"""Journal of a sweep: one line per ended run, on disk before progress is reported.
+
+The first line of ``runs.jsonl`` identifies the sweep. A killed process may leave an incomplete last
+line; resuming cuts it off and repeats that run. The file is locked while a sweep runs, so that only
+one writes to a folder; the lock ends with its process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.planning.runs.points import Outcome
+from eldr_sim.planning.runs.sweep_spec import first_change
+
+FILE_NAME = "runs.jsonl"
+
+
+class SweepJournal:
+    """Outcomes of a sweep by configuration key; see `open_journal`."""
+
+    def __init__(self, file: IO[bytes], outcomes: dict[str, Outcome]) -> None:
+        self._file = file
+        self.outcomes = outcomes
+
+    def add(self, outcome: Outcome) -> None:
+        """Add an outcome; it is on disk when this returns."""
+        self.outcomes[outcome.key] = outcome
+        self._file.write(_line(asdict(outcome)))
+        _sync(self._file)
+
+
+@contextmanager
+def open_journal(folder: Path, header: dict[str, Any], resume: bool) -> Iterator[SweepJournal]:
+    """Open the journal of a sweep's folder, and make the folder if it does not exist.
+
+    If no run has ended when the block ends, the folder is removed again.
+
+    Parameters
+    ----------
+    folder
+        Folder of the sweep.
+    header
+        Identity of the sweep; compared as JSON.
+    resume
+        Continue an existing journal.
+
+    Raises
+    ------
+    InputError
+        If another process writes to the folder; if it is not empty and ``resume`` is false; if it
+        belongs to another sweep, or is damaged before its last line.
+    """
+    try:
+        strangers = folder.exists() and not (folder / FILE_NAME).exists() and any(folder.iterdir())
+        if strangers:
+            raise InputError("out", f"{folder} exists and is no sweep", "a new folder, or a sweep")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / FILE_NAME).open("ab+")
+    except OSError as error:
+        raise InputError("out", f"cannot write {folder}: {error.strerror}") from None
+    with file:
+        _lock(file, folder)
+        journal = SweepJournal(file, _read(file, folder, json.loads(json.dumps(header)), resume))
+        try:
+            yield journal
+        finally:
+            if not journal.outcomes:
+                with suppress(OSError):
+                    (folder / FILE_NAME).unlink()
+                    folder.rmdir()
+
+
+def _lock(file: IO[bytes], folder: Path) -> None:
+    """Lock a journal until it is closed or its process ends."""
+    import fcntl  # POSIX only; no other command needs it
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = os.fstat(file.fileno()).st_nlink > 0  # else its owner has just removed it
+    except OSError:
+        locked = False
+    if not locked:
+        raise InputError("out", f"another sweep is at work in {folder}", "a folder of its own")
+
+
+def _read(file: IO[bytes], folder: Path, header: Any, resume: bool) -> dict[str, Outcome]:
+    """Read the outcomes, and truncate the file where the next line goes."""
+    file.seek(0)
+    records: list[Any] = []
+    whole = 0  # bytes of complete lines
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            record = json.loads(line)
+            records.append(Outcome(**record) if records else record)
+        except (ValueError, TypeError, RecursionError):
+            raise InputError(
+                str(folder / FILE_NAME), f"line {number} is damaged", "the file as it was written"
+            ) from None
+        whole += len(line)
+    outcomes = {outcome.key: outcome for outcome in records[1:]}
+    if not outcomes:
+        file.truncate(0)
+        file.write(_line(header))
+        _sync(file)
+        return {}
+    if not resume:
+        done = f"{len(outcomes)} run{'s' * (len(outcomes) != 1)} done"
+        raise InputError("out", f"{folder} holds a sweep, {done}", "--resume, or a new folder")
+    change = first_change(records[0], header)
+    if change is not None:
+        raise InputError("resume", f"{folder} holds another sweep: {change}", "a new folder")
+    file.truncate(whole)
+    return outcomes
+
+
+def _line(value: Any) -> bytes:
+    return (json.dumps(value) + "\n").encode()
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

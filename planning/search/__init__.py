@@ -1,0 +1,1 @@
+"""Searches: the cheapest cluster, the highest rate, the best split."""

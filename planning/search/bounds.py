@@ -1,0 +1,174 @@
+"""Lower bounds on the size of a cluster, by arithmetic instead of runs.
+
+The bounds are optimistic: every step is full and activates as few experts as it can, and no request
+waits for another.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
+from eldr_sim.planning.slo import Objective
+from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.traces.workload import Workload
+
+#: Requests, and the window of those that are measured, s.
+Load: TypeAlias = tuple[Workload, tuple[float, float]]
+#: A finite run may serve a little more than the cluster's steady state.
+_SLACK = 0.9
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Fewest workers that could serve a load; co-located ones are ``n_decode``.
+
+    ``rate`` is the offered load, requests per second; ``impossible`` says why no number of workers
+    can serve it, and is empty otherwise.
+    """
+
+    n_prefill: int
+    n_decode: int
+    rate: float
+    impossible: str = ""
+
+
+def bounds(config: RunConfig, objective: Objective, load: Load | None = None) -> Bounds:
+    """Bound the workers that a load needs on the pools of a configuration.
+
+    - A prefill worker computes prompts of mean length, at best in steps filled up to the token
+      budget. With prefix caching of prompts that share blocks there is no bound.
+    - A decode worker generates at best ``batch / step`` tokens per second, over the batches whose
+      step is within the TPOT bound. A step activates at least the model's top-k experts (under
+      expert parallelism, at least their share per rank).
+    - A co-located worker does both, one after the other.
+    - Workers of engines that share experts have no bound: a step's time is that of all of them.
+    - A prompt whose prefill alone takes longer than the TTFT bound misses it on any cluster, and
+      any cluster rejects a request longer than ``max_model_len``.
+
+    Parameters
+    ----------
+    config
+        Pools, GPUs and load.
+    objective
+        Service level and attainment.
+    load
+        What `offered_load` returns, where the caller has it: all shapes of a cluster have the same.
+
+    Raises
+    ------
+    InputError
+        As :func:`~eldr_sim.simulator.run.prepare`, for example if the model does not fit.
+    """
+    prepared = prepare(config)
+    workload, window = load or offered_load(config, prepared.trace)
+    prefill, decode = prepared.spec.prefill, prepared.spec.decode
+    rate = offered_rate(config, workload)
+    level, gpu = objective.level, decode.step_time.gpu.name
+    cached = workload.prefix_block_tokens > 0 and config.enable_prefix_caching
+    n_decode = 0 if config.prefill_only else 1
+
+    lengths, outputs = workload.prompt_len.astype(np.int64), workload.output_len
+    if config.replays_log:  # what is replayed before and behind it may be of another kind
+        inside = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
+        lengths, outputs = lengths[inside], outputs[inside]
+    longest = prepared.spec.max_model_len
+    accepted = lengths + outputs <= longest
+    if accepted.mean() < objective.attainment:
+        share = f"{100 * (1.0 - accepted.mean()):.1f}% of the requests"
+        why = f"{share} are longer than {longest} tokens (max_model_len)"
+        return Bounds(1, n_decode, rate, why)
+    lengths = lengths[accepted]
+    n_prefill, prompts = 0 if config.colocated else 1, 0.0
+    if not cached and prefill.group is None:
+        mean = max(1, int(lengths.mean()))
+        n = max(1, min(prefill.max_num_batched_tokens // mean, prefill.max_num_seqs))
+        each_s = prefill.step_time.prompt_s(mean)
+        if n > 1:
+            each_s = prefill.step_time.prefill_s([mean] * n, [0] * n) / n
+        # Engines that gather experts, or stages, compute as many prompts at a time.
+        pool = prefill.parallelism
+        each_s /= pool.data_parallel_size * pool.pipeline_parallel_size
+        prompts = rate * each_s
+        n_prefill = 0 if config.colocated else _workers(prompts)
+        late = 0.0
+        if level.ttft is not None and pool.pipeline_parallel_size == 1:  # stages overlap chunks
+            late = _late(prefill.step_time, lengths, level.ttft / 1e3)
+        if 1.0 - late < objective.attainment:
+            return Bounds(
+                n_prefill,
+                n_decode,
+                rate,
+                f"the prefill alone of {100 * late:.1f}% of the prompts takes longer than the TTFT "
+                f"bound of {level.ttft:g} ms on {prefill.step_time.gpu.name}",
+            )
+    if config.prefill_only:
+        return Bounds(n_prefill, 0, rate)
+    if decode.group is not None:
+        return Bounds(n_prefill, 1, rate)
+    step_s = _fastest_steps(
+        decode.step_time,
+        config.pool("decode").parallelism.n_expert_ranks,
+        prepared.model.top_k,
+        float(lengths.mean()),
+    )
+    alone_ms = 1e3 * float(step_s[0])
+    if level.tpot is not None and alone_ms > level.tpot:
+        return Bounds(
+            n_prefill,
+            1,
+            rate,
+            f"a request alone takes {alone_ms:.1f} ms a token on {gpu}, "
+            f"more than the TPOT bound of {level.tpot:g} ms",
+        )
+    within = step_s <= (math.inf if level.tpot is None else level.tpot / 1e3)
+    batch = np.arange(1, len(step_s) + 1)
+    tokens_per_s = float((batch[within] / step_s[within]).max())
+    decodes = rate * float(outputs[accepted].mean()) / tokens_per_s
+    return Bounds(n_prefill, _workers(decodes + (prompts if config.colocated else 0.0)), rate)
+
+
+def offered_rate(config: RunConfig, workload: Workload) -> float:
+    """Return the mean rate of the measured requests, per second."""
+    part = workload.description.get("log_window")
+    if config.effective_rate is not None:
+        return config.effective_rate
+    if part is not None and part["rate"] is not None:
+        return float(part["rate"])
+    span = float(workload.arrival_s[-1] - workload.arrival_s[0])
+    return (len(workload) - 1) / max(span, 1e-9)
+
+
+def _workers(load: float) -> int:
+    return max(1, math.ceil(_SLACK * load))
+
+
+def _late(step_time: StepTimeModel, lengths: NDArray[np.int64], bound_s: float) -> float:
+    """Return the share of prompts whose prefill alone takes longer than a bound."""
+    values, counts = np.unique(lengths, return_counts=True)
+    late = _prompts_s(step_time, tuple(values.tolist())) > bound_s
+    return float(counts[late].sum() / counts.sum())
+
+
+@lru_cache(maxsize=16)
+def _prompts_s(step_time: StepTimeModel, lengths: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return the time of a prompt alone of each length, s."""
+    return np.array([step_time.prompt_s(n) for n in lengths])
+
+
+@lru_cache(maxsize=16)
+def _fastest_steps(
+    step_time: StepTimeModel, n_ranks: int, top_k: int, context: float
+) -> NDArray[np.float64]:
+    """Return a lower bound on the time of a decode step at batch 1, 2, ..., s."""
+    activated = [-(-top_k // n_ranks)] * step_time.n_moe_layers
+    batches = range(1, step_time.max_num_seqs + 1)
+    return np.array([step_time.decode_s(activated, n, context) for n in batches])

@@ -1,0 +1,314 @@
+"""Candidates of a plan: policies, GPUs, and workers of one or more GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Literal
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import NODE_GPUS
+from eldr_sim.planning.search.bounds import Bounds, bounds
+from eldr_sim.planning.search.prefill_strategy import chunk_label, prefill_label
+from eldr_sim.planning.search.search import SearchSpace
+from eldr_sim.planning.search.shapes import capacity, estimate, shapes
+from eldr_sim.planning.slo import Objective
+from eldr_sim.policies.choice import parse
+from eldr_sim.policies.registry import canonical
+from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.setup.config import Pool, RunConfig
+from eldr_sim.simulator.setup.prepare import routing_of
+
+#: Most GPUs of a cluster that is planned: a pool has no more workers.
+MOST_GPUS = 9999
+#: Highest price of a GPU-hour: sums of prices stay numbers.
+MOST_PRICE = 1e12
+#: Fields whose InputError says that a model does not fit workers of a size, once the GPU is known.
+SIZE_FIELDS = ("gpu", "tensor_parallel_size", "block_size", "num_redundant_experts")
+
+
+@dataclass(frozen=True)
+class ClusterTemplate:
+    """Clusters of equal workers under one policy; only the numbers of workers are open.
+
+    Attributes
+    ----------
+    config
+        The configuration, apart from its topology.
+    bounds
+        Lower bounds on the numbers of workers.
+    max_gpus
+        Most GPUs of the cluster.
+    estimate
+        Prefill and decode (or co-located) workers that it likely takes, see `shapes.estimate`.
+    capacity
+        Requests per second that a worker of either kind likely serves, see `shapes.capacity`.
+    """
+
+    config: RunConfig
+    bounds: Bounds
+    max_gpus: int
+    estimate: tuple[int, int] = (1, 1)
+    capacity: tuple[float, float] = (math.inf, math.inf)
+
+    @property
+    def worker_sizes(self) -> tuple[int, int]:
+        """GPUs of a prefill and of a decode worker."""
+        prefill, decode = (self.config.pool(role).parallelism for role in ("prefill", "decode"))
+        return prefill.n_gpus, decode.n_gpus
+
+    @property
+    def unit(self) -> int:
+        """GPUs that `max_workers` counts as one worker: those of the smaller kind, or a part."""
+        return math.gcd(*self.worker_sizes)
+
+    @property
+    def max_workers(self) -> int:
+        """Most workers; where sizes differ, a larger one counts as several."""
+        return self.max_gpus // self.unit
+
+    def at(self, x: int, y: int) -> RunConfig:
+        """Return the cluster of x prefill and y decode workers; y co-located ones if x is 0.
+
+        Without decode workers those of prefill stand alone.
+        """
+        if self.config.prefill_only:
+            return self.config.model_copy(update={"topology": f"{x}P"})
+        return self.config.model_copy(update={"topology": f"{x}P{y}D" if x else f"{y}C"})
+
+    def cost(self, x: int, y: int) -> float:
+        """Return the price per hour of x prefill and y decode workers, or their GPUs."""
+        pools = zip((x, y), ("prefill", "decode"), self.worker_sizes, strict=True)
+        prices = [(n * gpus, self.config.pool(role).price_per_gpu_hour) for n, role, gpus in pools]
+        if any(n and price is None for n, price in prices):
+            return sum(n for n, _ in prices)
+        return sum(n * (price or 0.0) for n, price in prices)
+
+    @property
+    def least_cost(self) -> float:
+        """The least that a cluster costs, by arithmetic."""
+        return self.cost(self.bounds.n_prefill, self.bounds.n_decode)
+
+    @property
+    def estimated_cost(self) -> float:
+        """What the estimate costs."""
+        return self.cost(*self.estimate)
+
+    def search_space(self, below: float) -> SearchSpace:
+        """Return the clusters that cost less than ``below``."""
+        return SearchSpace(
+            self.bounds.n_prefill,
+            self.bounds.n_decode,
+            self.max_workers,
+            _remembered(self.cost),
+            below,
+            *(gpus // self.unit for gpus in self.worker_sizes),
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy on a GPU (or a pair of GPUs), with every shape that can hold the model.
+
+    The shape that likely costs least comes first. ``reasons`` says why others cannot.
+    """
+
+    gpu: str
+    policy: str
+    templates: tuple[ClusterTemplate, ...]
+    reasons: tuple[str, ...]
+
+
+def _remembered(cost: Callable[[int, int], float]) -> Callable[[int, int], float]:
+    return lru_cache(maxsize=None)(cost)
+
+
+def cost(config: RunConfig) -> float:
+    """Return what a plan minimises: the price of a cluster per hour; without prices, its GPUs."""
+    return config.n_gpus if config.price_per_hour is None else config.price_per_hour
+
+
+def worker_gpus(config: RunConfig) -> int:
+    """Return the GPUs of a decode (or co-located, or only prefill) worker: all its engines'."""
+    return config.pool("prefill" if config.prefill_only else "decode").parallelism.n_gpus
+
+
+def shape_label(config: RunConfig) -> str:
+    """Return how many GPUs the workers of a cluster have, and whether prefill is apart.
+
+    Of prefill workers alone, how those share the model, and the tokens of a step.
+    """
+    if config.prefill_only:
+        return f"{prefill_label(config)}, {chunk_label(config)} tokens a step"
+    kinds = []
+    for role in ("prefill", "decode"):
+        if role == "prefill" and config.colocated:
+            continue
+        own = config.pool(role).parallelism
+        name = f"TP{own.tensor_parallel_size}"
+        name += " EP" if own.expert_parallel and own.n_gpus > 1 else ""
+        engines = own.data_parallel_size
+        kinds.append(name + (f" x {engines} engines" if engines > 1 else ""))
+    if config.colocated:
+        budget = config.max_num_batched_tokens
+        return f"xC {kinds[0]}" + (f", {budget} tokens a step" if budget else "")
+    return "xPyD " + " + ".join(dict.fromkeys(kinds))
+
+
+def policy_label(config: RunConfig) -> str:
+    """Return the policy, and what redundant experts its workers hold.
+
+    Of prefill workers alone, how they share the model.
+    """
+    if config.prefill_only:
+        return prefill_label(config)
+    n = config.num_redundant_experts
+    return f"{config.policy}, {n} redundant experts" if n else config.policy
+
+
+def gpu_label(config: RunConfig) -> str:
+    """Return the GPU of both pools, or both GPUs."""
+    prefill, decode = (load_gpu(config.pool(role).gpu or "").name for role in ("prefill", "decode"))
+    return decode if prefill == decode else f"{prefill} + {decode}"
+
+
+def clusters_to_plan(
+    config: RunConfig,
+    policies: Sequence[str],
+    gpus: Sequence[str],
+    prices: Mapping[str, float],
+    redundant_experts: Sequence[int] = (),
+) -> list[RunConfig]:
+    """Return a configuration for each policy, number of redundant experts and GPU, with prices.
+
+    Parameters
+    ----------
+    config
+        Fields that all share. A pool with a GPU of its own keeps it.
+    policies
+        Decode policies; that of the configuration if empty.
+    gpus
+        GPUs; that of the configuration if empty.
+    prices
+        Price of a GPU-hour by GPU; overrides the configuration's.
+    redundant_experts
+        Numbers of redundant experts; that of the configuration if empty.
+
+    Raises
+    ------
+    InputError
+        If a policy or GPU is unknown or listed twice, if only some GPUs have a price, or if the
+        configuration does not suit a plan.
+    """
+    for policy in policies or [config.policy]:
+        if "artifact" in parse(policy, "policy").given:
+            problem = f"{policy!r}: an artifact is fitted for one number of decode workers"
+            raise InputError("policy.artifact", problem, "none")
+    if policies and config.prefill_only:
+        raise InputError("policy", "prefill workers alone decode nothing", "--prefill-policy")
+    if config.max_concurrency is not None:
+        raise InputError("max_concurrency", "a plan is for an open load", "none")
+    policies = [canonical("decode", policy) for policy in policies]
+    by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
+    if len(by_gpu) < len(prices):
+        raise InputError("price", f"{', '.join(prices)} names one GPU twice")
+    chosen = [load_gpu(name).name for name in gpus or [config.gpu]]
+    several = list(map(str, redundant_experts))
+    for field, listed in (
+        ("policy", list(policies)), ("gpu", chosen), ("num_redundant_experts", several),
+    ):  # fmt: skip
+        if len(set(listed)) < len(listed):
+            raise InputError(field, f"{', '.join(listed)} names one twice")
+    if several and config.data_parallel_size == 1:
+        problem = "redundant experts are simulated where engines share them"
+        raise InputError("num_redundant_experts", problem, "--data-parallel-size 2 or more")
+    made: dict[tuple[str, str, int], RunConfig] = {}
+    for gpu in chosen:
+        for policy, redundant in product(
+            policies or [config.policy], redundant_experts or [config.num_redundant_experts]
+        ):
+            base = config.model_copy(
+                update={"gpu": gpu, "policy": policy, "num_redundant_experts": redundant}
+            )
+            pools: dict[str, Pool] = {}
+            for role in _roles(base):
+                pool = base.pool(role)
+                price = by_gpu.get(load_gpu(pool.gpu or "").name, pool.price_per_gpu_hour)
+                own: Pool = getattr(base, role)
+                pools[role] = own.model_copy(update={"price_per_gpu_hour": price})
+            base = base.model_copy(update=pools)
+            made.setdefault((gpu_label(base), policy, redundant), base)
+    _check_prices(made.values())
+    planned = {
+        load_gpu(base.pool(role).gpu or "").name for base in made.values() for role in _roles(base)
+    }
+    for name in by_gpu.keys() - planned:
+        raise InputError("price", f"{name} is no GPU of this plan", f"{', '.join(sorted(planned))}")
+    return list(made.values())
+
+
+def _roles(config: RunConfig) -> tuple[Literal["prefill", "decode"], ...]:
+    """Return the pools that have a price."""
+    return ("prefill",) if config.prefill_only else ("prefill", "decode")
+
+
+def _check_prices(configs: Iterable[RunConfig]) -> None:
+    prices = {
+        load_gpu(pool.gpu or "").name: pool.price_per_gpu_hour
+        for config in configs
+        for pool in map(config.pool, _roles(config))
+    }
+    free = [name for name, price in prices.items() if price is None]
+    if free and len(free) < len(prices):
+        raise InputError("price", f"none of {', '.join(free)}", "a price of every GPU, or of none")
+    for price in prices.values():
+        if price == 0:
+            raise InputError("price", "0", "a positive price")
+        within("price", price or 0.0, MOST_PRICE, " an hour")
+
+
+def make_candidate(
+    config: RunConfig, objective: Objective, max_gpus: int, sizes: Sequence[int]
+) -> Candidate:
+    """Return the shapes that can serve a configuration's model, the likely cheapest first.
+
+    Parameters
+    ----------
+    config
+        Policy, GPUs and load.
+    objective
+        Service level and attainment.
+    max_gpus
+        Most GPUs of a cluster.
+    sizes
+        GPUs per engine to try; if empty, powers of two up to a node.
+    """
+    templates: list[ClusterTemplate] = []
+    reasons: list[str] = []
+    load = offered_load(config, routing_of(config, load_model(config.model)))
+    for shape in shapes(config, sizes or [2**n for n in range(NODE_GPUS.bit_length())]):
+        label, least = shape_label(shape), shape.n_gpus
+        if least > max_gpus:
+            reasons.append(f"{label}: {least} GPUs are more than {max_gpus}")
+            continue
+        try:
+            found = bounds(shape, objective, load)
+            each = (math.inf, math.inf)
+            if not found.impossible:
+                each = capacity(shape, objective, load[0])
+        except InputError as error:
+            if error.field not in SIZE_FIELDS:
+                raise
+            reasons.append(f"{label}: {error.problem}")
+            continue
+        likely = estimate(each, found.rate, colocated=shape.colocated)
+        likely = max(likely[0], found.n_prefill), max(likely[1], found.n_decode)
+        templates.append(ClusterTemplate(shape, found, max_gpus, likely, each))
+    templates.sort(key=lambda t: (t.estimated_cost, t.worker_sizes, t.config.colocated))
+    return Candidate(gpu_label(config), policy_label(config), tuple(templates), tuple(reasons))

@@ -1,0 +1,426 @@
+"""Plans of workers that compute prompts and nothing else: strategy, token budget, chunks.
+
+Such a plan chooses how the GPUs of a worker share the model, how many tokens a step computes, and
+whether prompts are computed in chunks or, where a KV cache has no room, whole. The cheapest cluster
+for an objective is `plan.plan`'s, with the candidates made here; :func:`plan_fastest` asks for no
+objective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
+from eldr_sim.kernel_profiles.gpus import load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
+from eldr_sim.kernel_profiles.models import load_model
+from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend
+from eldr_sim.planning.intervals import Interval, t_interval
+from eldr_sim.planning.runs.points import with_seed
+from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
+from eldr_sim.planning.search.bounds import Bounds, Load, bounds
+from eldr_sim.planning.search.candidates import (
+    MOST_GPUS,
+    SIZE_FIELDS,
+    Candidate,
+    ClusterTemplate,
+    clusters_to_plan,
+    cost,
+    gpu_label,
+)
+from eldr_sim.planning.search.prefill_strategy import (
+    KIND_LABELS,
+    KINDS,
+    Kind,
+    PrefillStrategy,
+    chunk_label,
+    prefill_label,
+)
+from eldr_sim.planning.search.shapes import BUSY
+from eldr_sim.planning.slo import Objective
+from eldr_sim.simulator.outcome.headline import Headline, Shown, number
+from eldr_sim.simulator.run import offered_load
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config_groups import NO_PART
+from eldr_sim.simulator.setup.prepare import prepare, routing_of
+
+BACKENDS: tuple[Backend, ...] = ("nccl_alltoall", "deepep_ht", "allgather_reducescatter")
+BUDGETS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
+"""Token budgets to choose from."""
+WINDOW = 4
+"""MoE layers on a GPU beside the first where experts are offloaded."""
+#: Fewest and most prompts by which a worker's speed is estimated.
+_AT_ONCE = (32, 512)
+#: Strategies of one GPU: it holds all experts, or copies them from the host.
+_ALONE = ("tp", "async_ep")
+#: Fields that a plan chooses.
+_CHOSEN = (
+    "data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size",
+    "enable_expert_parallel", "num_redundant_experts",
+)  # fmt: skip
+
+
+def _fastest_backend(config: RunConfig, n_gpus: int, tokens: int) -> Backend:
+    """Return the backend that dispatches and combines a step's tokens fastest, routed evenly.
+
+    Where the configuration asks for another one than the default, that.
+    """
+    if config.all2all_backend != RunConfig.model_fields["all2all_backend"].default:
+        return config.all2all_backend
+    model, gpu = load_model(config.model), load_gpu(config.pool("prefill").gpu or "")
+
+    def seconds(backend: Backend) -> float:
+        routed = build_all_to_all(model, gpu, backend, n_gpus, gpus_per_node=config.gpus_per_node)
+        inside, between = (tokens * copies for copies in routed.uniform_copies(model))
+        return float(routed.dispatch_s(inside, between) + routed.combine_s(inside, between))
+
+    return min(BACKENDS, key=seconds)
+
+
+def _ways(
+    config: RunConfig, kind: Kind, n_gpus: int, budget: int
+) -> Iterator[tuple[PrefillStrategy, bool]]:
+    """Yield strategies of a kind, with prompts whole or not: the first that fits is taken."""
+    strategies = [PrefillStrategy(kind)]
+    if kind == "dp_ep":
+        strategies = [PrefillStrategy(kind, _fastest_backend(config, n_gpus, budget))]
+    elif kind == "async_ep":
+        windows = (config.offload_window,) if config.offload_window else (0, WINDOW)
+        strategies = [
+            PrefillStrategy(
+                kind, window=window, interference=config.gather_interference if n_gpus > 1 else 0.0,
+                gather=config.expert_gather or "one_sided",
+            )
+            for window in (windows if n_gpus > 1 else windows[-1:])
+        ]  # fmt: skip
+    for whole in (True,) if config.kv_cache_free else (False, True):
+        for strategy in strategies:
+            yield strategy, whole
+
+
+def check_prefill_only(config: RunConfig, objective: Objective | None) -> None:
+    """Raise InputError for what a plan of prefill workers alone chooses or cannot keep."""
+    for name in _CHOSEN:
+        if getattr(config, name) != RunConfig.model_fields[name].default:
+            problem = "a plan of prefill workers alone chooses the parallelism"
+            raise InputError(name, problem, "--strategy and --tensor-parallel-size (GPUs a worker)")
+    if objective is not None and objective.level.tpot is not None:
+        raise InputError("slo", "prompts alone have no time per output token", "ttft or e2el")
+
+
+def prefill_candidates(
+    config: RunConfig,
+    objective: Objective | None,
+    max_gpus: int,
+    sizes: Sequence[int] = (),
+    strategies: Sequence[str] = (),
+    *,
+    apart: bool = True,
+) -> list[Candidate]:
+    """Return a candidate for each strategy and worker size, with a template for each token budget.
+
+    Parameters
+    ----------
+    config
+        Load and GPU; its token budget, window, gather and backend are kept where it has them.
+    objective
+        Service level and attainment; None asks for no bounds.
+    max_gpus
+        Most GPUs of a cluster.
+    sizes
+        GPUs of a worker; if empty, powers of two up to a node.
+    strategies
+        Kinds of strategies; all of them if empty.
+    apart
+        Whether worker sizes are candidates of their own; else a strategy has one for all of them.
+
+    Returns
+    -------
+    list of Candidate
+        Without templates where no budget has memory; ``reasons`` says why.
+
+    Raises
+    ------
+    InputError
+        If the configuration does not suit a plan.
+    """
+    check_prefill_only(config, objective)
+    for name in strategies:
+        if name not in KINDS or list(strategies).count(name) > 1:
+            raise InputError("strategy", f"{name!r}", f"{', '.join(KINDS)}, each once")
+    within("max_gpus", max_gpus, MOST_GPUS)
+    config = config.model_copy(update={"topology": "1P"})
+    model = load_model(config.model)
+    load = offered_load(config, routing_of(config, model))
+    prompts = load[0].prompt_len
+    accepted = prompts[prompts <= (config.max_model_len or model.max_position_embeddings)]
+    longest = int(accepted.max(initial=1))
+    found = []
+    for kind in (kind for kind in KINDS if kind in strategies or not strategies):
+        sized = [
+            _candidate(config, objective, max_gpus, size, kind, longest, load)
+            for size in sizes or [2**n for n in range(NODE_GPUS.bit_length())]
+            if size <= max_gpus and (size > 1 or kind in _ALONE)
+        ]
+        found += sized if apart or not sized else [_of_all_sizes(kind, sized)]
+    if not found:
+        problem = (
+            f"no worker of {', '.join(strategies) or 'these GPUs'} has {max_gpus} GPUs at most"
+        )
+        raise InputError("max_gpus", problem, "2 or more, or the size of a worker")
+    return found
+
+
+def _of_all_sizes(kind: Kind, sized: Sequence[Candidate]) -> Candidate:
+    """Return candidates of one strategy as one."""
+    templates = [template for each in sized for template in each.templates]
+    reasons = [f"{each.policy}, {reason}" for each in sized for reason in each.reasons]
+    return Candidate(sized[0].gpu, KIND_LABELS[kind], tuple(templates), tuple(reasons))
+
+
+def by_speed(templates: Sequence[ClusterTemplate]) -> Search[list[ClusterTemplate]]:
+    """Estimate how many workers templates take, by runs; return the likely cheapest first.
+
+    One worker of each computes some steps of prompts that come at once. A cluster is taken to keep
+    up as long as its workers are busy for 85% of the time.
+    """
+    possible = [each for each in templates if not each.bounds.impossible]
+    config = templates[0].config
+    workload, _ = offered_load(config, routing_of(config, load_model(config.model)))
+    mean = float(workload.prompt_len.mean())
+    summaries = yield [_at_once(each.config, mean) for each in possible]
+    found = [each for each in templates if each.bounds.impossible]
+    for template, summary in zip(possible, summaries, strict=True):
+        speed = (summary["completed"] or 0) / (summary["makespan_s"] or math.inf)
+        workers = template.max_workers + 1
+        if speed > 0.0:
+            workers = math.ceil(template.bounds.rate / (BUSY * speed))
+        estimate = max(workers, template.bounds.n_prefill), 0
+        found.append(dataclasses.replace(template, estimate=estimate))
+    return sorted(found, key=lambda each: (each.estimated_cost, each.worker_sizes))
+
+
+def _at_once(config: RunConfig, mean_prompt: float) -> RunConfig:
+    """Return a run of prompts that fill two steps of a worker."""
+    tokens = (config.max_num_batched_tokens or 0) * config.data_parallel_size
+    n = min(max(math.ceil(2 * tokens / mean_prompt), _AT_ONCE[0]), _AT_ONCE[1])
+    return with_seed(
+        config.model_copy(
+            update=NO_PART | {"request_rate": math.inf, "num_requests": n, "warmup": 0.0}
+        ),
+        0,
+    )
+
+
+def _candidate(
+    config: RunConfig,
+    objective: Objective | None,
+    max_gpus: int,
+    size: int,
+    kind: Kind,
+    longest: int,
+    load: Load,
+) -> Candidate:
+    given = config.pool("prefill").max_num_batched_tokens
+    templates: list[ClusterTemplate] = []
+    refused: dict[str, list[int]] = {}
+    label = ""
+    for budget in (given,) if given else BUDGETS:
+        why = ""
+        for strategy, whole in _ways(config, kind, size, budget):
+            sized = config.model_copy(
+                update=strategy.fields(size)
+                | {"kv_cache_free": whole, "max_num_batched_tokens": budget}
+            )
+            label = label or prefill_label(sized)
+            problem = _refusal(sized, longest)
+            if not problem:
+                known = Bounds(1, 0, math.nan)
+                if objective is not None:
+                    known = bounds(sized, objective, load)
+                templates.append(ClusterTemplate(sized, known, max_gpus, (known.n_prefill, 0)))
+                break
+            why = why or problem
+        else:
+            refused.setdefault(why, []).append(budget)
+    reasons = tuple(
+        f"refused at {', '.join(map(str, budgets))} tokens a step: {problem}"
+        for problem, budgets in refused.items()
+    )
+    if templates:
+        label = prefill_label(templates[-1].config)
+    return Candidate(gpu_label(config), label, tuple(templates), reasons)
+
+
+def _refusal(config: RunConfig, longest: int) -> str:
+    """Return why a worker cannot be, or cannot compute the longest prompt; empty if it can."""
+    try:
+        engine = prepare(config).spec.prefill
+    except InputError as error:
+        if error.field not in (*SIZE_FIELDS, *_CHOSEN, "offload_window", "expert_gather"):
+            raise
+        return error.problem
+    room = engine.max_num_batched_tokens
+    if not config.kv_cache_free:
+        room = engine.n_blocks * config.block_size
+    what = "a step" if config.kv_cache_free else "the KV cache"
+    return "" if longest <= room else f"{what} of {room} tokens holds no prompt of {longest}"
+
+
+@dataclass(frozen=True)
+class FastestCluster:
+    """A candidate at its fastest token budget, on as many GPUs as there may be.
+
+    Attributes
+    ----------
+    gpu, strategy
+        The candidate.
+    config
+        Its cluster; None where no budget has memory.
+    rate, mfu
+        Prompt tokens a second (cached ones counted), mean over seeds with its 95% interval, and
+        the share of the GPUs' peak.
+    summary
+        Of the first seed.
+    reasons
+        Why budgets, or all of them, are refused.
+    """
+
+    gpu: str
+    strategy: str
+    config: RunConfig | None
+    rate: Interval | None
+    mfu: float | None
+    summary: Summary | None
+    reasons: tuple[str, ...]
+
+    @property
+    def cost_of_tokens(self) -> float:
+        """Price (or GPUs) for as many tokens a second; infinite where there is no cluster."""
+        if self.config is None or self.rate is None:
+            return math.inf
+        return cost(self.config) / self.rate.mean
+
+    @property
+    def price_of_tokens(self) -> float | None:
+        """Price of a million prompt tokens; None without prices."""
+        if self.config is None or self.config.price_per_hour is None:
+            return None
+        return 1e6 * self.cost_of_tokens / 3600
+
+
+@dataclass(frozen=True, repr=False)
+class FastestPlan(Shown):
+    """How fast each strategy computes prompts that come at once; ``clusters`` cheapest first."""
+
+    config: RunConfig
+    max_gpus: int
+    clusters: list[FastestCluster]
+    runs: Runs
+
+    @property
+    def best(self) -> FastestCluster | None:
+        """The cluster whose tokens cost least; None if none has memory."""
+        return self.clusters[0] if self.clusters and self.clusters[0].config else None
+
+    def headline(self) -> Headline:
+        """Return the fastest budget of each candidate."""
+        rows = []
+        for each in self.clusters:
+            cells = [each.reasons[0] if each.reasons else "", "", "", ""]
+            if each.config is not None and each.rate is not None:
+                cells = [each.config.topology, chunk_label(each.config)]
+                cells += [number(each.rate.mean), number(each.mfu)]
+            rows.append((each.strategy, each.gpu, *cells))
+        heads = ("strategy", "GPU", "cluster", "tokens a step", "prompt tokens/s", "MFU")
+        return Headline(f"Up to {self.max_gpus} GPUs, cheapest tokens first", heads, rows)
+
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write ``plan.json`` and ``points.parquet``; as `Plan.write`."""
+        from eldr_sim.planning.search.plan_files import fastest_record, write_plan
+
+        write_plan(Path(out), fastest_record(self), self.runs, force)
+
+
+def plan_fastest(
+    config: RunConfig,
+    *,
+    strategies: Sequence[str] = (),
+    gpus: Sequence[str] = (),
+    max_gpus: int = 8,
+    prices: Mapping[str, float] | None = None,
+    worker_gpus: Sequence[int] = (),
+    seeds: int = 3,
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> FastestPlan:
+    """Find how prefill workers alone compute prompts that come at once at the least cost.
+
+    Every strategy on every GPU and worker size is run with each token budget that has memory, on
+    as many workers as there are GPUs for, then its fastest budget under further seeds.
+
+    Parameters
+    ----------
+    config
+        The prompts (``num_requests`` of them) and the engines.
+    strategies, gpus, worker_gpus
+        Candidates: kinds of strategies (:data:`KINDS`; all if empty), GPUs (that of ``config``),
+        GPUs of a worker (powers of two up to a node).
+    max_gpus
+        GPUs there are.
+    prices
+        Price of a GPU-hour by GPU. Without prices tokens a second and GPU decide.
+    seeds
+        Runs of the fastest budget.
+    jobs, progress
+        As of :func:`~eldr_sim.planning.search.plan.plan`.
+
+    Raises
+    ------
+    InputError
+        If an argument is not valid, or the arguments contradict each other.
+    """
+    if config.num_requests is None:
+        raise InputError("num_requests", "none", "how many prompts come at once")
+    asked, config = config, config.model_copy(update={"topology": "1P", "request_rate": math.inf})
+    candidates = [
+        candidate
+        for each in clusters_to_plan(config, (), gpus, prices or {})
+        for candidate in prefill_candidates(each, None, max_gpus, worker_gpus, strategies)
+    ]
+    runs = Runs(jobs, progress)
+    found = runs.together([_fastest(each, seeds) for each in candidates])
+    found.sort(key=lambda each: each.cost_of_tokens)
+    return FastestPlan(asked, max_gpus, found, runs)
+
+
+def _fastest(candidate: Candidate, seeds: int) -> Search[FastestCluster]:
+    """Find the fastest budget of a candidate; of those that compute the most prompts."""
+    config, made = None, []
+    if candidate.templates:
+        tried = [template.at(template.max_workers, 0) for template in candidate.templates]
+        summaries = yield [with_seed(each, 0) for each in tried]
+        fewest = min(summary["failed"] for summary in summaries)
+        _, index = max(
+            (summary["prefill_throughput"] or 0.0, -i)
+            for i, summary in enumerate(summaries)
+            if summary["failed"] == fewest
+        )
+        config = tried[-index]
+        made = [*(yield [with_seed(config, seed) for seed in range(seeds)])]
+    known = [summary["prefill_throughput"] for summary in made if summary["completed"]]
+    if not known:
+        reasons = candidate.reasons or ("no prompt can be computed",)
+        return FastestCluster(candidate.gpu, candidate.policy, None, None, None, None, reasons)
+    assert config is not None
+    mfu = sum(summary["prefill_mfu"] for summary in made) / len(made)
+    return FastestCluster(
+        candidate.gpu, prefill_label(config), config, t_interval(known), mfu, made[0],
+        candidate.reasons,
+    )  # fmt: skip

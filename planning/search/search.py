@@ -1,0 +1,365 @@
+"""Searches: the cheapest xPyD, or the highest rate, that meets an objective, with few trials.
+
+Both assume that more workers or a lower rate never turn a pass into a miss. The cluster search
+reports the verdicts that contradict this.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from eldr_sim.planning.runs.shared_runs import Search, side_by_side
+from eldr_sim.planning.slo import Verdict
+
+#: Each step of `highest_rate` from its start is longer by this exponent.
+_FASTER = 1.5
+#: Judges a cluster of x prefill and y decode workers.
+Judge: TypeAlias = Callable[[int, int], Search[Verdict]]
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """Clusters that a search may choose from.
+
+    Attributes
+    ----------
+    x_min, y_min
+        Lower bounds on prefill and decode workers.
+    max_workers
+        Most workers of both kinds together, by their sizes.
+    cost
+        Cost of x prefill and y decode workers; grows with both.
+    below
+        Only clusters that cost less than this are considered.
+    x_size, y_size
+        What a worker of each kind counts in ``max_workers``.
+    """
+
+    x_min: int
+    y_min: int
+    max_workers: int
+    cost: Callable[[int, int], float]
+    below: float = math.inf
+    x_size: int = 1
+    y_size: int = 1
+
+    def has_room(self, x: int, y: int) -> bool:
+        """Whether x prefill and y decode workers are not too many."""
+        return x * self.x_size + y * self.y_size <= self.max_workers
+
+    def most_decode(self, x: int, below: float | None = None) -> int:
+        """Return the most decode workers that ``x`` prefill workers allow, or 0."""
+        limit = self.below if below is None else min(below, self.below)
+        most = max(0, (self.max_workers - x * self.x_size) // self.y_size)
+        return bisect_left(range(1, most + 1), limit, key=lambda y: self.cost(x, y))
+
+    def most_prefill(self, y: int) -> int:
+        """Return the most prefill workers that ``y`` decode workers allow, or 0."""
+        most = max(0, (self.max_workers - y * self.y_size) // self.x_size)
+        return bisect_left(range(1, most + 1), self.below, key=lambda x: self.cost(x, y))
+
+
+@dataclass
+class SearchState:
+    """State of a search: the best cluster and every verdict so far.
+
+    Attributes
+    ----------
+    best
+        Prefill and decode workers of the cheapest cluster that meets the objective, or None.
+    x_least, y_least
+        Fewest prefill workers that meet the objective with the most decode workers, and vice
+        versa; None if even the most do not, or the search did not ask.
+    verdicts
+        Verdict of every cluster judged, by (x, y).
+    """
+
+    best: tuple[int, int] | None = None
+    x_least: int | None = None
+    y_least: int | None = None
+    verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
+
+    def implied(self, x: int, y: int) -> bool | None:
+        """Return whether a cluster meets the objective, if the verdicts on others say so.
+
+        More workers never hurt; None where no verdict says, or two disagree.
+        """
+        good = any(
+            a <= x and b <= y and verdict is Verdict.MEETS
+            for (a, b), verdict in self.verdicts.items()
+        )
+        bad = any(
+            a >= x and b >= y and verdict is not Verdict.MEETS
+            for (a, b), verdict in self.verdicts.items()
+        )
+        return None if good == bad else good
+
+    def contradictions(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Return pairs of a cluster that meets the objective and a larger one that does not.
+
+        Each smaller cluster is paired with the nearest larger one only.
+        """
+        good = sorted(p for p, verdict in self.verdicts.items() if verdict is Verdict.MEETS)
+        bad = [p for p, verdict in self.verdicts.items() if verdict is Verdict.MISSES]
+        pairs = []
+        for p in good:
+            above = [q for q in bad if q[0] >= p[0] and q[1] >= p[1]]
+            if above:
+                pairs.append((p, min(above, key=lambda q: (sum(q), q))))
+        return pairs
+
+
+def smallest(
+    low: int, high: int, meets: Callable[[int], Search[bool]], start: int | None = None
+) -> Search[int | None]:
+    """Return the smallest n in [low, high] for which ``meets`` is true, or None.
+
+    ``meets`` must be monotone. The search goes up or down from ``start`` in doubling steps, then
+    bisects.
+    """
+    if low > high:
+        return None
+    n = min(max(low if start is None else start, low), high)
+    step = 1
+    if (yield from meets(n)):
+        good, bad = n, low - 1
+        while good > low:
+            n = max(low, good - step)
+            if not (yield from meets(n)):
+                bad = n
+                break
+            good, step = n, 2 * step
+    else:
+        bad = n
+        while True:
+            if bad == high:
+                return None
+            n = min(high, bad + step)
+            if (yield from meets(n)):
+                good = n
+                break
+            bad, step = n, 2 * step
+    while good - bad > 1:
+        middle = (good + bad) // 2
+        if (yield from meets(middle)):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def cheapest(
+    space: SearchSpace, judge: Judge, start: tuple[int, int] | None = None, *, around: bool = True
+) -> Search[SearchState]:
+    """Find the cheapest cluster that meets the objective.
+
+    1. A first cluster: from ``start``, if that meets the objective, with fewer workers of one kind
+       and then of the other. If it does not, the fewest decode workers with the most prefill
+       workers, and vice versa: no cluster with fewer meets the objective. From that corner along
+       the border to the first that does.
+    2. Clusters that are cheaper than the best so far, many by one trial: if that of as many prefill
+       workers as any of them has, and as many decode workers, misses, all of them do.
+    3. The neighbours of the best cluster. If it still meets the objective with one worker less,
+       verdicts are not monotone, and the search continues from there.
+
+    Until then, what a verdict on fewer or more workers implies is not judged again.
+
+    Parameters
+    ----------
+    space
+        Clusters to choose from.
+    judge
+        Judges a cluster of x prefill and y decode workers; deterministic.
+    start
+        Prefill and decode workers where the search begins.
+    around
+        Whether to look at the neighbours.
+    """
+    state = SearchState()
+
+    def judged(x: int, y: int) -> Search[bool]:
+        if (x, y) not in state.verdicts:
+            state.verdicts[x, y] = yield from judge(x, y)
+        return state.verdicts[x, y] is Verdict.MEETS
+
+    def meets(x: int, y: int) -> Search[bool]:
+        known = state.implied(x, y)
+        return (yield from judged(x, y)) if known is None else known
+
+    state.best = yield from _first(space, state, meets, start)
+    if state.best is None:
+        return state
+    while (better := (yield from _cheaper(space, state, meets))) is not None:
+        state.best = better
+    while around:
+        x, y = state.best
+        beside = []
+        for point in ((x - 1, y), (x, y - 1)):
+            if min(point) > 0 and (yield from judged(*point)):
+                beside.append(point)
+        if not beside:
+            for point in ((x + 1, y), (x, y + 1)):
+                if space.has_room(*point):
+                    yield from judged(*point)
+            break
+        state.best = min(beside, key=lambda point: space.cost(*point))
+    return state
+
+
+def _first(
+    space: SearchSpace,
+    state: SearchState,
+    meets: Callable[[int, int], Search[bool]],
+    start: tuple[int, int] | None,
+) -> Search[tuple[int, int] | None]:
+    """Return some cluster of the space that meets the objective, no larger than it must be."""
+    x_top, y_top = space.most_prefill(space.y_min), space.most_decode(space.x_min)
+    if x_top < space.x_min or y_top < space.y_min:
+        return None
+    x, y = start or (None, None)
+    if x is not None and y is not None:
+        x, y = max(x, space.x_min), max(y, space.y_min)
+        if y <= space.most_decode(x) and (yield from meets(x, y)):
+            fewer = yield from smallest(space.y_min, y, lambda n: meets(x, n), y)
+            y = y if fewer is None else fewer
+            fewer = yield from smallest(space.x_min, x, lambda n: meets(n, y), x)
+            return (x if fewer is None else fewer), y
+    state.y_least = yield from smallest(space.y_min, y_top, lambda n: meets(x_top, n), y)
+    if state.y_least is None:
+        return None
+    state.x_least = yield from smallest(space.x_min, x_top, lambda n: meets(n, y_top), x)
+    if state.x_least is None:
+        return None
+    for n in range(state.x_least, x_top + 1):
+        found = yield from smallest(state.y_least, space.most_decode(n), partial(meets, n))
+        if found is not None:
+            return n, found
+    return None
+
+
+def _cheaper(
+    space: SearchSpace, state: SearchState, meets: Callable[[int, int], Search[bool]]
+) -> Search[tuple[int, int] | None]:
+    """Return a cluster that is cheaper than the best and meets the objective; None if none is."""
+    assert state.best is not None
+    cost = space.cost(*state.best)
+    largest: dict[int, int] = {}  # prefill workers by decode workers: no cheaper one has more
+    for x in range(space.x_min, space.most_prefill(space.y_min) + 1):
+        y = space.most_decode(x, cost)
+        if y < space.y_min:
+            break
+        largest[y] = x
+    points = [(x, y) for y, x in largest.items()]  # x grows, y falls
+    left = [point for point in points if point[0] < state.best[0]]
+    todo = [points[len(left) :], left]
+    while todo:
+        known = [state.implied(*point) for point in todo[-1]]
+        part = [point for point, good in zip(todo.pop(), known, strict=True) if good is not False]
+        if not part:
+            continue
+        if (yield from meets(part[-1][0], part[0][1])):
+            if len(part) == 1:
+                return part[0]
+            half = len(part) // 2
+            todo += [part[half:], part[:half]]
+    return None
+
+
+def fewest(
+    space: SearchSpace, judge: Judge, start: int | None = None, *, prefill: bool = False
+) -> Search[SearchState]:
+    """Find the fewest workers of one kind that meet the objective; as `cheapest`.
+
+    They are co-located (x = 0), or compute prompts alone (``prefill``, y = 0).
+    """
+    state = SearchState(x_least=0)
+    least, most = (space.x_min, space.most_prefill) if prefill else (space.y_min, space.most_decode)
+
+    def meets(n: int) -> Search[bool]:
+        point = (n, 0) if prefill else (0, n)
+        if point not in state.verdicts:
+            state.verdicts[point] = yield from judge(*point)
+        return state.verdicts[point] is Verdict.MEETS
+
+    n = yield from smallest(least, most(0), meets, start)
+    while n is not None and n > 1 and (yield from meets(n - 1)):
+        n -= 1  # below the bound of the arithmetic, or not monotone
+    if n is not None:
+        state.best = (n, 0) if prefill else (0, n)
+    state.x_least, state.y_least = (n, 0) if prefill else (0, n)
+    return state
+
+
+class RateRange(NamedTuple):
+    """A rate that meets the objective, 0 where none is known, and one that does not."""
+
+    good: float
+    bad: float
+
+
+def highest_rate(
+    start: float,
+    low: float,
+    meets: Callable[[float], Search[bool]],
+    *,
+    factor: float = 2.0,
+    tolerance: float = 0.01,
+    high: float = math.inf,
+    at_once: int = 1,
+    beaten: Callable[[float], bool] = lambda rate: False,
+) -> Search[RateRange | None]:
+    """Find the highest rate that meets the objective, to within ``tolerance``.
+
+    Returns that rate and the next that does not (infinite at ``high``), or None.
+
+    Parameters
+    ----------
+    start
+        First rate, requests per second.
+    low, high
+        Range of rates; the result is None if ``low`` misses the objective, and ``high`` if that
+        meets it.
+    meets
+        Whether a rate meets the objective; must be monotone.
+    factor
+        Step until one rate meets the objective and the next misses it, the next ones longer; then
+        the rates between are narrowed down on a logarithmic scale.
+    tolerance
+        Largest relative distance between the rate returned and one that misses.
+    at_once
+        Rates that are asked about side by side.
+    beaten
+        Whether the search may stop with a wider range, as one that lies below a rate.
+    """
+
+    good, bad = 0.0, math.inf
+
+    def ask(rates: Iterable[float]) -> Search[None]:
+        nonlocal good, bad
+        rising = sorted(set(rates))
+        answers = yield from side_by_side([meets(rate) for rate in rising])
+        for rate, fine in zip(rising, answers, strict=True):
+            if not fine:
+                bad = rate
+                return
+            good = rate
+
+    rate = min(max(start, low), high)
+    yield from ask(min(high, rate * factor**i) for i in range(at_once))
+    while bad == math.inf and good < high:
+        rate, factor = good * factor, factor**_FASTER
+        yield from ask(min(high, rate * factor**i) for i in range(at_once))
+    while good == 0.0 and bad > low and not beaten(bad):
+        rate, factor = bad / factor, factor**_FASTER
+        yield from ask(max(low, rate / factor**i) for i in range(at_once))
+    if good == 0.0 and bad <= low:
+        return None
+    while good * (1.0 + tolerance) < bad < math.inf and not beaten(bad):
+        ratio = (bad / good) ** (1.0 / (at_once + 1))
+        yield from ask([good * ratio ** (i + 1) for i in range(at_once)])
+    return RateRange(good, bad)

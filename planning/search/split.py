@@ -1,0 +1,237 @@
+"""The best use of a number of GPUs: the shape and split that carry the highest rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
+from eldr_sim.planning.intervals import t_interval
+from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
+from eldr_sim.planning.search.candidates import (
+    MOST_GPUS,
+    Candidate,
+    ClusterTemplate,
+    clusters_to_plan,
+    gpu_label,
+    make_candidate,
+)
+from eldr_sim.planning.search.rates import (
+    FROM_ESTIMATE,
+    NEAR,
+    TOLERANCE,
+    CarriedRate,
+    RatePlan,
+    carried,
+    lowest_rate,
+)
+from eldr_sim.planning.search.savings import PAIRED_SEEDS
+from eldr_sim.planning.search.search import highest_rate
+from eldr_sim.planning.search.trial import attains
+from eldr_sim.planning.slo import Objective
+from eldr_sim.simulator.setup.config import RunConfig
+
+#: Splits that are simulated first, of each candidate, and those of them that all seeds decide.
+_TRIED, _COMPARED = 8, 2
+_RUNS_OF_RATE = 8
+
+
+def plan_split(
+    config: RunConfig,
+    objective: Objective,
+    n_gpus: int,
+    *,
+    policies: Sequence[str] = (),
+    gpus: Sequence[str] = (),
+    prices: Mapping[str, float] | None = None,
+    tensor_parallel_sizes: Sequence[int] = (),
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> RatePlan:
+    """Find the clusters of up to so many GPUs that carry the highest rates within an objective.
+
+    The estimate of `shapes.capacity` ranks every split of every shape. The first eight of each
+    candidate, and what lies beside the best of them, are simulated under one seed, those that two
+    others beat only until that is known; the best two under up to three.
+
+    Parameters
+    ----------
+    config
+        The workload and the engines; its rate and topology are ignored.
+    objective
+        Service level and attainment.
+    n_gpus
+        Most GPUs of the cluster.
+    policies, gpus, prices, tensor_parallel_sizes, jobs, progress
+        As `plan`.
+
+    Returns
+    -------
+    RatePlan
+        The best clusters of each candidate, highest rate first.
+
+    Raises
+    ------
+    InputError
+        If an argument is not valid, or no shape fits.
+    """
+    if n_gpus < 1:
+        raise InputError("gpus", str(n_gpus), "1 or more")
+    within("gpus", n_gpus, MOST_GPUS)
+    asked, config = config, config.model_copy(update={"goodput": objective.level})
+    low = lowest_rate(config)
+    config = config.model_copy(update={"request_rate": max(low, 1.0)})
+    configs = clusters_to_plan(config, policies, gpus, prices or {})
+    runs = Runs(jobs, progress)
+    with runs.starting(configs[0]):
+        candidates = [
+            make_candidate(each, objective, n_gpus, tensor_parallel_sizes) for each in configs
+        ]
+        if not any(candidate.templates for candidate in candidates):
+            raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
+        runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + _COMPARED * PAIRED_SEEDS)
+        found = runs.together([_best(each, objective, n_gpus, low) for each in candidates])
+    rates = [rate for each in found for rate in each]
+    rates.sort(key=lambda each: -(each.rate.mean if each.rate else 0.0))
+    return RatePlan(asked, objective, rates, [], runs)
+
+
+@dataclass
+class _Split:
+    """A cluster of all GPUs, and what is known of its highest rate under the first seed.
+
+    Attributes
+    ----------
+    template, x, y
+        Shape and workers.
+    likely
+        Highest rate by the estimate.
+    good, bad
+        The highest rate that meets the objective so far, and the lowest that does not.
+    """
+
+    template: ClusterTemplate
+    x: int
+    y: int
+    likely: float
+    good: float = 0.0
+    bad: float = math.inf
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What tells a split from others."""
+        return id(self.template), self.x, self.y
+
+    def at(self, rate: float) -> RunConfig:
+        """Return the cluster under a rate."""
+        config = self.template.at(self.x, self.y)
+        return config.model_copy(update={"request_rate": rate})
+
+
+def _best(
+    candidate: Candidate, objective: Objective, n_gpus: int, low: float
+) -> Search[list[CarriedRate]]:
+    """Find the best splits of a candidate."""
+    splits = [
+        _split(template, x, y)
+        for template in candidate.templates
+        if not template.bounds.impossible
+        for x, y in _full_splits(template, n_gpus)
+    ]
+    splits.sort(key=lambda split: -split.likely)
+    tried: list[_Split] = []
+    new, best = splits[:_TRIED], None
+    while new:
+        tried += new
+        yield from side_by_side([_race(split, tried, objective, low) for split in new])
+        tried.sort(key=lambda split: -split.good)
+        best, known = tried[0], {split.key for split in tried}
+        beside = [
+            _split(best.template, x, y, best.good)
+            for x, y in _full_splits(best.template, n_gpus)
+            if abs(x - best.x) == 1
+        ]
+        new = [split for split in beside if split.key not in known]
+    seeds = range(1, min(PAIRED_SEEDS, objective.seeds))
+    again = [
+        carried(split.at(split.good), seed, objective, low=low, factor=NEAR)
+        for split in _compared(tried)
+        for seed in seeds
+    ]
+    others = iter((yield from side_by_side(again)))
+    result = []
+    for split in tried:
+        by_seed: list[float | None] = [split.good or None]
+        if split in _compared(tried):
+            found = (next(others) for _ in seeds)
+            by_seed += [None if each is None else each.good for each in found]
+        result.append((yield from _carried_rate(split, by_seed, low)))
+    return result
+
+
+def _split(template: ClusterTemplate, x: int, y: int, likely: float | None = None) -> _Split:
+    """Return a split with the rate that the estimate says, or the one that is given."""
+    prefill, decode = template.capacity
+    estimate = min(x * prefill, y * decode) if x else y * decode
+    return _Split(template, x, y, estimate if likely is None else likely)
+
+
+def _compared(tried: Sequence[_Split]) -> list[_Split]:
+    """Return those of the splits, highest rate first, that all seeds decide."""
+    return [split for split in tried[:_COMPARED] if split.good]
+
+
+def _race(
+    split: _Split, against: Sequence[_Split], objective: Objective, low: float
+) -> Search[None]:
+    """Find the highest rate of a split, or that it is below those of the best others."""
+
+    def meets(rate: float) -> Search[bool]:
+        fine = yield from attains(split.at(rate), 0, objective)
+        if fine:
+            split.good = max(split.good, rate)
+        return fine
+
+    def beaten(rate: float) -> bool:
+        ahead = sum(other.good >= rate for other in against if other is not split)
+        return ahead >= _COMPARED
+
+    found = yield from highest_rate(
+        max(low, split.likely), low, meets, factor=FROM_ESTIMATE, tolerance=TOLERANCE,
+        beaten=beaten,
+    )  # fmt: skip
+    split.bad = low if found is None else found.bad
+
+
+def _carried_rate(
+    split: _Split, by_seed: Sequence[float | None], low: float
+) -> Search[CarriedRate]:
+    """Return what is known of a split."""
+    config = split.template.at(split.x, split.y)
+    values = [value for value in by_seed if value is not None]
+    if split.bad > max(low, split.good * (1.0 + TOLERANCE)) and split.bad < math.inf:
+        reason = f"{split.good:.3g} to {split.bad:.3g}, less than the best"
+        return CarriedRate(config, gpu_label(config), (), None, None, reason, is_beaten=True)
+    if len(values) < len(by_seed):
+        reason = f"{low:.3g} req/s is too much"
+        return CarriedRate(config, gpu_label(config), tuple(by_seed), None, None, reason)
+    summary = (yield [split.at(values[0])])[0]
+    interval = t_interval(values)
+    return CarriedRate(config, gpu_label(config), tuple(by_seed), interval, summary)
+
+
+def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]]:
+    """Return the clusters of a shape that leave no room for a decode worker more."""
+    of_prefill, of_decode = template.worker_sizes
+    if template.config.colocated:
+        return [(0, n_gpus // of_decode)]
+    splits: list[tuple[int, int]] = []
+    for x in count(1):
+        y = (n_gpus - x * of_prefill) // of_decode
+        if y < 1:
+            return splits
+        splits.append((x, y))
+    return splits

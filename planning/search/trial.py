@@ -1,0 +1,83 @@
+"""Trials of clusters: seeds until the attainment is decided."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from eldr_sim.planning.intervals import Interval, mean_known
+from eldr_sim.planning.runs.points import with_seed
+from eldr_sim.planning.runs.shared_runs import Search, Summary
+from eldr_sim.planning.slo import Objective, Verdict
+from eldr_sim.simulator.setup.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Verdict on one cluster under one load, with its runs.
+
+    Attributes
+    ----------
+    config
+        The cluster, with the first seed.
+    verdict
+        Whether it meets the objective.
+    attainment
+        Share of good requests with its interval at the last look.
+    summaries
+        Summary of each seed's run; of the first alone if that was hopeless.
+    hopeless
+        Whether the first seed decided the verdict.
+    """
+
+    config: RunConfig
+    verdict: Verdict
+    attainment: Interval
+    summaries: tuple[Summary, ...]
+    hopeless: bool
+
+    def mean(self, key: str) -> float | None:
+        """Return the mean of a metric over the seeds, see `mean_known`."""
+        return mean_known([summary[key] for summary in self.summaries])
+
+    def attained(self, metric: str) -> float:
+        """Return the mean attainment of one bound alone."""
+        shares = [summary["slo_attainment_by_metric"][metric] for summary in self.summaries]
+        return math.fsum(shares) / len(shares)
+
+
+def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
+    """Judge a cluster.
+
+    First one seed: a cluster that attains at most half of the target is dropped. Then more, the
+    same seeds for every cluster, until the confidence interval lies on one side of the target or
+    no further seeds could bring it above: such a cluster stays undecided.
+
+    Parameters
+    ----------
+    config
+        The cluster and its load; ``goodput`` must be the objective's level.
+    objective
+        Service level and attainment.
+    """
+    first = (yield [config])[0]
+    if first["slo_attainment"] <= objective.hopeless:
+        share = float(first["slo_attainment"])
+        alone = Interval(share, math.nan, math.nan)
+        return Trial(config, Verdict.MISSES, alone, (first,), hopeless=True)
+    summaries: list[Summary] = [first]
+    verdict, attainment = Verdict.UNDECIDED, Interval(math.nan, math.nan, math.nan)
+    for seeds in objective.looks:
+        summaries += yield [with_seed(config, i) for i in range(len(summaries), seeds)]
+        shares = [summary["slo_attainment"] for summary in summaries]
+        attainment = objective.interval(shares, sum(each["num_prompts"] for each in summaries))
+        verdict = objective.verdict(attainment)
+        if verdict is not Verdict.UNDECIDED or objective.is_out_of_reach(shares):
+            break
+    return Trial(config, verdict, attainment, tuple(summaries), hopeless=False)
+
+
+def attains(config: RunConfig, seed: int, objective: Objective) -> Search[bool]:
+    """Return whether one seed attains the target."""
+    summary = (yield [with_seed(config, seed)])[0]
+    return bool(summary["slo_attainment"] >= objective.attainment)

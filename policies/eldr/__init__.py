@@ -1,0 +1,1 @@
+"""ELDR's router: signatures, the offline fit and the locality band."""

@@ -1,0 +1,349 @@
+"""K-means on the unit sphere (ELDR Sec. 4.3.1): Hungarian-balanced (Malinen and Franti 2014), and
+vanilla, whose clusters may be of any size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from eldr_sim.errors import InputError
+from eldr_sim.jit import njit
+from eldr_sim.policies.eldr.signature import METHODS, Floats, Ints, Method, unit_rows
+
+RESTARTS = 8
+"""Independent seedings; the clustering of the smallest total distance is kept."""
+
+ROUNDS = 100
+"""Bound on the assign-and-update rounds of one restart; they stop as soon as nothing improves."""
+
+_GRID = float(1 << 32)
+"""Dot products are rounded to its inverse, so that sums over a cluster are exact in any order."""
+
+Assign = Callable[[Floats], Ints]
+"""Gives each point its cluster, from their distances ``[n, K]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Clustering:
+    """Points assigned to clusters.
+
+    Attributes
+    ----------
+    centroids
+        Shape [K, d]: unit centroids, ordered by the first point that each holds (those that hold
+        none last).
+    labels
+        Shape [n]: cluster of each point.
+    cost
+        Total cosine distance between the points and their centroids.
+    """
+
+    centroids: Floats
+    labels: Ints
+    cost: float
+
+
+def kmeans(
+    points: Floats,
+    n_clusters: int,
+    rng: np.random.Generator,
+    method: Method = "balanced",
+    restarts: int = RESTARTS,
+    rounds: int = ROUNDS,
+) -> Clustering:
+    """Cluster unit vectors, minimising their total cosine distance from their centroids.
+
+    Rounds of assignment (:func:`assign_balanced` or :func:`assign_nearest`) and centroid update
+    (the members' sum scaled to unit length) go on until the total distance no longer falls.
+    Seeding is k-means++: a point is drawn with a probability in proportion to its cosine distance
+    from the nearest seed, which on the unit sphere is half the squared Euclidean distance. Both
+    methods draw the same seeds from the same ``rng``.
+
+    Parameters
+    ----------
+    points
+        Shape [n, d]: rows of `policies.eldr.signature.unit_rows`. A row of zeros may
+        fall to any cluster and moves no centroid.
+    n_clusters
+        K, from 1 to n.
+    rng
+        Draws the seeds.
+    method
+        ``balanced``: no cluster holds more than ceil(n / K) points. ``vanilla``: every point is
+        with its nearest centroid; a cluster that loses all its points keeps its centroid.
+    restarts
+        Independent seedings, at least 1.
+    rounds
+        Most rounds of each.
+
+    Raises
+    ------
+    InputError
+        If K is not in 1..n, if all points are zero, or if there is no such method.
+    """
+    n = len(points)
+    if method not in METHODS:
+        raise InputError("clustering", f"unknown method {method!r}", ", ".join(METHODS))
+    if not 1 <= n_clusters <= n:
+        raise InputError("clusters", f"{n_clusters} clusters of {n} points", f"1 to {n}")
+    if not points.any():
+        raise InputError("signatures", "all are zero: no expert distinguishes the requests")
+    assign = _balanced if method == "balanced" else _nearest
+    between = points @ points.T
+    seeds = [_seeds(between, n_clusters, rng) for _ in range(restarts)]
+    between = rounded(between)
+
+    def run(chosen: list[int]) -> tuple[Floats, Floats, float]:
+        member = np.zeros((n, n_clusters))
+        member[chosen, np.arange(n_clusters)] = 1.0
+        return _lloyd(between, member, between[:, chosen], assign, rounds)
+
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
+        runs = list(threads.map(run, seeds))
+    member, _, _ = min(runs, key=lambda run: run[2])
+    centroids = unit_rows(member.T @ points)
+    return _ordered(Clustering(centroids, *_priced(points, centroids, assign)))
+
+
+def refit(
+    points: Floats,
+    rows: Ints,
+    between: Floats,
+    similar: Floats,
+    centroids: Floats,
+    method: Method,
+    rounds: int,
+) -> tuple[Floats, Floats]:
+    """Move centroids to other points: rounds as in `kmeans`, from where they are.
+
+    A new centroid takes the place of the one before that it is like: all of them at the least total
+    cosine distance.
+
+    Parameters
+    ----------
+    points, rows
+        Shapes [N, d] and [n]: unit rows, and those of them that are clustered.
+    between
+        Shape [N, N]: dot products of all rows, `rounded`.
+    similar
+        Shape [n, K]: dot products of those that are clustered with the centroids.
+    centroids
+        Shape [K, d]: where they are. One without points stays there.
+    method, rounds
+        As for `kmeans`.
+
+    Returns
+    -------
+    centroids, similar
+        The centroids moved, and the dot products of the same points with them but for rounding.
+    """
+    assign = _balanced if method == "balanced" else _nearest
+    member = np.zeros(similar.shape)
+    member, similar, _ = _lloyd(between[np.ix_(rows, rows)], member, similar, assign, rounds)
+    moved = unit_rows(_sums(points, rows, member))
+    alone = ~moved.any(axis=1)
+    moved[alone] = centroids[alone]
+    alike = np.einsum("kd,jd->kj", moved, centroids)
+    place = _balanced(_distance(alike))
+    order = np.argsort(place)
+    return moved[order], similar[:, order]
+
+
+def rounded(products: Floats) -> Floats:
+    """Return dot products in whole numbers of 2^-32."""
+    return np.rint(products * _GRID) / _GRID
+
+
+def assign_balanced(points: Floats, centroids: Floats) -> tuple[Ints, float]:
+    """Assign points to centroids at the least total cosine distance, at most ceil(n / K) to each.
+
+    The optimum that the Hungarian method finds with ceil(n / K) places a centroid, as a flow of
+    least cost between the K clusters: every point starts at its nearest centroid, and one point too
+    many after the other leaves along the shortest path to a cluster with room. A step of a path is
+    the cheapest move of a point from one cluster to another.
+
+    Returns
+    -------
+    labels, cost
+        Shape [n]: the centroid of each point; and the total distance.
+    """
+    return _priced(points, centroids, _balanced)
+
+
+def assign_nearest(points: Floats, centroids: Floats) -> tuple[Ints, float]:
+    """Assign every point to its nearest centroid, the first of them on a tie.
+
+    No assignment to the same centroids costs less. Returns what :func:`assign_balanced` does.
+    """
+    return _priced(points, centroids, _nearest)
+
+
+def _priced(points: Floats, centroids: Floats, assign: Assign) -> tuple[Ints, float]:
+    distance = _distance(points @ centroids.T)
+    labels = assign(distance)
+    return labels, _cost(distance, labels)
+
+
+def _distance(similar: Floats) -> Floats:
+    """Cosine distances in whole numbers of 1e-9: their sums and comparisons are exact."""
+    return np.rint((1.0 - similar) * 1e9)
+
+
+def _cost(distance: Floats, labels: Ints) -> float:
+    return float(distance[np.arange(len(labels)), labels].sum()) / 1e9
+
+
+def _nearest(distance: Floats) -> Ints:
+    return np.asarray(np.argmin(distance, axis=1), dtype=np.int64)
+
+
+def _balanced(distance: Floats) -> Ints:
+    n, k = distance.shape
+    capacity = -(-n // k)
+    labels = _nearest(distance)
+    size = np.bincount(labels, minlength=k)
+    too_many = int(np.maximum(size - capacity, 0).sum())
+    if too_many:
+        move, mover = np.empty((k, k)), np.empty((k, k), np.int64)
+        path, state = np.empty(k), np.ones((2, k), np.int64)
+        _relieve(distance, labels, size, capacity, too_many, move, mover, path, state)
+    return labels
+
+
+@njit(nogil=True)
+def _relieve(
+    distance: Floats,
+    labels: Ints,
+    size: Ints,
+    capacity: int,
+    too_many: int,
+    move: Floats,
+    mover: Ints,
+    path: Floats,
+    state: Ints,
+) -> None:
+    """Move points out of clusters beyond their capacity, at the least cost.
+
+    Successive shortest paths (Ahuja, Magnanti and Orlin 1993, Network Flows, 9.7), which keep the
+    assignment the best one for its cluster sizes: no circle of moves saves anything. ``move`` is
+    what the cheapest move from a cluster to another costs, ``mover`` the point that makes it,
+    ``state`` which clusters have changed, and each cluster's predecessor on its path.
+    """
+    n, k = distance.shape
+    changed, before = state
+    for _ in range(too_many):
+        for a in range(k):
+            for b in range(k):
+                if changed[a]:
+                    move[a, b] = np.inf
+        for p in range(n):
+            a = labels[p]
+            if changed[a]:
+                for b in range(k):
+                    cost = distance[p, b] - distance[p, a]
+                    if cost < move[a, b] and a != b:
+                        move[a, b], mover[a, b] = cost, p
+        for a in range(k):
+            path[a] = 0.0 if size[a] > capacity else np.inf
+            before[a] = -1
+            changed[a] = 0
+        shorter = True
+        while shorter:  # Bellman and Ford
+            shorter = False
+            for a in range(k):
+                for b in range(k):
+                    if path[a] + move[a, b] < path[b]:
+                        path[b], before[b] = path[a] + move[a, b], a
+                        shorter = True
+        end = -1
+        for a in range(k):
+            if size[a] < capacity and (end < 0 or path[a] < path[end]):
+                end = a
+        size[end] += 1
+        changed[end] = 1
+        while before[end] >= 0:
+            labels[mover[before[end], end]] = end
+            end = before[end]
+            changed[end] = 1
+        size[end] -= 1
+
+
+def _seeds(between: Floats, k: int, rng: np.random.Generator) -> list[int]:
+    """Draw k points, whose dot products are ``between [n, n]``."""
+    usable = between.diagonal() > 0
+    nearest = np.where(usable, 2.0, 0.0)  # the distance of opposite vectors: none is larger
+    chosen: list[int] = []
+    for _ in range(k):
+        weight = np.cumsum(nearest if nearest.any() else usable.astype(np.float64))
+        draw = int(np.searchsorted(weight, rng.random() * weight[-1], side="right"))
+        chosen.append(draw)
+        distance = np.round(1.0 - between[draw], 9)
+        nearest = np.where(usable, np.clip(distance, 0.0, nearest), 0.0)
+    return chosen
+
+
+def _lloyd(
+    between: Floats, member: Floats, similar: Floats, assign: Assign, rounds: int
+) -> tuple[Floats, Floats, float]:
+    """Return whose sum each centroid is, ``[n, K]`` of 0 and 1.
+
+    And the points' dot products with them, ``[n, K]``, and the total distance from them. Begins
+    with the centroids that have the products ``similar``; ``member`` is returned for those that no
+    point ever joins. Sums of points are never made: their dot products are sums of ``between``.
+    """
+    k = member.shape[1]
+    distance = _distance(similar)
+    labels = assign(distance)
+    cost = _cost(distance, labels)
+    for _ in range(rounds):
+        moved = (labels[:, None] == np.arange(k)).astype(np.float64)
+        sums = _summed(between, labels, k)
+        square = np.einsum("nk,nk->k", moved, sums)
+        stays = square <= 0  # a cluster without any point, or only zeros
+        moved, sums = np.where(stays, member, moved), np.where(stays, similar, sums)
+        moved_similar = sums / np.where(stays, 1.0, np.sqrt(np.abs(square)))
+        distance = _distance(moved_similar)
+        labels = assign(distance)
+        new_cost = _cost(distance, labels)
+        if new_cost >= cost:
+            break
+        member, similar, cost = moved, moved_similar, new_cost
+    return member, similar, cost
+
+
+@njit(nogil=True)
+def _sums(points: Floats, rows: Ints, member: Floats) -> Floats:
+    """Return the sums of each cluster's points, ``[K, d]``."""
+    n, k = member.shape
+    sums = np.zeros((k, points.shape[1]))
+    for i in range(n):
+        for cluster in range(k):
+            if member[i, cluster]:
+                sums[cluster] += points[rows[i]]
+    return sums
+
+
+@njit(nogil=True)
+def _summed(between: Floats, labels: Ints, k: int) -> Floats:
+    """Return the sums of columns by label, ``[n, K]``; exact, so in any order."""
+    n = len(labels)
+    sums = np.zeros((n, k))
+    for i in range(n):
+        for j in range(n):
+            sums[i, labels[j]] += between[i, j]
+    return sums
+
+
+def _ordered(run: Clustering) -> Clustering:
+    """Number the clusters by their first point, so that equal partitions read the same."""
+    n, k = len(run.labels), len(run.centroids)
+    first = np.full(k, n)
+    np.minimum.at(first, run.labels, np.arange(n))
+    order = np.argsort(first, kind="stable")
+    rank = np.empty(k, dtype=np.int64)
+    rank[order] = np.arange(k)
+    return Clustering(run.centroids[order], rank[run.labels], run.cost)

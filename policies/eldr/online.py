@@ -1,0 +1,126 @@
+"""Centroids that follow what is served: the online refit of ELDR's authors (casys-kaist/ELDR).
+
+Every so often the signatures routed in the last seconds are clustered, from where the centroids
+are, and each new centroid goes to the worker whose centroid it is most like.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.policies.eldr.clustering import refit, rounded
+from eldr_sim.policies.eldr.signature import Floats, Method
+
+#: Signatures that are remembered beyond the window, because they may come again.
+_REMEMBERED = 2048
+
+
+class OnlineCentroids:
+    """Centroids, refitted to the signatures of a window that ends at the refit.
+
+    The first refit comes one window after the first signature, the others at equal distances from
+    it; where several would be due at once, the last is made. A refit needs as many signatures as
+    centroids.
+
+    Parameters
+    ----------
+    centroids
+        Shape [K, d]: where they begin.
+    every_s, window_s
+        Time between refits, and what they look back on, s.
+    method, rounds
+        As for :func:`~eldr_sim.policies.eldr.clustering.kmeans`.
+    """
+
+    def __init__(
+        self, centroids: Floats, every_s: float, window_s: float, method: Method, rounds: int
+    ) -> None:
+        self.centroids = centroids
+        self._every_s, self._window_s = every_s, window_s
+        self._method: Method = method
+        self._rounds = rounds
+        self._due_s = np.inf
+        # When, the row of the signature, and its products with the centroids of now.
+        self._recent: deque[tuple[float, int, Floats]] = deque()
+        # Dot products of all rows are kept: signatures stay in the window for several refits, and
+        # those of a trace come again.
+        self._points = np.zeros((0, centroids.shape[1]))
+        self._between = np.zeros((0, 0))
+        self._n = self._n_between = 0
+        self._row_of: dict[int, int] = {}
+
+    def signature(self, number: int | None, make: Callable[[], Floats]) -> tuple[int, Floats]:
+        """Return the row and the unit vector of a signature; ``make`` gives an unknown one.
+
+        ``number`` names its content (`RequestInfo.signature_id`), if anything does. The row is good
+        until the next call.
+        """
+        row = None if number is None else self._row_of.get(number)
+        if row is None:
+            if self._n == len(self._points):
+                self._make_room()
+            row = self._n
+            self._points[row] = make()
+            self._n += 1
+            if number is not None:
+                self._row_of[number] = row
+        return row, self._points[row]
+
+    def note(self, row: int, similar: Floats, now_s: float) -> None:
+        """Take note that the signature of a row is routed now, so ``similar [K]`` to them all."""
+        if self._due_s == np.inf:
+            self._due_s = now_s + self._window_s
+        self._recent.append((now_s, row, similar))
+
+    def advance(self, now_s: float) -> None:
+        """Refit if it is time."""
+        if now_s < self._due_s:
+            return
+        at_s = self._due_s + (now_s - self._due_s) // self._every_s * self._every_s
+        self._due_s = at_s + self._every_s
+        while self._recent and self._recent[0][0] <= at_s - self._window_s:
+            self._recent.popleft()
+        if len(self._recent) < len(self.centroids):
+            return
+        self._complete()
+        times, rows, similar = zip(*self._recent, strict=True)
+        self.centroids, moved = refit(
+            self._points,
+            np.array(rows, np.int64),
+            self._between,
+            np.stack(similar),
+            self.centroids,
+            self._method,
+            self._rounds,
+        )
+        self._recent = deque(zip(times, rows, moved, strict=True))
+
+    def _complete(self) -> None:
+        """Multiply the rows that are new with all."""
+        done, n = self._n_between, self._n
+        new = rounded(self._points[done:n] @ self._points[:n].T)
+        self._between[done:n, :n] = new
+        self._between[:n, done:n] = new.T
+        self._n_between = n
+
+    def _make_room(self) -> None:
+        """Keep only the rows in the window if there are many others, and double the room if not."""
+        kept: NDArray[np.int64] = np.arange(self._n)
+        if self._n >= _REMEMBERED:
+            kept = np.unique(np.array([row for _, row, _ in self._recent], np.int64))
+        room = max(256, 2 * len(kept))
+        done = kept[kept < self._n_between]
+        points, between = np.zeros((room, self._points.shape[1])), np.zeros((room, room))
+        points[: len(kept)] = self._points[kept]
+        between[: len(done), : len(done)] = self._between[np.ix_(done, done)]
+        new_row = dict(zip(kept.tolist(), range(len(kept)), strict=True))
+        self._recent = deque((when, new_row[row], similar) for when, row, similar in self._recent)
+        self._row_of = {
+            number: new_row[row] for number, row in self._row_of.items() if row in new_row
+        }
+        self._points, self._between = points, between
+        self._n, self._n_between = len(kept), len(done)

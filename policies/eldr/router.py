@@ -1,0 +1,232 @@
+"""ELDR: expert-locality-aware decode routing by the locality band (Sec. 4.3.2).
+
+The defaults are what its authors measured (casys-kaist/ELDR, published cells of October 2026). The
+paper's text knows no online refit: ``eldr:refit_s=0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.choice import SignatureParameters
+from eldr_sim.policies.eldr.artifact import RoutingArtifact
+from eldr_sim.policies.eldr.online import OnlineCentroids
+from eldr_sim.policies.eldr.signature import (
+    FitOptions,
+    Floats,
+    LayerMask,
+    Method,
+    Transform,
+    parse_layer_mask,
+    score_of,
+)
+from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
+from eldr_sim.traces.routing.gate_scores import PromptScore
+
+
+def _layer_mask(value: Any) -> Any:
+    try:
+        return None if value is None else parse_layer_mask(value)
+    except InputError as error:
+        allowed = {"them": error.allowed}
+        raise PydanticCustomError("layer_mask", "allowed are {them}", allowed) from None
+
+
+class EldrParameters(SignatureParameters):
+    """Parameters of ELDR's router."""
+
+    tau: float = Field(default=0.1, ge=0, le=1)
+    """Width of the locality band in cosine similarity; the default is the paper's."""
+    artifact: str | None = None
+    """Routing artifact of ``eldr-sim fit``, a file; fitted on the fly when not given."""
+    signature: Transform | None = None
+    """What a signature holds of a prompt's experts; ``count-idf``, or what the artifact was fitted
+    with, when not given."""
+    layer_mask: Annotated[LayerMask | None, BeforeValidator(_layer_mask)] = None
+    """Layers of the signature: ``greedy`` (chosen by rho), ``all``, or numbers such as ``0,3,5``;
+    ``greedy``, or the artifact's, when not given."""
+    clustering: Method | None = None
+    """How calibration signatures make one centroid a decode worker: Hungarian-balanced K-means or
+    ``vanilla``; ``balanced``, or the artifact's, when not given."""
+    seedings: int | None = Field(default=None, ge=1, le=1000)
+    """Starts of the fit's clustering, of which the best is kept; 1, or the artifact's."""
+    rounds: int | None = Field(default=None, ge=1, le=10_000)
+    """Most rounds of a clustering, the fit's or a refit's; 50, or the artifact's."""
+    mask_pairs: int | None = Field(default=None, ge=3, le=10_000_000)
+    """Pairs of calibration requests, drawn with replacement, that the greedy layers are chosen on;
+    30,000, or the artifact's."""
+    refit_s: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """How often the centroids are refitted to what is served, s; 0 never, as in the paper's
+    text."""
+    window_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
+    """What a refit looks back on, s; the first comes when so much time has passed."""
+    min_band: Literal[1, 2] = 1
+    """Workers that the band holds at least: 1, or 2, the most similar two where it would hold one
+    (an older version of the authors' rule; not with a tau of 0)."""
+    ties: Literal["lowest", "similar"] = "lowest"
+    """Who gets a request of the least loaded in the band: the lowest index, or the most similar.
+    The paper leaves it open."""
+    unit: Literal["group", "engine"] = "group"
+    """What has a centroid: engines that share experts, together, or each engine by itself, so that
+    the tokens of each are alike."""
+
+
+class EldrPolicy:
+    """The least loaded worker among those whose centroid is nearly the most similar.
+
+    Workers that share experts (`PolicyContext.group_size`) share a centroid too, unless each
+    ``engine`` is to have its own: their steps read one union. The band then holds groups, and the
+    least loaded worker of them all is chosen.
+
+    With ``s_k`` the cosine similarity between the request's signature and the centroid of worker
+    ``k``, and ``s*`` the highest of them, the band holds the workers with ``s_k >= s* - tau``. The
+    one with the fewest in-flight requests is chosen, the first of them (``ties``); engines of a
+    group that has the band to itself take turns. Centroids follow the requests that are served
+    (``refit_s``, see `online`), so the policy is asked about each; without refits it works from
+    shortlists.
+
+    Under ``gate-logit`` similarities may be negative, and a tau of 1 need not reach every worker.
+
+    A request without a signature, or whose signature is zero (none of its experts tells requests
+    apart), says nothing of locality and joins the shortest queue of all workers.
+    """
+
+    name = "eldr"
+    decision: ClassVar[str] = "decode"
+    reads_signature: ClassVar[bool] = True
+    Parameters: ClassVar[type[EldrParameters]] = EldrParameters
+
+    def __init__(self, context: PolicyContext, parameters: EldrParameters | None = None) -> None:
+        self.parameters = parameters or EldrParameters()
+        if self.parameters.unit == "engine":
+            context = replace(context, group_size=1)
+        artifact = _artifact(self.parameters, context)
+        if artifact.n_decoders != context.n_groups:
+            problem = f"made for {artifact.n_decoders} decode workers, not {context.n_groups}"
+            raise InputError("artifact", problem, "a fit at this number of workers")
+        self.artifact = artifact
+        own = self.parameters
+        self._online: OnlineCentroids | None = None
+        if own.refit_s:
+            self._online = OnlineCentroids(
+                artifact.centroids, own.refit_s, own.window_s, artifact.clustering, artifact.rounds
+            )
+        self.shortlist_by: ShortlistBy | None = None if own.refit_s else "signature"
+        self._tau = own.tau
+        self._members = context.members
+        self._groups = [Shortlist(context.members([group])) for group in range(context.n_groups)]
+        everyone = Shortlist(range(context.n_workers))
+        self._everyone = everyone if context.n_groups > 1 else self._groups[0]
+        self._shortlists: dict[int | None, Shortlist] = {}
+
+    @property
+    def signature_score(self) -> PromptScore:
+        """What the policy takes as a request's signature: ``count``, ``prob`` or ``logit``."""
+        return score_of(self.artifact.transform)
+
+    def similarities(self, signatures: NDArray[Any]) -> Floats:
+        """Return the cosine similarity, shape [n, K], of signatures to each centroid of the fit.
+
+        Parameters
+        ----------
+        signatures
+            Shape [n, L, E]: prefill counts or summed gate scores, as ``signature_score`` says; the
+            artifact's transform and layer mask are applied here.
+        """
+        return _similarities(self.artifact.signatures(signatures), self.artifact.centroids)
+
+    def bands(self, signatures: NDArray[Any]) -> list[list[int]]:
+        """Return the workers in the locality band of each signature, the most similar one first.
+
+        Empty where a signature says nothing of locality. Equal similarities keep the order of the
+        workers. ``signatures`` as for `similarities`. Of workers in groups, the groups.
+        """
+        return [self._band(row) for row in self.similarities(signatures).tolist()]
+
+    def _band(self, similar: list[float]) -> list[int]:
+        """Return the band of one signature, from its similarities."""
+        if not any(similar):
+            return []
+        order = sorted(range(len(similar)), key=lambda k: -similar[k])
+        edge = similar[order[0]] - self._tau
+        size = sum(one >= edge for one in similar)
+        return order[: max(size, self.parameters.min_band if self._tau > 0 else 1)]
+
+    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
+        """Return the workers of each request's locality band, or all where there is none.
+
+        Remembered for every ``signature_id`` while the policy lives.
+        """
+        asked = [r for r in requests if self._shortlists.get(r.signature_id) is None]
+        signatures = [r.signature for r in asked if r.signature is not None]
+        bands = iter(self.bands(np.stack(signatures)) if signatures else [])
+        new: dict[int, Shortlist] = {}
+        for request in asked:
+            band = [] if request.signature is None else next(bands)
+            found = self._shortlist(band)
+            new[request.request_id] = found
+            if request.signature_id is not None:
+                self._shortlists[request.signature_id] = found
+        return [new.get(r.request_id) or self._shortlists[r.signature_id] for r in requests]
+
+    def _shortlist(self, band: list[int]) -> Shortlist:
+        if not band:
+            return self._everyone
+        if len(band) == 1:
+            return self._groups[band[0]]
+        if self.parameters.ties == "lowest":
+            band = sorted(band)
+        return Shortlist(self._members(band), in_turn=False)
+
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the least loaded worker of the locality band."""
+        if self._online is None:
+            return self.shortlists([request])[0].pick(workers)
+        band: list[int] = []
+        online, counts = self._online, request.signature
+        online.advance(workers.now_s)
+        if counts is not None:
+            row, unit = online.signature(
+                request.signature_id, lambda: self.artifact.signatures(counts[None])[0]
+            )
+            (similar,) = _similarities(unit[None], online.centroids)
+            band = self._band(similar.tolist())
+            if band:
+                online.note(row, similar, workers.now_s)
+        return self._shortlist(band).pick(workers)
+
+
+def _similarities(units: Floats, centroids: Floats) -> Floats:
+    # Not `@`, whose threads cost more than so small a product. Rounded unit vectors may exceed
+    # length 1 by 1e-7; tau = 1 must still mean every worker.
+    return np.asarray(np.minimum(np.einsum("nd,kd->nk", units, centroids), 1.0))
+
+
+def _artifact(parameters: EldrParameters, context: PolicyContext) -> RoutingArtifact:
+    """Return the artifact that the parameters name, that the context holds, or a new fit."""
+    given = {
+        "transform": parameters.signature,
+        "layer_mask": parameters.layer_mask,
+        "clustering": parameters.clustering,
+        **{name: getattr(parameters, name) for name in ("seedings", "rounds", "mask_pairs")},
+    }
+    found = context.artifact
+    if parameters.artifact is not None:
+        found = RoutingArtifact.load(Path(parameters.artifact))
+    if found is None:
+        raise InputError(EldrPolicy.name, "this policy needs a routing artifact and none was given")
+    if isinstance(found, RoutingArtifact):
+        found.check_made_with(**given)
+        return found
+    options = FitOptions(**{name: value for name, value in given.items() if value is not None})
+    return found(options, context.n_groups)

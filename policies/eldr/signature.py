@@ -1,0 +1,415 @@
+"""Expert signature: what a request's prefill says of the experts that its decode will use.
+
+Construction (ELDR Sec. 4.2.2): count, reweight by inverse document frequency, keep the informative
+layers, scale to unit length. Other transforms of the prefill (Sec. 4.2.3, Fig. 7) may take the
+place of the reweighted counts, and any set of layers that of the selected ones. Quality (Eq. 1):
+Spearman's rho between the cosine distances of signatures and those of decode-time activation
+patterns, over pairs of calibration requests.
+
+Unit vectors here are rounded to multiples of 2^-24. Products of two entries are then multiples of
+2^-48, and a dot product of two unit vectors is exact in float64 in whatever order it is summed, so
+that the fit and every routing decision are the same bits on any machine and any BLAS.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.routing.gate_scores import PromptScore
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+Transform = Literal["count-idf", "count", "sqrt", "binary", "gate-prob", "gate-logit"]
+"""What a signature holds of an expert at a layer (ELDR Fig. 7). Of the prompt tokens that chose
+it: their number times its IDF (ELDR's own choice), their number, its square root, or whether
+there is any; of all prompt tokens: the sum of the gate's softmax probabilities, or of its raw
+scores."""
+
+TRANSFORMS: tuple[Transform, ...] = get_args(Transform)
+"""All transforms, ELDR's own first."""
+
+Method = Literal["balanced", "vanilla"]
+"""How calibration requests are clustered."""
+
+METHODS: tuple[Method, ...] = get_args(Method)
+"""All methods, ELDR's own first."""
+
+LayerMask = Literal["greedy", "all"] | tuple[int, ...]
+"""The layers of a signature: ELDR's greedy selection, all, or these numbers in ascending order."""
+
+
+class FitOptions(NamedTuple):
+    """How ELDR's router is fitted; the defaults are its authors' (casys-kaist/ELDR)."""
+
+    transform: Transform = "count-idf"
+    """What a signature holds of each expert."""
+    layer_mask: LayerMask = "greedy"
+    """Which layers it keeps."""
+    clustering: Method = "balanced"
+    """How calibration signatures are clustered."""
+    seedings: int = 1
+    """Starts of the clustering, of which the best is kept."""
+    rounds: int = 50
+    """Most rounds of the clustering from one start."""
+    mask_pairs: int = 30_000
+    """Pairs of calibration requests that rho is measured on, see `sample_pairs`."""
+
+
+_GRID = float(1 << 24)
+_WORK_GRID = float(1 << 22)  # squares of up to 2^19 entries still sum exactly in int64
+
+
+def unit_rows(rows: NDArray[Any]) -> Floats:
+    """Scale each row to Euclidean length 1, rounded to multiples of 2^-24.
+
+    Parameters
+    ----------
+    rows
+        Shape [n, d] with d < 2^19, finite.
+
+    Returns
+    -------
+    ndarray of float64, shape [n, d]
+        Unit rows; a row of zeros stays zero.
+    """
+    peak = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
+    whole = np.rint(rows / np.where(peak > 0, peak, 1.0) * _WORK_GRID)
+    integers = whole.astype(np.int64)
+    squares = np.einsum("nd,nd->n", integers, integers).astype(np.float64)
+    length = np.sqrt(np.where(squares > 0, squares, 1.0))[:, None]
+    return np.asarray(np.rint(whole / length * _GRID) / _GRID)
+
+
+def idf_weights(counts: NDArray[Any]) -> Floats:
+    """Inverse document frequency of every expert over the calibration requests.
+
+    ``w(l, e) = log((|C| + 1) / (df(l, e) + 1))`` where ``df`` counts the requests in which expert
+    ``e`` fires at least once at layer ``l`` (ELDR Sec. 4.2.2, step 2). Rounded to 1e-9, for
+    logarithms differ in the last bit between machines.
+
+    Parameters
+    ----------
+    counts
+        Shape [n, L, E]: prompt tokens of each request that chose the expert.
+
+    Returns
+    -------
+    ndarray of float64, shape [L, E]
+        Zero for an expert that fires in every request, ``log(n + 1)`` for one that never does.
+    """
+    df = np.count_nonzero(counts, axis=0)
+    return np.asarray(np.round(np.log((counts.shape[0] + 1) / (df + 1)), 9))
+
+
+def score_of(transform: Transform) -> PromptScore:
+    """Return which prompt score a transform starts from: ``count``, ``prob`` or ``logit``.
+
+    Raises
+    ------
+    InputError
+        For an unknown transform.
+    """
+    if transform not in TRANSFORMS:
+        raise InputError("signature", f"unknown transform {transform!r}", ", ".join(TRANSFORMS))
+    return cast("PromptScore", transform[5:] if transform.startswith("gate-") else "count")
+
+
+def transformed(scores: NDArray[Any], transform: Transform, idf: Floats) -> Floats:
+    """Apply a transform to the prompt scores of requests, cell by cell.
+
+    Parameters
+    ----------
+    scores
+        Shape [n, L, E]: prefill counts, or the summed gate scores that :func:`score_of` names.
+    transform
+        One of :data:`TRANSFORMS`.
+    idf
+        Shape [L, E]: weights of :func:`idf_weights`; only ``count-idf`` reads them.
+    """
+    if transform == "count-idf":
+        return np.asarray(scores * idf)
+    if transform == "sqrt":
+        return np.asarray(np.sqrt(scores, dtype=np.float64))
+    if transform == "binary":
+        return np.asarray(scores > 0, dtype=np.float64)
+    return np.asarray(scores, dtype=np.float64)
+
+
+def signatures(
+    scores: NDArray[Any], idf: Floats, layers: Ints, transform: Transform = "count-idf"
+) -> Floats:
+    """Turn prompt scores into signatures (ELDR Eq. 2).
+
+    Parameters
+    ----------
+    scores
+        Shape [n, L, E]: see :func:`transformed`.
+    idf
+        Shape [L, E]: weights of :func:`idf_weights`.
+    layers
+        The layers to keep, in the order in which they are stacked.
+    transform
+        One of :data:`TRANSFORMS`.
+
+    Returns
+    -------
+    ndarray of float64, shape [n, len(layers) * E]
+        Unit rows; zero where a request fires no expert of positive weight on ``layers``.
+    """
+    kept = transformed(scores[:, layers], transform, idf[layers])
+    return unit_rows(kept.reshape(len(scores), -1))
+
+
+def parse_layer_mask(value: object) -> LayerMask:
+    """Read a layer mask: ``greedy``, ``all``, or layer numbers (a list, a number, or ``0,3,5``).
+
+    Raises
+    ------
+    InputError
+        If it is none of these, or names a layer twice.
+    """
+    if value in ("greedy", "all"):
+        return cast("LayerMask", value)
+    items = value.split(",") if isinstance(value, str) else value
+    items = [items] if isinstance(items, int) else items
+    allowed = "greedy, all, or layer numbers such as 0,3,5, each once"
+    if not isinstance(items, list | tuple) or not items:
+        raise InputError("layer_mask", f"{value!r}", allowed)
+    texts = [str(item).strip() for item in items]
+    if not all(text.isascii() and text.isdigit() for text in texts):
+        raise InputError("layer_mask", f"{value!r}", allowed)
+    layers = tuple(sorted(map(int, texts)))
+    if len(set(layers)) < len(layers):
+        raise InputError("layer_mask", f"{value!r} names a layer twice", allowed)
+    return layers
+
+
+def sample_pairs(n: int, n_pairs: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """Draw pairs ``i > j`` of ``n`` items with replacement; those of an item with itself go.
+
+    Returns all ``n (n - 1) / 2`` pairs, each once, where there are at most ``n_pairs``.
+    """
+    if n * (n - 1) // 2 <= n_pairs:
+        i, j = np.tril_indices(n, -1)
+        return i.astype(np.int64), j.astype(np.int64)
+    drawn = rng.integers(n, size=(n_pairs, 2))
+    drawn = drawn[drawn[:, 0] != drawn[:, 1]]
+    return drawn.max(axis=1), drawn.min(axis=1)
+
+
+def centred_ranks(values: NDArray[Any]) -> Floats:
+    """Twice the ranks of ``values`` about their mean; tied values share their average rank.
+
+    Whole numbers, so that sums of their products are exact.
+    """
+    order = np.argsort(values)
+    ordered = values[order]
+    ranks = np.empty(len(values))
+    ranks[order] = _shared_ranks(ordered[1:] != ordered[:-1])
+    return ranks
+
+
+def _sorted_ranks(values: Ints) -> tuple[Ints, Floats]:
+    """Return the order that sorts whole numbers below 2^31, and their `centred_ranks` in it.
+
+    Numbers and their positions are sorted as one, which is faster than an argsort.
+    """
+    n, bits = len(values), len(values).bit_length()
+    ordered = np.sort((values << bits) | np.arange(n))
+    values = ordered >> bits
+    return ordered & ((1 << bits) - 1), _shared_ranks(values[1:] != values[:-1])
+
+
+def _shared_ranks(rises: NDArray[np.bool_]) -> Floats:
+    """Return the centred ranks of sorted values, from where they rise from one to the next."""
+    n = len(rises) + 1
+    first = np.flatnonzero(np.concatenate(([True], rises)))
+    last = np.append(first[1:], n) - 1
+    # Ranks first + 1 .. last + 1 average to (first + last) / 2 + 1; the mean of all is (n + 1) / 2.
+    return np.repeat(first + last + 1 - n, last - first + 1).astype(np.float64)
+
+
+def spearman(a: NDArray[Any], b: NDArray[Any]) -> float:
+    """Spearman's rank correlation, ties by average rank; 0 where either side is constant."""
+    x, y = centred_ranks(a), centred_ranks(b)
+    return _scaled(_summed(x, y), _summed(x, x), _summed(y, y))
+
+
+def _summed(a: Floats, b: Floats) -> float:
+    # Not BLAS: sums of whole numbers are exact in any order, and its threads wait for each other.
+    return float(np.einsum("p,p->", a, b))
+
+
+def _scaled(ab: float, aa: float, bb: float) -> float:
+    return ab / float(np.sqrt(aa * bb)) if aa * bb > 0 else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeOverlap:
+    """What signatures must predict: pairs of calibration requests, ranked by decode overlap.
+
+    Attributes
+    ----------
+    i, j
+        Shape [n_pairs]: the requests of each pair.
+    ranks
+        Shape [n_pairs]: :func:`centred_ranks` of the cosine distances of their decode patterns.
+    """
+
+    i: Ints
+    j: Ints
+    ranks: Floats
+
+
+def decode_overlap(
+    decode_activation: NDArray[Any],
+    rng: np.random.Generator,
+    n_pairs: int = FitOptions().mask_pairs,
+) -> DecodeOverlap:
+    """Rank pairs of requests by the distance of their decode patterns (ELDR Sec. 4.2.1).
+
+    Parameters
+    ----------
+    decode_activation
+        Shape [n, L, E]: share of a request's decode steps in which the expert was chosen.
+    rng
+        Draws the pairs.
+    n_pairs
+        Pairs to draw, see `sample_pairs`.
+
+    Raises
+    ------
+    InputError
+        With fewer than 3 requests: no ranking of pairs exists.
+    """
+    n, n_layers, _ = decode_activation.shape
+    if n < 3:
+        raise InputError("calibration", f"{n} requests", "3 or more, to rank their pairs")
+    i, j = sample_pairs(n, n_pairs, rng)
+    patterns = unit_rows(decode_activation.reshape(n, -1).astype(np.float64))
+    overlap = np.zeros(len(i))
+    for layer in np.split(patterns, n_layers, axis=1):
+        overlap += _products(layer, i, j)
+    return DecodeOverlap(i, j, centred_ranks(-overlap))
+
+
+def _products(rows: Floats, i: Ints, j: Ints) -> Floats:
+    """Dot products of pairs of rows, parts of unit vectors: exact, so in whatever way is faster."""
+    rows = np.ascontiguousarray(rows)
+    if len(rows) ** 2 <= 64 * len(i):
+        return np.asarray((rows @ rows.T)[i, j])
+    return np.asarray(np.einsum("pe,pe->p", rows[i], rows[j]))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSelection:
+    """The layers of a signature and the quality that they add one by one.
+
+    Attributes
+    ----------
+    order
+        Shape [L]: all layers. The greedy selection has them in the order in which they were
+        appended; for a given mask they ascend, those of the mask first.
+    rho
+        Shape [L]: ``rho[i]`` is the signature quality with the first ``i + 1`` layers of ``order``.
+    n_kept
+        Layers kept. The greedy selection keeps N*, the number at which rho peaks; the smallest
+        one on a tie.
+    n_pairs
+        Pairs of calibration requests that rho was measured on.
+    """
+
+    order: Ints
+    rho: Floats
+    n_kept: int
+    n_pairs: int
+
+    @property
+    def layers(self) -> Ints:
+        """The layers that are kept, in ascending order."""
+        return np.sort(self.order[: self.n_kept])
+
+
+def select_layers(
+    features: Floats, overlap: DecodeOverlap, mask: LayerMask = "greedy"
+) -> LayerSelection:
+    """Choose the layers of a signature and measure its quality rho (ELDR Eq. 1).
+
+    The greedy rule appends, over and over, the layer whose inclusion most increases rho (Sec.
+    4.2.2, step 3). Dot products and squared lengths of features are sums over layers: they are
+    taken once for each pair and layer, and each of the L (L + 1) / 2 candidate masks costs one
+    ranking.
+
+    Parameters
+    ----------
+    features
+        Shape [n, L, E]: prompt scores under a transform, of :func:`transformed`.
+    overlap
+        The ranking to predict, of :func:`decode_overlap`.
+    mask
+        ``greedy``, ``all``, or the layers to keep.
+
+    Raises
+    ------
+    InputError
+        If the mask names a layer that is not there.
+    """
+    n, n_layers, n_experts = features.shape
+    i, j = overlap.i, overlap.j
+    unit = unit_rows(features.reshape(n, -1)).reshape(n, n_layers, n_experts)
+    squares = np.einsum("nle,nle->ln", unit, unit)
+    dots = np.empty((n_layers, len(i)))
+    for layer in range(n_layers):
+        dots[layer] = _products(unit[:, layer], i, j)
+
+    dot, square = np.zeros(len(i)), np.zeros(n)
+    spread = _summed(overlap.ranks, overlap.ranks)
+
+    def rho_with(layer: int) -> float:
+        cosine = _cosine(dot + dots[layer], square + squares[layer], i, j)
+        order, ranks = _sorted_ranks(-cosine)
+        return _scaled(_summed(ranks, overlap.ranks[order]), _summed(ranks, ranks), spread)
+
+    given = None if mask == "greedy" else _order(mask, n_layers)
+    left = list(range(n_layers))
+    order: list[int] = []
+    curve: list[float] = []
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
+        while left:
+            candidates = left if given is None else [given[len(order)]]
+            rho = list(threads.map(rho_with, candidates))
+            best = candidates[int(np.argmax(rho))]
+            left.remove(best)
+            order.append(best)
+            curve.append(max(rho))
+            dot += dots[best]
+            square += squares[best]
+    if mask == "greedy":
+        n_kept = int(np.argmax(curve)) + 1
+    else:
+        n_kept = n_layers if mask == "all" else len(mask)
+    return LayerSelection(np.array(order, dtype=np.int64), np.array(curve), n_kept, len(i))
+
+
+def _order(mask: Literal["all"] | tuple[int, ...], n_layers: int) -> list[int]:
+    """All layers in ascending order, those of the mask first."""
+    kept = set(range(n_layers) if mask == "all" else mask)
+    beyond = sorted(kept - set(range(n_layers)))
+    if beyond or not kept:
+        problem = f"no layer {beyond[0]}" if beyond else "no layer is named"
+        raise InputError("layer_mask", problem, f"greedy, all, or numbers from 0 to {n_layers - 1}")
+    return sorted(range(n_layers), key=lambda layer: (layer not in kept, layer))
+
+
+def _cosine(dot: Floats, square: Floats, i: Ints, j: Ints) -> Ints:
+    """Cosine of the pairs in whole numbers of 1e-9; 0 where either side is a row of zeros."""
+    scale = square[i] * square[j]
+    return np.rint(dot / np.sqrt(np.where(scale > 0, scale, 1.0)) * 1e9).astype(np.int64)

@@ -1,0 +1,1 @@
+"""Where experts live: placements on the GPUs of a group."""

@@ -1,0 +1,180 @@
+"""DeepSeek's expert-parallel load balancer (EPLB): copies of loaded experts, spread evenly.
+
+Written from the description in the README of ``github.com/deepseek-ai/EPLB`` (commit d52c72d):
+
+- Where the nodes divide the groups of experts that the gate chooses from, its *hierarchical* policy
+  spreads whole groups over the nodes, so that a token's experts lie on few nodes, and the other two
+  steps take place within each node. Elsewhere, as on one node, its *global* policy takes all ranks
+  as one node.
+- Each redundant expert copies the expert whose instances have the largest load, taken as an even
+  share of the expert's.
+- Spreading is longest processing time first with equal counts (`greedy_placement`): the most loaded
+  item goes to the least loaded node or rank that has room.
+
+The README leaves ties open. Here originals come before copies, then the lower expert, node or rank;
+this gives the README's example to the letter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.choice import Parameters
+from eldr_sim.policies.eldr.signature import Floats, Ints
+from eldr_sim.policies.placement.base import (
+    ExpertGroup,
+    LinearPlacement,
+    Placement,
+    cluster_activation,
+    greedy_placement,
+)
+from eldr_sim.traces.routing.calibration import CalibrationSet
+
+
+class EplbParameters(Parameters):
+    """Parameters of `EplbPlacement`."""
+
+    load: Literal["decode", "prompt", "cluster", "none"] = "decode"
+    """Which tokens of the calibration requests make an expert's load: output tokens (each request
+    counts the same), prompt tokens, or the output tokens of the requests of the workers' own ELDR
+    cluster; with ``none`` experts lie linearly until ``eplb_interval``, as vLLM starts."""
+
+
+class EplbPlacement:
+    """DeepSeek's load balancer: loaded experts on several GPUs, an even load on each."""
+
+    name = "eplb"
+    decision: ClassVar[str] = "placement"
+    Parameters: ClassVar[type[EplbParameters]] = EplbParameters
+
+    def __init__(self, context: PolicyContext, parameters: EplbParameters | None = None) -> None:
+        own = parameters or EplbParameters()
+        self._linear = LinearPlacement(context) if own.load == "none" else None
+        self._by_cluster = own.load == "cluster"
+        self._load: NDArray[np.floating[Any]]
+        if own.load == "cluster":
+            self._load = cluster_activation(context, "'eplb:load=cluster'")
+        elif own.load != "none":
+            self._load = calibration_load(context.require_calibration(self.name), own.load)
+
+    def place(self, group: ExpertGroup) -> Placement:
+        """Return the placement of a group; raises InputError as `balance`."""
+        if self._linear is not None:
+            return self._linear.place(group)
+        load = self._load[group.number] if self._by_cluster else self._load
+        if load.shape != (group.n_layers, group.n_experts):
+            layers, experts = load.shape
+            raise InputError(
+                "expert_placement",
+                f"'eplb' knows the load of {layers} layers of {experts} experts, and is to place "
+                f"{group.n_layers} layers of {group.n_experts}",
+            )
+        return balance(load, group)
+
+    def update(
+        self, group: ExpertGroup, load: NDArray[np.int64], current: Placement
+    ) -> Placement | None:
+        """Return the placement for what the group's tokens chose; see `RelocatingPolicy`."""
+        return balance(load, group)
+
+
+def balance(load: NDArray[Any], group: ExpertGroup) -> Placement:
+    """Return EPLB's placement for the load of every expert.
+
+    Parameters
+    ----------
+    load
+        Shape [n_layers, n_experts]: tokens that choose the expert, in any unit, finite and not
+        negative.
+    group
+        What to place; its engines do not matter.
+
+    Returns
+    -------
+    Slots in the order of ranks, on each rank in the order of falling load per instance.
+
+    Raises
+    ------
+    InputError
+        The ranks cannot hold equally many instances, the nodes equally many ranks, the groups
+        equally many experts, or a load is negative or not finite.
+    """
+    load, per_rank = np.asarray(load, np.float64), group.slots_per_rank
+    n_layers, n_experts = load.shape
+    _check_shares("n_nodes", group.n_nodes, group.n_ranks, "ranks")
+    _check_shares("n_expert_groups", group.n_expert_groups, n_experts, "experts")
+    n_nodes = group.n_nodes if group.n_expert_groups % group.n_nodes == 0 else 1
+    of_node = _experts_of_nodes(load, group.n_expert_groups, n_nodes)
+    # From here on each node of each layer is a row.
+    rows = np.take_along_axis(load, of_node, axis=1).reshape(n_layers * n_nodes, -1)
+    instance, count = replicate(rows, group.n_redundant // n_nodes)
+    each = np.take_along_axis(rows / count, instance, axis=1)
+    rank = greedy_placement(each, group.n_ranks // n_nodes)
+    slot = np.lexsort((-np.round(each, 9), rank))
+    local = np.take_along_axis(instance, slot, axis=1).reshape(n_layers, n_nodes, -1)
+    expert = np.take_along_axis(of_node.reshape(n_layers, n_nodes, -1), local, axis=2)
+    expert = expert.reshape(n_layers, -1)
+    ranks = np.arange(group.n_ranks).repeat(per_rank)
+    of_rank = np.take_along_axis(each, slot, axis=1).reshape(n_layers, -1, per_rank).sum(axis=2)
+    return Placement(expert, np.broadcast_to(ranks, expert.shape), group.n_ranks, of_rank)
+
+
+def replicate(load: Floats, n_redundant: int) -> tuple[Ints, Ints]:
+    """Make redundant experts: each copies the one of the largest load per instance.
+
+    Parameters
+    ----------
+    load
+        Shape [rows, E].
+    n_redundant
+        Copies to make in each row.
+
+    Returns
+    -------
+    The expert of every instance, shape [rows, E + n_redundant]: the experts in order, then the
+    copies as they were made; and the instances of every expert, shape [rows, E].
+    """
+    rows, n_experts = load.shape
+    instance = np.empty((rows, n_experts + n_redundant), np.int64)
+    instance[:, :n_experts] = np.arange(n_experts)
+    count, every = np.ones(load.shape, np.int64), np.arange(rows)
+    for slot in range(n_experts, n_experts + n_redundant):
+        hottest = np.argmax(np.round(load / count, 9), axis=1)
+        instance[:, slot] = hottest
+        count[every, hottest] += 1
+    return instance, count
+
+
+def _experts_of_nodes(load: Floats, n_groups: int, n_nodes: int) -> Ints:
+    """Return the experts of the first node in order, then the second's, shape [n_layers, E]."""
+    per_group = load.shape[1] // n_groups
+    node = greedy_placement(load.reshape(len(load), n_groups, per_group).sum(axis=2), n_nodes)
+    return np.argsort(node.repeat(per_group, axis=1), axis=1, kind="stable")
+
+
+def _check_shares(field: str, parts: int, whole: int, of: str) -> None:
+    """Raise InputError where ``parts`` cannot have equal shares of ``whole``."""
+    if parts < 1 or whole % parts:
+        problem = f"{parts} cannot have equal shares of {whole} {of}"
+        raise InputError(field, problem, f"a divisor of the {of}")
+
+
+def calibration_load(calibration: CalibrationSet, tokens: Literal["decode", "prompt"]) -> Floats:
+    """Return the load of every expert, shape [layers, experts].
+
+    Raises
+    ------
+    InputError
+        The prompts' is asked of a decode-only trace.
+    """
+    if tokens == "decode":
+        return np.asarray(calibration.decode_activation.mean(axis=0, dtype=np.float64))
+    if calibration.counts is None:
+        problem = "'prompt': the trace is decode-only and has no experts of prompt tokens"
+        raise InputError("expert_placement.load", problem, "decode")
+    return np.asarray(calibration.counts.mean(axis=0, dtype=np.float64))

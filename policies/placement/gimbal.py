@@ -1,0 +1,140 @@
+"""Gimbal's placement: experts of strong inter-layer affinity on one GPU, the others by load.
+
+Sun et al., "Multi-Layer Scheduling for MoE-Based LLM Reasoning", Algorithm 3. The experts that
+appear in the affinity matrix M lie on an anchor GPU, always; the others go, in the order of falling
+load, to the least loaded GPU, when the model is loaded and again every tau steps
+(``--eplb-interval``) by the load of a window.
+
+The paper's M are the pairs of experts of neighbouring layers that more than 100,000 tokens chose
+one after the other; its data set gives no such number here, so M are the ``pairs`` most frequent
+ones between each two layers. Open in the paper, and here: GPUs hold equally many experts, so where
+M has more than a GPU holds, those of the most frequent pairs are anchored (the paper: M "can be
+made more selective").
+
+Under data-parallel attention a token returns to its engine after every layer, so which experts of
+*different* layers share a GPU moves no byte: see `docs/gimbal.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.choice import Parameters
+from eldr_sim.policies.eldr.signature import Ints
+from eldr_sim.policies.placement.base import ExpertGroup, Placement, greedy_placement
+from eldr_sim.policies.placement.eplb import calibration_load
+from eldr_sim.traces.routing.coactivation import Tokens
+
+
+class GimbalPlacementParameters(Parameters):
+    """Parameters of `GimbalPlacement`."""
+
+    pairs: int = Field(default=64, ge=0)
+    """Pairs of experts of two neighbouring layers that M keeps, the most frequent ones; 0 leaves M
+    empty."""
+    anchor: int = Field(default=0, ge=0)
+    """The GPU that holds the experts of M."""
+    tokens: Tokens = "all"
+    """Which tokens of the calibration requests make M: all that are recorded, output tokens
+    (``decode``) or ``prompt`` tokens."""
+
+
+class GimbalPlacement:
+    """Experts that follow each other from layer to layer on one GPU, the others spread by load."""
+
+    name = "gimbal"
+    decision: ClassVar[str] = "placement"
+    Parameters: ClassVar[type[GimbalPlacementParameters]] = GimbalPlacementParameters
+
+    def __init__(
+        self, context: PolicyContext, parameters: GimbalPlacementParameters | None = None
+    ) -> None:
+        self._own = parameters or GimbalPlacementParameters()
+        calibration = context.require_calibration(self.name)
+        self._load = calibration_load(calibration, "decode")
+        self._transitions = calibration.transitions(self._own.tokens)
+
+    def place(self, group: ExpertGroup) -> Placement:
+        """Return the placement of a group by the load of the calibration requests.
+
+        Raises
+        ------
+        InputError
+            There are redundant experts, no such anchor, or calibration requests of another shape.
+        """
+        if group.n_redundant:
+            problem = "'gimbal' places one instance of every expert"
+            raise InputError("num_redundant_experts", problem, "0, or a placement such as eplb")
+        if self._own.anchor >= group.n_ranks:
+            problem = f"no GPU {self._own.anchor} among {group.n_ranks}"
+            raise InputError("expert_placement.anchor", problem, f"0 to {group.n_ranks - 1}")
+        if self._load.shape != (group.n_layers, group.n_experts):
+            layers, experts = self._load.shape
+            raise InputError(
+                "expert_placement",
+                f"'gimbal' knows {layers} layers of {experts} experts, and is to place "
+                f"{group.n_layers} layers of {group.n_experts}",
+            )
+        return self._placed(group, self._load)
+
+    def update(
+        self, group: ExpertGroup, load: NDArray[np.int64], current: Placement
+    ) -> Placement | None:
+        """Return the placement for what the group's tokens chose; see `RelocatingPolicy`."""
+        return self._placed(group, load)
+
+    def _placed(self, group: ExpertGroup, load: NDArray[Any]) -> Placement:
+        linked = linked_experts(self._transitions, self._own.pairs)
+        return anchored(load, linked, group.n_ranks, self._own.anchor)
+
+
+def linked_experts(transitions: NDArray[np.int64], pairs: int) -> NDArray[np.int64]:
+    """Return how strongly each expert is linked to a neighbouring layer's: M of Algorithm 3.
+
+    Parameters
+    ----------
+    transitions
+        Shape [layers - 1, E, E], see :func:`~eldr_sim.traces.routing.structure.transitions`.
+    pairs
+        Pairs of each two layers that are kept; ties go to the lower experts.
+
+    Returns
+    -------
+    Shape [layers, E]: tokens of the most frequent pair kept that an expert is of, 0 where M has
+    none.
+    """
+    between, n_experts, _ = transitions.shape
+    found = np.zeros((between + 1, n_experts), np.int64)
+    for layer, counts in enumerate(transitions):
+        flat = counts.ravel()
+        kept = np.argsort(-flat, kind="stable")[:pairs]
+        before, after = np.divmod(kept, n_experts)
+        np.maximum.at(found[layer], before, flat[kept])
+        np.maximum.at(found[layer + 1], after, flat[kept])
+    return found
+
+
+def anchored(load: NDArray[Any], linked: NDArray[np.int64], n_ranks: int, anchor: int) -> Placement:
+    """Return Algorithm 3's placement: linked experts on the anchor, the others greedily by load.
+
+    Parameters
+    ----------
+    load
+        Shape [layers, E]: tokens that choose each expert, in any unit.
+    linked
+        From `linked_experts`; the anchor takes the most strongly linked ones that it has room for.
+    n_ranks, anchor
+        GPUs, which hold equally many experts, and the one that holds the linked ones.
+    """
+    room = load.shape[1] // n_ranks
+    order = np.argsort(-linked, axis=1, kind="stable")[:, :room]
+    placed: Ints = np.full(load.shape, -1)
+    np.put_along_axis(placed, order, anchor, axis=1)
+    placed[linked == 0] = -1
+    return Placement.of_ranks(greedy_placement(load, n_ranks, placed), n_ranks)

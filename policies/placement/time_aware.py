@@ -1,0 +1,129 @@
+"""Experts grouped for the bottleneck that a group has: the time of a layer, from the tables.
+
+Not a paper's. Co-activation says what a placement sends, load what its busiest rank computes; which
+of them a layer waits for depends on the tokens of a step, the GPU and the network. Here steps of
+calibration tokens are drawn and priced as the group's steps are: the slowest rank's time for its
+pairs and activated experts, dispatch and combine (`step_swaps`). In each layer the fastest of
+neighbours, an even load and groups by affinity is taken, and pairs of experts swap while that
+shortens it. Every rank holds equally many.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.eldr.signature import Floats, Ints
+from eldr_sim.policies.placement.base import ExpertGroup, Placement, greedy_placement
+from eldr_sim.policies.placement.grace import (
+    AffinityParameters,
+    GroupedPlacement,
+    equal_groups,
+)
+from eldr_sim.policies.placement.home import cluster_homes, home_ranks
+from eldr_sim.traces.routing.coactivation import token_rows
+
+#: Tokens of a layer that are counted: steps of fewer are several, of more are sampled.
+_TOKENS, _MOST_STEPS = 2048, 32
+
+
+class TimeAwareParameters(AffinityParameters):
+    """Parameters of `TimeAwarePlacement`."""
+
+    tokens_per_rank: int = Field(default=128, ge=1)
+    """Tokens of each GPU in the steps that are to be short."""
+    homes: Literal["even", "clusters"] = "even"
+    """Where tokens are at home: on any GPU, or on that of their request's ELDR cluster
+    (``--policy eldr:unit=engine``)."""
+
+
+class TimeAwarePlacement(GroupedPlacement):
+    """Experts placed so that the layers of steps of calibration tokens are short."""
+
+    name = "time_aware"
+    decision: ClassVar[str] = "placement"
+    Parameters: ClassVar[type[TimeAwareParameters]] = TimeAwareParameters
+
+    def __init__(
+        self, context: PolicyContext, parameters: TimeAwareParameters | None = None
+    ) -> None:
+        self._own = parameters or TimeAwareParameters()
+        super().__init__(context, self._own.tokens)
+        self._context = context
+
+    def place(self, group: ExpertGroup) -> Placement:
+        """Return the placement of a group.
+
+        Raises
+        ------
+        InputError
+            As `GroupedPlacement.place` and `ExpertGroup.slots_per_rank`; or the context has no
+            times of a rank and an all-to-all, or no clusters for its homes.
+        """
+        _ = group.slots_per_rank
+        if self._context.rank_moe is None or self._context.all_to_all is None:
+            raise InputError(
+                "expert_placement",
+                f"{self.name!r} needs the times of GPUs that share experts",
+                "--data-parallel-size 2 or more with --enable-expert-parallel",
+            )
+        return super().place(group)
+
+    def _place(self, affinity: Floats, load: Floats, group: ExpertGroup) -> Placement:
+        from eldr_sim.policies.placement import step_swaps
+
+        moe, all_to_all = self._context.rank_moe, self._context.all_to_all
+        assert moe is not None
+        assert all_to_all is not None
+        priced = step_swaps.prices(moe, all_to_all, prompts=self._own.tokens == "prompt")
+        experts, home, n_steps, each = self._sampled(group)
+        found = np.empty(load.shape, np.int64)
+        for layer in range(group.n_layers):
+            steps = step_swaps.Steps(experts[:, layer].astype(np.int64), home, n_steps, each)
+            starts = self._starts(affinity[layer], load[layer], layer, group)
+            times = [step_swaps.layer_s(ranks, group.n_ranks, steps, priced) for ranks in starts]
+            best = starts[int(np.argmin(np.round(times, 12)))]
+            found[layer] = step_swaps.swap_for_time(best, group.n_ranks, steps, priced)
+        carried = np.zeros((group.n_layers, group.n_ranks))
+        np.add.at(carried, (np.arange(group.n_layers)[:, None], found), load)
+        every = np.broadcast_to(np.arange(group.n_experts), found.shape)
+        return Placement(every, found, group.n_ranks, carried)
+
+    def _starts(self, affinity: Floats, load: Floats, layer: int, group: ExpertGroup) -> list[Ints]:
+        """Return placements of a layer to begin from."""
+        ranks, nodes = group.n_ranks, group.n_nodes
+        starts = [
+            np.arange(group.n_experts) // (group.n_experts // ranks),
+            greedy_placement(load, ranks),
+            *(equal_groups(affinity, ranks, nodes, self._rng, r) for r in (1.0, 0.0)),
+        ]
+        if self._own.homes == "clusters":
+            starts.append(home_ranks(self._context, group)[layer])
+        return starts
+
+    def _sampled(self, group: ExpertGroup) -> tuple[Ints, Ints, int, float]:
+        """Return the experts and homes of the tokens of steps, how many steps, and their weight."""
+        trace, requests = self._calibration.trace, self._calibration.requests
+        assert trace is not None
+        asked = self._own.tokens_per_rank
+        per_rank = min(asked, max(1, _TOKENS // group.n_ranks))
+        n_steps = min(_MOST_STEPS, max(1, _TOKENS // (per_rank * group.n_ranks)))
+        wanted = n_steps * per_rank
+        owner = np.zeros(len(requests), np.int64)
+        pools = [np.arange(len(requests))] * group.n_ranks
+        if self._own.homes == "clusters":
+            owner = cluster_homes(self._context, group)
+            pools = [np.flatnonzero(owner == rank) for rank in range(group.n_ranks)]
+        drawn = []
+        for pool in pools:
+            rows = self._rng.permutation(token_rows(trace, requests[pool], self._own.tokens))
+            if not len(rows):
+                raise InputError("calibration", "no token is at home on one of the GPUs")
+            drawn.append(rows[np.arange(wanted) % len(rows)].reshape(n_steps, per_rank))
+        rows = np.stack(drawn, axis=1).ravel()
+        home = np.tile(np.arange(group.n_ranks).repeat(per_rank), n_steps)
+        return np.asarray(trace.experts[rows]), home, n_steps, asked / per_rank

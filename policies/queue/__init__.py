@@ -1,0 +1,1 @@
+"""Which waiting request an engine serves next."""

@@ -1,0 +1,203 @@
+"""Queue orders: which waiting request an engine serves next.
+
+An order gives every request a key. An engine admits the waiting request of the lowest key, and of
+equal keys the one that came first. As in vLLM a request whose prompt has begun comes before those
+that wait for the first time. When KV blocks run out, the sequence that joined last is preempted and
+comes before those, too; an order whose attribute ``preempts`` is true preempts the sequence of the
+highest key instead, which then waits by its key. An order whose attribute ``aging_s`` is finite
+lets a request that has waited so long at its engine go first, the oldest of several: nobody who
+came after it begins more than so long after it came.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
+from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.choice import Parameters
+
+
+class Waiting(NamedTuple):
+    """What an engine knows of requests that wait, a column each."""
+
+    prompt_len: NDArray[np.int64]
+    """Prompt tokens."""
+    priority: NDArray[np.int64] | None = None
+    """Priorities that clients give, the lowest first; None where they give none."""
+    output_len: NDArray[np.int64] | None = None
+    """Output tokens that they will generate, which no engine knows. An oracle reads a request's
+    own; a prediction reads what many have in common. None where nothing is told."""
+
+
+class QueueOrder(Protocol):
+    """Gives requests their keys."""
+
+    name: str
+
+    def keys(self, requests: Waiting) -> NDArray[np.float64]:
+        """Return the key of each request; no NaN."""
+        ...
+
+
+class FirstComeFirstServed:
+    """The request that came first (vLLM's default)."""
+
+    name = "fcfs"
+    decision: ClassVar[str] = "queue"
+
+    def __init__(self, context: PolicyContext) -> None:
+        pass
+
+    def keys(self, requests: Waiting) -> NDArray[Any]:
+        """Return equal keys."""
+        return np.zeros(len(requests.prompt_len))
+
+
+class ShortestJobFirst:
+    """The request of the shortest prompt."""
+
+    name = "sjf"
+    decision: ClassVar[str] = "queue"
+
+    def __init__(self, context: PolicyContext) -> None:
+        pass
+
+    def keys(self, requests: Waiting) -> NDArray[Any]:
+        """Return the prompts' lengths."""
+        return requests.prompt_len.astype(np.float64)
+
+
+class AgingParameters(Parameters):
+    """Parameters of `AgingShortestJobFirst`."""
+
+    age: float = Field(default=5.0, ge=0)
+    """How long a request waits at an engine before it goes first, s."""
+
+
+class AgingShortestJobFirst(ShortestJobFirst):
+    """The request of the shortest prompt, but first the oldest that has waited ``age`` seconds.
+
+    Gimbal's Algorithm 2 (Sec. III-C), which sorts the waiting queue before each step: the aged
+    ones, by arrival, then the others by prompt tokens.
+    """
+
+    name = "sjf_aging"
+    Parameters: ClassVar[type[AgingParameters]] = AgingParameters
+
+    def __init__(self, context: PolicyContext, parameters: AgingParameters | None = None) -> None:
+        super().__init__(context)
+        self.aging_s = (parameters or AgingParameters()).age
+
+
+class ResidenceParameters(Parameters):
+    """Parameters of orders by residence."""
+
+    batch: int = Field(default=32, ge=1)
+    """Sequences of the decode steps that a request's tokens are taken to be made in."""
+
+
+class ShortestResidenceFirst:
+    """The request that is expected to hold its place in the batch for the shortest time.
+
+    That is the time of its prompt's steps, computed alone, and a decode step, with all experts
+    activated, for each output token. The output tokens expected of a prompt are the mean of the
+    requests whose prompts are as long, within a factor of two: what a history of the workload
+    tells.
+    """
+
+    name = "sjf_residence"
+    decision: ClassVar[str] = "queue"
+    Parameters: ClassVar[type[ResidenceParameters]] = ResidenceParameters
+
+    def __init__(
+        self, context: PolicyContext, parameters: ResidenceParameters | None = None
+    ) -> None:
+        self._batch = (parameters or ResidenceParameters()).batch
+        self._step_times = context.require_step_times(self.name)
+
+    def keys(self, requests: Waiting) -> NDArray[Any]:
+        """Return the expected residences, s."""
+        if requests.output_len is None:
+            raise InputError("queue_order", f"{self.name!r} needs outputs and none were given")
+        return residence_s(
+            self._step_times, requests.prompt_len, self._outputs(requests), self._batch
+        )
+
+    def _outputs(self, requests: Waiting) -> NDArray[Any]:
+        """Return the output tokens expected of each request."""
+        assert requests.output_len is not None
+        kind = np.frexp(requests.prompt_len.astype(np.float64))[1]
+        total = np.bincount(kind, weights=requests.output_len)
+        return np.asarray((total / np.maximum(np.bincount(kind), 1))[kind])
+
+
+class OracleOrder(ShortestResidenceFirst):
+    """The request of the shortest residence by the output tokens that it will generate.
+
+    No engine knows them: a bound for predictions.
+    """
+
+    name = "oracle"
+
+    def _outputs(self, requests: Waiting) -> NDArray[Any]:
+        """Return the output tokens to come."""
+        return np.asarray(requests.output_len)
+
+
+def residence_s(
+    cost: StepCost, prompt_len: NDArray[np.int64], output_len: NDArray[Any], batch: int
+) -> NDArray[np.float64]:
+    """Return how long requests hold their places in a batch, s.
+
+    Parameters
+    ----------
+    cost
+        Step times of the worker.
+    prompt_len, output_len
+        Shape [n]: tokens, of outputs also fractions. A prompt is computed in steps of its own, as
+        long as the tables allow, with uniform routing.
+    batch
+        Sequences of a decode step, as many as the tables know at most. Their mean context is that
+        of the requests halfway through their outputs.
+    """
+    batch = min(batch, len(cost.moe_s) - 1)
+    context = max(1.0, float(np.mean(prompt_len + output_len / 2)))
+    all_experts, none = np.full(1, float(cost.n_experts)), np.zeros(0, np.int64)
+    step = total_s(
+        step_parts(cost, batch, batch * context, none, none, 0, batch, all_experts, True)
+    )
+    longest = len(cost.uniform_moe_s) - 1
+    known = np.minimum(prompt_len, len(cost.prompt_share_s) - 1)
+    lengths, which = np.unique(known, return_inverse=True)
+    prompt = np.zeros(len(lengths))
+    for i, length in enumerate(lengths.tolist()):
+        for first in range(0, length, longest):
+            chunk = np.array([first]), np.array([min(longest, length - first)])
+            parts = step_parts(cost, 0, 0.0, *chunk, 1, 1, all_experts, True)
+            prompt[i] += total_s(parts)
+    return np.asarray(prompt[which.ravel()] + step * output_len, np.float64)
+
+
+class PriorityOrder:
+    """The request of the lowest priority value (vLLM's ``--scheduling-policy priority``)."""
+
+    name = "priority"
+    decision: ClassVar[str] = "queue"
+    preempts: ClassVar[bool] = True
+
+    def __init__(self, context: PolicyContext) -> None:
+        pass
+
+    def keys(self, requests: Waiting) -> NDArray[Any]:
+        """Return the priorities; raises InputError where requests have none."""
+        if requests.priority is None:
+            problem = "'priority' needs priorities, and the workload has none"
+            raise InputError("queue_order", problem, "a request log with a column `priority`")
+        return requests.priority.astype(np.float64)

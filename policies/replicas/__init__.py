@@ -1,0 +1,1 @@
+"""Which copy of an expert computes a token."""

@@ -1,0 +1,211 @@
+"""Which instance of an expert computes a token, where a placement holds several.
+
+A choice decides for every pair of a token and one of its experts in a MoE layer, before tokens are
+sent. The classes here, in `weighted_replicas` and in `metro` are numpy references and can be used
+beside a real engine.
+
+EPLB places instances for an even split of an expert's tokens (``eplb``). vLLM has never split them
+evenly. It drew an instance at random (PR 18343), then took ``(token * top_k + column) % instances``
+(PR 24573, September 2025), which for two instances and an even top-k depends on the column alone.
+Since PR 40810 (April 2026), whose author had found replicas out of balance by more than 90%, it
+takes a multiplicative hash of the token's position.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.eldr.signature import Ints
+from eldr_sim.policies.placement.base import EMPTY, Placement
+
+#: Multiplier of vLLM's hash: 2^32 divided by the golden ratio (Knuth, vol. 3, Sec. 6.4).
+HASH_MULTIPLIER = 2_654_435_769
+
+
+class ReplicaChoice(Protocol):
+    """Chooses the instance that computes each pair of a token and an expert."""
+
+    name: str
+
+    def choose(
+        self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
+    ) -> Ints:
+        """Return the slot, a column of the placement, that computes each pair.
+
+        Parameters
+        ----------
+        tokens_home
+            Shape [tokens]: the rank that holds each token. The tokens of a rank are in the order of
+            its batch.
+        experts
+            Shape [tokens, top_k]: the experts of each token, which the placement holds.
+        placement, layer
+            The instances, and the layer of the placement that the tokens pass.
+        node_of_rank
+            Shape [ranks]: the node of each rank.
+
+        Returns
+        -------
+        Shape [tokens, top_k].
+        """
+        ...
+
+
+class ChoiceByCount(ABC):
+    """A choice that needs to know how many tokens each expert has, and nothing else of them.
+
+    An expert's tokens take turns over the instances that are chosen for it.
+    """
+
+    @abstractmethod
+    def instances(
+        self, tokens: Ints, placement: Placement, layer: int, prompts: bool = False
+    ) -> Ints:
+        """Return the slots that compute each expert's tokens.
+
+        Parameters
+        ----------
+        tokens
+            Shape [experts]: how many tokens of all ranks have chosen each expert.
+        placement, layer
+            The instances, and the layer of the placement that the tokens pass.
+        prompts
+            Whether the step computes prompts.
+
+        Returns
+        -------
+        Shape [experts, most instances]: an expert's slots, in the order of turns, then -1. What it
+        says of experts without tokens does not matter.
+        """
+
+    def choose(
+        self,
+        tokens_home: Ints,
+        experts: Ints,
+        placement: Placement,
+        layer: int,
+        node_of_rank: Ints,
+        prompts: bool = False,
+    ) -> Ints:
+        """Return the slots, in turn over the tokens of all ranks; see `ReplicaChoice`."""
+        n_experts = int(placement.expert[layer].max()) + 1
+        tokens = np.bincount(experts.ravel(), minlength=n_experts)
+        slots = self.instances(tokens, placement, layer, prompts)
+        count = (slots >= 0).sum(axis=1)
+        turn = place_among_equals(experts.ravel()).reshape(experts.shape)
+        return np.asarray(slots[experts, turn % count[experts]])
+
+
+class EvenSplit(ChoiceByCount):
+    """An expert's tokens to its instances in turn: the even split that EPLB expects.
+
+    A bound rather than a method where ranks do not gather each other's tokens: a rank would have to
+    know those of all others.
+    """
+
+    name = "even"
+    decision: ClassVar[str] = "replica"
+
+    def __init__(self, context: PolicyContext) -> None:
+        pass
+
+    def instances(
+        self, tokens: Ints, placement: Placement, layer: int, prompts: bool = False
+    ) -> Ints:
+        """Return all slots of each expert; see `ChoiceByCount`."""
+        return slots_of_experts(placement.expert[layer])
+
+
+class HashedPosition:
+    """By a hash of the token's position in its rank's batch, as vLLM since PR 40810.
+
+    The multiplier is odd: among 2, 4, 8, ... instances consecutive positions take turns.
+    """
+
+    name = "hash"
+    decision: ClassVar[str] = "replica"
+
+    def __init__(self, context: PolicyContext) -> None:
+        pass
+
+    def choose(
+        self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
+    ) -> Ints:
+        """Return the slots; see `ReplicaChoice`."""
+        slots, first, count = _instances(placement.expert[layer])
+        return slots[first[experts] + _hash(tokens_home)[:, None] % count[experts]]
+
+
+class NearSource:
+    """An instance on the token's own GPU, else on its node, else any; among several by ``hash``.
+
+    GRACE-MoE's routing (Sec. 4.3) has the same order, and takes turns among several by their load;
+    so has SGLang's static dispatch, which settles the instance for each rank ahead of time.
+    """
+
+    name = "source"
+    decision: ClassVar[str] = "replica"
+
+    def __init__(self, context: PolicyContext) -> None:
+        pass
+
+    def choose(
+        self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
+    ) -> Ints:
+        """Return the slots; see `ReplicaChoice`."""
+        used = placement.expert[layer] != EMPTY
+        expert, rank = placement.expert[layer][used], placement.rank[layer][used]
+        _, first, count = _instances(expert)
+        homes, home = np.unique(tokens_home, return_inverse=True)
+        node = np.asarray(node_of_rank)
+        # 0 on the home rank, 1 on its node, 2 elsewhere; shape [homes, slots].
+        away = (rank != homes[:, None]) + (node[rank] != node[homes][:, None]).astype(np.int64)
+        slots = np.lexsort((away, np.broadcast_to(expert, away.shape)))
+        away = np.take_along_axis(away, slots, axis=1)
+        nearest = away[:, first].repeat(count, axis=1)
+        near = np.add.reduceat(away == nearest, first, axis=1, dtype=np.int64)
+        home = home[:, None]
+        turn = _hash(tokens_home)[:, None] % near[home, experts]
+        return np.asarray(slots[home, first[experts] + turn])
+
+
+def slots_of_experts(expert: Ints) -> Ints:
+    """Return the slots of each expert in order, then -1; shape [experts, most instances].
+
+    Parameters
+    ----------
+    expert
+        Shape [slots]: a layer of ``Placement.expert``.
+    """
+    slots, first, count = _instances(expert)
+    turn = np.arange(count.max())
+    found = slots[np.minimum(first[:, None] + turn, len(slots) - 1)]
+    return np.where(turn < count[:, None], found, -1)
+
+
+def _instances(expert: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the slots by expert, and of each expert the first of them and their number."""
+    expert = expert[expert != EMPTY]
+    count = np.bincount(expert)
+    if not count.all():
+        raise ValueError(f"the placement has no instance of expert {np.argmin(count)}")
+    return np.argsort(expert, kind="stable"), np.cumsum(count) - count, count
+
+
+def _hash(tokens_home: Ints) -> Ints:
+    """Return vLLM's hash of each token's position in its rank's batch, 0 to 2^32 - 1."""
+    return (place_among_equals(tokens_home) * HASH_MULTIPLIER) & 0xFFFF_FFFF
+
+
+def place_among_equals(values: Ints) -> Ints:
+    """Return how many equal values stand before each one."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    place = np.empty(len(values), np.int64)
+    place[order] = np.arange(len(values)) - starts.repeat(np.diff(np.r_[starts, len(values)]))
+    return place

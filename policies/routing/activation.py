@@ -1,0 +1,123 @@
+"""From prefill counts to the experts that decode will use: a probability an expert and step.
+
+ELDR ranks requests by the distance of their signatures. Who predicts a step's *time* needs more:
+``p(l, e)``, the probability that a decode step of the request selects expert ``e`` at layer ``l``.
+That is the activation pattern of ELDR Sec. 4.2.1, which nobody knows before the request has ended.
+It is regressed here on what the prefill shows, ``q(l, e)``, the share of expert ``e`` in all that
+the prompt's tokens selected at layer ``l``::
+
+    p(l) = mean_p(l) + (q(l) - mean_q(l)) weights(l)
+
+by ridge regression, a layer at a time, on the calibration requests, where both sides are known. An
+expert's probability thus rests on all experts of its layer: on its own share, which is noisy in a
+short prompt, and on those of the experts that come with it. The ridge pulls the prediction towards
+the calibration mean. Its strength, one for all layers, is the one of :data:`RIDGES` with the least
+squared error over calibration requests left out one at a time; no serving request is looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.eldr.signature import Floats
+from eldr_sim.traces.routing.calibration import CalibrationSet
+
+RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Strengths of the ridge to try, in units of the mean squared length of ``q(l) - mean_q(l)``: what
+one calibration request adds to the matrix that is regularised."""
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationModel:
+    """Predicts a request's decode activation from its prefill counts.
+
+    Attributes
+    ----------
+    mean_share, mean_activation
+        Shape [L, E]: means of ``q`` and ``p`` over the calibration requests.
+    weights
+        Shape [L, E, E]: ``weights[l, i, j]`` is what the share of expert ``i`` adds to the
+        probability of expert ``j``.
+    ridge
+        The strength chosen.
+    r2
+        Explained share of the variance of ``p`` about its mean, on requests left out of the fit.
+    """
+
+    mean_share: Floats
+    mean_activation: Floats
+    weights: Floats
+    ridge: float
+    r2: float
+
+    def predict(self, counts: NDArray[Any]) -> Floats:
+        """Return the predicted activation, shape [L, E], in [0, 1].
+
+        Parameters
+        ----------
+        counts
+            Shape [L, E]: prompt tokens that selected each expert. A layer without any gets the
+            calibration mean.
+
+        Raises
+        ------
+        InputError
+            If the shape is not that of the calibration requests.
+        """
+        if counts.shape != self.mean_share.shape:
+            seen = "x".join(map(str, counts.shape))
+            layers, experts = self.mean_share.shape
+            allowed = f"{layers} layers x {experts} experts"
+            raise InputError("signature", f"counts of {seen}", allowed)
+        selected = counts.sum(axis=1, keepdims=True)
+        away = np.where(selected > 0, counts / np.maximum(selected, 1) - self.mean_share, 0.0)
+        # Not `matmul`, whose threads cost more than so small a product.
+        moved = np.einsum("le,lef->lf", away, self.weights)
+        return np.asarray(np.clip(self.mean_activation + moved, 0.0, 1.0))
+
+
+def fit_activation(calibration: CalibrationSet) -> ActivationModel:
+    """Fit the regression on calibration requests.
+
+    With the eigenvectors of a layer's ``sum q q^T`` every strength of the ridge costs one product,
+    and the error of request ``i`` in a fit without it is ``residual_i / (1 - leverage_i)``.
+
+    Raises
+    ------
+    InputError
+        With fewer than 3 requests, or if one has no prompt token.
+    """
+    counts = calibration.scores("count")
+    n, n_layers, n_experts = counts.shape
+    if n < 3:
+        raise InputError("calibration", f"{n} requests", "3 or more, to regress on them")
+    selected = counts.sum(axis=2, keepdims=True, dtype=np.float64)
+    if not selected.all():
+        raise InputError("calibration", "a request has no prompt token", "1 or more")
+    share = counts / selected
+    activation = calibration.decode_activation.astype(np.float64)
+    mean_share, mean_activation = share.mean(axis=0), activation.mean(axis=0)
+    errors, variance = np.zeros(len(RIDGES)), 0.0
+    weights = np.empty((len(RIDGES), n_layers, n_experts, n_experts))
+    for layer in range(n_layers):
+        q = share[:, layer] - mean_share[layer]
+        p = activation[:, layer] - mean_activation[layer]
+        values, vectors = np.linalg.eigh(q.T @ q)
+        unit = max(float(values.sum()) / n, 1e-12)
+        turned = q @ vectors
+        onto = turned.T @ p
+        for i, ridge in enumerate(RIDGES):
+            shrunk = 1.0 / (values + ridge * unit)
+            solved = shrunk[:, None] * onto
+            leverage = 1.0 / n + np.square(turned) @ shrunk
+            errors[i] += np.square((p - turned @ solved) / (1.0 - leverage)[:, None]).sum()
+            weights[i, layer] = vectors @ solved
+        variance += np.square(p * (n / (n - 1))).sum()
+    best = int(np.argmin(np.round(errors / max(variance, 1e-12), 9)))
+    r2 = 1.0 - float(errors[best]) / variance if variance > 0 else 0.0
+    return ActivationModel(mean_share, mean_activation, weights[best].copy(), RIDGES[best], r2)

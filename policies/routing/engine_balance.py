@@ -1,0 +1,160 @@
+"""Routers that balance the engines of a group by what these publish: Gimbal's and vLLM's.
+
+All three read the engines' signals, which are as old as ``signal_interval_ms`` says. They choose a
+prefill worker, a decode worker or a co-located engine alike.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.choice import Parameters
+from eldr_sim.policies.eldr.signature import Floats, Ints
+from eldr_sim.policies.shortlist import Shortlist
+
+
+class GimbalParameters(Parameters):
+    """Parameters of `GimbalPolicy`; the defaults are the paper's where it gives them."""
+
+    reading: Literal["printed", "prose"] = "printed"
+    """``printed``: the load counts only where KV usage is above its threshold, as Algorithm 1 has
+    it; ``prose``: whenever KV usage is balanced, as the text says."""
+    kv: float = Field(default=0.9, ge=0, le=1)
+    """KV usage from which on an engine is saturated."""
+    kv_difference: float = Field(default=0.1, ge=0, le=1)
+    """Difference of KV usage between engines that is an imbalance."""
+    load_difference: float = Field(default=3000.0, ge=0)
+    """Running and waiting tokens by which engines differ before that is an imbalance."""
+    user_expiry: float = Field(default=600.0, ge=0)
+    """How long after a user's last request the next one goes to the same engine, s (the paper has
+    an expiry and no figure)."""
+
+
+class GimbalPolicy:
+    """Gimbal's Algorithm 1: least KV, least load, the user's engine, or the next in turn.
+
+    Sun et al., "Multi-Layer Scheduling for MoE-Based LLM Reasoning", Sec. III-B. A session stands
+    for a user. Ties go to the first engine.
+    """
+
+    name = "gimbal"
+    decision: ClassVar[str] = "decode"
+    Parameters: ClassVar[type[GimbalParameters]] = GimbalParameters
+
+    def __init__(self, context: PolicyContext, parameters: GimbalParameters | None = None) -> None:
+        self.parameters = parameters or GimbalParameters()
+        self._in_turn = Shortlist(range(context.n_workers), by_load=False)
+        self._user_engine: dict[int | str, tuple[int, float]] = {}
+
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the engine for a request, and remember it for its user."""
+        engine = self._in_turn.pick(workers)
+        if engine is None:
+            return None
+        usable = np.flatnonzero(workers.healthy)
+        balanced = self._balance(usable, workers)
+        if balanced is not None:
+            engine = balanced
+        elif workers.kv_usage[usable].max() < self.parameters.kv:
+            engine = self._engine_of(request.session, workers, engine)
+        if request.session is not None:
+            self._user_engine[request.session] = engine, workers.now_s
+        return engine
+
+    def _balance(self, usable: Ints, workers: Workers) -> int | None:
+        """Return the engine of least KV usage or load; None where both are balanced."""
+        own, kv = self.parameters, workers.kv_usage[usable]
+        saturated = kv.max() >= own.kv
+        if saturated and kv.max() - kv.min() >= own.kv_difference:
+            return int(usable[np.argmin(kv)])
+        if saturated or own.reading == "prose":
+            load = (workers.running_tokens + workers.waiting_tokens)[usable]
+            if load.max() - load.min() > own.load_difference:
+                return int(usable[np.argmin(load)])
+        return None
+
+    def _engine_of(self, user: int | str | None, workers: Workers, otherwise: int) -> int:
+        """Return the engine that a user's last request went to, if that was not long ago."""
+        if user is None or user not in self._user_engine:
+            return otherwise
+        engine, when = self._user_engine[user]
+        expired = workers.now_s - when > self.parameters.user_expiry
+        return otherwise if expired or not workers.healthy[engine] else engine
+
+
+class VllmDpPolicy:
+    """vLLM's internal balancer of data-parallel engines: the least ``4 x waiting + running``.
+
+    ``DPLBAsyncMPClient.get_core_engine_for_request`` (``vllm/v1/engine/core_client.py``, v0.10.2),
+    one API server: between two reports of the coordinator, which come every 100 ms, it counts its
+    own requests as waiting. Ties go to the first engine.
+    """
+
+    name = "vllm_dp"
+    decision: ClassVar[str] = "decode"
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._waiting = np.zeros(context.n_workers, np.int64)
+        self._running = np.zeros(context.n_workers, np.int64)
+        self._reported_s = -np.inf
+        self._first = 0
+
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the engine of the lowest score."""
+        if workers.signals_s != self._reported_s:
+            self._waiting[:], self._running[:] = workers.waiting, workers.running
+            self._reported_s = workers.signals_s
+        score = np.where(workers.healthy, self._score(workers), np.inf)
+        order = np.roll(np.arange(len(score)), -self._first)
+        engine = int(order[np.argmin(score[order])])
+        if not workers.healthy[engine]:
+            return None
+        self._waiting[engine] += 1
+        return engine
+
+    def _score(self, workers: Workers) -> Floats:
+        return np.asarray(4.0 * self._waiting + self._running, np.float64)
+
+
+class VllmDpKvPolicy(VllmDpPolicy):
+    """vLLM's internal balancer since July 2026: KV usage makes waiting requests weigh more.
+
+    As `VllmDpPolicy`, with the score of pull request 49204 of vLLM: the larger of the router's own
+    requests in flight and the engine's waiting and running ones, and for each waiting one up to 3
+    more, from none at a KV usage of 0.5. Ties go to the engines in turn.
+    """
+
+    name = "vllm_dp_kv"
+
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the engine of the lowest score."""
+        engine = super().select(request, workers)
+        self._first = (self._first + 1) % len(self._waiting)
+        return engine
+
+    def _score(self, workers: Workers) -> Floats:
+        known = np.maximum(workers.loads, self._waiting + self._running)
+        pressure = np.maximum(0.0, workers.kv_usage - 0.5)
+        return np.asarray(known + 6.0 * self._waiting * pressure, np.float64)
+
+
+class PrefillGimbalPolicy(GimbalPolicy):
+    """Gimbal's Algorithm 1, for prefill workers: as `GimbalPolicy`."""
+
+    decision: ClassVar[str] = "prefill"
+
+
+class PrefillVllmDpPolicy(VllmDpPolicy):
+    """The least ``4 x waiting + running``, for prefill workers: as `VllmDpPolicy`."""
+
+    decision: ClassVar[str] = "prefill"
+
+
+class PrefillVllmDpKvPolicy(VllmDpKvPolicy):
+    """Waiting requests weigh more by KV usage, for prefill workers: as `VllmDpKvPolicy`."""
+
+    decision: ClassVar[str] = "prefill"

@@ -1,0 +1,312 @@
+"""Decode routing by the predicted step time: what would this request cost on each worker?
+
+ELDR groups requests offline and balances their number online. The policies here put both into one
+unit, time. For every worker they predict the time ``t`` of a decode step now and with the request
+in its batch, from the expected expert unions (`policies.routing.unions`) and the batch
+size, through the latency tables of the GPU, and send the request where the cost of all requests
+grows least. The cost of a worker with ``b`` requests is ``b t^2``, so the request goes where ::
+
+    (b + 1) t'^2 - b t^2
+
+is smallest: its own step time, squared, plus what it adds to the ``b`` requests that are there. A
+greedy rule on a sum of powers is the classic online balancing in an L_p norm (Awerbuch et al.,
+FOCS 1995).
+
+Why this cost. The growth ``t' - t`` of the step time alone is smallest on the *fullest* worker,
+whose union has all experts already, so everything piles up on one worker. The sum of step times
+over requests, ``b t``, has a trace of the same weakness near saturation, where ``t`` is concave in
+``b``: at high load it pays for its median in the tail. The square does not. The measurements are
+in ``docs/marginal_cost.md``. Where experts lie on several GPUs, see `marginal_ranks`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.jit import njit
+from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
+from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.choice import SignatureParameters
+from eldr_sim.policies.eldr.signature import Floats
+from eldr_sim.policies.routing.activation import fit_activation
+from eldr_sim.policies.routing.marginal_ranks import GreedyOnRanks
+from eldr_sim.policies.routing.unions import ExpertUnions, growth, log_idle, on_grid, shift
+
+_Usage = tuple[Floats, NDArray[np.float32]]
+"""A request's activation on the grid of ``unions``, and its ``log_idle``, both [L, E]."""
+
+
+_NO_CHUNKS = np.zeros(0, np.int64)
+#: Signatures whose activation is remembered; a request log has a new one for every request.
+_REMEMBERED = 1024
+
+
+class _Books(NamedTuple):
+    """What is on each of K workers, for the compiled decision."""
+
+    unions: tuple[Floats, Floats, Floats]  #: log_idle, idle, activated of `ExpertUnions`
+    prompt_tokens: NDArray[np.int64]  #: ``[K]``
+    cost: Floats  #: ``[K]``: what its requests cost now, s^2,
+    cost_load: NDArray[np.int64]  #: ``[K]``: at this load; -1: not known
+    growth: Floats  #: ``[K]``: what the request at hand would add, s^2
+    activated: Floats  #: ``[L]``: working memory
+
+
+class _Greedy:
+    """Sends a request where the cost grows least; what it knows of requests is up to others.
+
+    Parameters
+    ----------
+    step_times
+        Step times of a worker.
+    n_workers, n_layers
+        Workers; layers of the activations that ``place`` gets.
+    """
+
+    def __init__(self, step_times: StepCost, n_workers: int, n_layers: int) -> None:
+        self._step_times = step_times
+        self._unions = ExpertUnions(n_workers, n_layers, step_times.n_experts)
+        self._books = _Books(
+            (self._unions.log_idle, self._unions.idle, self._unions.activated),
+            np.zeros(n_workers, np.int64),
+            np.zeros(n_workers),
+            np.full(n_workers, -1),
+            np.zeros(n_workers),
+            np.zeros(n_layers),
+        )
+        self._resident: dict[tuple[int, int], tuple[int, NDArray[np.float32]]] = {}
+        self._next = 0
+
+    def place(self, request: RequestInfo, usage: _Usage, workers: Workers) -> int | None:
+        """Return the healthy worker whose cost grows least, and count the request there.
+
+        Equal growths, to 1e-12 s^2, are served in turn. None where no worker is healthy.
+        """
+        activation, log = usage
+        prompt_len = request.prompt_len
+        worker: int = place(
+            self._step_times, self._books, workers.loads, workers.healthy, prompt_len, activation,
+            log, self._next,
+        )  # fmt: skip
+        if worker < 0:
+            return None
+        self._next = (worker + 1) % len(workers.loads)
+        self._resident[request.request_id, worker] = (prompt_len, log)
+        return worker
+
+    def remove(self, request_id: int, worker: int) -> None:
+        """Forget a request that was placed on ``worker``; KeyError if there is none."""
+        prompt_len, log = self._resident.pop((request_id, worker))
+        self._unions.remove(worker, log)
+        self._books.prompt_tokens[worker] -= prompt_len
+        self._books.cost_load[worker] = -1
+
+
+class MarginalCostPolicy:
+    """The worker on which the request makes the predicted cost of all requests grow least.
+
+    It knows what ELDR's router knows: the prefill counts of the requests that it has dispatched
+    (through `policies.routing.activation.ActivationModel`, fitted on the calibration
+    requests), their prompt lengths, and the completions as they are reported to it. The context of
+    a request counts as long as its prompt: how much it has generated is not known. On co-located
+    engines that share experts, where no signature is known, every request counts as the mean of the
+    calibration requests, and the prompts that wait count in the group's step.
+
+    A decision reads ``idle``, [K, L, E], once and refreshes one row of it; a completion refreshes
+    one row. Both together take 20 us for 16 workers and 0.12 ms for 256 with 10 layers of 128
+    experts, 65 us and 0.47 ms with 48 layers, and a signature not seen before 0.27 ms more at 48
+    layers (medians on one core of an AMD EPYC,
+    ``tests/benchmarks/test_marginal_cost_benchmark.py``).
+    """
+
+    name = "marginal_cost"
+    decision: ClassVar[str] = "decode"
+    Parameters: ClassVar[type[SignatureParameters]] = SignatureParameters
+
+    def __init__(
+        self, context: PolicyContext, parameters: SignatureParameters | None = None
+    ) -> None:
+        self.parameters = parameters or SignatureParameters()
+        #: Nothing has computed a prompt yet that comes to co-located engines.
+        self.reads_signature = not context.computes_prompts
+        if context.computes_prompts and context.rank_moe is None:
+            problem = (
+                f"{self.name!r} reads expert signatures, or steps of engines that share experts"
+            )
+            allowed = "--data-parallel-size 2 or more, or a topology such as 8P16D"
+            raise InputError("policy", f"{problem}; co-located workers have neither", allowed)
+        step_times = context.require_step_times(self.name)
+        self._model = fit_activation(context.require_calibration(self.name))
+        n_layers, n_experts = self._model.mean_share.shape
+        if n_experts != step_times.n_experts:
+            problem = f"{n_experts} experts, but the model has {step_times.n_experts}"
+            raise InputError("calibration", problem)
+        self._greedy = _greedy(context, step_times, n_layers)
+        self._usages: dict[int, _Usage] = {}
+
+    def usage(self, request: RequestInfo) -> _Usage:
+        """Return the request's predicted activation; the calibration mean without a signature.
+
+        Remembered for the last signatures seen, by ``signature_id``.
+        """
+        if request.signature is None:
+            return _usage(self._model.mean_activation)
+        known = request.signature_id
+        if known is not None and known in self._usages:
+            return self._usages[known]
+        usage = _usage(self._model.predict(request.signature))
+        if known is not None:
+            if len(self._usages) == _REMEMBERED:
+                del self._usages[next(iter(self._usages))]  # the oldest
+            self._usages[known] = usage
+        return usage
+
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the worker whose cost grows least, and count the request there."""
+        return self._greedy.place(request, self.usage(request), workers)
+
+    def on_complete(self, request_id: int, worker: int) -> None:
+        """Forget a completed request."""
+        self._greedy.remove(request_id, worker)
+
+
+class OraclePolicy:
+    """ORACLE, a reference and no router: ``marginal_cost`` that is told the future experts.
+
+    Instead of a prediction it gets each request's true activation, the mean over the decode steps
+    that the request is going to take (``PolicyContext.future``), in every MoE layer of the model.
+    It shows what better knowledge of experts could still win. It is greedy: it knows neither
+    future arrivals nor which experts meet in one step, so it is a strong reference and no proven
+    bound.
+    """
+
+    name = "oracle"
+    decision: ClassVar[str] = "decode"
+
+    def __init__(self, context: PolicyContext) -> None:
+        step_times = context.require_step_times(self.name)
+        self._future = context.require_future(self.name)
+        self._greedy = _greedy(context, step_times, step_times.n_moe_layers)
+
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the worker whose cost grows least, and count the request there."""
+        usage = _usage(self._future(request.request_id))
+        return self._greedy.place(request, usage, workers)
+
+    def on_complete(self, request_id: int, worker: int) -> None:
+        """Forget a completed request."""
+        self._greedy.remove(request_id, worker)
+
+
+def _greedy(context: PolicyContext, step_times: StepCost, n_layers: int) -> _Greedy | GreedyOnRanks:
+    """Return the rule for workers as the context has them."""
+    if context.placements is None:
+        return _Greedy(step_times, context.n_workers, n_layers)
+    placements = context.placements()
+    prompts = context.computes_prompts and context.rank_moe is not None
+    return GreedyOnRanks(
+        step_times, context.rank_moe, placements, context.n_workers, n_layers, prompts
+    )
+
+
+def _usage(activation: Floats) -> _Usage:
+    rounded = on_grid(activation)
+    return rounded, log_idle(rounded)
+
+
+@njit()
+def expected_step_s(step_times: StepCost, load: int, context: int, activated: Any) -> float:
+    """Return the expected time of a worker's decode step, s.
+
+    Where a worker spreads its experts over several GPUs and nobody knows how, each is taken to hold
+    an equal share of the union. Requests beyond the places of a batch take turns: their step counts
+    ``load / places`` times.
+
+    Parameters
+    ----------
+    step_times
+        Step times of the worker.
+    load, context
+        Requests on the worker, and their tokens of context, summed; without requests no time
+        passes.
+    activated
+        Shape [L]: expected activated experts; the layers stand for all MoE layers of the model in
+        equal parts.
+    """
+    if load <= 0:
+        return 0.0
+    places = step_times.head_s.shape[0] - 1
+    batch = min(load, places)
+    share = (step_times.moe_s.shape[1] - 1) / step_times.n_experts
+    parts = step_parts(
+        step_times,
+        batch,
+        context / load * batch,
+        _NO_CHUNKS,
+        _NO_CHUNKS,
+        0,
+        batch,
+        activated if share == 1.0 else activated * share,
+        False,
+    )
+    return float(total_s(parts) * max(1.0, load / places))
+
+
+@njit()
+def place(
+    step_times: StepCost,
+    books: Any,
+    loads: Any,
+    healthy: Any,
+    prompt_len: int,
+    activation: Any,
+    log: Any,
+    first: int,
+) -> int:
+    """Return the worker whose cost a request lets grow least, and enter it in the books.
+
+    -1, and the books as they were, where no worker is healthy.
+
+    Parameters
+    ----------
+    step_times
+        Step times of a worker.
+    books
+        What is on the workers.
+    loads, healthy
+        Shape [K]: requests in flight on each worker, and whether it answers.
+    prompt_len, activation, log
+        Tokens of the request's prompt, its activation on the grid of ``unions``, and the
+        activation's ``log_idle``.
+    first
+        The worker that is preferred among equals; then those behind it.
+    """
+    n_workers, (log_idle, idle, activated) = loads.shape[0], books.unions
+    best, least = -1, 0.0
+    for i in range(n_workers):
+        w = (first + i) % n_workers
+        if not healthy[w]:
+            continue
+        load, context = loads[w], books.prompt_tokens[w]
+        if books.cost_load[w] != load:
+            now = expected_step_s(step_times, load, context, activated[w])
+            books.cost[w], books.cost_load[w] = load * now**2, load
+        growth(idle, w, activation, books.activated)
+        for layer in range(books.activated.shape[0]):
+            books.activated[layer] += activated[w, layer]
+        then = expected_step_s(step_times, load + 1, context + prompt_len, books.activated)
+        books.growth[w] = (load + 1) * then**2 - books.cost[w]
+        rounded = np.rint(books.growth[w] * 1e12)
+        if best < 0 or rounded < least:
+            best, least = w, rounded
+    if best < 0:
+        return best
+    shift(log_idle, idle, activated, best, log, 1.0)
+    books.prompt_tokens[best] += prompt_len
+    books.cost_load[best] = -1
+    return best

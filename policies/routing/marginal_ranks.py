@@ -1,0 +1,360 @@
+"""`marginal_cost` where experts lie on several GPUs: a layer takes the time of the busiest one.
+
+The rule and the expected unions are those of `policies.routing.marginal_cost`. Two things
+differ:
+
+- The MoE time of a layer is that of the rank for which it is longest, at the activated experts and
+  (where engines share experts) the token-expert pairs that are expected there. This is the largest
+  of the expectations, somewhat less than the expectation of the largest.
+- Engines that share experts step together. Their union is that of all their requests, their step
+  lasts as long as that of the slowest engine, and every request of the group pays for it. Dispatch
+  and combine are left out.
+- Engines that also compute prompts step together through those that wait, too: as if the next step
+  held them all, cut by the token budget. What waits is what the engines publish and what has been
+  sent since; begun prompts are left out.
+
+An expert of several instances counts in equal parts on their ranks, as if one computed all of its
+tokens and each were as likely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.jit import njit
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE, StepCost
+from eldr_sim.kernel_profiles.steps.step_cost import decode_attention_s, moe_layers_s, rank_moe_s
+from eldr_sim.policies.base import RequestInfo, Workers
+from eldr_sim.policies.eldr.signature import Floats
+from eldr_sim.policies.placement.base import Placement
+from eldr_sim.policies.routing.unions import ExpertUnions, shift
+
+
+class Shares(NamedTuple):
+    """Which part of an expert each rank computes, for G groups; see `shares`."""
+
+    expert: NDArray[np.int32]  #: ``[G, layers, ranks, slots]``
+    part: Floats  #: of the same shape; 0 where a rank has fewer slots
+
+
+def shares(placements: Sequence[Placement], n_experts: int) -> Shares:
+    """Return which part of each expert the ranks of the groups compute."""
+    ranks = placements[0].n_ranks
+    layers = len(placements[0].expert)
+    held = [np.bincount(row, minlength=ranks).max() for p in placements for row in p.rank]
+    shape = (len(placements), layers, ranks, max(held))
+    expert, part = np.zeros(shape, np.int32), np.zeros(shape)
+    for g, placement in enumerate(placements):
+        instances = placement.instances(n_experts)
+        for layer, rank in np.ndindex(layers, ranks):
+            own = placement.expert[layer][placement.rank[layer] == rank]
+            expert[g, layer, rank, : len(own)] = own
+            part[g, layer, rank, : len(own)] = 1.0 / instances[layer, own]
+    return Shares(expert, part)
+
+
+class RankBooks(NamedTuple):
+    """What is on K workers in G groups, for the compiled decision."""
+
+    unions: tuple[Floats, Floats, Floats]  #: log_idle, idle, activated of `ExpertUnions`, of groups
+    used: Floats  #: ``[G, L, E]``: expected tokens of each expert
+    prompt_tokens: NDArray[np.int64]  #: ``[K]``
+    step_s: Floats  #: ``[G]``: the group's decode step now,
+    step_load: NDArray[np.int64]  #: ``[G]``: at this load; -1: not known
+    growth: Floats  #: ``[K]``: what the request at hand would add, s^2
+    waiting: NDArray[np.int64]  #: ``[K]``: tokens of prompts that wait there
+    prompt_s: Floats  #: ``[tokens + 1]``: see `prompt_seconds`; nothing where none are computed
+    busiest: Floats  #: ``[L]``: working memory
+
+
+class GreedyOnRanks:
+    """Sends a request where the cost grows least; what it knows of requests is up to others.
+
+    Parameters
+    ----------
+    step_times
+        Step times of a worker.
+    moe
+        Times of a rank's MoE layer where workers share experts; None where each has its own, whose
+        times ``step_times`` hold.
+    placements
+        Of each group of workers; of single workers where ``moe`` is None.
+    n_workers, n_layers
+        Workers; layers of the activations that ``place`` gets, which take the layers of the
+        placements in turn.
+    computes_prompts
+        Whether the workers, which share experts, compute prompts, too.
+    """
+
+    def __init__(
+        self,
+        step_times: StepCost,
+        moe: RankMoE | None,
+        placements: Sequence[Placement],
+        n_workers: int,
+        n_layers: int,
+        computes_prompts: bool = False,
+    ) -> None:
+        self._step_times, self._moe = step_times, moe
+        self._shares = shares(placements, step_times.n_experts)
+        n_groups = len(placements)
+        self._group_size = n_workers // n_groups
+        self._unions = ExpertUnions(n_groups, n_layers, step_times.n_experts)
+        self._books = RankBooks(
+            (self._unions.log_idle, self._unions.idle, self._unions.activated),
+            np.zeros((n_groups, n_layers, step_times.n_experts)),
+            np.zeros(n_workers, np.int64),
+            np.zeros(n_groups),
+            np.full(n_groups, -1),
+            np.zeros(n_workers),
+            np.zeros(n_workers, np.int64),
+            prompt_seconds(step_times) if computes_prompts else np.zeros(0),
+            np.zeros(n_layers),
+        )
+        self._reported_s = -np.inf
+        self._resident: dict[tuple[int, int], tuple[int, NDArray[Any], NDArray[np.float32]]] = {}
+        self._next = 0
+
+    def place(
+        self, request: RequestInfo, usage: tuple[Floats, NDArray[np.float32]], workers: Workers
+    ) -> int | None:
+        """Return the healthy worker whose group's cost grows least, and count the request there.
+
+        Equal growths, to 1e-12 s^2, are served in turn. None where no worker is healthy.
+        """
+        activation, log = usage
+        if workers.signals_s != self._reported_s and len(self._books.prompt_s):
+            self._books.waiting[:] = workers.waiting_tokens
+            self._reported_s = workers.signals_s
+        worker: int = place_on_ranks(
+            self._step_times, self._moe, self._shares, self._books, workers.loads, workers.healthy,
+            request.prompt_len, activation, log, self._next,
+        )  # fmt: skip
+        if worker < 0:
+            return None
+        self._next = (worker + 1) % len(workers.loads)
+        # Multiples of 2^-12 below 1 are whole in float32.
+        kept = activation.astype(np.float32)
+        self._resident[request.request_id, worker] = (request.prompt_len, kept, log)
+        return worker
+
+    def remove(self, request_id: int, worker: int) -> None:
+        """Forget a request that was placed on ``worker``; KeyError if there is none."""
+        prompt_len, activation, log = self._resident.pop((request_id, worker))
+        group = worker // self._group_size
+        self._unions.remove(group, log)
+        self._books.used[group] -= activation
+        self._books.prompt_tokens[worker] -= prompt_len
+        self._books.step_load[group] = -1
+
+
+@njit()
+def group_step_s(
+    step_times: StepCost,
+    loads: Any,
+    prompt_tokens: Any,
+    moe_s: float,
+    worker: int,
+    prompt_len: int,
+) -> float:
+    """Return the expected time of the step of engines that step together, s.
+
+    Its parts other than the MoE layers are those of the slowest engine. Requests beyond the places
+    of a batch take turns, as in `marginal_cost.expected_step_s`.
+
+    Parameters
+    ----------
+    step_times
+        Step times of an engine.
+    loads, prompt_tokens
+        Shape [engines]: requests on each, and their tokens of context, summed.
+    moe_s
+        Time of the MoE layers.
+    worker, prompt_len
+        One more request: its engine, -1 for none, and tokens of its context.
+    """
+    places = step_times.head_s.shape[0] - 1
+    attention, most = 0.0, 0
+    for w in range(loads.shape[0]):
+        load, context = loads[w], prompt_tokens[w]
+        if w == worker:
+            load, context = load + 1, context + prompt_len
+        if load > 0:
+            batch = min(load, places)
+            attention = max(
+                attention, decode_attention_s(step_times, batch, context / load * batch)
+            )
+            most = max(most, load)
+    if most == 0:
+        return 0.0
+    batch = min(most, places)
+    fixed = step_times.dense_s[batch] + step_times.head_s[batch] + step_times.collectives_s[batch]
+    return float((fixed + step_times.host_s + attention + moe_s) * max(1.0, most / places))
+
+
+def prompt_seconds(step_times: StepCost) -> Floats:
+    """Return what a chunk at the start of a prompt takes an engine besides experts, by its tokens.
+
+    Up to the token budget; s.
+    """
+    tables = step_times.dense_s, step_times.collectives_s, step_times.prompt_share_s
+    n = min(len(table) for table in (*tables, step_times.mixed_moe_s))
+    seconds = np.sum([table[:n] for table in tables], axis=0)
+    seconds[0] = 0.0
+    return np.maximum.accumulate(seconds)
+
+
+@njit()
+def waiting_prompts_s(
+    moe: Any, layers: int, prompt_s: Any, waiting: Any, ranks: int, worker: int, prompt_len: int
+) -> float:
+    """Return how long engines that step together take for the prompts that wait, s.
+
+    Of engines that compute as many tokens a step as they may, one that has most tokens left is the
+    slowest in every step. Their experts are taken to be all active and evenly loaded.
+
+    Parameters
+    ----------
+    moe, layers, ranks
+        Times of a rank's MoE layer, the model's MoE layers, and the GPUs of the group.
+    prompt_s
+        From `prompt_seconds`.
+    waiting
+        Shape [engines]: tokens of prompts that wait.
+    worker, prompt_len
+        One more prompt: its engine, -1 for none, and its tokens.
+    """
+    most, total, budget = 0, 0, prompt_s.shape[0] - 1
+    for w in range(waiting.shape[0]):
+        tokens = waiting[w] + (prompt_len if w == worker else 0)
+        most, total = max(most, tokens), total + tokens
+    if most == 0:
+        return 0.0
+    own = (most // budget) * prompt_s[budget] + prompt_s[most % budget]
+    pairs, slots = total * moe.top_k / ranks, moe.mixed_s.shape[1] - 1
+    return float(own + layers * rank_moe_s(moe, pairs, slots, True))
+
+
+@njit()
+def busiest_moe_s(
+    step_times: StepCost,
+    moe: Any,
+    shares: Shares,
+    books: RankBooks,
+    group: int,
+    activation: Any,
+    more: float,
+    load: int,
+) -> float:
+    """Return the expected time of a group's MoE layers, each as long as its busiest rank's, s.
+
+    Parameters
+    ----------
+    step_times, moe, shares, books
+        As `place_on_ranks` has them.
+    group
+        Whose layers.
+    activation, more
+        One more request's activation, [L, E], counted ``more`` times: 1 or 0.
+    load
+        Requests of the group, that one included. Those beyond its places do not compute.
+    """
+    idle, used = books.unions[1], books.used
+    n_layers, ranks = used.shape[1], shares.expert.shape[2]
+    size = books.prompt_tokens.shape[0] // used.shape[0]
+    places = step_times.head_s.shape[0] - 1
+    computing = min(1.0, size * places / load)
+    total = 0.0
+    for layer in range(n_layers):
+        at = layer % shares.expert.shape[1]
+        most = 0.0
+        for r in range(ranks):
+            count, pairs = 0.0, 0.0
+            for s in range(shares.expert.shape[3]):
+                e, part = shares.expert[group, at, r, s], shares.part[group, at, r, s]
+                p = more * activation[layer, e]
+                count += part * (1.0 - idle[group, layer, e] * (1.0 - p))
+                pairs += part * (used[group, layer, e] + p)
+            if moe is None:
+                most = max(most, count)
+            elif pairs > 0.0:
+                most = max(most, rank_moe_s(moe, pairs * computing, count, False))
+        books.busiest[layer] = most
+        total += most
+    if moe is None:  # engines of their own: the table is that of a rank, by the worker's tokens
+        total = moe_layers_s(step_times.moe_s[min(load, places)], books.busiest)
+    return float(total * (step_times.n_moe_layers / n_layers))
+
+
+@njit()
+def place_on_ranks(
+    step_times: StepCost,
+    moe: Any,
+    shares: Shares,
+    books: RankBooks,
+    loads: Any,
+    healthy: Any,
+    prompt_len: int,
+    activation: Any,
+    log: Any,
+    first: int,
+) -> int:
+    """Return the worker whose group's cost a request lets grow least, and enter it in the books.
+
+    -1, and the books as they were, where no worker is healthy.
+
+    Parameters
+    ----------
+    step_times, moe
+        Step times of a worker; `RankMoE` of a rank where workers share experts, else None.
+    shares, books
+        Where the experts of the groups lie; what is on the workers.
+    loads, healthy, prompt_len, activation, log, first
+        As of `marginal_cost.place`.
+    """
+    n_workers, n_groups = loads.shape[0], books.used.shape[0]
+    size, ranks, layers = n_workers // n_groups, shares.expert.shape[2], step_times.n_moe_layers
+    for g in range(n_groups):
+        start, stop = g * size, (g + 1) * size
+        own, tokens = loads[start:stop], books.prompt_tokens[start:stop]
+        waiting = books.waiting[start:stop]
+        load = own.sum()
+        if books.step_load[g] != load:
+            now = 0.0
+            if load > 0:
+                moe_s = busiest_moe_s(step_times, moe, shares, books, g, activation, 0.0, load)
+                now = group_step_s(step_times, own, tokens, moe_s, -1, 0)
+            books.step_s[g], books.step_load[g] = now, load
+        now = books.step_s[g]
+        prompts = moe is not None and books.prompt_s.shape[0] > 0
+        if moe is not None:  # noqa: SIM102 by itself: the compiler drops it where None
+            if prompts:
+                now += waiting_prompts_s(moe, layers, books.prompt_s, waiting, ranks, -1, 0)
+        moe_s = busiest_moe_s(step_times, moe, shares, books, g, activation, 1.0, load + 1)
+        for w in range(size):
+            then = group_step_s(step_times, own, tokens, moe_s, w, prompt_len)
+            if moe is not None:  # noqa: SIM102
+                if prompts:
+                    then += waiting_prompts_s(
+                        moe, layers, books.prompt_s, waiting, ranks, w, prompt_len
+                    )
+            books.growth[start + w] = (load + 1) * then**2 - load * now**2
+    best, least = -1, 0.0
+    for i in range(n_workers):
+        w = (first + i) % n_workers
+        rounded = np.rint(books.growth[w] * 1e12)
+        if healthy[w] and (best < 0 or rounded < least):
+            best, least = w, rounded
+    if best < 0:
+        return best
+    g = best // size
+    shift(books.unions[0], books.unions[1], books.unions[2], g, log, 1.0)
+    books.used[g] += activation
+    books.prompt_tokens[best] += prompt_len
+    books.waiting[best] += prompt_len
+    books.step_load[g] = -1
+    return best

@@ -1,0 +1,138 @@
+"""Prefill policies: which prefill worker computes a prompt."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import Field
+
+from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.choice import Parameters
+from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy, RoundRobinPolicy
+from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
+
+_MASK64 = (1 << 64) - 1
+
+
+class PrefillRoundRobinPolicy(RoundRobinPolicy):
+    """The prefill workers in turn, from worker 0."""
+
+    decision: ClassVar[str] = "prefill"
+
+
+class LeastLoadedPolicy(JoinShortestQueuePolicy):
+    """The prefill worker with the fewest requests."""
+
+    name = "least_loaded"
+    decision: ClassVar[str] = "prefill"
+
+
+class PrefixHashPolicy:
+    """Equal prompt prefixes go to one worker, unless it is overloaded.
+
+    ELDR's prefill policy (Sec. 6: PrefixHash with a least-loaded fallback above 1.25x average
+    load). The details that the paper leaves open are those of ``prefix_hash`` in SGLang's router:
+    the first 256 tokens make the key, the incoming request counts in the average load, and the
+    prefix's worker is kept while its load is at most 1.25 times that average. The key picks its
+    worker by rendezvous hashing, which spreads keys evenly and moves few of them when the pool
+    changes, as the hash ring there does. A prompt without hashes goes to the least loaded worker.
+    """
+
+    name = "prefix_hash"
+    decision: ClassVar[str] = "prefill"
+    shortlist_by: ClassVar[ShortlistBy] = "prefix"
+    prefix_tokens: ClassVar[int] = 256
+    load_factor: ClassVar[float] = 1.25
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._n = context.n_workers
+        self._key_blocks = -(-self.prefix_tokens // context.prefix_block_tokens)
+        self._everyone = Shortlist(range(context.n_workers))
+        self._salts = [_mix64(worker + 1) for worker in range(context.n_workers)]
+
+    def home(self, key: int) -> int:
+        """Return the worker that a prefix key belongs to, whatever the load."""
+        weights = [_mix64((key ^ salt) & _MASK64) for salt in self._salts]
+        return weights.index(max(weights))
+
+    def shortlists(self, requests: Sequence[RequestInfo]) -> list[Shortlist]:
+        """Return all workers, the least loaded first: for prompts without hashes."""
+        return [self._everyone] * len(requests)
+
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the prefix's worker, or the least loaded one if that is overloaded."""
+        hashes = request.prefix_hash
+        if len(hashes) == 0:
+            return self._everyone.pick(workers)
+        # Block hashes are chained, so the last of the key's blocks stands for all of them.
+        worker = self.home(int(hashes[min(len(hashes), self._key_blocks) - 1]))
+        average = (int(workers.loads.sum()) + 1) / self._n
+        if workers.healthy[worker] and workers.loads[worker] <= self.load_factor * average:
+            return worker
+        return self._everyone.pick(workers)
+
+
+class HashRingParameters(Parameters):
+    """Parameters of the hash ring; the defaults are those of ELDR's authors."""
+
+    points: int = Field(default=160, ge=1, le=100_000)
+    """Points of each worker on the ring."""
+    prefix_tokens: int = Field(default=256, ge=1)
+    """Tokens from a prompt's start that make its key. The authors take 1,024 bytes: so many tokens
+    at four bytes each."""
+    load_factor: float = Field(default=1.25, ge=1, allow_inf_nan=False)
+    """Most load of the key's worker, times the average one with this request."""
+
+
+class HashRingPolicy:
+    """The worker whose point on a ring follows the prompt's key, unless it is overloaded.
+
+    The prefill router of ELDR's authors (casys-kaist/ELDR), who leave a prompt with the worker of
+    its key while that has at most ``load_factor`` times the average load, this prompt counted, and
+    else give it to the least loaded one of the lowest index. A prompt without block hashes is like
+    no other, so that its own number stands for its text.
+    """
+
+    name = "hash_ring"
+    decision: ClassVar[str] = "prefill"
+    Parameters: ClassVar[type[HashRingParameters]] = HashRingParameters
+
+    def __init__(
+        self, context: PolicyContext, parameters: HashRingParameters | None = None
+    ) -> None:
+        own = parameters or HashRingParameters()
+        self._n, self._load_factor = context.n_workers, own.load_factor
+        self._key_blocks = -(-own.prefix_tokens // context.prefix_block_tokens)
+        ring = sorted(
+            (_mix64(worker << 32 | point), worker)
+            for worker in range(context.n_workers)
+            for point in range(own.points)
+        )
+        self._positions = [position for position, _ in ring]
+        self._workers = [worker for _, worker in ring]
+
+    def home(self, key: int) -> int:
+        """Return the worker that a prefix key belongs to, whatever the load."""
+        # Keys may be small numbers, as the points' are before they are scrambled.
+        return self._workers[bisect(self._positions, _mix64(~key & _MASK64)) % len(self._workers)]
+
+    def select(self, request: RequestInfo, workers: Workers) -> int | None:
+        """Return the key's worker, or the least loaded one if that is overloaded."""
+        hashes, loads = request.prefix_hash, workers.loads
+        # Block hashes are chained, so the last of the key's blocks stands for all of them.
+        last = min(len(hashes), self._key_blocks) - 1
+        worker = self.home(int(hashes[last]) if last >= 0 else request.request_id)
+        most = self._load_factor * (int(loads.sum()) + 1) / self._n
+        if workers.healthy[worker] and loads[worker] <= most:
+            return worker
+        return min(workers.usable(), key=lambda other: (int(loads[other]), other), default=None)
+
+
+def _mix64(value: int) -> int:
+    """Scramble 64 bits (the finaliser of SplitMix64), the same on every machine."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)

@@ -1,0 +1,210 @@
+"""A router over live engines: a policy object of the simulator, and what it sees of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import (
+    CompletionListener,
+    DecodePolicy,
+    PolicyContext,
+    PrefillPolicy,
+    RequestInfo,
+    Workers,
+)
+from eldr_sim.policies.registry import decode_policy
+from eldr_sim.traces.streams import stream
+
+__all__ = ["EngineSignals", "NoEngine", "Router", "build_decode_policy"]
+
+
+class EngineSignals(NamedTuple):
+    """The columns of :class:`~eldr_sim.policies.base.Workers` that an engine knows."""
+
+    waiting: int
+    """Requests in the waiting queue (``vllm:num_requests_waiting``)."""
+    running: int
+    """Running requests (``vllm:num_requests_running``)."""
+    kv_usage: float
+    """Share of the KV blocks in use, 0 to 1 (``vllm:kv_cache_usage_perc``)."""
+    kv_tokens: int
+    """Tokens of the blocks in use: the usage of all that ``vllm:cache_config_info`` names."""
+
+
+class NoEngine(Exception):
+    """No engine that a request may go to is healthy."""
+
+
+class Router:
+    """Sends requests to engines and counts those in flight, as `cluster.Cluster` does.
+
+    Parameters
+    ----------
+    policy
+        Chooses the engine.
+    n_engines
+        Engines to choose from.
+
+    Attributes
+    ----------
+    workers
+        What the policy sees: ``loads`` are requests in flight, from `dispatch` to `complete`;
+        ``healthy`` is what was told to `set_health`, the rest what was told to `publish`.
+    """
+
+    def __init__(self, policy: DecodePolicy | PrefillPolicy, n_engines: int) -> None:
+        self.workers = Workers.idle(np.zeros(n_engines, np.int64))
+        self._policy = policy
+        self._listener = policy if isinstance(policy, CompletionListener) else None
+        self._prompts: list[dict[int, int]] = [{} for _ in range(n_engines)]  # in flight, in order
+        self._held: list[tuple[RequestInfo, Collection[int], asyncio.Future[int]]] = []
+
+    @property
+    def n_held(self) -> int:
+        """Requests that the policy holds."""
+        return len(self._held)
+
+    def usable(self, without: Collection[int] = ()) -> list[int]:
+        """Return the healthy engines but for some."""
+        return [engine for engine in self.workers.usable() if engine not in without]
+
+    def dispatch(self, request: RequestInfo, without: Collection[int] = ()) -> int | None:
+        """Return the index of the engine that gets a request; None if the policy holds it.
+
+        Parameters
+        ----------
+        request
+            The request.
+        without
+            Engines that it must not go to. The policy sees them as unhealthy; where it names one of
+            them nevertheless, or one that is unhealthy, the least loaded of the others stands in.
+
+        Raises
+        ------
+        NoEngine
+            If none is left.
+        """
+        usable = self.usable(without)
+        if not usable:
+            raise NoEngine
+        view = self.workers._replace(now_s=time.monotonic())
+        if without:
+            healthy = view.healthy.copy()
+            healthy[list(without)] = False
+            view = view._replace(healthy=healthy)
+        engine = self._policy.select(request, view)
+        if engine is None:
+            return None
+        if engine not in usable:
+            engine = min(usable, key=lambda other: int(self.workers.loads[other]))
+        self.workers.loads[engine] += 1
+        self._prompts[engine][request.request_id] = request.prompt_len
+        return engine
+
+    async def route(self, request: RequestInfo, without: Collection[int] = ()) -> int:
+        """Return the index of the engine that gets a request, as soon as the policy names one.
+
+        Raises
+        ------
+        NoEngine
+            If no engine is left, at once or while the policy holds the request.
+        """
+        engine = self.dispatch(request, without)
+        return await self.hold(request, without) if engine is None else engine
+
+    async def hold(self, request: RequestInfo, without: Collection[int] = ()) -> int:
+        """Return the index of the engine that gets a request which the policy has just held.
+
+        Raises
+        ------
+        NoEngine
+            If no engine is left.
+        """
+        placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._held.append((request, without, placed))
+        try:
+            return await placed
+        except asyncio.CancelledError:  # its client has left
+            self._held = [held for held in self._held if held[2] is not placed]
+            if placed.done() and not placed.cancelled() and placed.exception() is None:
+                self.complete(request.request_id, placed.result())
+            raise
+
+    def complete(self, request_id: int, engine: int) -> None:
+        """Take note that an engine is done with a request (``RequestInfo.request_id``)."""
+        self.workers.loads[engine] -= 1
+        del self._prompts[engine][request_id]
+        try:
+            if self._listener is not None:
+                self._listener.on_complete(request_id, engine)
+        finally:
+            self._ask_again()
+
+    def set_health(self, engine: int, healthy: bool) -> None:
+        """Take note that an engine answers, or no longer does."""
+        self.workers.healthy[engine] = healthy
+        self._ask_again()
+
+    def publish(self, signals: Sequence[EngineSignals | None]) -> None:
+        """Take note of what the engines publish; None of one that does not answer.
+
+        vLLM publishes no tokens of its waiting queue: they are the prompts of the requests that
+        were sent last, as many as wait.
+        """
+        workers = self.workers
+        for engine, signal in enumerate(signals):
+            if signal is None:
+                continue
+            workers.waiting[engine], workers.running[engine] = signal.waiting, signal.running
+            workers.kv_usage[engine] = signal.kv_usage
+            workers.running_tokens[engine] = signal.kv_tokens
+            last = list(self._prompts[engine].values())[-signal.waiting :]
+            workers.waiting_tokens[engine] = sum(last) if signal.waiting else 0
+        self.workers = workers._replace(signals_s=time.monotonic())
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Ask the policy about what it holds, the first that came first."""
+        held, self._held = self._held, []
+        for request, without, placed in held:
+            if placed.done():
+                continue
+            try:
+                engine = self.dispatch(request, without)
+            except (NoEngine, InputError) as error:  # this request's, not of who is asking
+                placed.set_exception(error)
+                continue
+            if engine is None:
+                self._held.append((request, without, placed))
+            else:
+                placed.set_result(engine)
+
+
+def build_decode_policy(policy: object, n_engines: int, *, seed: int = 0) -> DecodePolicy:
+    """Build a decode policy for live engines, with the random stream that a simulation gives it.
+
+    Parameters
+    ----------
+    policy
+        The policy and its parameters, see `policies.choice`, such as ``eldr:artifact=fit.npz``.
+    n_engines
+        Engines to choose from.
+    seed
+        Of a policy that draws.
+
+    Raises
+    ------
+    InputError
+        If there is no such policy, or if it needs what a live router does not have: calibration
+        requests, step times, the future, or an artifact that was not given.
+    """
+    return decode_policy(
+        policy,
+        PolicyContext(n_workers=n_engines, rng=stream(seed, "decode policy")),
+    )

@@ -1,0 +1,224 @@
+"""The engines behind the router: pools, each with a policy, and their health."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, RequestInfo
+from eldr_sim.policies.shortlist import picks_from_shortlists
+from eldr_sim.serving.router.bodies import one_token_body
+from eldr_sim.serving.router.config import ProxyConfig
+from eldr_sim.serving.router.counters import Counters
+from eldr_sim.serving.router.decisions import Router
+from eldr_sim.serving.router.engine import Engine
+from eldr_sim.serving.router.signals import watch_engines
+from eldr_sim.serving.router.upstream import EngineFailure, ask
+
+__all__ = ["Fleet", "Pool"]
+
+
+class Pool:
+    """Engines of one kind, and the policy that chooses among them.
+
+    Parameters
+    ----------
+    name
+        ``prefill`` or ``decode``.
+    urls
+        Base URLs.
+    policy
+        Chooses the engine.
+    counters
+        What is counted of them.
+    notify
+        Called with a line when an engine is ejected and when it returns.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        urls: list[str],
+        policy: DecodePolicy | PrefillPolicy,
+        counters: Counters,
+        notify: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self.router = Router(policy, len(urls))
+        self.engines = [
+            Engine(url, f"{name} engine {i}", partial(self._changed, i), self._is_last)
+            for i, url in enumerate(urls)
+        ]
+        self.reads_signals = not picks_from_shortlists(policy)
+        self._notify = notify
+        self._sent = [counters.sent_to(name, url) for url in urls]
+        self._ejected = [counters.ejections_of(name, url) for url in urls]
+        counters.watch(
+            name,
+            urls,
+            up=lambda i: self.engines[i].up,
+            load=lambda i: int(self.router.workers.loads[i]),
+            held=lambda: self.router.n_held,
+        )
+        for i in range(len(urls)):
+            self.router.set_health(i, False)
+
+    @asynccontextmanager
+    async def place(
+        self, info: RequestInfo, without: Collection[int]
+    ) -> AsyncIterator[tuple[int, float]]:
+        """Give the index of the engine that the policy names, and count the request there.
+
+        And for how long the policy has held the request, s.
+
+        Raises
+        ------
+        NoEngine
+            If none is up but for ``without``.
+        """
+        index, held_s = self.router.dispatch(info, without), 0.0
+        if index is None:
+            begun_s = time.monotonic()
+            index = await self.router.hold(info, without)
+            held_s = time.monotonic() - begun_s
+        try:
+            self._sent[index]()
+            yield index, held_s
+        finally:
+            self.router.complete(info.request_id, index)
+
+    def least_loaded(self, without: Collection[int]) -> Engine | None:
+        """Return the engine with the fewest requests; None if none is up."""
+        usable = self.router.usable(without)
+        loads = self.router.workers.loads
+        return self.engines[min(usable, key=lambda i: int(loads[i]))] if usable else None
+
+    def _is_last(self) -> bool:
+        return len(self.router.usable()) <= 1
+
+    def _changed(self, index: int, engine: Engine) -> None:
+        if not engine.up and self.router.workers.healthy[index]:
+            self._ejected[index]()
+        self.router.set_health(index, engine.up)
+        said = "is up" if engine.up else f"is down: {engine.problem}"
+        self._notify(f"{engine.name} ({engine.url}) {said}")
+
+
+class Fleet:
+    """All engines behind the router.
+
+    Attributes
+    ----------
+    decode
+        Engines that answer.
+    prefill
+        Engines that compute prompts only; None where the others do.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        decode_policy: DecodePolicy,
+        prefill_policy: PrefillPolicy | None,
+        counters: Counters,
+        notify: Callable[[str], None],
+    ) -> None:
+        self._config, self._counters = config, counters
+        self.decode = Pool("decode", config.decode_urls, decode_policy, counters, notify)
+        self.prefill: Pool | None = None
+        if prefill_policy is not None:
+            self.prefill = Pool("prefill", config.prefill_urls, prefill_policy, counters, notify)
+        self.session: Any = None
+        self._releases: set[asyncio.Task[None]] = set()
+
+    @property
+    def pools(self) -> list[Pool]:
+        """Prefill engines first."""
+        return [pool for pool in (self.prefill, self.decode) if pool is not None]
+
+    @property
+    def serves(self) -> bool:
+        """Whether a request would find the engines that it needs."""
+        return all(pool.router.usable() for pool in self.pools)
+
+    async def run(self, session: Any) -> AsyncIterator[None]:
+        """Watch the engines while the router runs; all have been asked once when this yields."""
+        self.session = session
+        config = self._config
+        engines = [engine for pool in self.pools for engine in pool.engines]
+        timeout_s = config.health_timeout_s
+        await asyncio.gather(*(engine.probe(session, timeout_s, first=True) for engine in engines))
+        tasks = [
+            asyncio.create_task(engine.watch(session, config.health_interval_s, timeout_s))
+            for engine in engines
+        ]
+        for pool in self.pools:
+            if pool.reads_signals:
+                urls = [engine.url for engine in pool.engines]
+                watching = watch_engines(
+                    session, urls, pool.router, config.signal_interval_ms / 1e3
+                )
+                tasks.append(asyncio.create_task(watching))
+        try:
+            yield
+        finally:
+            for task in (*tasks, *self._releases):
+                task.cancel()
+            await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
+
+    def release(
+        self,
+        path: str,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+        without: Collection[int] = (),
+    ) -> None:
+        """Free the KV cache that a prefill engine holds for a request that ends elsewhere.
+
+        vLLM has no call for it; a prefill engine frees a cache when a decode engine has fetched it.
+        So one of them is asked for one token, which nobody reads, in the background. Where the
+        cache was freed already, or no decode engine is up, nothing is lost: vLLM takes it back
+        when its lease (``kv_lease_duration``, 30 s) ends.
+
+        Parameters
+        ----------
+        path, headers
+            As of the request.
+        body
+            The request with the ``kv_transfer_params`` of the cache.
+        without
+            Decode engines that are not asked.
+        """
+        engine = self.decode.least_loaded(without)
+        if engine is None:
+            self._counters.released("left")
+            return
+        data = json.dumps(one_token_body(body, body["kv_transfer_params"])).encode()
+        task = asyncio.create_task(self._fetch(engine, path, data, headers))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _fetch(
+        self, engine: Engine, path: str, data: bytes, headers: Mapping[str, str]
+    ) -> None:
+        limit_s = self._config.first_token_timeout_s
+        try:
+            reply = await ask(
+                self.session,
+                engine,
+                path,
+                data,
+                headers,
+                self._config,
+                streamed=False,
+                limit_s=limit_s,
+            )
+        except EngineFailure:
+            self._counters.released("left")
+        else:
+            self._counters.released("freed" if reply.status == 200 else "left")

@@ -1,0 +1,297 @@
+"""One request's way through the router, from its body to the last token of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import RequestInfo
+from eldr_sim.serving.router.bodies import Ask, prefill_body
+from eldr_sim.serving.router.config import ProxyConfig
+from eldr_sim.serving.router.counters import Counters
+from eldr_sim.serving.router.decisions import NoEngine
+from eldr_sim.serving.router.fleet import Fleet, Pool
+from eldr_sim.serving.router.signatures import SignatureReader
+from eldr_sim.serving.router.upstream import ERROR_EVENT, EngineFailure, Reply, ask
+
+__all__ = ["Passage", "error_answer"]
+
+_EVENT_STREAM = "text/event-stream"
+
+
+class Passage:
+    """A request's way through the router.
+
+    It goes to a prefill engine, where there are any, and with what that says of the KV cache to a
+    decode engine, whose answer is passed on as it comes. An engine that fails before the first
+    token is replaced by another one, ``ProxyConfig.retries`` times. A cache that a decode engine
+    may have fetched is not offered to the next, since its blocks may hold other tokens by then:
+    the prompt is computed again, unless the client had that done itself.
+
+    Parameters
+    ----------
+    fleet, config, counters
+        The engines, and what they are used with.
+    signatures
+        Where expert signatures come from; None if the policy reads none.
+    write
+        Writes a line of the log.
+    asked, path, headers
+        The request: what its body holds, where it goes, what engines are told besides.
+    number, name
+        Its number in this router, and ``X-Request-Id``.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: ProxyConfig,
+        counters: Counters,
+        signatures: SignatureReader | None,
+        write: Callable[..., None],
+        *,
+        asked: Ask,
+        path: str,
+        headers: Mapping[str, str],
+        number: int,
+        name: str,
+    ) -> None:
+        self._fleet, self._config, self._counters = fleet, config, counters
+        self._signatures, self._write = signatures, write
+        self._asked, self._path, self._headers, self._name = asked, path, headers, name
+        user = asked.body.get("user")
+        self._info = RequestInfo(
+            number,
+            asked.prompt_len,
+            domain=-1,
+            session=user if isinstance(user, str) else None,
+            max_tokens=asked.max_tokens,
+        )
+        self._body = asked.body
+        self._cached = False  # a prefill engine holds its KV cache, which nobody has fetched
+        self._prefilled_s: float | None = None
+        self._without: dict[str, set[int]] = {"prefill": set(), "decode": set()}
+        self._begun_s = time.monotonic()
+        self._elsewhere_s = 0.0  # with engines, or held
+        self._answer: Any = None
+
+    async def run(self, request: Any) -> tuple[Any, str]:
+        """Serve the request; return the answer, an ``aiohttp.web`` response, and its outcome.
+
+        Raises
+        ------
+        asyncio.CancelledError
+            If the client leaves.
+        """
+        try:
+            return await self._run(request)
+        finally:
+            if self._cached:
+                self._let_go()
+
+    async def _run(self, request: Any) -> tuple[Any, str]:
+        retries = self._config.retries
+        while True:
+            pool = self._fleet.decode
+            try:
+                if not pool.router.usable(self._without[pool.name]):
+                    raise NoEngine  # before a prompt is computed in vain
+                if self._fleet.prefill is not None and not self._cached:
+                    pool = self._fleet.prefill
+                    refusal = await self._prefill(pool)
+                    if refusal is not None:
+                        return _whole(refusal), "refused"
+                    pool = self._fleet.decode
+                return await self._decode(request, pool)
+            except NoEngine:
+                message = f"no {pool.name} engine is up"
+                return error_answer(503, message, {"Retry-After": "1"}), "unavailable"
+            except RecursionError:
+                return error_answer(400, "body: is nested too deeply"), "refused"
+            except InputError as error:
+                return error_answer(502, str(error)), "failed"
+            except EngineFailure as failure:
+                if self._answer is not None:
+                    await self._break_off(request, str(failure))
+                    return self._answer, "broken_off"
+                spent = failure.reached and bool(self._asked.body.get("kv_transfer_params"))
+                if retries == 0 or spent or not pool.router.usable(self._without[pool.name]):
+                    timed_out = failure.status == 504 and failure.body is None
+                    return _failure_answer(failure), "timed_out" if timed_out else "failed"
+                retries -= 1
+                self._counters.retried(pool.name)
+
+    async def _prefill(self, pool: Pool) -> Reply | None:
+        """Let a prefill engine compute the prompt; return its answer if it refuses to."""
+        data = _bytes(prefill_body(self._asked.body))
+        limit_s = self._config.first_token_timeout_s
+        async with self._placed(pool) as index:
+            try:
+                reply = await self._ask(pool, index, data, limit_s)
+            except EngineFailure:
+                self._without[pool.name].add(index)
+                raise
+        if reply.status != 200:
+            return reply
+        self._prefilled_s = time.monotonic()
+        try:
+            answer = json.loads(reply.first)
+            params = answer["kv_transfer_params"]
+            prompt_len = int(answer["usage"]["prompt_tokens"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise _no_connector(f"its answer lacks {error}") from None
+        if not isinstance(params, dict):
+            raise _no_connector("its answer has no kv_transfer_params")
+        self._body = self._asked.body | {"kv_transfer_params": params}
+        self._cached = True
+        self._info = self._info._replace(prompt_len=prompt_len)
+        if self._signatures is not None:
+            self._info = self._info._replace(signature=self._signatures.counts(self._name))
+        return None
+
+    async def _decode(self, request: Any, pool: Pool) -> tuple[Any, str]:
+        """Let a decode engine answer, and pass that on as it comes."""
+        if self._fleet.prefill is None:
+            data = self._asked.raw
+            if self._signatures is not None and self._info.signature is None:  # computed ahead
+                counts = self._signatures.counts(self._name)
+                self._info = self._info._replace(signature=counts)
+        else:
+            data = _bytes(self._body)
+        async with self._placed(pool) as index:
+            self._write(
+                request_id=self._name,
+                prefilled_s=self._prefilled_s,
+                routed_s=time.monotonic(),
+                engine=index,
+            )
+            cached, self._cached = self._cached, False  # the engine frees what it is told of
+            try:
+                reply = await self._ask(pool, index, data, streamed=self._asked.streamed)
+            except EngineFailure as failure:
+                # A decode engine that lives may suffer from a prefill engine that does not: it may
+                # be asked again, if there is no other.
+                if failure.body is None or not cached or pool.router.usable({index}):
+                    self._without[pool.name].add(index)
+                if cached and failure.reached:
+                    self._let_go(index)
+                self._cached = cached and not failure.reached
+                raise
+            try:
+                return await self._pass_on(request, reply)
+            finally:
+                reply.close()
+
+    async def _pass_on(self, request: Any, reply: Reply) -> tuple[Any, str]:
+        """Pass an engine's answer on."""
+        from aiohttp import web
+
+        total_s = time.monotonic() - self._begun_s
+        if reply.status == 200:
+            self._counters.first_token_s(total_s)
+            self._counters.added_s(max(0.0, total_s - self._elsewhere_s))
+        if not reply.streams:
+            return _whole(reply), "ok" if reply.status < 400 else "refused"
+        answer = web.StreamResponse(status=reply.status)
+        answer.content_type = reply.content_type
+        limit_s = self._config.token_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await answer.prepare(request)
+                self._answer = answer
+                await answer.write(reply.first)
+            async for part in reply.rest(limit_s):
+                async with asyncio.timeout(limit_s):
+                    await answer.write(part)
+            await answer.write_eof()
+        except (TimeoutError, ConnectionError):  # it does not take its answer, or has left
+            if request.transport is not None:
+                request.transport.abort()
+            return answer, "client_left"
+        return answer, "broken_off" if reply.broken else "ok"
+
+    async def _break_off(self, request: Any, problem: str) -> None:
+        """Say in the stream what happened and close it without its end, lest it look whole."""
+        event = ERROR_EVENT + b" " + _bytes(_error(502, problem)["error"]) + b"}\n\n"
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(1.0):
+                await self._answer.write(event)
+        if request.transport is not None:
+            request.transport.close()
+
+    @asynccontextmanager
+    async def _placed(self, pool: Pool) -> AsyncIterator[int]:
+        """Give the index of the engine; time that the policy holds the request is not ours."""
+        async with pool.place(self._info, self._without[pool.name]) as (index, held_s):
+            self._elsewhere_s += held_s
+            yield index
+
+    async def _ask(
+        self,
+        pool: Pool,
+        index: int,
+        data: bytes,
+        limit_s: float | None = None,
+        *,
+        streamed: bool = False,
+    ) -> Reply:
+        begun_s = time.monotonic()
+        try:
+            return await ask(
+                self._fleet.session,
+                pool.engines[index],
+                self._path,
+                data,
+                self._headers,
+                self._config,
+                streamed=streamed,
+                limit_s=limit_s,
+            )
+        finally:
+            self._elsewhere_s += time.monotonic() - begun_s
+
+    def _let_go(self, failed: int | None = None) -> None:
+        """Have the KV cache freed that nobody is going to fetch."""
+        self._cached = False
+        without = self._without["decode"] | ({failed} if failed is not None else set())
+        self._fleet.release(self._path, self._body, self._headers, without)
+
+
+def error_answer(status: int, message: str, headers: Mapping[str, str] | None = None) -> Any:
+    """Return an error as OpenAI's and vLLM's servers word it."""
+    from aiohttp import web
+
+    return web.json_response(_error(status, message), status=status, headers=headers)
+
+
+def _error(status: int, message: str) -> dict[str, dict[str, Any]]:
+    kind = "BadRequestError" if status < 500 else "InternalServerError"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def _failure_answer(failure: EngineFailure) -> Any:
+    from aiohttp import web
+
+    if not failure.body:
+        return error_answer(failure.status, str(failure))
+    return web.Response(body=failure.body, status=failure.status, content_type="application/json")
+
+
+def _whole(reply: Reply) -> Any:
+    from aiohttp import web
+
+    return web.Response(body=reply.first, status=reply.status, content_type=reply.content_type)
+
+
+def _no_connector(problem: str) -> InputError:
+    allowed = "an engine with a KV connector (--kv-transfer-config)"
+    return InputError("prefill engine", problem, allowed)
+
+
+def _bytes(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()

@@ -1,0 +1,357 @@
+"""The HTTP server in front of real engines: OpenAI's completions, health and metrics.
+
+``python -m eldr_sim.serving.router.proxy CONFIG.json`` is what ``validate vllm`` starts,
+``eldr-sim router`` the same with options; `ProxyConfig` says what both may hold. An engine is a
+URL: it may run anywhere.
+
+With prefill engines a request goes to one of them first, with ``max_tokens`` 1 and the
+``kv_transfer_params`` of vLLM's ``NixlConnector``; its token is thrown away. What it says of the KV
+cache goes to a decode engine with the request. That engine fetches the cache and its answer is
+passed on as it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import socket
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, suppress
+from itertools import count
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from eldr_sim.errors import InputError
+from eldr_sim.policies.base import DecodePolicy, PolicyContext
+from eldr_sim.policies.registry import prefill_policy
+from eldr_sim.serving.http import import_aiohttp, open_session
+from eldr_sim.serving.router.bodies import parse_body
+from eldr_sim.serving.router.config import ProxyConfig, read_config
+from eldr_sim.serving.router.counters import Counters
+from eldr_sim.serving.router.decisions import build_decode_policy
+from eldr_sim.serving.router.fleet import Fleet
+from eldr_sim.serving.router.passage import Passage, error_answer
+from eldr_sim.serving.router.signatures import SignatureReader
+
+__all__ = ["make_app", "serve"]
+
+#: A prompt of a million token ids is about 7 MB.
+_MAX_BODY = 64 << 20
+_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+#: Headers that engines get as clients send them, besides all that begin with ``x-``.
+_PASSED_ON = ("authorization", "traceparent", "tracestate")
+_LONGEST_NAME = 200
+
+
+def make_app(
+    config: ProxyConfig,
+    policy: DecodePolicy | None = None,
+    notify: Callable[[str], None] = lambda line: None,
+) -> Any:
+    """Return the router, an ``aiohttp.web.Application``.
+
+    Its runner needs ``handler_cancellation=True``: a client that leaves cancels its request.
+
+    Parameters
+    ----------
+    config
+        Engines and policy.
+    policy
+        Takes the place of the decode policy that ``config`` names.
+    notify
+        Called with a line when an engine is ejected and when it returns.
+
+    Raises
+    ------
+    InputError
+        If aiohttp or prometheus-client is not installed, or a policy cannot be built or used here.
+    """
+    import_aiohttp()
+    from aiohttp import web
+
+    logging.getLogger("aiohttp.server").addFilter(_is_our_error)
+    proxy = _Proxy(config, policy, notify)
+    app = web.Application(client_max_size=_MAX_BODY, middlewares=[web.middleware(_in_json)])
+    app.cleanup_ctx.append(proxy.run)
+    app.router.add_post(_TEXT, proxy.complete)
+    app.router.add_post(_CHAT, proxy.complete)
+    app.router.add_get("/v1/models", proxy.models)
+    app.router.add_get("/health", proxy.health)
+    app.router.add_get("/metrics", proxy.metrics)
+    return app
+
+
+def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> None:
+    """Serve until the process is told to stop.
+
+    Parameters
+    ----------
+    config
+        Engines and policy.
+    announce
+        Called with the router's URL, and with a line when an engine is ejected or returns.
+
+    Raises
+    ------
+    InputError
+        If a policy cannot be used here, or the address is taken.
+    """
+    app = make_app(config, notify=announce)
+    from aiohttp import web
+
+    _allow_files()
+    listening = _listen(config.host, config.port)
+    host, port = listening.getsockname()[:2]
+    place = f"[{host}]" if ":" in host else host
+    app.on_startup.append(_saying(announce, f"Routing at http://{place}:{port}"))
+    web.run_app(
+        app,
+        sock=listening,
+        print=None,
+        access_log=None,
+        keepalive_timeout=config.request_timeout_s,  # also of a connection without a request
+        shutdown_timeout=1.0,
+        handler_cancellation=True,
+    )
+
+
+class _Proxy:
+    """The requests that pass through."""
+
+    def __init__(
+        self, config: ProxyConfig, policy: DecodePolicy | None, notify: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        n_prefill, n_decode = len(config.prefill_urls), len(config.decode_urls)
+        if policy is None:
+            policy = build_decode_policy(config.policy, n_decode, seed=config.seed)
+        first = None
+        if n_prefill:
+            context = PolicyContext(n_prefill, np.random.default_rng(config.seed))
+            first = prefill_policy(config.prefill_policy, context)
+        self._signatures = _signature_reader(config, policy)
+        self._counters = Counters()
+        self._fleet = Fleet(config, policy, first, self._counters, notify)
+        self._numbers = count()
+        self._log: IO[str] | None = None
+
+    async def run(self, _app: Any) -> AsyncIterator[None]:
+        """Hold the log and the connections open while the application runs."""
+        with ExitStack() as stack:
+            if self._config.log is not None:
+                self._log = stack.enter_context(_open_log(Path(self._config.log)))
+            async with open_session() as session:
+                async for _ in self._fleet.run(session):
+                    yield
+
+    async def health(self, _request: Any) -> Any:
+        """Answer whether a request would find its engines: 200, or 503."""
+        from aiohttp import web
+
+        serves = self._fleet.serves
+        found = {
+            pool.name: [
+                {"url": engine.url, "up": engine.up, "problem": engine.problem}
+                for engine in pool.engines
+            ]
+            for pool in self._fleet.pools
+        }
+        return web.json_response(found, status=200 if serves else 503)
+
+    async def metrics(self, _request: Any) -> Any:
+        """Answer with what was counted, in Prometheus' text format."""
+        from aiohttp import web
+
+        text = self._counters.text()
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def models(self, request: Any) -> Any:
+        """Answer with what an engine says that it serves."""
+        aiohttp = import_aiohttp()
+        from aiohttp import web
+
+        limit = aiohttp.ClientTimeout(total=self._config.health_timeout_s)
+        headers = _passed_on(request.headers, uuid.uuid4().hex)
+        for index in self._fleet.decode.router.usable():
+            address = self._fleet.decode.engines[index].url + "/v1/models"
+            with suppress(TimeoutError, aiohttp.ClientError, OSError):
+                async with self._fleet.session.get(
+                    address, headers=headers, timeout=limit, allow_redirects=False
+                ) as response:
+                    body, kind = await response.read(), response.content_type
+                    if response.status < 500:
+                        return web.Response(body=body, status=response.status, content_type=kind)
+        return error_answer(503, "no decode engine is up", {"Retry-After": "1"})
+
+    async def complete(self, request: Any) -> Any:
+        """Serve one completion."""
+        outcome = "failed"
+        try:
+            answer, outcome = await self._complete(request)
+        except asyncio.CancelledError:
+            outcome = "client_left"
+            raise
+        finally:
+            self._counters.ended(request.path, outcome)
+        return answer
+
+    async def _complete(self, request: Any) -> tuple[Any, str]:
+        aiohttp = import_aiohttp()
+        from aiohttp import web
+
+        name = request.headers.get("X-Request-Id", "")
+        if not (name.isascii() and name.isprintable() and 0 < len(name) <= _LONGEST_NAME):
+            name = uuid.uuid4().hex
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                raw = await request.read()
+            asked = parse_body(raw, handed_over=bool(self._config.prefill_urls))
+            if self._config.prefilled and not asked.body.get("kv_transfer_params"):
+                raise ValueError("kv_transfer_params: missing")
+            headers = _passed_on(request.headers, name)
+        except TimeoutError:
+            return await _hung_up(request), "client_left"
+        except web.HTTPRequestEntityTooLarge:
+            return error_answer(413, f"body: more than {_MAX_BODY >> 20} MiB"), "refused"
+        except (ValueError, web.RequestPayloadError, aiohttp.ClientError) as error:
+            return error_answer(400, str(error)), "refused"
+        passage = Passage(
+            self._fleet,
+            self._config,
+            self._counters,
+            self._signatures,
+            self._write,
+            asked=asked,
+            path=request.path,
+            headers=headers,
+            number=next(self._numbers),
+            name=name,
+        )
+        return await passage.run(request)
+
+    def _write(self, **entry: object) -> None:
+        if self._log is not None:
+            self._log.write(json.dumps(entry) + "\n")
+            self._log.flush()
+
+
+def _open_log(path: Path) -> IO[str]:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputError("log", f"{path}: {error.strerror}") from None
+
+
+def _signature_reader(config: ProxyConfig, policy: DecodePolicy) -> SignatureReader | None:
+    """Return where signatures come from; None for a policy that reads none."""
+    if not getattr(policy, "reads_signature", False):
+        return None
+    score = getattr(policy, "signature_score", "count")
+    if score != "count":
+        raise InputError(
+            "artifact", f"needs {score} scores; engines log counts", "a count signature"
+        )
+    if not (config.prefill_urls or config.prefilled):
+        problem = f"missing, policy {policy.name!r} reads expert signatures of computed prompts"
+        raise InputError("prefill", problem, "prefill engines")
+    if not config.capture:
+        raise InputError(
+            "capture",
+            f"missing, policy {policy.name!r} reads expert signatures",
+            "what ELDR_SIM_CAPTURE names in the prefill engines",
+        )
+    return SignatureReader(config.capture)
+
+
+def _passed_on(headers: Mapping[str, str], name: str) -> dict[str, str]:
+    """Return what an engine gets of a client's headers; ValueError for what cannot be sent."""
+    found = {
+        key: value
+        for key, value in headers.items()
+        if key.lower() in _PASSED_ON or key.lower().startswith("x-")
+    }
+    for key, value in found.items():
+        if not value.isprintable():
+            raise ValueError(f"header {key}: not printable")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"header {key}: no UTF-8") from None
+    found = {key: value for key, value in found.items() if key.lower() != "x-request-id"}
+    return found | {"X-Request-Id": name, "Accept-Encoding": "identity"}
+
+
+async def _in_json(request: Any, handler: Any) -> Any:
+    """Word all errors alike, those of unknown paths and methods too."""
+    from aiohttp import web
+
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return error_answer(error.status, f"{request.method} {request.path}: {error.reason}")
+
+
+async def _hung_up(request: Any) -> Any:
+    """Answer a client that does not send its body, and close its connection at once."""
+    answer = error_answer(408, "the body does not arrive")
+    with suppress(ConnectionError):
+        await answer.prepare(request)
+        await answer.write_eof()
+    if request.transport is not None:
+        request.transport.close()
+    return answer
+
+
+def _is_our_error(record: logging.LogRecord) -> bool:
+    """Whether a line of aiohttp's log is of something else than HTTP that a client gets wrong.
+
+    Such a client has its answer, 400; a line with a traceback for each would fill a disk.
+    """
+    from aiohttp.http import HttpProcessingError
+
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+def _saying(announce: Callable[[str], None], line: str) -> Any:
+    async def say(_app: Any) -> None:
+        announce(line)
+
+    return say
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise InputError("port", f"{host}:{port}: {error.strerror}") from None
+
+
+def _allow_files() -> None:
+    """Raise the limit on open files: a request takes two."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main() -> None:
+    """Run the router; bad input is one line and exit code 2."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m eldr_sim.serving.router.proxy CONFIG.json")
+    try:
+        serve(read_config(sys.argv[1]))
+    except InputError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

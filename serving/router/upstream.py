@@ -1,0 +1,189 @@
+"""One question to one engine: its answer as it comes, or why there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from eldr_sim.serving.http import import_aiohttp
+from eldr_sim.serving.router.config import ProxyConfig
+from eldr_sim.serving.router.engine import Engine, out_of_files, what
+
+__all__ = ["EngineFailure", "Reply", "ask"]
+
+#: How an error begins in a stream of vLLM's and SGLang's; the text of a token cannot hold it.
+ERROR_EVENT = b'data: {"error":'
+
+
+class EngineFailure(Exception):
+    """An engine has not answered a request as a living one does.
+
+    Parameters
+    ----------
+    problem
+        What happened, with the name of the engine.
+    status
+        What to tell the client, if nobody else answers.
+    reached
+        Whether the engine may have seen the request.
+    body
+        The engine's own words, JSON; None where it said nothing.
+    """
+
+    def __init__(
+        self, problem: str, status: int = 502, *, reached: bool = True, body: bytes | None = None
+    ) -> None:
+        super().__init__(problem)
+        self.status, self.reached, self.body = status, reached, body
+
+
+class Reply:
+    """An engine's answer of which the first token, or all, is there.
+
+    Attributes
+    ----------
+    status, content_type
+        Of HTTP.
+    first
+        The body up to the first token; all of it where the answer is not streamed.
+    broken
+        Whether the engine has said in its stream that something went wrong.
+    """
+
+    def __init__(self, engine: Engine, response: Any, first: bytes, *, streams: bool) -> None:
+        self.status, self.content_type = response.status, response.content_type
+        self.first = first
+        self.streams = streams
+        self.broken = False
+        self._engine, self._response = engine, response
+
+    async def rest(self, token_timeout_s: float) -> AsyncIterator[bytes]:
+        """Yield what comes behind the first token.
+
+        Raises
+        ------
+        EngineFailure
+            If it does not go on for ``token_timeout_s``, or ends before its end.
+        """
+        aiohttp = import_aiohttp()
+        content, engine = self._response.content, self._engine
+        while True:
+            try:
+                async with asyncio.timeout(token_timeout_s):
+                    part = await content.readany()
+            except TimeoutError:
+                problem = f"no token in {token_timeout_s:g} s"
+                engine.failed(problem, lately_heard_s=token_timeout_s)
+                raise EngineFailure(f"{engine.name}: {problem}", 504) from None
+            except (aiohttp.ClientError, OSError) as error:
+                engine.failed(what(error))
+                raise EngineFailure(f"{engine.name}: breaks off: {what(error)}") from None
+            if not part:
+                break
+            engine.heard()
+            self.broken = self.broken or ERROR_EVENT in part
+            yield part
+        if self.broken:
+            engine.failed("says in a stream that something went wrong")
+        else:
+            engine.served()
+
+    def close(self) -> None:
+        """Leave; an engine that is not done stops computing."""
+        self._response.close()
+
+
+async def ask(
+    session: Any,
+    engine: Engine,
+    path: str,
+    data: bytes,
+    headers: Mapping[str, str],
+    limits: ProxyConfig,
+    *,
+    streamed: bool,
+    limit_s: float | None = None,
+) -> Reply:
+    """Post a request; return the answer when its first token is there.
+
+    Parameters
+    ----------
+    session
+        An ``aiohttp.ClientSession``.
+    streamed
+        Whether the first token is sent before the last.
+    limit_s
+        Longest time until then; None takes that of ``limits``.
+
+    Raises
+    ------
+    EngineFailure
+        If the engine gives none in time, breaks off or answers with a status of 500 or more.
+    """
+    aiohttp = import_aiohttp()
+    if limit_s is None:
+        limit_s = limits.first_token_timeout_s if streamed else limits.answer_timeout_s
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s)
+    response: Any = None
+    try:
+        async with engine.patience(limit_s):
+            response = await session.post(
+                engine.url + path,
+                data=data,
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
+            )
+            streams = response.status == 200 and response.content_type == "text/event-stream"
+            first = await (response.content.readany() if streams else response.read())
+    except aiohttp.ConnectionTimeoutError:
+        problem = f"no connection in {limits.connect_timeout_s:g} s"
+        engine.failed(problem, lately_heard_s=limits.connect_timeout_s)
+        raise EngineFailure(f"{engine.name}: {problem}", 504, reached=False) from None
+    except TimeoutError:
+        if response is not None:
+            response.close()
+        problem = f"no answer in {limit_s:g} s" if engine.up else engine.problem
+        if engine.up:
+            engine.failed(problem, lately_heard_s=limit_s)
+        raise EngineFailure(f"{engine.name}: {problem}", 504) from None
+    except aiohttp.ClientConnectorError as error:
+        if out_of_files(error):
+            problem = "too many open files in the router (ulimit -n)"
+            raise EngineFailure(problem, 503, reached=False) from None
+        engine.refused(what(error))
+        raise EngineFailure(f"{engine.name}: {what(error)}", reached=False) from None
+    except (aiohttp.ClientError, OSError) as error:
+        engine.failed(what(error))
+        raise EngineFailure(f"{engine.name}: breaks off: {what(error)}") from None
+    except BaseException:  # the client has left
+        if response is not None:
+            response.close()
+        raise
+    reply = Reply(engine, response, first, streams=streams)
+    status, body = _error_in(first) if streams else (response.status, first)
+    if status >= 500:
+        reply.close()
+        engine.failed(f"answers {status}")
+        raise EngineFailure(f"{engine.name}: answers {status}", status, body=body)
+    if streams:
+        engine.heard()
+        reply.broken = status != 200
+    else:
+        engine.served()
+    return reply
+
+
+def _error_in(event: bytes) -> tuple[int, bytes]:
+    """Return status and body of an error at the beginning of a stream; 200 where there is none."""
+    text = event.lstrip()
+    if not text.startswith(ERROR_EVENT):
+        return 200, b""
+    body = text.removeprefix(b"data: ").partition(b"\n")[0]
+    try:
+        status = json.loads(body)["error"]["code"]
+    except (ValueError, TypeError, KeyError):
+        return 500, body
+    return (status if type(status) is int and 400 <= status <= 599 else 500), body

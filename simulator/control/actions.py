@@ -1,0 +1,432 @@
+"""What can be done to the workers and requests of a run, between two events of the loop.
+
+At such a time no worker has planned a step that has not begun. A worker that died has no next step
+(``next_start`` is infinite): it takes what routers send that do not know yet, and does nothing. Its
+step in progress is cut: nobody gets its tokens.
+
+What is bound to a dead worker is detached from all that it waits in: requests that wait or run
+there, those on the way to it, and those whose KV cache it still has. The routers hear of them with
+the worker's death, ``health_delay_s`` later, and then send them again or give them up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.jit import njit
+from eldr_sim.simulator.plane import events, loop, network, state
+from eldr_sim.simulator.plane.engine import make_workers
+from eldr_sim.simulator.plane.kv_cache import forget_blocks
+from eldr_sim.simulator.plane.router import with_more
+from eldr_sim.simulator.plane.steps.group_step import move_group_end
+from eldr_sim.simulator.plane.steps.plain import move_end
+from eldr_sim.simulator.setup.fault_plan import FaultPlan
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.control.cluster import Cluster, RunRecord
+
+_OF_REQUESTS = state.DISPATCH, state.TRANSFER_START, state.PROMPT_END
+_OF_ENGINES = state.BOUNDARY, state.STEP_START
+
+
+@njit(_nrt=False)
+def _detach(clock: Any, events: Any, engines: Any, routers: Any, net: Any, request: int) -> None:
+    loop.detach(clock, events, engines, routers, net, request)
+
+
+@njit(_nrt=False)
+def _submit(router: Any, requests: Any, request: int) -> None:
+    loop.submit(router, requests, request)
+
+
+@njit(_nrt=False)
+def _move_end(
+    clock: Any, engines: Any, first: int, n: int, seconds: float, logs: Any, group_logs: Any,
+    gaps: Any,
+) -> None:  # fmt: skip
+    for w in range(first, first + n):
+        move_end(clock, engines, w, seconds, logs, gaps)
+    if n > 1:
+        move_group_end(clock, engines, first, seconds, group_logs)
+
+
+@njit(_nrt=False)
+def _scale_link(
+    clock: Any, events: Any, net: Any, link: int, share: float, out_rate: float, in_rate: float
+) -> None:  # fmt: skip
+    network.scale(clock, events, net, link, share, out_rate, in_rate)
+
+
+class Actions:
+    """What processes do to a run; made when it begins.
+
+    Parameters
+    ----------
+    plan
+        What routers do about deaths; its faults are `fault_processes`.
+    cluster
+        The run. A worker is a range of its engines.
+    """
+
+    def __init__(self, plan: FaultPlan, cluster: Cluster) -> None:
+        self.plan, self.cluster, self.env = plan, cluster, cluster.env
+        self.clock, engines = cluster.arrays.clock, cluster.arrays.engines
+        self.workers, self.pools, self.pool_of = engines.workers, engines.pools, engines.pool_of
+        self.retries: Counter[int] = Counter()
+        self.first_try: dict[int, Any] = {}  # request -> how it came to the first token that it has
+        self.lost: dict[int, int] = {}  # request -> first engine of the worker that lost it
+        self.dead: set[int] = set()  # first engines of dead workers
+        self.known: set[int] = set()  # of those that the routers know to be dead
+        self.troubles = np.zeros(len(self.workers), np.int64)  # why routers avoid an engine
+        self._blank = make_workers(self.pools, self.pool_of)
+
+    @property
+    def requests(self) -> NDArray[np.void]:
+        """The requests; more of them with time."""
+        return self.cluster.requests
+
+    @property
+    def now(self) -> float:
+        """The loop's time, s."""
+        return float(self.clock["now"][0])
+
+    def later(self, act: Callable[..., None], *args: Any) -> None:
+        """Let something happen when the routers know of what happens now."""
+        if self.plan.health_delay_s == 0.0:
+            act(*args)
+        else:
+            self.env.at(self.now + self.plan.health_delay_s, lambda _event: act(*args))
+
+    def make_room(self) -> None:
+        """Have room for the events that requests schedule which are sent again."""
+        arrays, n = self.cluster.arrays, len(self.requests)
+        if len(arrays.events) < int(self.clock["n_events"][0]) + 6 * n + 64:
+            arrays = arrays._replace(events=with_more(arrays.events, len(arrays.events) + 64))
+        if len(arrays.reported) < int(self.clock["n_reported"][0]) + 2 * n:
+            arrays = arrays._replace(reported=with_more(arrays.reported, len(arrays.reported) + n))
+        if arrays is not self.cluster.arrays:
+            self.cluster.arrays = arrays
+
+    # --- workers ---
+
+    def avoid(self, engines: range, more: int) -> None:
+        """Let the router of a worker avoid it for one reason more, or less."""
+        pool = int(self.pool_of[engines[0]])
+        router = self.cluster.routers[pool].arrays
+        for w in engines:
+            self.troubles[w] += more
+            router.healthy[w - self.pools[pool]["first_worker"]] = self.troubles[w] == 0
+        self._ask_again(pool)
+
+    def slow(self, engines: range, factor: float) -> None:
+        """Let a worker's steps take so many times as long."""
+        for w in engines:
+            self.workers[w]["slowdown"] = factor
+
+    def scale(self, engines: range, share: float) -> None:
+        """Let a worker's link have a share of its bandwidth."""
+        arrays, settings = self.cluster.arrays, self.cluster.arrays.engines.settings[0]
+        n_prefill, n_decode = self.pools["n_workers"].tolist()
+        for w in engines:
+            link = w + n_decode if w < n_prefill else w - n_prefill
+            _scale_link(
+                self.clock, arrays.events, arrays.net, link, share, settings["egress"],
+                settings["ingress"],
+            )  # fmt: skip
+
+    def hang(self, engines: range, seconds: float) -> None:
+        """Let a worker stand still: whatever it does ends later."""
+        events.delay(self.clock, self.cluster.arrays.events, _OF_ENGINES, engines, seconds)
+        for w in engines:
+            worker = self.workers[w]
+            worker["wake"] += seconds if worker["wake"] >= 0.0 else 0.0
+            worker["next_start"] = max(worker["next_start"], self.now) + seconds
+        self._move_end(engines, seconds)
+
+    def remove(self, engines: range) -> None:
+        """Let a worker not be there from the beginning, as routers know."""
+        self.dead.add(engines[0])
+        self.known.add(engines[0])
+        for w in engines:
+            self.workers[w]["next_start"] = np.inf
+        self.avoid(engines, 1)
+
+    def die(self, engines: range) -> None:
+        """Let a worker lose all it has."""
+        cluster, pool = self.cluster, int(self.pool_of[engines[0]])
+        self.make_room()
+        if cluster.prefill_reports is not None:
+            cluster.prefill_reports.tell(at_once=True)
+        self._move_end(engines, np.inf)
+        for request in [request for w in engines for request in self._done(w)]:
+            self._complete(request, pool)
+        self._lose(engines)
+        for w in engines:
+            self._empty(w)
+        self._tell_lost_work(engines, pool)
+        self.dead.add(engines[0])
+
+    def hear_of_death(self, engines: range) -> None:
+        """Let the routers know that a worker has died, and send its requests again."""
+        self.make_room()
+        self.avoid(engines, 1)
+        if engines[0] in self.dead:
+            self.known.add(engines[0])
+            self._lose_again(engines)
+        self._send_again(engines[0])
+
+    def start(self, engines: range) -> None:
+        """Let a new worker take the place of a dead one."""
+        self.make_room()
+        self._lose_again(engines)
+        self._forget(_OF_ENGINES, engines)
+        for w in engines:
+            self.workers[w]["next_start"], self.workers[w]["wake"] = self.now, -1.0
+        self.dead.remove(engines[0])
+        if engines[0] in self.known:
+            self.known.remove(engines[0])
+            self._send_again(engines[0])
+
+    def _move_end(self, engines: range, seconds: float) -> None:
+        cluster = self.cluster
+        _move_end(
+            self.clock, cluster.arrays.engines, engines[0], len(engines), float(seconds),
+            cluster.logs, cluster.group_logs, cluster.gaps,
+        )  # fmt: skip
+
+    def _forget(self, kinds: Collection[Any], subjects: Collection[int]) -> None:
+        events.delay(self.clock, self.cluster.arrays.events, kinds, subjects, np.inf)
+
+    def _lose(self, engines: range) -> None:
+        """Detach what is bound to a worker, until the routers know."""
+        bound = self._bound_to(engines)
+        self._forget(_OF_REQUESTS, bound)
+        for request in bound:
+            self._detach(request)
+            self.lost[request] = engines[0]
+
+    def _lose_again(self, engines: range) -> None:
+        """Take out the requests that have come to a worker since it died."""
+        self._tell_lost_work(engines, int(self.pool_of[engines[0]]))
+        self._lose(engines)
+
+    def _bound_to(self, engines: range) -> list[int]:
+        """Return the requests that a worker's death takes along."""
+        pool = int(self.pool_of[engines[0]])
+        sent = self.requests[: int(self.clock["sent"][0])]
+        worker = sent["decode_worker"] if pool else sent["prefill_worker"]
+        first = int(self.pools[pool]["first_worker"])
+        bound = (sent["outcome"] == state.OPEN) & np.isin(worker + first, engines) & (worker >= 0)
+        if pool == 0:
+            bound &= ~sent["kv_here"]
+        return [r for r in np.flatnonzero(bound).tolist() if r not in self.lost]
+
+    def _empty(self, w: int) -> None:
+        """Leave an engine as it began, but for its speed and the tokens that it has computed."""
+        worker = self.workers[w]
+        slowdown, begun = worker["slowdown"], worker["begun_tokens"]
+        self.workers[w] = self._blank[w]
+        worker["slowdown"], worker["next_start"] = slowdown, np.inf
+        worker["begun_tokens"] = worker["computed_tokens"] = begun
+        forget_blocks(self.cluster.arrays.engines.kv, w)
+        self._forget(_OF_ENGINES, (w,))
+
+    def _tell_lost_work(self, engines: range, pool: int) -> None:
+        """Let a prefill router that counts tokens know that a worker has none to compute."""
+        reports = self.cluster.prefill_reports
+        if pool == 0 and reports is not None:
+            reports.tell(at_once=True)
+            for w in engines:
+                reports.listener.on_tokens(w, 1 << 40)
+
+    # --- requests ---
+
+    def cancel(self, request: int) -> None:
+        """Let a client give up; who runs leaves at the end of the step in progress."""
+        record = self.requests[request]
+        if record["outcome"] != state.OPEN:
+            return
+        if request in self.lost:
+            del self.lost[request]
+        elif request < int(self.clock["sent"][0]):
+            w, place = self._place(request)
+            if place >= 0:
+                if self.workers[w]["next_start"] > self.now:
+                    at = float(self.workers[w]["next_start"])
+                    self.env.at(at, lambda _event: self.cancel(request))
+                    return
+                if self._is_done(w, place):
+                    return  # it ends now
+            self._forget(_OF_REQUESTS, (request,))
+            self._detach(request)
+        else:
+            self._end(request, state.CANCELLED)
+            return
+        self._hear(request)
+        self._give_up(request, state.CANCELLED)
+
+    def _detach(self, request: int) -> None:
+        arrays = self.cluster.arrays
+        _detach(
+            self.clock, arrays.events, arrays.engines, arrays.routers, arrays.net, request
+        )  # fmt: skip
+
+    def _place(self, request: int) -> tuple[int, int]:
+        """Return the engine that runs a request, and its place there; -1: it does not run."""
+        record = self.requests[request]
+        w = int(record["prefill_worker"])
+        if record["decode_worker"] >= 0:
+            w = int(self.pools[1]["first_worker"] + record["decode_worker"])
+        if w < 0:
+            return w, -1
+        n = int(self.workers[w]["batch"] + self.workers[w]["prefilling"])
+        mine = self.cluster.arrays.engines.sequences[w]["request"][:n] == request
+        return w, int(np.flatnonzero(mine)[0]) if mine.any() else -1
+
+    def _is_done(self, w: int, place: int) -> bool:
+        """Whether a running sequence has got its last token with the step that ends now."""
+        sequence = self.cluster.arrays.engines.sequences[w, place]
+        role = self.pools[self.pool_of[w]]["role"]
+        if role in (state.DECODE, state.COLOCATED):
+            return bool(sequence["tokens_left"] == 0)
+        return bool(role == state.PREFILL_ONLY and sequence["todo"] == 0)
+
+    def _done(self, w: int) -> list[int]:
+        """Return the requests that have got their last token, if an engine's step ends now."""
+        if self.workers[w]["next_start"] > self.now:
+            return []
+        n = int(self.workers[w]["batch"] + self.workers[w]["prefilling"])
+        requests = self.cluster.arrays.engines.sequences[w]["request"][:n].tolist()
+        return [request for place, request in enumerate(requests) if self._is_done(w, place)]
+
+    def _complete(self, request: int, pool: int) -> None:
+        """End a request with the step whose last token it got."""
+        record = self.requests[request]
+        record["finish_s"] = self.now
+        role = self.pools[pool]["role"]
+        if role == state.COLOCATED:
+            record["prefill_end_s"] = record["decode_start_s"] = record["first_token_s"]
+        if role == state.PREFILL_ONLY:
+            record["prefill_end_s"] = record["first_token_s"] = record["finish_s"]
+        self._hear_one(request, pool)
+        self._give_up(request, state.COMPLETED)
+
+    def _ask_again(self, pool: int) -> None:
+        held = self.cluster.routers[pool].arrays.held[0]
+        held["to_ask"] = held["n"]
+
+    def _hear_one(self, request: int, pool: int) -> None:
+        """Let a router know now that a worker has one request less."""
+        record, arrays = self.requests[request], self.cluster.arrays
+        worker = record["decode_worker"] if pool else record["prefill_worker"]
+        arrays.routers[pool].loads[worker] -= 1
+        self._ask_again(pool)
+        if pool and arrays.engines.settings[0]["listens"]:
+            arrays.reported[int(self.clock["n_reported"][0])] = request, worker
+            self.clock["n_reported"] += 1
+
+    def _hear(self, request: int) -> None:
+        """Let the routers know that a request is nowhere any more."""
+        record = self.requests[request]
+        if self.pools[0]["n_workers"] and record["prefill_worker"] >= 0:
+            n = int(self.clock["n_events"][0])
+            waiting = self.cluster.arrays.events[:n]
+            reports = (waiting["kind"] == state.REPORT) & (waiting["subject"] == 2 * request)
+            if record["prefill_end_s"] < 0.0 or reports.any():
+                self._forget((state.REPORT,), (2 * request,))
+                self._hear_one(request, 0)
+        if record["decode_worker"] >= 0:
+            self._hear_one(request, 1)
+
+    def _end(self, request: int, outcome: np.integer[Any]) -> None:
+        record = self.requests[request]
+        record["outcome"] = outcome
+        self.clock["open_measured"] -= record["measured"]
+        if outcome in (state.WORKER_LOST, state.CANCELLED):
+            record["finish_s"] = self.now
+        if record["watched"]:
+            self.cluster.tell_end(request)
+
+    def _give_up(self, request: int, outcome: np.integer[Any]) -> None:
+        self.clock["in_flight"] -= 1
+        self._end(request, outcome)
+
+    def _send_again(self, first: int) -> None:
+        """Send the requests again that a worker has lost, or give them up."""
+        pool = 0 if self.pools[0]["n_workers"] else 1
+        for request in sorted(r for r, by in self.lost.items() if by == first):
+            del self.lost[request]
+            self._hear(request)
+            if not self._may_retry(request):
+                self._give_up(request, state.WORKER_LOST)
+                continue
+            self.retries[request] += 1
+            record = self.requests[request]
+            self._keep_first_try(request)
+            for name in state.TRY:
+                record[name] = -1
+            record["kv_here"] = False
+            _submit(self.cluster.arrays.routers[pool], self.requests, request)
+
+    def _keep_first_try(self, request: int) -> None:
+        """Note the workers and times of a request that has its first token, once."""
+        record = self.requests[request]
+        if record["first_token_s"] < 0.0 or request in self.first_try:
+            return
+        if not self.pools[0]["n_workers"]:  # a co-located worker notes them with the last token
+            record["prefill_end_s"] = record["decode_start_s"] = record["first_token_s"]
+        self.first_try[request] = tuple(record[name] for name in state.TRY)
+
+    def _may_retry(self, request: int) -> bool:
+        """Whether a request is sent again: as the rule says, and if its context fits."""
+        plan, record = self.plan, self.requests[request]
+        if plan.retry == "never" or self.retries[request] >= plan.max_retries:
+            return False
+        if plan.retry == "before_first_token" and record["first_token_s"] >= 0.0:
+            return False
+        size = self.cluster.arrays.engines.settings[0]["block_size"]
+        context = record["prompt_len"] + record["generated"]
+        return bool(context <= self.pools[0]["n_blocks"] * size)
+
+    # --- the end of the run ---
+
+    def nobody_left(self) -> bool:
+        """End what no worker is left to serve; False if there is nothing that waits for one."""
+        if not (self.troubles > 0).any():
+            return False
+        arrived = self.requests[: int(self.clock["arrived"][0])]
+        waits = np.flatnonzero(arrived["outcome"] == state.OPEN).tolist()
+        for request in waits:
+            self._end(request, state.NO_WORKER)
+        return bool(waits)
+
+    def recorded(self, record: RunRecord) -> RunRecord:
+        """Return a run's record without the steps that were cut, and with what was sent again.
+
+        Workers and times of a request up to its first token are those of the try that gave it.
+        """
+        requests = record.requests.copy()
+        for request, progress in self.first_try.items():
+            for name, value in zip(state.TRY, progress, strict=True):
+                requests[name][request] = value
+
+        def whole(log: NDArray[np.void], end: str) -> NDArray[np.void]:
+            return np.asarray(log[np.isfinite(log[end])])
+
+        return replace(
+            record,
+            requests=requests,
+            prefill_steps=whole(record.prefill_steps, "end"),
+            decode_steps=whole(record.decode_steps, "end"),
+            prefill_group_steps=whole(record.prefill_group_steps, "end"),
+            decode_group_steps=whole(record.decode_group_steps, "end"),
+            gaps=whole(record.gaps, "resumed_s"),
+            retries=np.array([self.retries[r] for r in range(len(requests))], np.int32),
+            faults=self.plan.faults,
+        )

@@ -1,0 +1,674 @@
+"""One run of a cluster: its arrays, the compiled loop over them, and the routers' decisions.
+
+What a request lives through is told in :mod:`~eldr_sim.simulator.plane.loop`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.policies.base import (
+    CompletionListener,
+    DecodePolicy,
+    PrefillListener,
+    PrefillPolicy,
+    RequestInfo,
+)
+from eldr_sim.simulator.control.actions import Actions
+from eldr_sim.simulator.control.clock import Clock
+from eldr_sim.simulator.control.fault_processes import start_faults
+from eldr_sim.simulator.control.relocation import RELOCATION, Relocations
+from eldr_sim.simulator.plane import loop, state
+from eldr_sim.simulator.plane.compiled import Callback
+from eldr_sim.simulator.plane.engine import Engines, make_workers
+from eldr_sim.simulator.plane.front_end import make_front_end, most_at_once
+from eldr_sim.simulator.plane.kv_cache import make_kv_cache
+from eldr_sim.simulator.plane.network import make_network
+from eldr_sim.simulator.plane.prefill_reports import PrefillReports
+from eldr_sim.simulator.plane.router import PolicyRouter, with_more, with_room
+from eldr_sim.simulator.plane.steps.expert_loads import make_expert_loads
+from eldr_sim.simulator.plane.steps.expert_union import PromptRows, no_prompts
+from eldr_sim.simulator.plane.steps.group_state import (
+    Groups,
+    Replicas,
+    make_group_scratch,
+    no_group,
+    no_replicas,
+)
+from eldr_sim.simulator.plane.steps.plain import Scratch
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
+from eldr_sim.simulator.setup.replay import Replay
+from eldr_sim.simulator.setup.streaming import make_prompt_layers
+from eldr_sim.traces.prompts import Ranges, clip_ranges, join_ranges
+from eldr_sim.traces.workload import Workload
+
+#: Events after which the loop comes back for progress and Ctrl-C.
+_EVENTS_A_CALL = 1 << 17
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What happened.
+
+    Attributes
+    ----------
+    requests
+        ``state.REQUEST``, every request that arrived, in order of arrival.
+    prefill_steps, decode_steps
+        ``state.STEP``, in the order in which they began: the steps of prefill workers that ended,
+        and those of decode (or co-located) workers.
+    prefill_group_steps, decode_group_steps
+        ``state.GROUP_STEP``: the steps of engines that share experts. ``n_busy`` records of
+        ``prefill_steps`` or ``decode_steps`` belong to each, in order.
+    gaps
+        ``state.GAP``, where preemption came between two tokens.
+    relocations
+        ``relocation.RELOCATION``: whenever experts moved.
+    streamed_s, stall_s
+        Seconds that steps took which streamed weights, and of which they waited for these.
+    retries, faults
+        How often each request was sent again, None where nothing went wrong; what did.
+    window
+        The measured window, s.
+    end_s
+        When the run ended.
+    """
+
+    requests: NDArray[np.void]
+    prefill_steps: NDArray[np.void]
+    decode_steps: NDArray[np.void]
+    prefill_group_steps: NDArray[np.void]
+    decode_group_steps: NDArray[np.void]
+    gaps: NDArray[np.void]
+    relocations: NDArray[np.void]
+    window: tuple[float, float]
+    end_s: float
+    streamed_s: float = 0.0
+    stall_s: float = 0.0
+    retries: NDArray[np.int32] | None = None
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def completed(self) -> NDArray[np.bool_]:
+        """Which requests generated all their tokens."""
+        return np.asarray(self.requests["outcome"] == state.COMPLETED)
+
+    def outcomes(self) -> list[str]:
+        """Return how each request ended, see `state.OUTCOMES`."""
+        return [state.OUTCOMES[code] for code in self.requests["outcome"].tolist()]
+
+
+class Cluster:
+    """One run of a cluster over a workload.
+
+    Parameters
+    ----------
+    spec, model
+        The cluster, and the part of its model on one GPU of a decode worker.
+    workload, replay
+        The requests, and the bit sets of the windows they replay.
+    signatures
+        Gives the prefill counts ``[layers, experts]`` of the trace rows that a prompt replays
+        (summed gate scores where the decode policy asks for them), and a number that stands for
+        them: the routers' view of a prompt.
+    prefill_policy, decode_policy
+        The two routers; co-located workers need the second only, prefill workers alone the first.
+    window
+        Requests that arrive in this window, s, are measured.
+    time_limit_s
+        Simulated time after which the run gives the rest up as unserved.
+    expert_masks
+        The experts on each expert-parallel GPU of each worker, prefill workers first, see
+        `simulator.setup.replay.rank_masks`; None where every worker has one such rank.
+    queue_keys
+        What the queue order makes of each request, see `policies.queue.orders`; None is first come,
+        first served.
+    prompts
+        The rows of the prompts' tokens, see `simulator.setup.replay.prompt_rows`: what
+        the steps that compute them activate. None expects uniform routing there.
+    replicas
+        Experts with several instances, which ``expert_masks`` leave out; None where there are none.
+    relocations
+        What moves the experts of groups while they run; None leaves them where they are.
+    faults
+        What goes wrong; None: nothing.
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        model: ModelDims,
+        workload: Workload,
+        replay: Replay,
+        signatures: Callable[[Ranges], tuple[int, NDArray[Any] | None]],
+        prefill_policy: PrefillPolicy | None,
+        decode_policy: DecodePolicy | None,
+        window: tuple[float, float],
+        time_limit_s: float,
+        expert_masks: NDArray[np.uint64] | None = None,
+        prompts: PromptRows | None = None,
+        queue_keys: NDArray[np.float64] | None = None,
+        replicas: Replicas | None = None,
+        relocations: Relocations | None = None,
+        faults: FaultPlan | None = None,
+    ) -> None:
+        self.spec = spec
+        self.workload, self._replay = workload, replay
+        self.signatures = signatures
+        self.window = window
+        self.time_limit_s = time_limit_s
+        self.requests = _requests(spec, workload, replay, window)
+        if queue_keys is not None:
+            self.requests["queue_key"] = queue_keys
+        self.routers = (
+            PolicyRouter(prefill_policy, spec.n_prefill, workload),
+            PolicyRouter(decode_policy, spec.n_decode, workload),
+        )
+        self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
+        self._prefill_listens = isinstance(prefill_policy, PrefillListener)
+        self._heard = 0
+        self._failure: BaseException | None = None
+        #: The control plane's environment, and what it is told of requests that it watches.
+        self.env = Clock()
+        self.on_end: Callable[[int], None] | None = None
+        # A weak reference: the callback must not keep the cluster, and its arrays, alive.
+        myself = weakref.ref(self)
+        self._callback = Callback(lambda pool, request: _decided(myself, pool, request))
+        self.logs: tuple[NDArray[np.void], ...] = (
+            np.zeros(1 << 14, state.STEP),
+            np.zeros(1 << 16, state.STEP),
+        )
+        grouped = [e.group is not None for e in (spec.prefill, spec.decode)]
+        self.group_logs = tuple(np.zeros(1 << (12 if g else 0), state.GROUP_STEP) for g in grouped)
+        self.gaps = np.zeros(1 << 12, state.GAP)
+        self.arrays = self._arrays(model, replay, expert_masks, prompts)
+        self.prefill_reports: PrefillReports | None = None
+        if isinstance(prefill_policy, PrefillListener):
+            stale = spec.signal_interval_s > 0
+            self.prefill_reports = PrefillReports(
+                prefill_policy, self.arrays, spec.n_prefill, stale
+            )
+        self.faults = faults
+        self.relocations = relocations
+        if relocations is not None:
+            relocations.bind(self.arrays.masks, replicas)
+        self.groups = self._groups(replicas) if any(grouped) else None
+        layout, steps, self.layers = spec.prefill.layout, spec.prefill.step_time, None
+        if spec.n_prefill and layout is not None and layout.has_steps_of_its_own:
+            self.layers = make_prompt_layers(
+                layout, steps.n_moe_layers, spec.n_prefill, steps.cost.n_experts
+            )
+        self.front_end = make_front_end(spec.front_end, self.requests["prompt_len"])
+        # Views of fields that each decision reads: to make one takes a microsecond.
+        self._n_reported = self.arrays.clock["n_reported"]
+        self._now, self._signals_s = self.arrays.clock["now"], self.arrays.clock["signals_s"]
+        self._guest_s = self.arrays.clock["guest_s"]
+
+    def _arrays(
+        self,
+        model: ModelDims,
+        replay: Replay,
+        expert_masks: NDArray[np.uint64] | None,
+        prompts: PromptRows | None,
+    ) -> loop.Run:
+        spec, n_workers = self.spec, self.spec.n_prefill + self.spec.n_decode
+        longest = int((self.requests["prompt_len"] + self.requests["output_len"]).max(initial=0))
+        for engine in (spec.prefill, spec.decode):
+            check_tables(engine, min(longest, spec.max_model_len))
+        n_requests, width = len(self.requests), replay.bits.shape[1]
+        self._most_seqs = most_seqs = max(spec.prefill.max_num_seqs, spec.decode.max_num_seqs)
+        pools = _pools(spec, self.workload, prompts is not None)
+        pool_of = np.repeat([0, 1], [spec.n_prefill, spec.n_decode])
+        clock = np.zeros(1, state.CLOCK)
+        clock["open_measured"] = int(self.requests["measured"].sum())
+        # At most one event a worker and kind, and what a request and its transfer schedule.
+        events = np.zeros(6 * n_requests + 4 * n_workers + 64, state.EVENT)
+        if n_requests:
+            first = (float(self.requests["arrival_s"][0]), 0, state.ARRIVAL, 0)
+            events[0], clock["n_events"] = first, 1
+        n_layers = spec.decode.step_time.n_moe_layers
+        masks = np.zeros((n_workers, 1, 0), np.uint64)
+        if expert_masks is not None:
+            masks = np.ascontiguousarray(expert_masks)
+        return loop.Run(
+            clock=clock,
+            events=events,
+            engines=Engines(
+                settings=self._settings(model),
+                pools=pools,
+                pool_of=pool_of,
+                workers=make_workers(pools, pool_of),
+                sequences=np.zeros((n_workers, most_seqs), state.SEQUENCE),
+                requests=self.requests,
+                tables=np.zeros((n_requests, 2), state.BLOCK_TABLE),
+                kv=make_kv_cache(
+                    self.workload,
+                    spec.block_size,
+                    max(spec.prefill.n_blocks, spec.decode.n_blocks),
+                    n_workers if pools["prefix_caching"].any() else 0,
+                    spec.n_prefill if self._prefill_listens else 0,
+                ),
+                pending=np.zeros((most_seqs + most_at_once(spec.front_end) + 1, 2), np.int64),
+            ),
+            routers=(self.routers[0].arrays, self.routers[1].arrays),
+            net=make_network(n_requests, n_workers),
+            reported=np.zeros((n_requests, 2), np.int32),
+            bits=replay.bits,
+            masks=masks,
+            prompts=no_prompts() if prompts is None else prompts,
+            costs=(spec.prefill.step_time.cost, spec.decode.step_time.cost),
+            scratch=Scratch(
+                rows=np.zeros(most_seqs, np.int64),
+                cached=np.zeros(most_seqs, np.int64),
+                new=np.zeros(most_seqs, np.int64),
+                union=np.zeros(width, np.uint64),
+                activated=np.zeros(n_layers, np.int64),
+            ),
+        )
+
+    def _groups(self, replicas: Replicas | None) -> Groups:
+        """Return what engines share."""
+        step_time, masks = self.spec.decode.step_time, self.arrays.masks
+        _, ranks, width = masks.shape
+        shared = replicas or no_replicas()
+        return Groups(
+            (self.spec.prefill.group or no_group(), self.spec.decode.group or no_group()),
+            shared,
+            make_group_scratch(
+                step_time.n_moe_layers, width, ranks, step_time.cost.n_experts, shared.rank.shape[3]
+            ),
+            make_expert_loads(len(masks), 0)
+            if self.relocations is None
+            else self.relocations.loads,
+        )
+
+    def _settings(self, model: ModelDims) -> NDArray[np.void]:
+        spec, workload, settings = self.spec, self.workload, np.zeros(1, state.SETTINGS)
+        settings["block_size"] = spec.block_size
+        settings["max_model_len"] = spec.max_model_len
+        settings["max_concurrency"] = -1 if spec.max_concurrency is None else spec.max_concurrency
+        settings["report_delay_s"] = spec.load_report_delay_s
+        asked = any(r.policy is not None and not r.shortlisting for r in self.routers)
+        settings["signal_interval_s"] = spec.signal_interval_s if asked else -1.0
+        settings["routing_s"] = spec.routing_s + spec.handover_s
+        settings["routing_token_s"] = spec.routing_token_s
+        settings["kv_bytes_per_token"] = model.kv_bytes_per_token
+        settings["n_kv_tensors"] = model.n_kv_tensors
+        settings["setup_s"] = spec.transfer.setup_s
+        settings["descriptor_s"] = spec.transfer.descriptor_s
+        settings["egress"], settings["ingress"] = spec.transfer.bandwidth, spec.transfer.ingress
+        settings["prefix_block_tokens"] = workload.prefix_block_tokens
+        settings["listens"] = self._listener is not None
+        settings["prefill_listens"] = self._prefill_listens
+        settings["front_end"] = spec.front_end is not None
+        return settings
+
+    def run(self, progress: Callable[[float], None] | None = None) -> RunRecord:
+        """Run until every measured request has ended, or the time limit.
+
+        ``progress`` is called now and then with the share of measured requests that have ended.
+        """
+        clock = self.arrays.clock
+        total = max(1, int(clock["open_measured"][0]))
+        acts = None if self.faults is None else Actions(self.faults, self)
+        if acts is not None:
+            start_faults(acts)
+        while (why := self.advance(self.time_limit_s)) == loop.PAUSED:
+            if progress is not None:
+                progress(1.0 - int(clock["open_measured"][0]) / total)
+        end_s = float(clock["now"][0])
+        if why == loop.UNTIL:
+            end_s = self.time_limit_s
+            if end_s == np.inf:
+                self.check_left(acts)
+                end_s = float(clock["now"][0])
+        if progress is not None:
+            progress(1.0)
+        record = self.record(end_s)
+        return record if acts is None else acts.recorded(record)
+
+    def check_left(self, acts: Actions | None) -> None:
+        """End what nobody is left to serve; raise if requests are open that nothing will end."""
+        if acts is not None and acts.nobody_left():
+            return
+        self._check_held()
+        clock = self.arrays.clock[0]
+        raise RuntimeError(
+            f"no event left at {clock['now']:.3f} s with {clock['open_measured']} requests open"
+        )
+
+    def advance(self, until: float) -> int:
+        """Let happen what happens before ``until`` seconds; returns why the loop stopped.
+
+        One of `loop.ENDED`, `loop.UNTIL` and `loop.PAUSED`.
+        """
+        self._failure = None
+        self._guest_s[0] = self.env.peek()
+        while True:
+            why: int = loop.advance(
+                self.arrays, self.groups, self.layers, self.front_end, self.logs,
+                self.group_logs, self.gaps, until, _EVENTS_A_CALL, self._callback,
+            )  # fmt: skip
+            if why == loop.FAILED:
+                assert self._failure is not None
+                raise self._failure
+            if why == loop.FULL:
+                self._tell_prefill()
+                self._grow_logs()
+            elif why != loop.OTHERS:
+                return why
+
+    def _check_held(self) -> None:
+        """Raise InputError if a router holds requests that nothing will make it ask for again."""
+        for router in self.routers:
+            if n := int(router.arrays.held["n"][0]):
+                problem = f"{router.policy.name!r} holds {n} requests and no other is left to end"
+                raise InputError("policy", problem, "a policy that places the last requests, too")
+
+    def _grow_logs(self) -> None:
+        """Make room where there is none: for steps of a pool or its groups, or for gaps."""
+        pools = self.arrays.engines.pools
+        steps, group_steps = pools["n_steps"] + pools["group_size"], pools["n_group_steps"] + 1
+        gaps = self.arrays.clock["n_gaps"][0] + pools["group_size"].max() * self._most_seqs
+        self.logs = tuple(map(with_room, self.logs, steps.tolist()))
+        self.group_logs = tuple(map(with_room, self.group_logs, group_steps.tolist()))
+        self.gaps = with_room(self.gaps, int(gaps))
+
+    def record(self, end_s: float) -> RunRecord:
+        """Return what has happened up to ``end_s`` seconds; what is open then remains unserved."""
+        self._tell_listener()
+        clock = self.arrays.clock[0]
+        arrived = self.requests[: int(clock["arrived"])]
+        reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
+        arrived["outcome"][arrived["outcome"] == state.OPEN] = reason
+        pools = self.arrays.engines.pools
+        prefill, decode = (log[:n] for log, n in zip(self.logs, pools["n_steps"], strict=True))
+        groups = [log[:n] for log, n in zip(self.group_logs, pools["n_group_steps"], strict=True)]
+        return RunRecord(
+            requests=arrived,
+            prefill_steps=prefill[prefill["end"] <= end_s],
+            decode_steps=decode,
+            prefill_group_steps=groups[0][groups[0]["end"] <= end_s],
+            decode_group_steps=groups[1],
+            gaps=self.gaps[: int(clock["n_gaps"])],
+            relocations=np.zeros(0, RELOCATION)
+            if self.relocations is None
+            else self.relocations.log(),
+            window=self.window,
+            end_s=end_s,
+            streamed_s=float(pools["streamed_s"][0]),
+            stall_s=float(pools["stall_s"][0]),
+        )
+
+    # --- decisions ---
+
+    def decide(self, pool: int, request: int) -> int:
+        """Return what a router decides, for the compiled loop; see `loop.advance`."""
+        try:
+            if pool == loop.WAKE:
+                return self._wake()
+            if pool == loop.TELL:
+                self.tell_end(request)
+                return 0
+            if pool > 1:
+                assert self.relocations is not None
+                self.relocations.answer(pool, request, float(self._now[0]))
+                return 0
+            return self._ask(pool, request)
+        except BaseException as error:  # it cannot pass through compiled code
+            self._failure = error
+            return int(loop.FAIL)
+
+    def _wake(self) -> int:
+        """Let the control plane do the next thing."""
+        arrays, front_end = self.arrays, self.front_end
+        self.env.step()
+        self._guest_s[0] = self.env.peek()
+        same = self.arrays is arrays and self.front_end is front_end
+        return 0 if same else int(loop.RETURN)
+
+    def tell_end(self, request: int) -> None:
+        """Let the process that watches a request know that it has ended."""
+        if self.on_end is not None:
+            self.env.move(float(self._now[0]))
+            self.on_end(request)
+            self._guest_s[0] = self.env.peek()
+
+    def grow(self) -> None:
+        """Have room for twice as many requests: the workload's again, with prefixes of their own.
+
+        They have not arrived.
+        """
+        workload = self.workload.repeated(2)
+        arrays, old, new = self.arrays, len(self.requests), len(workload)
+        engines, kv = arrays.engines, arrays.engines.kv
+        requests = _requests(self.spec, workload, self._replay, self.window)
+        requests["queue_key"] = np.resize(self.requests["queue_key"], new)
+        requests[:old] = self.requests
+        self.workload, self.requests = workload, requests
+        for router in self.routers:
+            router.grow(new)
+        fresh = make_kv_cache(workload, self.spec.block_size, 1, 0)
+        listed = fresh.listed
+        listed[:, : kv.listed.shape[1]] = kv.listed
+        kv = kv._replace(
+            listed=listed, first_listed=fresh.first_listed, prefix_hash=workload.prefix_hash,
+            prefix_indptr=workload.prefix_indptr,
+        )  # fmt: skip
+        if self.prefill_reports is not None:
+            self.prefill_reports.kv = kv
+        prompts = arrays.prompts
+        if prompts.prefix_block_tokens:
+            prompts = prompts._replace(
+                prefix_indptr=workload.prefix_indptr,
+                prefix_trace_request=workload.prefix_trace_request,
+            )
+        more = 6 * (new - old)
+        self.arrays = arrays._replace(
+            events=with_more(arrays.events, more),
+            engines=engines._replace(
+                requests=requests, tables=with_more(engines.tables, new - old), kv=kv
+            ),
+            routers=(self.routers[0].arrays, self.routers[1].arrays),
+            net=arrays.net._replace(
+                flows=with_more(arrays.net.flows, new - old),
+                done=with_more(arrays.net.done, new - old),
+            ),
+            reported=with_more(arrays.reported, new - old),
+            prompts=prompts,
+        )
+        servers = self.front_end
+        if servers is not None:
+            front = make_front_end(self.spec.front_end, requests["prompt_len"])
+            assert front is not None
+            self.front_end = front._replace(servers=servers.servers)
+
+    def set_lengths(self, request: int, prompt_len: int | None, output_len: int | None) -> None:
+        """Give a request that has not arrived other lengths than the workload's.
+
+        Raises
+        ------
+        InputError
+            If a length is below 1, or the workload's prefixes or the queue order hang on it.
+        """
+        lengths = {"prompt_len": prompt_len, "output_len": output_len}
+        for name, tokens in lengths.items():
+            if tokens is None:
+                continue
+            if tokens < 1:
+                raise InputError(name, f"{tokens}", "1 or more tokens")
+            if name == "prompt_len" and self.workload.prefix_block_tokens:
+                raise InputError(name, "the workload's prompts share prefixes", "its own lengths")
+            if self.requests["queue_key"].any():
+                raise InputError(name, "the queue order goes by the workload's lengths", "fcfs")
+            getattr(self.workload, name)[request] = tokens
+            self.requests[name][request] = tokens
+        record = self.requests[request]
+        tokens = record["prompt_len"] + record["output_len"]
+        record["window_blocks"] = self.spec.windows.of(tokens, self.spec.block_size)
+        for router in self.routers:
+            router.arrays.class_of[request] = -1
+        servers = self.front_end
+        if servers is not None and self.spec.front_end is not None:
+            own = make_front_end(self.spec.front_end, self.requests["prompt_len"][[request]])
+            assert own is not None
+            for times, one in zip(servers[2:], own[2:], strict=True):
+                times[request] = one[0]
+
+    def _ask(self, pool: int, request: int) -> int:
+        """Ask a router for a worker, or for the shortlist of requests like this one."""
+        router = self.routers[pool]
+        self._tell_listener()
+        self._tell_prefill()
+        if router.shortlisting:
+            members = router.unknown(request)
+            rules = router.policy.shortlists([self._info(pool, member) for member in members])
+            known = router.arrays
+            for member, rule in zip(members, rules, strict=True):
+                router.learn(member, rule)
+            if router.arrays is known:
+                return int(loop.LOOK)
+            arrays = self.routers[0].arrays, self.routers[1].arrays
+            self.arrays = self.arrays._replace(routers=arrays)
+            return int(loop.RETURN)
+        workers = router.workers(float(self._now[0]), float(self._signals_s[0]))
+        return router.select(self._info(pool, request), workers)
+
+    def _info(self, pool: int, request: int) -> RequestInfo:
+        """Return a request as a router sees it."""
+        workload, signature, number = self.workload, None, None
+        if pool == 1 and self.spec.n_prefill:
+            number, signature = self.signatures(self._signature_rows(request))
+        hashes: Sequence[int] = ()
+        if len(workload.prefix_hash):
+            hashes = workload.blocks(request).tolist()
+        return RequestInfo(
+            request_id=request,
+            prompt_len=int(workload.prompt_len[request]),
+            domain=int(workload.domain[request]),
+            prefix_hash=hashes,
+            signature=signature,
+            signature_id=number,
+            session=int(workload.session[request]),
+            max_tokens=self.spec.max_tokens,
+        )
+
+    def _tell_listener(self) -> None:
+        """Let the decode policy know of the completions that were reported since the last time."""
+        if self._listener is None:
+            return
+        reported = int(self._n_reported[0])
+        for index, worker in self.arrays.reported[self._heard : reported].tolist():
+            self._listener.on_complete(index, worker)
+        self._heard = reported
+
+    def _tell_prefill(self) -> None:
+        if self.prefill_reports is not None:
+            self.prefill_reports.tell()
+
+    def _signature_rows(self, request: int) -> Ranges:
+        """Return the trace rows that a prompt's signature is the sum of.
+
+        Blocks found in the prefix cache carry the signature of whichever prompt was computed into
+        them.
+        """
+        workload, engines = self.workload, self.arrays.engines
+        size, n_tokens = self.spec.block_size, int(workload.prompt_len[request])
+        found = int(engines.tables["found"][request, 0])
+        if found == 0:
+            if workload.prefix_block_tokens == 0:
+                return ((int(workload.trace_request[request]), 0, n_tokens),)
+            return workload.prompt_ranges(request)
+        first = int(engines.kv.first_listed[request])
+        blocks = engines.kv.listed[0, first : first + found]
+        worker = int(self.requests["prefill_worker"][request])
+        parts: list[tuple[int, int, int]] = []
+        start = 0
+        for writer, group in groupby(engines.kv.blocks["writer"][worker, blocks].tolist()):
+            stop = start + size * sum(1 for _ in group)
+            parts += clip_ranges(workload.prompt_ranges(writer), start, stop)
+            start = stop
+        parts += clip_ranges(workload.prompt_ranges(request), start, n_tokens)
+        return join_ranges(parts)
+
+
+def _decided(cluster: weakref.ref[Cluster], pool: int, request: int) -> int:
+    alive = cluster()
+    assert alive is not None, "a cluster lives while it advances"
+    return alive.decide(pool, request)
+
+
+def _requests(
+    spec: ClusterSpec, workload: Workload, replay: Replay, window: tuple[float, float]
+) -> NDArray[np.void]:
+    requests = np.zeros(len(workload), state.REQUEST)
+    for name in state.REQUEST.names or ():
+        if name.endswith("_s"):
+            requests[name] = -1.0
+    for name in ("prefill_worker", "decode_worker", "cached_tokens", "decode_cached_tokens"):
+        requests[name] = -1
+    requests["next"] = -1
+    tokens = workload.prompt_len.astype(np.int64) + workload.output_len
+    requests["window_blocks"] = spec.windows.of(tokens, spec.block_size)
+    for name in ("arrival_s", "prompt_len", "output_len", "domain", "trace_request"):
+        requests[name] = getattr(workload, name)
+    requests["window_row"] = replay.first_row[workload.decode_request]
+    requests["window_len"] = replay.length[workload.decode_request]
+    requests["window_offset"] = workload.replay_offset
+    requests["measured"] = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
+    return requests
+
+
+def check_tables(engine: EngineSpec, longest: int) -> None:
+    """Raise ValueError unless an engine's step times cover its steps.
+
+    Compiled code reads whatever lies beyond the end of an array.
+    """
+    cost, places = engine.step_time.cost, engine.max_num_seqs
+    budget = engine.max_num_batched_tokens
+    needed = dict.fromkeys(("moe_s", "head_s", "attention_s"), places)
+    needed |= dict.fromkeys(("mixed_moe_s", "uniform_moe_s"), budget)
+    needed |= dict.fromkeys(("dense_s", "collectives_s"), max(places, budget))
+    needed |= dict.fromkeys(("prompt_alone_s", "prompt_share_s"), longest)
+    for name, last in needed.items():
+        if len(getattr(cost, name)) <= last:
+            raise ValueError(
+                f"step times: {name} has {len(getattr(cost, name))} entries, not {last + 1}"
+            )
+
+
+def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[np.void]:
+    pools = np.zeros(2, state.POOL)
+    pools["role"] = (
+        state.PREFILL if spec.n_decode else state.PREFILL_ONLY,
+        state.DECODE if spec.n_prefill else state.COLOCATED,
+    )
+    pools["first_worker"] = 0, spec.n_prefill
+    pools["n_workers"] = spec.n_prefill, spec.n_decode
+    for name in ("max_num_seqs", "max_num_batched_tokens", "n_blocks"):
+        pools[name] = getattr(spec.prefill, name), getattr(spec.decode, name)
+    caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
+    whole = [e.layout is not None and e.layout.whole_prompts for e in (spec.prefill, spec.decode)]
+    pools["whole_prompts"] = whole
+    pools["prefix_caching"] = caching & ~np.array(whole)
+    pools["own_experts"] = own_experts
+    pools["async_scheduling"] = spec.async_scheduling
+    pools["preempt_by_key"] = spec.preempt_by_key
+    pools["aging_s"] = spec.aging_s
+    pools["capture_s"] = spec.capture_s, 0.0
+    pools["prefill_interval"] = [
+        1 if e.group is None else spec.prefill_schedule_interval
+        for e in (spec.prefill, spec.decode)
+    ]
+    pools["group_size"] = [e.group_size for e in (spec.prefill, spec.decode)]
+    return pools

@@ -1,0 +1,92 @@
+"""The faults of a run as SimPy processes: what `Actions` do, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import simpy
+
+from eldr_sim.simulator.control.actions import Actions
+from eldr_sim.simulator.setup.fault_plan import Fault
+
+#: When something happens, s, and what.
+_Deed = tuple[float, Callable[[], None]]
+
+
+def start_faults(acts: Actions) -> None:
+    """Start a process for each fault of a plan, and one for each client that gives up."""
+    plan = acts.plan
+    for fault in plan.faults:
+        _begin(acts, list(_DEEDS[fault.kind](acts, fault, _engines(acts, fault))))
+    if plan.cancel_s is not None:
+        for request in np.flatnonzero(np.isfinite(plan.cancel_s)).tolist():
+            _begin(acts, [(float(plan.cancel_s[request]), partial(acts.cancel, request))])
+
+
+def _begin(acts: Actions, deeds: list[_Deed]) -> None:
+    """Start a process that does things when their time comes, those of one time in order."""
+    wakes = [(time, acts.env.at(time), act) for time, act in deeds if np.isfinite(time)]
+
+    def fault() -> Generator[simpy.Event, Any, None]:
+        for _, wake, act in sorted(wakes, key=lambda deed: deed[0]):
+            yield wake
+            acts.make_room()
+            act()
+
+    acts.env.process(fault())
+
+
+def _engines(acts: Actions, fault: Fault) -> range:
+    pool = acts.pools[fault.pool]
+    first = int(pool["first_worker"] + fault.worker * pool["group_size"])
+    return range(first, first + int(pool["group_size"]))
+
+
+def _fail(acts: Actions, fault: Fault, engines: range) -> Iterator[_Deed]:
+    delay = acts.plan.health_delay_s
+    yield fault.at_s, partial(acts.die, engines)
+    yield fault.at_s + delay, partial(acts.hear_of_death, engines)
+    yield fault.end_s, partial(acts.start, engines)
+    yield fault.end_s + delay, partial(acts.avoid, engines, -1)
+
+
+def _join(acts: Actions, fault: Fault, engines: range) -> Iterator[_Deed]:
+    acts.remove(engines)
+    yield fault.end_s, partial(acts.start, engines)
+    yield fault.end_s + acts.plan.health_delay_s, partial(acts.avoid, engines, -1)
+
+
+def _hang(acts: Actions, fault: Fault, engines: range) -> Iterator[_Deed]:
+    delay = acts.plan.health_delay_s
+    yield fault.at_s, partial(acts.hang, engines, fault.for_s)
+    if delay < fault.for_s:  # else it is over before anybody has noticed
+        yield fault.at_s + delay, partial(acts.avoid, engines, 1)
+        yield fault.end_s + delay, partial(acts.avoid, engines, -1)
+
+
+def _drain(acts: Actions, fault: Fault, engines: range) -> Iterator[_Deed]:
+    yield fault.at_s, partial(acts.avoid, engines, 1)
+    yield fault.end_s, partial(acts.avoid, engines, -1)
+
+
+def _slow(acts: Actions, fault: Fault, engines: range) -> Iterator[_Deed]:
+    yield fault.at_s, partial(acts.slow, engines, fault.factor)
+    yield fault.end_s, partial(acts.slow, engines, 1.0)
+
+
+def _link(acts: Actions, fault: Fault, engines: range) -> Iterator[_Deed]:
+    yield fault.at_s, partial(acts.scale, engines, fault.factor)
+    yield fault.end_s, partial(acts.scale, engines, 1.0)
+
+
+_DEEDS = {
+    "fail": _fail,
+    "join": _join,
+    "hang": _hang,
+    "drain": _drain,
+    "slow": _slow,
+    "link": _link,
+}

@@ -1,0 +1,1 @@
+"""What happened: figures, tables, the summary and the folder of a result."""

@@ -1,0 +1,216 @@
+"""What limits a cluster: where requests wait, and how busy what they wait for is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.plane.state import AFTER_WINDOW, COMPLETED, OPEN, OUTCOMES, OVERLOADED
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
+
+__all__ = [
+    "IN_LINE",
+    "PHASES",
+    "TTFT_PHASES",
+    "is_overload",
+    "limits_of",
+    "load_growth",
+    "phases_of",
+]
+
+#: By the time that ends it: what a request does until then. It waits in those marked.
+PHASES: dict[str, tuple[str, bool]] = {
+    "sent_s": ("client's limit", True),
+    "tokenized_s": ("front end", True),
+    "prefill_start_s": ("prefill queue", True),
+    "prefill_end_s": ("prefill", False),
+    "transfer_start_s": ("decode admission", True),
+    "transfer_end_s": ("KV transfer", True),
+    "decode_start_s": ("decode queue", True),
+    "first_token_s": ("first decode step", False),
+    "finish_s": ("decode", False),
+}
+_IN_LINE = (OPEN, COMPLETED, AFTER_WINDOW, OVERLOADED)
+#: Outcomes of requests that were served, or waited for it when the run ended. The others were
+#: refused, gave up or lost their worker: they wait for nothing from then on.
+IN_LINE = tuple(OUTCOMES[code] for code in _IN_LINE)
+#: Before the first token; a TTFT counts from when the client has sent the request.
+TTFT_PHASES = tuple(name for name, _ in PHASES.values() if name not in ("client's limit", "decode"))
+_STEPS = 3.0  # within which a request joins where there is room: it comes during one, and vLLM
+#               schedules one ahead
+_SMALL = 0.1  # of a mean TTFT: no wait that is worth a name
+
+
+def phases_of(
+    times: Mapping[str, NDArray[np.float64]],
+    until_s: float,
+    in_line: NDArray[np.bool_] | None = None,
+) -> dict[str, NDArray[np.float64]]:
+    """Return how long each request spent in each phase, s; they sum to its end less its arrival.
+
+    Parameters
+    ----------
+    times
+        ``arrival_s`` and the keys of `PHASES`, shape [N] each; negative or NaN where a request
+        never came so far, or passes no such place.
+    until_s
+        Until when a request that has not finished is in the phase that it is in.
+    in_line
+        Which requests that is true of, shape [N]: not of those whose outcome is none of `IN_LINE`.
+        All when None.
+    """
+    finish = times["finish_s"]
+    ended = np.nan_to_num(finish, nan=-1.0) >= 0.0
+    if in_line is not None:
+        ended |= ~in_line
+    here = times["arrival_s"]
+    spent = {}
+    waiting_in = np.full(len(here), -1)
+    names = [name for name, _ in PHASES.values()]
+    last = np.zeros(len(here), np.int64)  # place of the last known time, counted from 1
+    for place, key in enumerate(PHASES, start=1):
+        known = np.nan_to_num(times[key], nan=-1.0) >= 0.0 if key in times else None
+        if known is None:
+            spent[names[place - 1]] = np.zeros(len(here))
+            continue
+        at = np.where(known, times[key], here)
+        spent[names[place - 1]] = at - here
+        here, last = at, np.where(known, place, last)
+    waiting_in[~ended] = np.minimum(last, len(names) - 1)[~ended]
+    for place, name in enumerate(names):
+        spent[name] = spent[name] + np.where(waiting_in == place, until_s - here, 0.0)
+    return spent
+
+
+def load_growth(
+    arrival_s: NDArray[np.float64],
+    finish_s: NDArray[np.float64],
+    window: tuple[float, float],
+) -> dict[str, float] | None:
+    """Count who came and who ended in the window, once the first requests have lived their life.
+
+    Until then a cluster fills, whatever it can serve. A life is the 90th percentile of those that
+    ended. None where nobody ended, or the window is over before.
+
+    Parameters
+    ----------
+    arrival_s, finish_s
+        Shape [N]; negative or NaN where a request has not ended.
+    window
+        Start and end, s.
+    """
+    ended = np.nan_to_num(finish_s, nan=-1.0) >= 0.0
+    if not ended.any():
+        return None
+    life = float(np.quantile((finish_s - arrival_s)[ended], 0.9))
+    start, end = max(window[0], float(arrival_s[0]) + life), window[1]
+    end = min(end, float(arrival_s[-1]))  # when nobody comes any more the cluster empties
+    if start >= end:
+        return None
+    came = int(((arrival_s > start) & (arrival_s <= end)).sum())
+    left = int((ended & (finish_s > start) & (finish_s <= end)).sum())
+    return {"from_s": start, "to_s": end, "arrived": came, "ended": left}
+
+
+def is_overload(growth: Mapping[str, float] | None) -> bool:
+    """Say whether more come than end: by a tenth, and by more than three standard deviations."""
+    if growth is None:
+        return False
+    grown = growth["arrived"] - growth["ended"]
+    # Arrivals of a Poisson process have their number for a variance, and so has what ends.
+    noise = 3.0 * math.sqrt(growth["arrived"] + growth["ended"])
+    return grown > max(0.1 * growth["arrived"], noise)
+
+
+def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
+    """Return the figures ``limits`` of a summary: phases, utilisation, and the bottleneck.
+
+    ``utilisation`` holds means over the measured window: the share of worker-time in steps, of
+    running requests (``max_num_seqs``), and of the KV blocks' tokens that the decode batch fills;
+    ``kv_transfers`` is the mean number in progress on a decode worker. Phases are those of requests
+    that were not refused, did not give up and did not lose their worker.
+    """
+    requests = record.requests
+    start, end = record.window[0], min(record.window[1], record.end_s)
+    names = [name for name in (*PHASES, "arrival_s") if name in (requests.dtype.names or ())]
+    measured = requests[requests["measured"] & np.isin(requests["outcome"], _IN_LINE)]
+    spent = phases_of({name: measured[name] for name in names}, record.end_s)
+    mean_ms = {
+        name: 1e3 * math.fsum(values.tolist()) / max(1, len(measured))
+        for name, values in spent.items()
+        if values.any()
+    }
+    use: dict[str, float] = {}
+    for role, steps, n, engine in (
+        ("prefill", record.prefill_steps, spec.n_prefill, spec.prefill),
+        ("decode", record.decode_steps, spec.n_decode, spec.decode),
+    ):
+        if not n or end <= start:
+            continue
+        time = np.clip(steps["end"], start, end) - np.clip(steps["start"], start, end)
+        whole = n * (end - start)
+        use[f"{role}_busy"] = _share(time, whole)
+        if role == "decode":
+            use["decode_seats"] = _share(time * steps["batch"], whole * engine.max_num_seqs)
+            room = engine.n_blocks * spec.block_size
+            windows = spec.block_size * float(np.mean(requests["window_blocks"]))
+            held = steps["context"] + steps["batch"] * windows
+            use["decode_kv"] = _share(time * held, whole * room)
+    moved = requests[requests["transfer_start_s"] >= 0.0]
+    if len(moved) and spec.n_decode and end > start:
+        done = np.where(moved["transfer_end_s"] >= 0.0, moved["transfer_end_s"], record.end_s)
+        time = np.clip(done, start, end) - np.clip(moved["transfer_start_s"], start, end)
+        use["kv_transfers"] = _share(time, spec.n_decode * (end - start))
+    decode = record.decode_steps
+    step_ms = 1e3 * float(np.mean(decode["end"] - decode["start"])) if len(decode) else 0.0
+    name, why = _bottleneck(mean_ms, use, step_ms)
+    return {
+        "bottleneck": name,
+        "because": why,
+        "mean_phase_ms": mean_ms,
+        "utilisation": use,
+    }
+
+
+def _share(values: NDArray[np.float64], whole: float) -> float:
+    return math.fsum(values.tolist()) / whole
+
+
+def _bottleneck(
+    mean_ms: Mapping[str, float], use: Mapping[str, float], step_ms: float
+) -> tuple[str, str]:
+    """Return what requests wait for longest, and why it is that."""
+    ttft = math.fsum(mean_ms.get(name, 0.0) for name in TTFT_PHASES)
+    waits = {name: mean_ms[name] for name, waits in PHASES.values() if waits and name in mean_ms}
+    if use.get("kv_transfers", 0.0) < 1.0:  # a transfer that has the link to itself waits for none
+        waits.pop("KV transfer", None)
+    phase = max(waits, key=waits.__getitem__, default="")
+    if not phase or waits[phase] < _SMALL * ttft:
+        if use.get("decode_busy", 0.0) == 0.0:
+            return "none", "no request waits"
+        return "decode steps", (
+            f"no request waits for a tenth of its TTFT; decode workers compute for "
+            f"{use['decode_busy']:.0%} of the time"
+        )
+    wait = f"a request waits {waits[phase]:,.{0 if waits[phase] >= 100 else 1}f} ms on average"
+    if phase == "client's limit":
+        return "client", f"{wait} at the client, which may have only so many in flight"
+    if phase == "front end":
+        return "front end", f"{wait} for API servers and their tokenizers"
+    if phase == "prefill queue" and "prefill_busy" in use:
+        return "prefill queue", f"{wait}; prefill workers are busy for {use['prefill_busy']:.0%}"
+    if phase == "KV transfer":
+        return (
+            "link",
+            f"{wait} for its KV cache; {use['kv_transfers']:.2f} come to a worker at once",
+        )
+    seats, blocks = use.get("decode_seats", 0.0), use.get("decode_kv", 0.0)
+    full = f"the batch fills {seats:.0%} of max_num_seqs and {blocks:.0%} of the KV cache"
+    if waits[phase] < _STEPS * step_ms:
+        return "decode steps", f"{wait} for a step that it can join; {full}"
+    return ("decode KV" if blocks >= seats else "decode batch"), f"{wait} to be let in; {full}"

@@ -1,0 +1,315 @@
+"""Statistics of a run, under the names of ``vllm bench serve``.
+
+Symbols: a request is sent at ``s``, its first token leaves at ``f``, its last at ``e``; it
+generates ``n`` tokens. TTFT, TPOT and E2EL are those of requests that arrive in the measured
+window and complete; ITL is that of the window's steps, whoever's tokens they are.
+
+- TTFT = ``f - s``. Under disaggregation the first token is the decode worker's.
+- TPOT = ``(e - f) / (n - 1)``; requests of one token have none.
+- ITL: every gap between two tokens of a request, pooled over requests. The requests of a batch
+  share a step's gap, so the pool is the steps of the window weighted by their batch.
+- E2EL = ``e - s``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.outcome.bottleneck import is_overload, load_growth
+from eldr_sim.simulator.plane.state import NO_KV_ROOM, OUTCOMES, OVER_BUDGET, TOO_LONG
+from eldr_sim.simulator.setup.config import RunConfig, ServiceLevel
+from eldr_sim.traces.requests.log_window import part_warnings
+
+PERCENTILES = (50, 90, 99)
+
+
+def weighted_percentile(
+    values: NDArray[np.float64], weights: NDArray[np.int64], q: Sequence[float]
+) -> list[float]:
+    """Return percentiles of ``np.repeat(values, weights)`` (NumPy's linear method).
+
+    Parameters
+    ----------
+    values, weights
+        Shape [n]; weights are counts.
+    q
+        Percentiles in [0, 100].
+    """
+    order = np.argsort(values, kind="stable")
+    ordered, last = values[order], np.cumsum(weights[order]) - 1
+    result = []
+    for p in q:
+        rank = p / 100.0 * float(last[-1])
+        low, high = ordered[np.searchsorted(last, [math.floor(rank), math.ceil(rank)])]
+        result.append(float(low + (high - low) * (rank - math.floor(rank))))
+    return result
+
+
+def describe(
+    name: str,
+    values_s: NDArray[np.float64],
+    weights: NDArray[np.int64] | None = None,
+    percentiles: Sequence[int] = PERCENTILES,
+) -> dict[str, float | None]:
+    """Return mean, median, standard deviation and percentiles of a metric, in ms.
+
+    The keys are those of ``vllm bench serve``: ``mean_{name}_ms`` and so on; all None where there
+    is no value. Sums are exact (``math.fsum``), so that they do not depend on the machine.
+    """
+    keys = [f"{k}_{name}_ms" for k in ("mean", "median", "std", *(f"p{p}" for p in percentiles))]
+    counts = np.ones(len(values_s), np.int64) if weights is None else weights
+    total = int(counts.sum())
+    if total == 0:
+        return dict.fromkeys(keys)
+    mean = math.fsum((values_s * counts).tolist()) / total
+    variance = math.fsum(((values_s - mean) ** 2 * counts).tolist()) / total
+    median, *quantiles = weighted_percentile(values_s, counts, (50, *percentiles))
+    figures = [mean, median, math.sqrt(variance), *quantiles]
+    return {key: 1e3 * figure for key, figure in zip(keys, figures, strict=True)}
+
+
+def request_times(record: RunRecord) -> dict[str, NDArray[np.float64]]:
+    """Return ``ttft, tpot, e2el`` in seconds per request; NaN where a request has none."""
+    requests = record.requests
+    sent, first, finish = (requests[f"{at}_s"] for at in ("sent", "first_token", "finish"))
+    tokens, done = requests["output_len"], record.completed
+    gaps = np.where(tokens > 1, tokens - 1, np.nan)
+    return {
+        "ttft": np.where(first >= 0.0, first - sent, np.nan),
+        "tpot": np.where(done, (finish - first) / gaps, np.nan),
+        "e2el": np.where(done, finish - sent, np.nan),
+    }
+
+
+def streamed_by_prefill(record: RunRecord) -> dict[str, float | None]:
+    """Return TTFT and TPOT where the first token is the prefill's, not the decode worker's.
+
+    A proxy may write it to the client as soon as the prefill has answered, as that of ELDR's
+    authors does: then hand-over, transfer and wait lie in TPOT.
+    """
+    requests = record.requests[record.requests["measured"] & record.completed]
+    answered, tokens = requests["prefill_end_s"], requests["output_len"]
+    several = tokens > 1
+    tpot = (requests["finish_s"] - answered)[several] / (tokens[several] - 1)
+    at = (50, 95, 99)
+    return describe("ttft", answered - requests["sent_s"], percentiles=at) | describe(
+        "tpot", tpot, percentiles=at
+    )
+
+
+def good_requests(times: dict[str, NDArray[np.float64]], level: ServiceLevel) -> NDArray[np.bool_]:
+    """Return which requests complete within a service level; a TPOT that is none counts as 0."""
+    good = ~np.isnan(times["e2el"])
+    for name, values in times.items():
+        bound = getattr(level, name)
+        if bound is not None:
+            good &= np.nan_to_num(values, nan=0.0) * 1e3 <= bound
+    return good
+
+
+def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[str, Any]:
+    """Return the figures of ``summary.json`` that the run itself yields."""
+    requests = record.requests
+    measured, done = requests["measured"], record.completed
+    reasons = Counter(requests["outcome"][measured & ~done].tolist())
+    done = measured & done
+    times = request_times(record)
+    start = record.window[0]
+    end = min(record.window[1], record.end_s)
+    seconds = max(end - start, 1e-9)
+    steps = record.decode_steps
+    inside = (steps["start"] >= start) & (steps["start"] < end)
+    batch = steps["batch"][inside].astype(np.int64)
+    decoding = batch > 0
+    tokens = int(batch.sum())
+    # The last request may end the run, so its end belongs to it.
+    finish = requests["finish_s"]
+    finished = int((record.completed & (start <= finish) & (finish <= end)).sum())
+    if config.colocated:
+        prompt_tokens = int(steps["chunk_tokens"][inside].sum())
+    else:
+        prefills = record.prefill_steps
+        begun = (prefills["start"] >= start) & (prefills["start"] < end)
+        prompt_tokens = int(prefills["chunk_tokens"][begun].sum())
+    computed = requests["prefill_end_s"]
+    prefilled = requests["prompt_len"][(start <= computed) & (computed <= end)]
+    good = good_requests(times, config.goodput) & measured
+
+    carried = batch - steps["joined"][inside]
+    gaps = (steps["end"] - steps["start"])[inside]
+    resumed = record.gaps["resumed_s"]
+    preempted = (resumed - record.gaps["last_token_s"])[(start <= resumed) & (resumed <= end)]
+    itl = np.concatenate([gaps, preempted])
+    itl_weights = np.concatenate([carried, np.ones(len(preempted), np.int64)])
+    hours, price = seconds / 3600.0, config.price_per_hour
+    gpu_hours = config.n_gpus * hours
+    per_million = gpu_hours / tokens * 1e6 if tokens else None
+    return {
+        "num_prompts": int(measured.sum()),
+        "completed": int(done.sum()),
+        "failed": int(sum(reasons.values())),
+        "failed_reasons": dict(sorted((OUTCOMES[code], n) for code, n in reasons.items())),
+        "request_rate": config.effective_rate,
+        "burstiness": config.burstiness,
+        "max_concurrency": config.max_concurrency,
+        "duration": seconds,
+        "total_input_tokens": int(requests["prompt_len"][done].sum()),
+        "total_output_tokens": int(requests["output_len"][done].sum()),
+        "request_throughput": finished / seconds,
+        "request_goodput": float(good.sum()) / seconds,
+        "slo_attainment": float(good.sum()) / max(1, int(measured.sum())),
+        "slo_attainment_by_metric": {
+            name: float((good_requests(times, ServiceLevel(**{name: bound})) & measured).sum())
+            / max(1, int(measured.sum()))
+            for name, bound in config.goodput.model_dump(exclude_none=True).items()
+        },
+        "output_throughput": tokens / seconds,
+        "total_token_throughput": (tokens + prompt_tokens) / seconds,
+        "prefill_throughput": int(prefilled.sum()) / seconds,
+        "computed_prompt_throughput": prompt_tokens / seconds,
+        "makespan_s": float(finish[done].max() - requests["arrival_s"][0]) if done.any() else None,
+        "max_concurrent_requests": _peak_concurrency(record),
+        "in_flight_at_window_start": _in_flight(record, start),
+        "in_flight_at_window_end": _in_flight(record, end),
+        "load_growth": load_growth(
+            requests["arrival_s"][~_refused(record)],
+            np.where(record.completed, finish, np.nan)[~_refused(record)],
+            (start, end),
+        ),
+        **describe("ttft", times["ttft"][done]),
+        **describe("tpot", times["tpot"][done & ~np.isnan(times["tpot"])]),
+        **describe("itl", itl, itl_weights),
+        **describe("e2el", times["e2el"][done]),
+        **(
+            {"streamed_by_prefill": streamed_by_prefill(record)}
+            if config.n_prefill and config.n_decode
+            else {}
+        ),
+        **_activated_experts(steps[inside][decoding], n_moe_layers),
+        "mean_decode_batch": _mean(batch[decoding].astype(float)),
+        "decode_steps": int(decoding.sum()),
+        **_prefix_cache(record, "", config),
+        **_prefix_cache(record, "decode_", config),
+        "preemptions": int(requests["preemptions"].sum()),
+        **_relocations(record, start, end),
+        "gpus": config.n_gpus,
+        "gpu_hours_per_million_output_tokens": per_million,
+        "cost_per_million_output_tokens": (
+            None if price is None or not tokens else price * hours / tokens * 1e6
+        ),
+    }
+
+
+def _activated_experts(steps: NDArray[np.void], n_moe_layers: int) -> dict[str, float | None]:
+    """Return the activated experts of decode steps, means over MoE layers."""
+    active, busiest = (steps[field] / n_moe_layers for field in ("active", "busiest"))
+    batch = steps["batch"].astype(float)
+    return {
+        "mean_active_experts_per_step": _mean(active),
+        "mean_active_experts_per_token": (
+            float((active * batch).sum() / batch.sum()) if batch.sum() else None
+        ),
+        "median_active_experts_per_step": _percentile(active, 50),
+        "p99_active_experts_per_step": _percentile(active, 99),
+        "mean_busiest_rank_experts_per_step": _mean(busiest),
+    }
+
+
+def _prefix_cache(record: RunRecord, pool: str, config: RunConfig) -> dict[str, float | None]:
+    """Return the prompt tokens looked up in the prefix caches of a pool, and those found."""
+    queries = hits = 0
+    if config.enable_prefix_caching:
+        requests, field = record.requests, f"{pool}cached_tokens"
+        looked_up = requests[requests["measured"] & (requests[field] >= 0)]
+        queries, hits = int(looked_up["prompt_len"].sum()), int(looked_up[field].sum())
+    return {
+        f"{pool}prefix_cache_queries": queries,
+        f"{pool}prefix_cache_hits": hits,
+        f"{pool}prefix_cache_hit_rate": hits / queries if queries else None,
+    }
+
+
+def _relocations(record: RunRecord, start: float, end: float) -> dict[str, float]:
+    """Return what moved of the experts in the window, s."""
+    log = record.relocations
+    begun = log[(log["asked_s"] >= start) & (log["asked_s"] < end)]
+    moved = begun["inside_bytes"].sum() + begun["between_bytes"].sum()
+    return {
+        "relocations": len(begun),
+        "relocated_bytes": float(moved),
+        "relocation_stall_s": math.fsum(begun["stall_s"].tolist()),
+    }
+
+
+def table_warnings(summary: Mapping[str, Any]) -> list[str]:
+    """Return where a run's step times lie beyond what was measured, a line each."""
+    return [
+        f"{count} of {summary['decode_steps']} decode steps lie outside the latency table "
+        f"({what.replace('_', ' ')}): extrapolated"
+        for what, count in summary["lookups_outside_tables"].items()
+        if count
+    ] + list(summary["latency_warnings"])
+
+
+def warnings_of(summary: Mapping[str, Any]) -> list[str]:
+    """Return what a reader of a summary's figures must know, a line each."""
+    warnings = table_warnings(summary)
+    warnings += summary.get("trace_warnings", [])  # older results have none, nor what follows
+    warnings += summary.get("without_effect", [])
+    if part := summary.get("trace", {}).get("log_window"):
+        warnings += part_warnings(part)
+    growth = summary.get("load_growth")
+    if growth is not None and is_overload(growth) and summary["max_concurrency"] is None:
+        warnings.append(
+            f"the load is more than the cluster serves: from {growth['from_s']:.4g} to "
+            f"{growth['to_s']:.4g} s {growth['arrived']} requests came and {growth['ended']} "
+            "ended, so latencies grow with the window's length"
+        )
+    unserved = summary["failed_reasons"].get("unserved_at_time_limit", 0)
+    if unserved:
+        warnings.append(
+            f"the cluster cannot serve this load: {unserved} of {summary['num_prompts']} requests "
+            "had not ended at the time limit"
+        )
+    return warnings
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    return math.fsum(values.tolist()) / len(values) if len(values) else None
+
+
+def _percentile(values: NDArray[np.float64], q: float) -> float | None:
+    if len(values) == 0:
+        return None
+    return weighted_percentile(values, np.ones(len(values), np.int64), [q])[0]
+
+
+def _in_flight(record: RunRecord, at: float) -> int:
+    """Return how many requests had arrived and not ended at a time, s."""
+    requests, finish = record.requests, record.requests["finish_s"]
+    ended = (finish >= 0.0) & (finish <= at)
+    return int(((requests["arrival_s"] <= at) & ~ended & ~_refused(record)).sum())
+
+
+def _refused(record: RunRecord) -> NDArray[np.bool_]:
+    return np.isin(record.requests["outcome"], (TOO_LONG, NO_KV_ROOM, OVER_BUDGET))
+
+
+def _peak_concurrency(record: RunRecord) -> int:
+    """Return the most requests that were in flight at one time of the window."""
+    start, end = record.window
+    sent = record.requests[(record.requests["sent_s"] >= 0.0) & ~_refused(record)]
+    finish = np.where(sent["finish_s"] >= 0.0, sent["finish_s"], np.inf)
+    # What went before shows in the state at the start; who leaves does so before who comes.
+    at = np.maximum(np.concatenate([finish, sent["sent_s"]]), start)
+    change = np.repeat([-1, 1], len(sent))
+    order = np.argsort(at, kind="stable")
+    in_flight = np.cumsum(change[order])[at[order] < end]
+    return int(in_flight.max(initial=0))

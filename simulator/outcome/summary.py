@@ -1,0 +1,366 @@
+"""The summary of a run: ``summary.json``."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.kernel_profiles.kernels.flops import mfu, peak_flops, prefill_work
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.tables.format import weakest
+from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.control.relocation import BYTES_ALONE, PROVENANCE
+from eldr_sim.simulator.outcome.bottleneck import limits_of
+from eldr_sim.simulator.outcome.fault_metrics import fault_figures
+from eldr_sim.simulator.outcome.metrics import describe, summarise
+from eldr_sim.simulator.outcome.trace_use import copies_met, trace_warnings
+from eldr_sim.simulator.outcome.without_effect import without_effect
+from eldr_sim.simulator.setup import transfer
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.prepare import PreparedRun
+from eldr_sim.simulator.setup.transfer import HAND_OVERS
+from eldr_sim.traces.routing.manifest import rests_on
+from eldr_sim.traces.workload import Workload
+
+
+def _topology(config: RunConfig) -> str:
+    """State the workers, and the GPUs of each and of all."""
+    pools = [
+        (name, n, role)
+        for name, n, role in (
+            ("prefill", config.n_prefill, "prefill"),
+            ("co-located" if config.colocated else "decode", config.n_decode, "decode"),
+        )
+        if n
+    ]
+    layouts = [config.pool(role).parallelism for *_, role in pools]
+    sizes = [_size(layout) for layout in layouts]
+    alike = len(set(sizes)) == 1
+    workers = " + ".join(
+        f"{n} {kind}" if alike else f"{n} {kind} of {size}"
+        for (kind, n, _), size in zip(pools, sizes, strict=True)
+    )
+    said = f"{workers} workers of {sizes[0]}" if alike else f"{workers}"
+    return said if set(sizes) == {"1 GPU"} else f"{said}: {config.n_gpus} GPUs"
+
+
+def _size(layout: Parallelism) -> str:
+    """State the GPUs of a worker, and how many engines have them."""
+    size = layout.tensor_parallel_size
+    gpus = "1 GPU" if size == 1 else f"{size} GPUs"
+    engines = layout.data_parallel_size
+    if layout.pipeline_parallel_size > 1:
+        return f"{layout.pipeline_parallel_size} stages of {gpus}"
+    return gpus if engines == 1 else f"{engines} engines of {gpus}"
+
+
+def _gpus(prepared: PreparedRun) -> str:
+    """Name the GPU of the workers, or those of the two pools."""
+    prefill, decode = (
+        engine.step_time.gpu.name for engine in (prepared.spec.prefill, prepared.spec.decode)
+    )
+    return decode if prefill == decode else f"{prefill} (prefill) and {decode} (decode)"
+
+
+def _workers(engine: EngineSpec) -> dict[str, int]:
+    return {
+        "kv_blocks_per_worker": engine.n_blocks,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "tensor_parallel_size": engine.parallelism.tensor_parallel_size,
+        "expert_parallel_size": engine.parallelism.n_expert_ranks,
+        "pipeline_parallel_size": engine.parallelism.pipeline_parallel_size,
+    }
+
+
+def _front_end(spec: ClusterSpec, record: RunRecord) -> dict[str, Any]:
+    """Return the API servers, and how long measured requests are with them."""
+    front = spec.front_end
+    if front is None:
+        return {}
+    requests = record.requests[record.requests["measured"] & record.completed]
+    seconds = requests["tokenized_s"] - requests["sent_s"]
+    return {
+        "front_end": {
+            "cpu": front.latency.metadata.gpu,
+            "cpu_slowdown": front.latency.slowdown,
+            "api_servers": front.n_servers,
+            "tokenizer_mode": front.mode,
+            "tokenizer_threads": front.threads,
+            **{
+                name.replace("_front_end", ""): v
+                for name, v in describe("front_end", seconds).items()
+            },
+        }
+    }
+
+
+def _streaming(config: RunConfig, engine: EngineSpec, record: RunRecord) -> dict[str, Any]:
+    """Return what streams of the experts of prefill workers, and how long steps waited for it."""
+    plan = None if engine.layout is None else engine.layout.stream
+    if plan is None:
+        return {}
+    return {
+        "weight_streaming": {
+            "expert_gather": config.expert_gather,
+            "offload_window": plan.window or None,
+            "layer_bytes": plan.layer_bytes,
+            "gather_ms": 1e3 * plan.stream.gather_s,
+            "host_copy_ms": 1e3 * plan.stream.host_s,
+            "wait_share": record.stall_s / record.streamed_s if record.streamed_s else None,
+        }
+    }
+
+
+def _group(engine: EngineSpec, steps: NDArray[np.void]) -> dict[str, Any]:
+    """Return what the engines of a pool that share experts take together, means over steps."""
+    if engine.all_to_all is None:
+        return {}
+    seconds = float((steps["end"] - steps["start"]).sum())
+    busy = int(steps["n_busy"].sum())
+    ranks = engine.parallelism.n_expert_ranks
+
+    def mean_ms(name: str) -> float | None:
+        return 1e3 * float(steps[name].mean()) if len(steps) else None
+
+    return {
+        "group": {
+            "data_parallel_size": engine.parallelism.data_parallel_size,
+            "all2all_backend": engine.all_to_all.backend,
+            "steps": len(steps),
+            "mean_step_ms": 1e3 * seconds / len(steps) if len(steps) else None,
+            "mean_moe_ms": mean_ms("moe_s"),
+            "mean_dispatch_ms": mean_ms("dispatch_s"),
+            "mean_combine_ms": mean_ms("combine_s"),
+            "mean_replica_choice_ms": mean_ms("choice_s"),
+            "mean_idle_ms": 1e3 * float(steps["wait_s"].sum()) / busy if busy else None,
+            "mean_busy_engines": busy / len(steps) if len(steps) else None,
+            "mean_inside_bytes": float(steps["inside_bytes"].mean()) if len(steps) else None,
+            "mean_between_bytes": float(steps["between_bytes"].mean()) if len(steps) else None,
+            "busiest_rank_pairs_over_mean": (
+                float(steps["busiest_pairs"].sum()) * ranks / float(steps["pairs"].sum())
+                if steps["pairs"].sum()
+                else None
+            ),
+        }
+    }
+
+
+def _prefill_mfu(config: RunConfig, prepared: PreparedRun, record: RunRecord) -> float | None:
+    """Return the share of the prefill GPUs' peak that the window's prompts took."""
+    if config.colocated:
+        return None
+    start, end = record.window[0], min(record.window[1], record.end_s)
+    ended, requests = record.requests["prefill_end_s"], record.requests
+    inside = requests[(start <= ended) & (ended <= end)]
+    work = prefill_work(prepared.model)
+    lengths = (inside["prompt_len"] - inside["cached_tokens"]).tolist()
+    flops = math.fsum(map(work.flops, lengths, inside["cached_tokens"].tolist()))
+    gpus = config.n_prefill * config.pool("prefill").parallelism.n_gpus
+    peak = gpus * peak_flops(prepared.model, prepared.spec.prefill.step_time.gpu)
+    return mfu(flops, end - start, peak) if end > start else None
+
+
+def _events(record: RunRecord) -> list[dict[str, float | int | str]]:
+    """Return what each relocation of the run moved."""
+    log = record.relocations
+    return [
+        {"pool": ("prefill", "decode")[row["pool"]], "worker": int(row["group"])}
+        | {"experts": int(row["experts"])}
+        | {name: float(row[name]) for name in log.dtype.names or () if row[name].dtype == float}
+        for row in log
+    ]
+
+
+def _provenance(prepared: PreparedRun) -> dict[str, dict[str, Any]]:
+    """Return what each part of a step time rests on, pool by pool where that differs."""
+    pools = {
+        role: engine.step_time.provenance
+        | ({} if engine.all_to_all is None else engine.all_to_all.provenance)
+        | engine.choice_provenance
+        | ({} if engine.layout is None else engine.layout.provenance)
+        for role, engine in (("prefill", prepared.spec.prefill), ("decode", prepared.spec.decode))
+    }
+    if pools["prefill"] == pools["decode"]:
+        return pools["decode"]
+    return {
+        f"{role}.{part}": entry
+        for role, provenance in pools.items()
+        for part, entry in provenance.items()
+    }
+
+
+def _handover(config: RunConfig) -> dict[str, str]:
+    """Name the preset of the hand-over, without which a TTFT says little."""
+    return {"handover": f"{config.handover}: {HAND_OVERS[config.handover].source}"}
+
+
+def _transfer_provenance(config: RunConfig, spec: ClusterSpec) -> dict[str, dict[str, Any]]:
+    """Return what KV transfers and hand-overs rest on; one that takes nothing on nothing."""
+    said = {"kv_transfer": transfer.provenance(spec.transfer.source)}
+    if config.handover != "none":
+        said["handover"] = transfer.provenance(HAND_OVERS[config.handover].source)
+    return said
+
+
+def _transfer_notes(prepared: PreparedRun, record: RunRecord) -> list[str]:
+    """Return how many transfers have more descriptors than were measured.
+
+    It is no warning: long prompts have so many, and nothing that a reader could change has fewer.
+    """
+    spec, requests = prepared.spec, record.requests
+    if spec.transfer.descriptor_s == 0.0:
+        return []
+    moved = requests[requests["transfer_start_s"] >= 0.0]
+    tokens = moved["prompt_len"] - np.maximum(moved["decode_cached_tokens"], 0)
+    layout = spec.decode.parallelism
+    pull = transfer.pull_between(prepared.model, spec.prefill.parallelism, layout)
+    a_block = layout.shard(prepared.model).n_kv_tensors * pull.sources
+    descriptors = -(-tokens // spec.block_size) * a_block
+    beyond = int((descriptors > transfer.MEASURED_DESCRIPTORS).sum())
+    if not beyond:
+        return []
+    return [
+        f"{beyond / len(moved):.0%} of the KV transfers have more descriptors than the "
+        f"{transfer.MEASURED_DESCRIPTORS} measured, up to {int(descriptors.max())}: extrapolated"
+    ]
+
+
+def _trace(
+    config: RunConfig, prepared: PreparedRun, workload: Workload, copies: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the requests' experts come from."""
+    model, trace = prepared.model, prepared.trace
+    tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
+    return {
+        "name": "drawn" if config.trace is None else Path(config.trace).name,
+        "model": trace.manifest.model,
+        "provenance": trace.manifest.provenance,
+        "rests_on": rests_on(trace.manifest, model.name),
+        "checksum": trace.manifest.checksum,
+        "layers": f"{trace.manifest.n_layers} "
+        + ("layers" if trace.manifest.provenance == "synthetic" else "recorded layers")
+        + (
+            ""
+            if trace.kept_top_k is None
+            else f", the first {trace.top_k} of {trace.manifest.top_k} experts a token,"
+        )
+        + (
+            ""
+            if tiles == 1
+            else f" tiled over {model.n_moe_layers}, each tile rotated by another part of "
+            "the request"
+        ),
+        **workload.description,
+        **copies,
+    }
+
+
+def summary_of(
+    config: RunConfig, prepared: PreparedRun, workload: Workload, record: RunRecord
+) -> dict[str, Any]:
+    """Return what ``summary.json`` holds: the run, its figures, and what they rest on."""
+    model, step_time, trace, spec = (
+        prepared.model,
+        prepared.step_time,
+        prepared.trace,
+        prepared.spec,
+    )
+    started, window = record.decode_steps["start"], record.window
+    steps = record.decode_steps[(started >= window[0]) & (started < window[1])]
+    outside = {
+        "moe_batch": int((steps["batch"] > step_time.moe_batch_max).sum()),
+        "attention_batch": int((steps["batch"] > step_time.attention_batch_max).sum()),
+        "attention_context": int(
+            (steps["context"] > step_time.context_max * np.maximum(steps["batch"], 1)).sum()
+        ),
+        "attention_tokens": int((steps["context"] > step_time.attention_tokens_max).sum()),
+    }
+    copies = copies_met(trace, workload, record, steps)
+    gpu, provenance = _gpus(prepared), _provenance(prepared)
+    if config.eplb_interval is not None:
+        provenance = provenance | {"relocation": PROVENANCE}
+    if handed_over := not (config.colocated or config.prefill_only):
+        provenance = provenance | _transfer_provenance(config, spec)
+    if spec.front_end is not None:
+        provenance = provenance | {"front_end": spec.front_end.latency.provenance}
+    warnings = [
+        warning
+        for engine in (spec.decode, spec.prefill)
+        for source in (engine.step_time, engine.all_to_all, engine.layout)
+        if source is not None
+        for warning in source.warnings
+    ]
+    if spec.max_model_len > model.max_position_embeddings:
+        warnings.append(
+            f"max_model_len {spec.max_model_len} is beyond the {model.max_position_embeddings} "
+            f"positions of {model.name}: the model itself answers for none of it"
+        )
+    if config.eplb_interval is not None and config.eplb_overhead_ms == 0.0:
+        warnings.append(BYTES_ALONE)
+    groups = [
+        log[(log["start"] >= window[0]) & (log["start"] < window[1])]
+        for log in (record.prefill_group_steps, record.decode_group_steps)
+    ]
+    return {
+        "label": f"{config.prefill_policy if config.prefill_only else config.policy}, "
+        f"{config.topology} workers, {model.name} on {gpu}",
+        "backend": "eldr-sim",
+        "model_id": model.name,
+        "gpu": gpu,
+        "topology": _topology(config),
+        "expert_placement": config.expert_placement,
+        "policy": None if config.prefill_only else config.policy,
+        "prefill_policy": None if config.colocated else config.prefill_policy,
+        "queue_order": config.queue_order,
+        "kv_cache_dtype": model.kv_cache_dtype,
+        "seed": config.seed,
+        **summarise(record, config, model.n_moe_layers),
+        "limits": limits_of(record, spec),
+        "prefill_mfu": _prefill_mfu(config, prepared, record),
+        **_workers(spec.decode),
+        **(
+            {}
+            if config.num_gpu_blocks_override is None
+            else {"num_gpu_blocks_override": config.num_gpu_blocks_override}
+        ),
+        **_group(spec.decode, groups[0 if config.prefill_only else 1]),
+        **_streaming(config, spec.prefill, record),
+        **_front_end(spec, record),
+        **(
+            {}
+            if config.colocated
+            or config.prefill_only
+            or (spec.prefill == spec.decode and spec.prefill.group is None)
+            else {"prefill_workers": _workers(spec.prefill) | _group(spec.prefill, groups[0])}
+        ),
+        **({} if config.eplb_interval is None else {"relocation_events": _events(record)}),
+        **(
+            {}
+            if record.retries is None
+            else {"faults": fault_figures(record, config, record.faults)}
+        ),
+        "kv_transfer": f"none: {'co-located' if config.colocated else 'prefill'} workers alone"
+        if not handed_over
+        else f"{config.kv_transfer}: {spec.transfer.source}",
+        **(
+            {"handover": f"{config.handover}: {HAND_OVERS[config.handover].source}"}
+            if handed_over
+            else {}
+        ),
+        "weakest_provenance": weakest(entry["label"] for entry in provenance.values()),
+        "provenance": provenance,
+        "lookups_outside_tables": outside,
+        "latency_warnings": list(dict.fromkeys(warnings)),
+        "window_start_s": record.window[0],
+        "latency_notes": _transfer_notes(prepared, record) if handed_over else [],
+        "prompt_experts": "recorded" if trace.has_prompts else "uniform",
+        "trace": _trace(config, prepared, workload, copies),
+        "without_effect": without_effect(config, prepared, workload, record),
+        "trace_warnings": trace_warnings(trace, copies, config.trace_replay),
+    }

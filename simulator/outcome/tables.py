@@ -1,0 +1,158 @@
+"""The two tables of a result: one row a request, one row a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.outcome.metrics import request_times
+from eldr_sim.simulator.plane.state import OUTCOMES
+
+
+def requests_table(record: RunRecord, domains: list[str]) -> pa.Table:
+    """Return every request that arrived, in order of arrival.
+
+    Times ending in ``_s`` are seconds of simulated time, and like ``cached_tokens`` null where the
+    request never came so far; ``measured`` marks the requests that make the statistics.
+    ``tokenized_s``, when a request left the front end, is there where a run has one.
+    """
+    requests = record.requests
+    front_end = (requests["tokenized_s"] >= 0.0).any()
+    times = request_times(record)
+
+    def plain(name: str, kind: str = "int32") -> pa.Array:
+        return pa.array(requests[name], kind)
+
+    def at(name: str) -> pa.Array:
+        return _known(requests[name])
+
+    return pa.table(
+        {
+            "request_id": pa.array(np.arange(len(requests)), "int32"),
+            "domain": _names(domains, requests["domain"]),
+            "measured": plain("measured", "bool"),
+            "outcome": _names(OUTCOMES, requests["outcome"]),
+            "prompt_len": plain("prompt_len"),
+            "output_len": plain("output_len"),
+            "trace_request": plain("trace_request"),
+            "cached_tokens": _known(requests["cached_tokens"]),
+            "decode_cached_tokens": _known(requests["decode_cached_tokens"]),
+            "prefill_worker": plain("prefill_worker", "int16"),
+            "decode_worker": plain("decode_worker", "int16"),
+            "preemptions": plain("preemptions"),
+            **({} if record.retries is None else {"retries": pa.array(record.retries)}),
+            "arrival_s": at("arrival_s"),
+            "sent_s": at("sent_s"),
+            **({"tokenized_s": at("tokenized_s")} if front_end else {}),
+            "prefill_start_s": at("prefill_start_s"),
+            "prefill_end_s": at("prefill_end_s"),
+            "transfer_start_s": at("transfer_start_s"),
+            "transfer_end_s": at("transfer_end_s"),
+            "decode_start_s": at("decode_start_s"),
+            "first_token_s": at("first_token_s"),
+            "finish_s": _known(np.where(record.completed, requests["finish_s"], -1.0)),
+            "ttft_ms": _figures(1e3 * times["ttft"]),
+            "tpot_ms": _figures(1e3 * times["tpot"]),
+            "e2el_ms": _figures(1e3 * times["e2el"]),
+        }
+    )
+
+
+def _names(names: Sequence[str], codes: NDArray[np.integer]) -> pa.Array:
+    """Return the names that codes stand for."""
+    return pa.DictionaryArray.from_arrays(pa.array(codes), pa.array(names, "string")).cast("string")
+
+
+def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
+    """Return every step of every worker: prefill workers first, each kind in order of start.
+
+    ``tokens`` counts the tokens that a step computed, ``active_experts`` is the mean number of
+    activated experts of a MoE layer, ``busiest_rank_experts`` the mean of those on the layer's
+    busiest expert-parallel GPU (with one GPU the same); both are null where prompts are priced at
+    uniform routing. Decode steps also have the KV tokens that attention read (``context_tokens``)
+    and the requests new in the batch (``joined``).
+
+    Where engines share experts, a step has the parts that its group takes together, and ``active``
+    and ``busiest_rank_experts`` are the group's: ``moe_ms`` of the slowest rank of each layer,
+    ``dispatch_ms``, ``combine_ms``, ``replica_choice_ms`` (of the instances of redundant experts),
+    ``idle_ms`` (the engines' mean wait for the slowest one's attention and dense layers), the bytes
+    that the busiest GPU sends or receives in its node and between nodes, and the token-expert pairs
+    of the busiest rank and of all ranks, summed over the MoE layers.
+    """
+    prefill, decode = record.prefill_steps, record.decode_steps
+    order = np.lexsort((prefill["worker"], prefill["start"]))
+    prefill = prefill[order]
+    n_prefill, n_decode = len(prefill), len(decode)
+
+    def both(first: NDArray[Any], second: NDArray[Any], kind: str) -> pa.Array:
+        return pa.array(np.concatenate([first, second]).astype(kind, copy=False))
+
+    def decode_only(values: NDArray[Any], kind: str) -> pa.Array:
+        nulls = pa.nulls(n_prefill, kind)
+        return pa.concat_arrays([nulls, pa.array(values).cast(kind)])
+
+    def experts(name: str) -> pa.Array:
+        counts = np.concatenate([prefill[name], decode[name]])
+        return pa.array(counts / n_moe_layers, mask=counts == 0)
+
+    role = pa.DictionaryArray.from_arrays(
+        pa.array(np.repeat([0, 1], [n_prefill, n_decode]), "int8"), ["prefill", "decode"]
+    )
+    grouped = {}
+    if len(record.prefill_group_steps) or len(record.decode_group_steps):
+        of_prefill, of_decode = (
+            _group_columns(groups, n)
+            for groups, n in (
+                (record.prefill_group_steps, n_prefill),
+                (record.decode_group_steps, n_decode),
+            )
+        )
+        grouped = {
+            name: _figures(np.concatenate([of_prefill[name][order], of_decode[name]]))
+            for name in of_decode
+        }
+    return pa.table(
+        {
+            "role": role,
+            "worker": both(prefill["worker"], decode["worker"], "int16"),
+            "start_s": both(prefill["start"], decode["start"], "float64"),
+            "end_s": both(prefill["end"], decode["end"], "float64"),
+            "batch": both(prefill["chunks"], decode["batch"], "int32"),
+            "tokens": both(
+                prefill["chunk_tokens"], decode["batch"] + decode["chunk_tokens"], "int32"
+            ),
+            "joined": decode_only(decode["joined"], "int32"),
+            "context_tokens": decode_only(decode["context"], "int64"),
+            "active_experts": experts("active"),
+            "busiest_rank_experts": experts("busiest"),
+            **grouped,
+        }
+    )
+
+
+def _group_columns(groups: NDArray[np.void], n_steps: int) -> dict[str, NDArray[np.float64]]:
+    """Return what the groups' steps add to each of their engines' ``n_steps`` steps."""
+    figures = {
+        **{f"{part}_ms": 1e3 * groups[f"{part}_s"] for part in ("moe", "dispatch", "combine")},
+        "replica_choice_ms": 1e3 * groups["choice_s"],
+        "idle_ms": 1e3 * groups["wait_s"] / np.maximum(1, groups["n_busy"]),
+        **{name: groups[name] for name in ("inside_bytes", "between_bytes")},
+        "busiest_rank_pairs": groups["busiest_pairs"].astype(np.float64),
+        "pairs": groups["pairs"].astype(np.float64),
+    }
+    if not len(groups):
+        return dict.fromkeys(figures, np.full(n_steps, np.nan))
+    return {name: np.repeat(values, groups["n_busy"]) for name, values in figures.items()}
+
+
+def _known(values: NDArray[Any]) -> pa.Array:
+    return pa.array(values, mask=values < 0.0)
+
+
+def _figures(values: NDArray[Any]) -> pa.Array:
+    return pa.array(values, mask=np.isnan(values))

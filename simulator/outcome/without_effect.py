@@ -1,0 +1,217 @@
+"""Options that were given and change nothing: each is refused, or named here with the reason.
+
+An option has no effect where what it is about does not exist. What contradicts itself is refused
+before a run (`prepare`); the rest may hold for one point of a sweep and not for another, and is a
+warning of the result. A bound that is not reached, and a rule for what does not happen under this
+load, say something nevertheless.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from eldr_sim.kernel_profiles.tables.format import load_tables, table_name
+from eldr_sim.policies import registry
+from eldr_sim.policies.choice import parse
+from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.setup.cluster_spec import EngineSpec
+from eldr_sim.simulator.setup.config import Pool, RunConfig
+from eldr_sim.simulator.setup.fault_spellings import parse_fail
+from eldr_sim.simulator.setup.memory import NO_WINDOWS, window_blocks
+from eldr_sim.simulator.setup.prepare import PreparedRun
+from eldr_sim.traces.workload import Workload
+
+__all__ = ["NO_TOKEN", "without_effect"]
+
+_Found = Iterator[tuple[str, str]]
+#: Policies that choose by no load, whatever they are told of it.
+_BLIND = ("random", "round_robin")
+#: Placements that make no copies of experts but the redundant ones.
+_WITHOUT_COPIES = {"linear", "eplb", "affinity", "home"}
+#: Of prompts alone; a plan of them tells the price of prompt tokens.
+NO_TOKEN = "generates none"
+_OF_GROUPS = ("replica_choice", "all2all_backend", "gpus_per_node", "prefill_schedule_interval")
+
+
+def without_effect(
+    config: RunConfig, prepared: PreparedRun, workload: Workload, record: RunRecord
+) -> list[str]:
+    """Return a line for each field that differs from its default and changed nothing.
+
+    Parameters
+    ----------
+    config, prepared, workload, record
+        A run, whose ``prepared.spec`` is that of its cluster.
+    """
+    given = _given(config)
+    engines = [
+        engine
+        for engine, n in ((prepared.spec.prefill, config.n_prefill),
+                          (prepared.spec.decode, config.n_decode))
+        if n
+    ]  # fmt: skip
+    lines: dict[str, str] = {}
+    for found in (
+        _of_routers(config, prepared),
+        _of_workers(config, prepared, engines, workload, record),
+        _of_pools(config),
+        _of_requests(config),
+        _of_faults(config, record),
+    ):
+        for name, why in found:
+            if name in given:
+                lines.setdefault(name, f"{name} has no effect: {why}")
+    return [*lines.values(), *_of_tables(config, prepared), *_late_faults(config, record)]
+
+
+def _given(config: RunConfig) -> set[str]:
+    """Return the fields that are not at their defaults; those of pools as ``decode.gpu``."""
+    fields = RunConfig.model_fields
+    found = {name for name in fields if getattr(config, name) != fields[name].default}
+    for role in ("prefill", "decode"):
+        own: Pool = getattr(config, role)
+        found |= {f"{role}.{name}" for name, value in own.model_dump().items() if value is not None}
+    return found
+
+
+def _of_routers(config: RunConfig, prepared: PreparedRun) -> _Found:
+    spec = prepared.spec
+    choices = {
+        "policy": ("decode", 0 if config.prefill_only else spec.n_decode),
+        "prefill_policy": ("prefill", 0 if config.colocated else spec.n_prefill),
+    }
+    reads_load = reads_signals = False
+    for field, (decision, n) in choices.items():
+        name = parse(getattr(config, field), field).name
+        policy: Any = registry.find(decision, name)
+        if n == 0:
+            ends = "requests end with their prompts" if config.prefill_only else "no worker is one"
+            yield field, f"nobody makes this choice in {config.topology}: {ends}"
+        elif n == 1 and not getattr(policy, "reads_signature", False):
+            yield field, "there is one engine to choose"
+        if n > 1:
+            reads_load |= name not in _BLIND
+            reads_signals |= not (name in _BLIND or hasattr(policy, "shortlists"))
+    if not reads_load:
+        yield "load_report_delay_ms", "no router chooses by load"
+    if not reads_signals:
+        yield "signal_interval_ms", "no router reads what engines publish"
+
+
+def _of_workers(
+    config: RunConfig,
+    prepared: PreparedRun,
+    engines: list[EngineSpec],
+    workload: Workload,
+    record: RunRecord,
+) -> _Found:
+    groups = [engine for engine in engines if engine.group is not None]
+    if config.colocated or config.prefill_only:
+        for name in ("kv_transfer", "handover"):
+            yield name, f"no KV cache is handed over in {config.topology}"
+    if not groups:
+        for name in _OF_GROUPS:
+            yield name, "no engines share experts and exchange tokens"
+    elif all(engine.parallelism.n_gpus <= min(8, config.gpus_per_node) for engine in groups):
+        yield "gpus_per_node", "the GPUs that share experts are in one node, as they are by default"
+    placements = {str(config.pool(role).expert_placement) for role in ("prefill", "decode")}
+    alone = {parse(word, "expert_placement").name for word in placements} <= _WITHOUT_COPIES
+    if groups and alone and not any(engine.n_redundant for engine in groups):
+        yield "replica_choice", "every expert has one instance"
+    if not (config.colocated or record.requests["preemptions"].any()):
+        yield "prefill_schedule_interval", "workers that decode compute no prompts"
+    if config.prefill_only:
+        for name in ("async_scheduling", "trace_replay"):
+            yield name, "no worker decodes"
+    if all(engine.parallelism.n_gpus == 1 for engine in engines):
+        for name in ("enable_expert_parallel", "prefill.enable_expert_parallel",
+                     "decode.enable_expert_parallel"):  # fmt: skip
+            yield name, "every worker has one GPU, which has all experts"
+    if workload.prefix_block_tokens == 0:
+        yield "enable_prefix_caching", "no two prompts begin alike"
+    if window_blocks(prepared.model, config.block_size) == NO_WINDOWS:
+        yield (
+            "disable_hybrid_kv_cache_manager",
+            f"{prepared.model.name} has no sliding windows",
+        )
+    if config.kv_cache_free:
+        yield "num_gpu_blocks_override", "workers keep no KV cache (kv_cache_free)"
+    if config.num_gpu_blocks_override is not None:
+        yield "gpu_memory_utilization", "num_gpu_blocks_override says how many blocks there are"
+    if all(config.pool(role).enforce_eager for role in ("prefill", "decode")):
+        yield "cudagraph_padding", "there are no CUDA graphs (enforce_eager)"
+    window = config.offload_window
+    if window is not None and window >= prepared.model.n_moe_layers - 1:
+        yield "offload_window", "the GPUs have room for the experts of so many layers: of all"
+    if config.tokenizer_mode == "microbatch_sequential":
+        yield "tokenizer_threads", "microbatch_sequential tokenises one prompt after the other"
+
+
+def _of_pools(config: RunConfig) -> _Found:
+    """Name what all pools have of their own, and prices that do not add up."""
+    roles = [role for role, n in (("prefill", config.n_prefill), ("decode", config.n_decode)) if n]
+    for name in Pool.model_fields:
+        if name != "expert_placement" and all(
+            getattr(getattr(config, role), name) is not None for role in roles
+        ):
+            yield name, f"every pool has its own ({', '.join(f'{r}.{name}' for r in roles)})"
+    if config.price_per_hour is None:
+        for role in roles:
+            yield f"{role}.price_per_gpu_hour", "the other pool has no price"
+    elif config.prefill_only:
+        for name in ("price_per_gpu_hour", "prefill.price_per_gpu_hour"):
+            yield name, f"costs are told of generated tokens, and {config.topology} {NO_TOKEN}"
+
+
+def _of_requests(config: RunConfig) -> _Found:
+    if not config.from_file:
+        yield "arrivals", f"those of workload {config.workload} are drawn in any case"
+    if config.request_rate == math.inf:
+        yield "burstiness", "all requests come at once"
+    if config.num_requests is not None:
+        yield "duration", "num_requests says how many requests are measured"
+    if config.chooses_part and config.request_rate == math.inf:
+        yield "warmup", "all requests come at once"
+    if config.log_to is not None and not config.log_from:
+        yield "warmup", "nothing comes before the begin of the log"
+    if not config.enable_prefix_caching and config.colocated:
+        for name in ("prompts", "num_prefixes"):
+            yield name, "no worker keeps a prefix (enable_prefix_caching)"
+
+
+def _of_faults(config: RunConfig, record: RunRecord) -> _Found:
+    kinds = {fault.kind for fault in record.faults}
+    if record.retries is None:
+        for name in ("health_delay_ms", "retry", "max_retries"):
+            yield name, "nothing fails (--fail, --events)"
+    if not kinds & {"fail", "hang"}:
+        yield "health_delay_ms", "no worker dies or hangs"
+    if not kinds & {"fail", "hang", "drain", "join"}:
+        for name in ("retry", "max_retries"):
+            yield name, "no worker dies"
+    if config.retry == "never":
+        yield "max_retries", "retry is never"
+
+
+def _late_faults(config: RunConfig, record: RunRecord) -> list[str]:
+    """Name faults that come when the run has ended; until one joins a worker is missing."""
+    own = {str(parse_fail(text)): text for text in config.fail}
+    return [
+        f"{f'fail {own[str(fault)]}' if str(fault) in own else f'events: {fault}'} has no effect: "
+        f"the run ends at {record.end_s:.3g} s"
+        for fault in record.faults
+        if fault.kind != "join" and fault.at_s > record.end_s
+    ]
+
+
+def _of_tables(config: RunConfig, prepared: PreparedRun) -> list[str]:
+    """Name the user's tables that no lookup has found: of other models, types or kernels."""
+    names = dict.fromkeys(table_name(table.metadata) for table in load_tables(config.tables))
+    unused = [name for name in names if name not in prepared.tables_used]
+    if names and len(unused) == len(names):
+        few = ", ".join(unused[:3]) + (", ..." if unused[3:] else "")
+        why = f"no kernel of {prepared.model.name} here is like {few}"
+        return [f"tables {config.tables} has no effect: {why}"]
+    return [f"tables: {name} has no effect: no kernel of this run is like it" for name in unused]

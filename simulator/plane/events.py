@@ -1,0 +1,94 @@
+"""The event queue of the compiled loop: a binary heap of ``state.EVENT`` records.
+
+Events of one time happen in the order in which they were scheduled; the starts of steps come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.state import STEP_ORDER, STEP_START
+
+
+@compiled()
+def _insert(clock: Any, events: Any, time: float, order: int, kind: int, subject: int) -> None:
+    i = clock[0].n_events
+    clock[0].n_events += 1
+    while i > 0:
+        above = (i - 1) >> 1
+        if events[above].time < time or (
+            events[above].time == time and events[above].order < order
+        ):
+            break
+        events[i] = events[above]
+        i = above
+    events[i].time = time
+    events[i].order = order
+    events[i].kind = kind
+    events[i].subject = subject
+
+
+@compiled()
+def schedule(clock: Any, events: Any, time: float, kind: int, subject: int) -> None:
+    """Schedule an event at ``time`` seconds, behind those of the same time."""
+    clock[0].order += 1
+    _insert(clock, events, time, clock[0].order, kind, subject)
+
+
+@compiled()
+def schedule_step(clock: Any, events: Any, workers: Any, w: int) -> None:
+    """Schedule the start of the next step of worker ``w``'s group, unless that has been done."""
+    leader = workers[w].leader
+    if not workers[leader].step_due:
+        workers[leader].step_due = True
+        _insert(clock, events, workers[w].next_start, STEP_ORDER + leader, STEP_START, leader)
+
+
+@compiled()
+def drop_first(clock: Any, events: Any) -> None:
+    """Take the first event out of the queue."""
+    clock[0].n_events -= 1
+    n = clock[0].n_events
+    time, order = events[n].time, events[n].order
+    i = 0
+    while True:
+        below = 2 * i + 1
+        if below >= n:
+            break
+        if below + 1 < n and (
+            events[below + 1].time < events[below].time
+            or (
+                events[below + 1].time == events[below].time
+                and events[below + 1].order < events[below].order
+            )
+        ):
+            below += 1
+        if time < events[below].time or (
+            time == events[below].time and order < events[below].order
+        ):
+            break
+        events[i] = events[below]
+        i = below
+    events[i] = events[n]
+
+
+# --- from outside ---
+
+
+def delay(
+    clock: Any, events: Any, kinds: Collection[Any], subjects: Collection[int], seconds: float
+) -> None:  # fmt: skip
+    """Let events of some kinds and subjects come later; never, if ``seconds`` are infinite."""
+    n = int(clock["n_events"][0])
+    mine = np.isin(events["kind"][:n], list(kinds)) & np.isin(events["subject"][:n], list(subjects))
+    if not mine.any():
+        return
+    events["time"][:n][mine] += seconds
+    left = events[:n][np.isfinite(events["time"][:n])]
+    left.sort(order=("time", "order"))  # sorted events are a heap
+    events[: len(left)] = left
+    clock["n_events"] = len(left)

@@ -1,0 +1,317 @@
+"""KV blocks of the workers, with a prefix cache and a signature row beside each block.
+
+The rules are those of vLLM's v1 engine (``vllm/v1/core/block_pool.py`` and
+``kv_cache_manager.py``): a prompt is cut into blocks of ``block_size`` tokens; a full block has a
+hash that stands for its tokens and all before them; requests whose prompts begin with the same
+blocks share them by reference. A block that nobody holds keeps its contents until it is needed for
+others: blocks without contents go first, then the least recently freed. A prompt's blocks are freed
+from its last to its first, so that the tails of prefixes are evicted before their heads. A hit
+never covers the last token of a context, whose logits are needed, so at least one is computed.
+
+ELDR's signature cache (Sec. 4.4) is a row a block, co-indexed with the blocks and of the same
+lifetime: the experts that the block's tokens chose, written when they are prefilled, whichever
+request did that. A request's signature is the sum over its blocks. Here a row is kept as the
+request whose prompt was computed into the block; what its tokens replay follows from that.
+
+Blocks that nobody can find (generated tokens, prompts that share nothing, the last partial block)
+are alike, so they are only counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.state import BLOCK
+from eldr_sim.traces.workload import Workload
+
+
+class KVCache(NamedTuple):
+    """The arrays of all workers' prefix caches.
+
+    Blocks are numbered per worker; ``-1`` is none.
+    """
+
+    blocks: NDArray[np.void]  #: ``BLOCK [workers, blocks]``
+    hash_slots: NDArray[
+        np.int32
+    ]  #: ``[workers, slots]`` hash table of block number + 1, 0 is empty
+    listed: NDArray[np.int32]  #: ``[pools, listed blocks]``: the blocks that each request holds
+    first_listed: NDArray[np.int64]  #: ``[requests + 1]``: where its blocks begin in ``listed``
+    prefix_hash: NDArray[np.uint64]  #: as in ``Workload``
+    prefix_indptr: NDArray[np.int64]  #: as in ``Workload``
+    #: What a router is told of the blocks of the first ``listened`` workers since it was last told:
+    #: the worker, the index of the prompt's block in ``prefix_hash``, and whether it came or went.
+    events: NDArray[np.int64]  #: ``[capacity, 3]``
+    n_events: NDArray[np.int64]  #: ``[1]``
+    listened: int
+    block_size: int
+    prefix_block_tokens: int  #: as in ``Workload``
+
+
+def make_kv_cache(
+    workload: Workload, block_size: int, n_blocks: int, n_workers: int, listened: int = 0
+) -> KVCache:
+    """Return empty caches of ``n_workers`` workers with at most ``n_blocks`` blocks each.
+
+    Memory is taken as blocks are written. A workload without prefix blocks needs none. What happens
+    to the blocks of the first ``listened`` workers is noted.
+    """
+    size = workload.prefix_block_tokens
+    if size == 0:
+        n_workers = n_blocks = 1
+    covered = np.minimum(
+        workload.prompt_len.astype(np.int64), np.diff(workload.prefix_indptr) * size
+    )
+    first_listed = np.concatenate([[0], np.cumsum(covered // block_size)])
+    slots = 1 << max(2, int(2 * n_blocks - 1).bit_length())
+    return KVCache(
+        np.zeros((n_workers, n_blocks), BLOCK),
+        np.zeros((n_workers, slots), np.int32),
+        np.zeros((2, int(first_listed[-1])), np.int32),
+        first_listed,
+        workload.prefix_hash,
+        workload.prefix_indptr,
+        np.zeros((6 * n_blocks if listened else 0, 3), np.int64),
+        np.zeros(1, np.int64),
+        listened,
+        block_size,
+        size,
+    )
+
+
+@compiled()
+def _note(kv: Any, w: int, block: int, stored: int) -> None:
+    """Note that a block of a prompt has come or gone with the KV block that it ends with."""
+    if w >= kv.listened:
+        return
+    number = kv.blocks[w, block].block_hash & np.int64(0xFFFFFFFF)
+    end = (number + 1) * kv.block_size
+    if end % kv.prefix_block_tokens != 0:
+        return
+    event = kv.events[kv.n_events[0]]
+    event[0], event[2] = w, stored
+    event[1] = kv.prefix_indptr[kv.blocks[w, block].writer] + end // kv.prefix_block_tokens - 1
+    kv.n_events[0] += 1
+
+
+@compiled()
+def n_free(workers: Any, w: int) -> Any:
+    """Return the KV blocks that no request holds, those with contents included."""
+    return int(workers[w].n_blank + workers[w].n_idle)
+
+
+@compiled()
+def blocks_of(tokens: int, block_size: int) -> Any:
+    """Return how many KV blocks hold ``tokens`` tokens."""
+    return -(-tokens // block_size)
+
+
+@compiled()
+def block_hash(kv: Any, request: int, number: int, block_size: int, prefix_tokens: int) -> Any:
+    """Return the hash of a full KV block of a prompt.
+
+    A KV block is told by its number and by the prefix block that its last token lies in, for that
+    one stands for all tokens before it too.
+    """
+    last = ((number + 1) * block_size - 1) // prefix_tokens
+    return (np.int64(kv.prefix_hash[kv.prefix_indptr[request] + last]) << 32) | number
+
+
+@compiled()
+def _slot(kv: Any, w: int, key: int) -> Any:
+    """Return the slot of the hash table that holds ``key``, or the empty one where it belongs."""
+    mask = kv.hash_slots.shape[1] - 1
+    mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
+    slot = np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
+    while (
+        kv.hash_slots[w, slot] != 0 and kv.blocks[w, kv.hash_slots[w, slot] - 1].block_hash != key
+    ):
+        slot = (slot + 1) & mask
+    return slot
+
+
+@compiled()
+def _forget(kv: Any, w: int, slot: int) -> None:
+    """Empty a slot and move back those behind it that it had pushed away."""
+    mask = kv.hash_slots.shape[1] - 1
+    hole = slot
+    while True:
+        kv.hash_slots[w, hole] = 0
+        moved = hole
+        while True:
+            moved = (moved + 1) & mask
+            if kv.hash_slots[w, moved] == 0:
+                return
+            key = kv.blocks[w, kv.hash_slots[w, moved] - 1].block_hash
+            mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
+            home = np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
+            if ((moved - home) & mask) >= ((moved - hole) & mask):
+                break
+        kv.hash_slots[w, hole] = kv.hash_slots[w, moved]
+        hole = moved
+
+
+@compiled()
+def find(
+    kv: Any, w: int, pool: int, request: int, tokens: int, block_size: int, prefix_tokens: int
+) -> Any:  # fmt: skip
+    """Note the cached blocks of the longest prefix of a context of ``tokens`` tokens.
+
+    Returns how many there are, and how many of them nobody holds.
+    """
+    first = kv.first_listed[request]
+    limit = min(kv.first_listed[request + 1] - first, (tokens - 1) // block_size)
+    idle = 0
+    for number in range(limit):
+        key = block_hash(kv, request, number, block_size, prefix_tokens)
+        block = kv.hash_slots[w, _slot(kv, w, key)] - 1
+        if block < 0:
+            return number, idle
+        kv.listed[pool, first + number] = block
+        if kv.blocks[w, block].n_held == 0:
+            idle += 1
+    return max(limit, 0), idle
+
+
+@compiled()
+def hold(kv: Any, tables: Any, workers: Any, w: int, pool: int, request: int, new: int) -> None:
+    """Hold the ``found`` blocks of a request's table, and ``new`` ones beside them.
+
+    There must be so many free ones; cached contents make room, the least recently freed first.
+    """
+    table = tables[request, pool]
+    first = kv.first_listed[request]
+    for number in range(table.found):
+        block = np.int64(kv.listed[pool, first + number])
+        if kv.blocks[w, block].n_held == 0:
+            _take_from_idle(kv, workers, w, block)
+        kv.blocks[w, block].n_held += 1
+    table.listed = table.found
+    table.private = new
+    take_blank(kv, workers, w, new)
+
+
+@compiled()
+def take_blank(kv: Any, workers: Any, w: int, n: int) -> None:
+    """Take ``n`` free blocks for contents that nobody can find."""
+    if n > workers[w].n_blank:
+        _evict(kv, workers, w, n - workers[w].n_blank)
+    workers[w].n_blank -= n
+
+
+@compiled()
+def publish(
+    kv: Any, tables: Any, workers: Any, w: int, pool: int, request: int, tokens: int,
+    block_size: int, prefix_tokens: int,
+) -> None:  # fmt: skip
+    """Let others find the full blocks of a context's first ``tokens`` tokens.
+
+    As in vLLM this happens when the tokens are scheduled: within a step a layer writes the keys and
+    values of all requests before it reads those of any.
+    """
+    first = kv.first_listed[request]
+    table = tables[request, pool]
+    end = min(kv.first_listed[request + 1] - first, tokens // block_size)
+    for number in range(table.listed, end):
+        key = block_hash(kv, request, number, block_size, prefix_tokens)
+        block = workers[w].spare
+        if block >= 0:
+            workers[w].spare = kv.blocks[w, block].behind
+        else:
+            block = workers[w].n_made
+            workers[w].n_made += 1
+        record = kv.blocks[w, block]
+        record.block_hash, record.writer, record.n_held, record.copy = key, request, 1, -1
+        kv.listed[pool, first + number] = block
+        slot = _slot(kv, w, key)
+        known = kv.hash_slots[w, slot] - 1
+        if known < 0:
+            kv.hash_slots[w, slot] = block + 1
+            _note(kv, w, block, np.int64(1))
+        else:  # as in vLLM a block that is computed twice is there twice
+            while kv.blocks[w, known].copy >= 0:
+                known = kv.blocks[w, known].copy
+            kv.blocks[w, known].copy = block
+        table.listed += 1
+        table.private -= 1
+
+
+@compiled()
+def release(kv: Any, tables: Any, workers: Any, w: int, pool: int, request: int) -> None:
+    """Give the blocks of a request back; contents that can be found stay until evicted."""
+    table = tables[request, pool]
+    first = kv.first_listed[request]
+    for number in range(table.listed - 1, -1, -1):
+        block = np.int64(kv.listed[pool, first + number])
+        kv.blocks[w, block].n_held -= 1
+        if kv.blocks[w, block].n_held == 0:
+            _add_to_idle(kv, workers, w, block)
+    workers[w].n_blank += table.private
+    table.listed = table.private = table.found = 0
+
+
+@compiled()
+def _add_to_idle(kv: Any, workers: Any, w: int, block: int) -> None:
+    tail = workers[w].idle_tail
+    kv.blocks[w, block].before, kv.blocks[w, block].behind = tail, -1
+    if tail < 0:
+        workers[w].idle_head = block
+    else:
+        kv.blocks[w, tail].behind = block
+    workers[w].idle_tail = block
+    workers[w].n_idle += 1
+
+
+@compiled()
+def _take_from_idle(kv: Any, workers: Any, w: int, block: int) -> None:
+    before, behind = kv.blocks[w, block].before, kv.blocks[w, block].behind
+    if before < 0:
+        workers[w].idle_head = behind
+    else:
+        kv.blocks[w, before].behind = behind
+    if behind < 0:
+        workers[w].idle_tail = before
+    else:
+        kv.blocks[w, behind].before = before
+    workers[w].n_idle -= 1
+
+
+@compiled()
+def _evict(kv: Any, workers: Any, w: int, n: int) -> None:
+    """Make the ``n`` least recently freed blocks blank, their signature rows with them."""
+    for _ in range(n):
+        block = workers[w].idle_head
+        _take_from_idle(kv, workers, w, block)
+        slot = _slot(kv, w, kv.blocks[w, block].block_hash)
+        known, copy = kv.hash_slots[w, slot] - 1, kv.blocks[w, block].copy
+        if known != block:
+            while kv.blocks[w, known].copy != block:
+                known = kv.blocks[w, known].copy
+            kv.blocks[w, known].copy = copy
+        elif copy >= 0:  # the copies take over in order of age
+            kv.hash_slots[w, slot] = copy + 1
+        else:
+            _forget(kv, w, slot)
+            _note(kv, w, block, np.int64(0))
+        kv.blocks[w, block].behind = workers[w].spare
+        workers[w].spare = block
+        workers[w].n_blank += 1
+
+
+def forget_blocks(kv: KVCache, w: int) -> None:
+    """Let a worker's blocks have no contents any more, and note that for a router that listens."""
+    if w >= len(kv.hash_slots):
+        return
+    if w < kv.listened:
+        for slot in kv.hash_slots[w, np.flatnonzero(kv.hash_slots[w])].tolist():
+            block = kv.blocks[w, slot - 1]
+            end = ((int(block["block_hash"]) & 0xFFFFFFFF) + 1) * kv.block_size
+            if end % kv.prefix_block_tokens == 0:
+                at = int(kv.prefix_indptr[block["writer"]]) + end // kv.prefix_block_tokens - 1
+                kv.events[int(kv.n_events[0])] = w, at, 0
+                kv.n_events[0] += 1
+    kv.hash_slots[w] = 0

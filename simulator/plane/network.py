@@ -1,0 +1,195 @@
+"""KV transfers in flight: links shared max-min fairly, compiled.
+
+The bytes of a transfer flow at a rate that the egress link of its prefill worker and the ingress
+link of its decode worker share max-min fairly with the other transfers in flight (progressive
+filling, Bertsekas and Gallager, Data Networks, section 6.5.2). Links are numbered: the ingress
+links of the decode workers, then the egress links of the prefill workers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.events import schedule
+from eldr_sim.simulator.plane.state import FLOW, TRANSFER_END
+
+
+class Network(NamedTuple):
+    """The transfers in flight, and scratch by link."""
+
+    flows: NDArray[np.void]  #: ``FLOW``
+    done: NDArray[np.int64]  #: requests whose transfer has just ended
+    capacity: NDArray[np.float64]  #: ``[links]``
+    share: NDArray[np.float64]  #: ``[links]``: of its bandwidth that a link has, 1 but for faults
+    users: NDArray[np.int64]  #: ``[links]``
+    touched: NDArray[np.bool_]  #: ``[links]``: rates on them may change
+    links: NDArray[np.int64]  #: ``[links]``: those touched, ascending
+
+
+def make_network(n_requests: int, n_links: int) -> Network:
+    """Return a network without transfers."""
+    return Network(
+        np.zeros(n_requests + 1, FLOW),
+        np.zeros(n_requests + 1, np.int64),
+        np.zeros(n_links),
+        np.ones(n_links),
+        np.zeros(n_links, np.int64),
+        np.zeros(n_links, np.bool_),
+        np.zeros(n_links, np.int64),
+    )
+
+
+@compiled()
+def begin(
+    clock: Any, events: Any, net: Any, egress: int, ingress: int, n_bytes: float, request: int,
+    out_rate: float, in_rate: float,
+) -> None:  # fmt: skip
+    """Let the bytes of a transfer flow from link ``egress`` to link ``ingress`` from now on."""
+    _progress(clock, net)
+    flow = net.flows[clock[0].n_flows]
+    clock[0].n_flows += 1
+    flow.egress, flow.ingress, flow.bytes_left = egress, ingress, n_bytes
+    flow.rate, flow.request = 0.0, request
+    net.touched[:] = False
+    net.touched[egress] = net.touched[ingress] = True
+    _share(clock, events, net, out_rate, in_rate)
+
+
+@compiled()
+def end(clock: Any, events: Any, net: Any, out_rate: float, in_rate: float) -> Any:
+    """Take the transfers out whose bytes have flowed; returns how many.
+
+    Their requests are in ``net.done``.
+    """
+    _progress(clock, net)
+    # What flows in a nanosecond, or in the clock's own resolution, is rounding and not data.
+    _, exponent = math.frexp(clock[0].now)
+    rounding = max(1e-9, math.ldexp(1.0, exponent - 53))
+    net.touched[:] = False
+    kept, n_done = 0, 0
+    for i in range(clock[0].n_flows):
+        flow = net.flows[i]
+        if flow.bytes_left <= flow.rate * rounding:
+            net.touched[flow.egress] = net.touched[flow.ingress] = True
+            net.done[n_done] = flow.request
+            n_done += 1
+            continue
+        if kept != i:
+            net.flows[kept] = net.flows[i]
+        kept += 1
+    clock[0].n_flows = kept
+    _share(clock, events, net, out_rate, in_rate)
+    return n_done
+
+
+@compiled()
+def drop(clock: Any, events: Any, net: Any, request: int, out_rate: float, in_rate: float) -> None:
+    """Take a transfer out whose bytes have not all flowed, if it is in flight."""
+    _progress(clock, net)
+    net.touched[:] = False
+    kept = 0
+    for i in range(clock[0].n_flows):
+        if net.flows[i].request == request:
+            net.touched[net.flows[i].egress] = net.touched[net.flows[i].ingress] = True
+            continue
+        if kept != i:
+            net.flows[kept] = net.flows[i]
+        kept += 1
+    if kept < clock[0].n_flows:
+        clock[0].n_flows = kept
+        _share(clock, events, net, out_rate, in_rate)
+
+
+@compiled()
+def scale(
+    clock: Any, events: Any, net: Any, link: int, share: float, out_rate: float, in_rate: float
+) -> None:  # fmt: skip
+    """Let a link have a share of its bandwidth from now on."""
+    _progress(clock, net)
+    net.share[link] = share
+    net.touched[:] = False
+    net.touched[link] = True
+    _share(clock, events, net, out_rate, in_rate)
+
+
+@compiled()
+def _progress(clock: Any, net: Any) -> None:
+    elapsed = clock[0].now - clock[0].updated
+    clock[0].updated = clock[0].now
+    for i in range(clock[0].n_flows):
+        net.flows[i].bytes_left -= net.flows[i].rate * elapsed
+
+
+@compiled()
+def _share(clock: Any, events: Any, net: Any, out_rate: float, in_rate: float) -> None:
+    """Give the transfers their rates anew, and schedule the end of the first one."""
+    n = clock[0].n_flows
+    clock[0].timer += 1
+    if n == 0:
+        return
+    spread(net, n)
+    share_links(net, n, out_rate, in_rate)
+    soonest = np.inf
+    for i in range(n):
+        soonest = min(soonest, net.flows[i].bytes_left / net.flows[i].rate)
+    schedule(clock, events, clock[0].now + max(0.0, soonest), TRANSFER_END, clock[0].timer)
+
+
+@compiled()
+def spread(net: Any, n: int) -> None:
+    """Touch every link that a chain of transfers connects with one that is touched.
+
+    Transfers without such a chain share nothing, so the rates of the others stay as they are.
+    """
+    grows = True
+    while grows:
+        grows = False
+        for i in range(n):
+            a, b = net.flows[i].egress, net.flows[i].ingress
+            if net.touched[a] != net.touched[b]:
+                net.touched[a] = net.touched[b] = grows = True
+
+
+@compiled()
+def share_links(net: Any, n: int, out_rate: float, in_rate: float) -> None:
+    """Share the touched links among the transfers ``net.flows[:n]`` max-min fairly.
+
+    No transfer can get more without taking from one that has less.
+    """
+    flows, capacity, users = net.flows, net.capacity, net.users
+    n_links, left = 0, 0
+    for link in range(capacity.shape[0]):
+        users[link] = 0
+        if net.touched[link]:
+            net.links[n_links] = link
+            n_links += 1
+    for i in range(n):
+        flow = flows[i]
+        flow.open = net.touched[flow.egress]
+        if flow.open:
+            capacity[flow.egress] = out_rate * net.share[flow.egress]
+            capacity[flow.ingress] = in_rate * net.share[flow.ingress]
+            users[flow.egress] += 1
+            users[flow.ingress] += 1
+            left += 1
+    while left > 0:
+        best, share = -1, np.inf
+        for j in range(n_links):
+            link = net.links[j]
+            if users[link] > 0 and capacity[link] / users[link] < share:
+                best, share = link, capacity[link] / users[link]
+        share = max(0.0, share)
+        for i in range(n):
+            flow = flows[i]
+            if flow.open and (flow.egress == best or flow.ingress == best):
+                flow.rate, flow.open = share, 0
+                left -= 1
+                other = flow.ingress if flow.egress == best else flow.egress
+                capacity[other] -= share
+                users[other] -= 1
+        users[best] = 0

@@ -1,0 +1,64 @@
+"""What prefill engines report to a router that listens: blocks, and tokens computed."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.policies.base import PrefillListener
+from eldr_sim.simulator.plane import loop
+
+
+class PrefillReports:
+    """Reports of engines that a prefill router has yet to hear of.
+
+    Parameters
+    ----------
+    listener
+        The router's policy.
+    arrays
+        Of the cluster, whose first ``n_workers`` engines compute prompts.
+    stale
+        Whether engines publish now and then: a router hears of blocks and tokens when it hears of
+        signals.
+    """
+
+    def __init__(
+        self, listener: PrefillListener, arrays: loop.Run, n_workers: int, stale: bool
+    ) -> None:
+        self.listener = listener
+        self.kv, self._stale = arrays.engines.kv, stale
+        self._computed = arrays.engines.workers["computed_tokens"][:n_workers]
+        self._published_s = arrays.clock["signals_s"]
+        self._told_s = -1.0
+        self._tokens_told = np.zeros(n_workers, np.int64)
+        self._blocks: list[NDArray[np.int64]] = []
+
+    def tell(self, *, at_once: bool = False) -> None:
+        """Tell what has been published since the last time; all there is, if ``at_once``."""
+        kv, listener = self.kv, self.listener
+        if kv.n_events[0]:
+            self._blocks.append(kv.events[: int(kv.n_events[0])].copy())
+            kv.n_events[0] = 0
+        if self._stale and not at_once and self._published_s[0] == self._told_s:
+            return
+        self._told_s = float(self._published_s[0])
+        if self._blocks:
+            events = np.concatenate(self._blocks)
+            self._blocks.clear()
+            for worker in np.unique(events[:, 0]).tolist():
+                own = events[events[:, 0] == worker]
+                hashes = kv.prefix_hash[own[:, 1]].tolist()
+                self._tell_blocks(worker, hashes, own[:, 2] > 0)
+        for worker in np.flatnonzero(self._computed > self._tokens_told).tolist():
+            listener.on_tokens(worker, int(self._computed[worker] - self._tokens_told[worker]))
+        self._tokens_told[:] = self._computed
+
+    def _tell_blocks(self, worker: int, hashes: list[int], stored: NDArray[np.bool_]) -> None:
+        """Tell what came and what went, in the order in which it did."""
+        at = 0
+        for came, run in groupby(stored.tolist()):
+            part = hashes[at : (at := at + sum(1 for _ in run))]
+            self.listener.on_blocks(worker, part if came else (), () if came else part)

@@ -1,0 +1,180 @@
+"""The routers of a run: policies, and the shortlists that the compiled loop knows of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, RequestInfo, Workers
+from eldr_sim.policies.shortlist import Shortlist, picks_from_shortlists
+from eldr_sim.simulator.plane import loop, state
+from eldr_sim.traces.workload import Workload
+
+_NOBODY = np.zeros(0, np.int64)
+#: Classes of requests whose shortlists a policy is asked for in one call.
+_ASKED_AT_ONCE = 512
+
+
+class PolicyRouter:
+    """A policy that routes requests, and what the compiled loop knows of it.
+
+    Parameters
+    ----------
+    policy
+        The policy; None where the workers are co-located.
+    n_workers, workload
+        Workers to choose from; the requests.
+    """
+
+    def __init__(
+        self, policy: PrefillPolicy | DecodePolicy | None, n_workers: int, workload: Workload
+    ) -> None:
+        self.policy: Any = policy
+        shares = workload.prefix_block_tokens > 0
+        self.shortlisting = picks_from_shortlists(policy) and not (
+            shares and policy.shortlist_by == "prefix"
+        )
+        kind, self._first = np.full(len(workload), -1, np.int32), _NOBODY
+        if self.shortlisting:
+            kind, self._first = _classes(policy, workload)
+        self._kind = kind.copy()
+        self._upcoming = np.sort(self._first)  # the first requests of classes, as they arrive
+        self._position = 0
+        self._known: dict[Any, int] = {}
+        self._class_of_list: dict[int, int] = {}
+        self._kept: list[Shortlist] = []  # an id is good for as long as its object lives
+        self.signals = np.zeros(n_workers, state.SIGNALS)
+        columns = [self.signals[name] for name in state.SIGNALS.names or ()]
+        held = np.zeros(1, state.HELD)
+        held["in_order"] = getattr(policy, "in_order", False)
+        loads, healthy = np.zeros(n_workers, np.int64), np.ones(n_workers, np.bool_)
+        self._columns = loads, *columns, healthy
+        self.arrays = loop.Router(
+            loads=loads,
+            signals=self.signals,
+            healthy=healthy,
+            held=held,
+            class_of=kind,
+            list_of=np.full(len(self._first), -1, np.int32),
+            members=np.zeros((4, n_workers), np.int32),
+            size=np.zeros(4, np.int32),
+            by_load=np.zeros(4, np.bool_),
+            in_turn=np.zeros(4, np.bool_),
+            turn=np.zeros(4, np.int32),
+        )
+
+    def workers(self, now_s: float, signals_s: float) -> Workers:
+        """Return the workers as the router sees them now; the columns change with time."""
+        return Workers._make((*self._columns, now_s, signals_s))
+
+    def check(self, worker: int) -> None:
+        """Raise ValueError if there is no such worker: compiled code would not notice."""
+        if not 0 <= worker < len(self.arrays.loads):
+            raise ValueError(f"policy {self.policy.name!r} chose worker {worker}")
+
+    def select(self, request: RequestInfo, workers: Workers) -> int:
+        """Return the policy's choice, or HOLD.
+
+        Where it chooses a worker that is known not to answer, the least loaded one that does stands
+        in.
+        """
+        if not workers.healthy.any():
+            return int(loop.HOLD)
+        worker = self.policy.select(request, workers)
+        if worker is None:
+            return int(loop.HOLD)
+        self.check(worker)
+        if workers.healthy[worker]:
+            return int(worker)
+        usable = workers.usable()
+        return usable[int(np.argmin(workers.loads[usable]))]
+
+    def grow(self, n: int) -> None:
+        """Know ``n`` requests: those beyond the ones so far are like them, in turn."""
+        known = self.arrays.class_of
+        more = np.resize(self._kind, n)[len(known) :]
+        self.arrays = self.arrays._replace(class_of=np.concatenate([known, more]))
+
+    def unknown(self, request: int) -> list[int]:
+        """Return a request, and one of each of the next classes whose shortlist is not known."""
+        own = self.arrays.class_of[request]
+        if own < 0:
+            return [request]
+        begin, self._position = self._position, self._position + _ASKED_AT_ONCE
+        ahead = self._upcoming[begin : self._position]
+        unknown = self.arrays.list_of[self.arrays.class_of[ahead]] < 0
+        return [request, *ahead[unknown & (ahead != self._first[own])].tolist()]
+
+    def learn(self, request: int, rule: Shortlist) -> None:
+        """Note the shortlist of a request's class."""
+        number = self._number(rule)
+        arrays = self.arrays
+        if arrays.class_of[request] >= 0:
+            arrays.list_of[arrays.class_of[request]] = number
+            return
+        if number not in self._class_of_list:
+            self._class_of_list[number] = len(arrays.list_of)
+            grown = np.append(arrays.list_of, np.int32(number))
+            self.arrays = arrays = arrays._replace(list_of=grown)
+        arrays.class_of[request] = self._class_of_list[number]
+
+    def _number(self, rule: Shortlist) -> int:
+        """Return the number of a shortlist; those that remember nothing are equal by contents."""
+        key = id(rule) if rule.in_turn else (rule.workers, rule.by_load)
+        if key in self._known:
+            return self._known[key]
+        number = len(self._known)
+        if number == len(self.arrays.size):
+            self.arrays = self.arrays._replace(
+                **{
+                    name: grown(getattr(self.arrays, name))
+                    for name in ("members", "size", "by_load", "in_turn", "turn")
+                }
+            )
+        arrays = self.arrays
+        for worker in rule.workers:
+            self.check(worker)
+        arrays.members[number, : len(rule.workers)] = rule.workers
+        arrays.size[number] = len(rule.workers)
+        arrays.by_load[number], arrays.in_turn[number] = rule.by_load, rule.in_turn
+        arrays.turn[number] = rule.turn
+        self._known[key] = number
+        self._kept.append(rule)
+        return number
+
+
+def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the class of each request that a policy treats alike, and each class's first request.
+
+    -1 where the class is not known beforehand.
+    """
+    if policy.shortlist_by == "domain":
+        alike = workload.domain.astype(np.int64)
+    elif policy.shortlist_by == "signature":
+        if workload.prefix_block_tokens:  # what the prefix cache holds decides, too
+            return np.full(len(workload), -1, np.int32), _NOBODY
+        alike = workload.trace_request.astype(np.int64) << 32 | workload.prompt_len
+    else:
+        alike = np.zeros(len(workload), np.int64)
+    _, first, kind = np.unique(alike, return_index=True, return_inverse=True)
+    return kind.astype(np.int32), first
+
+
+def grown(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array of twice the length, zeros at its end."""
+    grown = np.zeros((2 * len(array), *array.shape[1:]), array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+def with_more(array: NDArray[Any], n: int) -> NDArray[Any]:
+    """Return an array with ``n`` zero records more."""
+    more = np.zeros((n, *array.shape[1:]), array.dtype)
+    return np.concatenate([array, more])
+
+
+def with_room(log: NDArray[np.void], needed: int) -> NDArray[np.void]:
+    """Return a log for so many records; the same one if it has room."""
+    return log if len(log) >= needed else with_room(grown(log), needed)

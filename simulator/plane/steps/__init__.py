@@ -1,0 +1,1 @@
+"""What a step of an engine does and takes: plain, streamed or staged, or of a group."""

@@ -1,0 +1,144 @@
+"""Which experts a step activates: unions of bit sets, and how many bits they have.
+
+A decode step is bound by the weights it reads, so its time needs the number of activated experts,
+the *distinct* ones that its tokens select, in each MoE layer. The routing trace is therefore held
+as bit sets, one row a token: ``uint64 [rows, moe_layers * words]``. A step ORs the rows of its
+tokens and counts the bits layer by layer.
+
+Under expert parallelism a layer waits for the GPU (rank) that reads the most experts, so the bits
+are also counted rank by rank, through the masks of the experts that each rank holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.jit import njit, popcount
+from eldr_sim.simulator.plane.compiled import compiled
+
+
+class PromptRows(NamedTuple):
+    """Which trace row each prompt token replays, see :mod:`eldr_sim.traces.prompts`."""
+
+    bits: NDArray[np.uint64]  #: ``[trace rows, trace layers * words]``: the trace itself
+    first_row: NDArray[np.int64]  #: ``[trace requests]``: first prompt row
+    length: NDArray[np.int32]  #: ``[trace requests]``: prompt rows
+    prefix_indptr: NDArray[np.int64]  #: as in ``Workload``
+    prefix_trace_request: NDArray[np.int32]  #: as in ``Workload``
+    prefix_block_tokens: int  #: as in ``Workload``
+    scratch: NDArray[np.uint64]  #: ``[trace layers * words]``
+
+
+def no_prompts() -> PromptRows:
+    """Return the rows where nobody knows them."""
+    bits = np.zeros((1, 1), np.uint64)
+    bits.flags.writeable = False
+    none = np.zeros(1, np.int64)
+    return PromptRows(
+        bits, none, none.astype(np.int32), none, none.astype(np.int32), 0, np.zeros(1, np.uint64)
+    )
+
+
+@njit(_nrt=False)
+def union_rows(bits: Any, rows: Any, n: int, union: Any) -> None:
+    """OR the rows ``rows[:n]`` of ``bits`` into ``union``; eight a pass to spare the stores."""
+    width = bits.shape[1]
+    for k in range(width):
+        union[k] = 0
+    i = 0
+    while i + 8 <= n:
+        a, b, c, d = bits[rows[i]], bits[rows[i + 1]], bits[rows[i + 2]], bits[rows[i + 3]]
+        e, f, g, h = bits[rows[i + 4]], bits[rows[i + 5]], bits[rows[i + 6]], bits[rows[i + 7]]
+        for k in range(width):
+            union[k] |= a[k] | b[k] | c[k] | d[k] | e[k] | f[k] | g[k] | h[k]
+        i += 8
+    while i < n:
+        a = bits[rows[i]]
+        for k in range(width):
+            union[k] |= a[k]
+        i += 1
+
+
+@njit(_nrt=False)
+def add_prompt(
+    prompts: PromptRows, request: int, own_trace_request: int, start: int, stop: int, union: Any
+) -> None:
+    """OR the experts of the prompt tokens ``start`` to ``stop`` of a request into ``union``."""
+    size = prompts.prefix_block_tokens
+    if size > 0:
+        first, end = prompts.prefix_indptr[request], prompts.prefix_indptr[request + 1]
+        while start < stop and start // size < end - first:
+            block = start // size
+            until = min(stop, (block + 1) * size)
+            source = prompts.prefix_trace_request[first + block]
+            _add_rows(prompts, source, start, until - start, union)
+            start = until
+    if start < stop:
+        _add_rows(prompts, own_trace_request, start, stop - start, union)
+
+
+@compiled()
+def _add_rows(prompts: PromptRows, source: int, start: int, n: int, union: Any) -> None:
+    """OR ``n`` prompt rows of a trace request from token ``start`` on, around its end.
+
+    Layers beyond those of the trace take them again, rotated by another part of the prompt.
+    """
+    have, need = prompts.bits.shape[1], union.shape[0]
+    span, base = prompts.length[source], prompts.first_row[source]
+    n = min(n, span)
+    tiles = (need + have - 1) // have
+    whole = prompts.scratch
+    for tile in range(tiles):
+        width = min(have, need - tile * have)
+        if tile == 0 or n < span:  # else the same rows again, only in another order
+            whole[:] = 0
+            row = (start + tile * span // tiles) % span
+            for _ in range(n):
+                for k in range(have):
+                    whole[k] |= prompts.bits[base + row, k]
+                row += 1
+                if row == span:
+                    row = 0
+        for k in range(width):
+            union[tile * have + k] |= whole[k]
+
+
+@njit(_nrt=False)
+def count_experts(union: Any, masks: Any, activated: Any) -> tuple[int, int]:
+    """Count the activated experts of each layer on its busiest rank, into ``activated``.
+
+    Parameters
+    ----------
+    union
+        uint64 ``[layers * words]``.
+    masks
+        uint64 ``[ranks, layers * words]``, the experts that each rank holds; with one rank it
+        holds them all and the mask is not read.
+    activated
+        int64 ``[layers]``.
+
+    Returns
+    -------
+    active, busiest
+        Sums over the layers: all activated experts, and those of the busiest ranks.
+    """
+    layers, ranks = activated.shape[0], masks.shape[0]
+    words = union.shape[0] // layers
+    active, busiest = 0, 0
+    for layer in range(layers):
+        first, end = layer * words, (layer + 1) * words
+        most = 0
+        for r in range(ranks):
+            count = 0
+            for w in range(first, end):
+                count += popcount(  # type: ignore[call-arg]
+                    union[w] if ranks == 1 else union[w] & masks[r, w]
+                )
+            active += count
+            most = max(most, count)
+        activated[layer] = most
+        busiest += most
+    return active, busiest

@@ -1,0 +1,160 @@
+"""What the steps of engines that share experts read and work on; see `group_step`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
+from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
+from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads
+
+#: What a copy of a token is sent for: see `kernel_profiles.kernels.all_to_all.COPY_PER`.
+ALL, EXPERT, RANK, NODE = range(4)
+#: Which instance of an expert computes a token: see `replicas.base`, `.weighted_replicas` and
+#: `.metro`. From EVEN on, a choice needs the tokens of each expert and no more; up to OPTIMAL, of
+#: those from METRO on, it is for steps without prompts, and EVEN takes its place in the others.
+HASH, SOURCE, WEIGHTED, LOCAL_FIRST, EVEN, METRO, METRO_SORTED, OPTIMAL, TIME_AWARE = range(9)
+REPLICA_CHOICES = {
+    "even": EVEN,
+    "hash": HASH,
+    "source": SOURCE,
+    "weighted": WEIGHTED,
+    "local_first": LOCAL_FIRST,
+    "metro": METRO,
+    "metro_sorted": METRO_SORTED,
+    "optimal": OPTIMAL,
+    "time_aware": TIME_AWARE,
+}
+#: What a pass over the tokens of a step counts; see `group_counting`.
+TOTALS, COPIES, BY_HOME = range(3)
+_PLANES = 20  # bits of a counter: a million tokens of a group in a step
+
+
+class GroupCost(NamedTuple):
+    """What a step of a group costs beside its engines' own parts."""
+
+    copy_per: int  #: ALL, EXPERT, RANK or NODE
+    gathers: bool  #: steps without prompts dispatch every token to every rank
+    replica_choice: int  #: one of `REPLICA_CHOICES`
+    choice_s: float  #: what choosing takes in each MoE layer
+    ranks_per_engine: int
+    gpus_per_node: int
+    moe: Any  #: `RankMoE`
+    all_to_all: Any  #: `AllToAllCost`
+    gathered: Any  #: `AllToAllCost` of the steps that gather
+
+
+def no_group() -> GroupCost:
+    """Return what stands for the cost of a pool whose engines share nothing."""
+    rows, table = np.arange(2.0), np.zeros((2, 2))
+    knots = np.arange(2.0), np.zeros(2)
+    free = AllToAllCost(0.0, 0.0, *knots * 4)
+    return GroupCost(0, False, 0, 0.0, 1, 1, RankMoE(1, rows, table, table), free, free)
+
+
+class Replicas(NamedTuple):
+    """The experts of groups that have several instances; those of `masks` have one.
+
+    The layers are the routing trace's, which the model's layers take in turn.
+    """
+
+    multi: NDArray[np.uint64]  #: ``[workers, layers of the model * words]``; empty where none has
+    rank: NDArray[np.int16]  #: ``[workers, layers, experts, instances]``
+    n_instances: NDArray[np.int16]  #: ``[workers, layers, experts]``
+    weight: NDArray[np.float64]  #: ``[workers, layers, experts, instances]``: of their ranks
+
+
+def no_replicas() -> Replicas:
+    """Return what stands for placements with one instance of every expert."""
+    rank = np.zeros((0, 0, 0, 0), np.int16)
+    return Replicas(
+        np.zeros((0, 0), np.uint64), rank, rank.sum(axis=3, dtype=np.int16), np.zeros(rank.shape)
+    )
+
+
+class GroupScratch(NamedTuple):
+    """Working memory of a group's step, for the largest group."""
+
+    planes: NDArray[np.uint64]  #: ``[bits, layers * words]``: tokens of each expert, a bit a plane
+    active: NDArray[np.uint64]  #: ``[ranks, layers * words]``: activated on each rank
+    turn: NDArray[np.int64]  #: ``[layers, experts]``: tokens of experts of several instances
+    copies: NDArray[np.int64]  #: ``[layers, ranks]``: activated instances beside one an expert
+    used: NDArray[np.bool_]  #: ``[layers, experts, instances]``: activated, choices by token alone
+    pairs: NDArray[np.float64]  #: ``[layers, ranks]``
+    traffic: NDArray[np.float64]  #: ``[layers, ranks, 4]``: copies, see `all_to_all_cost`
+    tokens: NDArray[np.int64]  #: ``[ranks]``: at home there
+    owner: NDArray[np.int16]  #: ``[layers * words * 64]``: the rank of an expert that one computes
+    reached: NDArray[np.int64]  #: ``[ranks]``: those that one token reaches,
+    reached_nodes: NDArray[np.int64]  #: ``[ranks]``: and their nodes
+    # Of choices by count:
+    union: NDArray[np.uint64]  #: ``[words]``: activated in a layer
+    split: NDArray[np.uint64]  #: ``[layers * words]``: experts computed by several instances
+    total: NDArray[np.int64]  #: ``[experts]``: tokens of a layer, of experts of several instances
+    several: NDArray[np.int64]  #: ``[experts]``: those of them that have tokens
+    n_active: NDArray[np.int64]  #: ``[ranks]``: activated experts so far
+    load: NDArray[np.float64]  #: ``[ranks]``: pairs so far
+    chosen: NDArray[np.int64]  #: ``[layers, experts, instances]``: ranks that take turns
+    n_chosen: NDArray[np.int64]  #: ``[layers, experts]``
+    before: NDArray[np.int64]  #: ``[ranks]``: on a path, the rank before; -1: on none
+    moved: NDArray[np.int64]  #: ``[ranks]``: the expert that would move on
+    queue: NDArray[np.int64]  #: ``[ranks]``
+    seconds: NDArray[np.float64]  #: ``[instances]``
+    order: NDArray[np.int64]  #: ``[instances]``
+
+
+def make_group_scratch(
+    n_layers: int, width: int, ranks: int, n_experts: int, instances: int
+) -> GroupScratch:
+    """Return working memory for groups of so many ranks."""
+    return GroupScratch(
+        planes=np.zeros((_PLANES, width), np.uint64),
+        active=np.zeros((ranks, width), np.uint64),
+        turn=np.zeros((n_layers, n_experts), np.int64),
+        copies=np.zeros((n_layers, ranks), np.int64),
+        used=np.zeros((n_layers, n_experts, instances), np.bool_),
+        pairs=np.zeros((n_layers, ranks)),
+        traffic=np.zeros((n_layers, ranks, 4)),
+        tokens=np.zeros(ranks, np.int64),
+        owner=np.zeros(width * 64, np.int16),
+        reached=np.zeros(ranks, np.int64),
+        reached_nodes=np.zeros(ranks, np.int64),
+        union=np.zeros(width // n_layers, np.uint64),
+        split=np.zeros(width, np.uint64),
+        total=np.zeros(n_experts, np.int64),
+        several=np.zeros(n_experts, np.int64),
+        n_active=np.zeros(ranks, np.int64),
+        load=np.zeros(ranks),
+        chosen=np.zeros((n_layers, n_experts, instances), np.int64),
+        n_chosen=np.zeros((n_layers, n_experts), np.int64),
+        before=np.zeros(ranks, np.int64),
+        moved=np.zeros(ranks, np.int64),
+        queue=np.zeros(ranks, np.int64),
+        seconds=np.zeros(instances),
+        order=np.zeros(instances, np.int64),
+    )
+
+
+class Groups(NamedTuple):
+    """What the steps of groups need beside what every step needs."""
+
+    costs: tuple[GroupCost, GroupCost]  #: of the two pools
+    replicas: Replicas
+    work: GroupScratch
+    loads: ExpertLoads
+
+
+class Counting(NamedTuple):
+    """What counting a token needs, besides the token."""
+
+    masks: Any  #: uint64 ``[workers, ranks, layers * words]``: experts of one instance
+    replicas: Replicas
+    group: GroupCost
+    work: GroupScratch
+    leader: int
+    ranks: int
+    choice: int  #: of this step
+    computes: bool  #: whether the step holds prompts
+    counts: int  #: TOTALS, COPIES or BY_HOME

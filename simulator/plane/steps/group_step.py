@@ -1,0 +1,232 @@
+"""A step of engines that share experts: data-parallel attention, experts on the GPUs of all.
+
+The engines of a group have queues, KV caches and batches of their own. In every layer the tokens of
+all are dispatched to the ranks that hold their experts and their outputs are combined back, so a
+step takes::
+
+    host + dense, attention, lm_head of the slowest engine
+         + for each MoE layer: dispatch + choice of instances + MoE of the slowest rank + combine
+
+An engine without requests takes part with a dummy batch (vLLM's ``DPEngineCoreProc``): it computes
+nothing here and waits. The slowest rank is that of the longest time for its own token-expert pairs
+and activated experts, which are counted exactly from the experts of the step's tokens
+(`group_counting`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eldr_sim.jit import njit, popcount
+from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
+    busiest,
+    busiest_all,
+    combine_s,
+    dispatch_s,
+)
+from eldr_sim.kernel_profiles.steps.step_cost import StepParts, attention_s, rank_moe_s, total_s
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.engine import Engines, wake
+from eldr_sim.simulator.plane.events import schedule_step
+from eldr_sim.simulator.plane.kv_cache import n_free, take_blank
+from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, begin_step, end_step
+from eldr_sim.simulator.plane.steps.group_counting import count_rows, count_step
+from eldr_sim.simulator.plane.steps.group_state import (
+    ALL,
+    EVEN,
+    METRO,
+    OPTIMAL,
+    TOTALS,
+    Counting,
+    GroupCost,
+    GroupScratch,
+    Replicas,
+)
+from eldr_sim.simulator.plane.steps.plain import Scratch, blocks_needed, finish_step, list_chunks
+
+
+@compiled()
+def group_step(
+    clock: Any, events: Any, engines: Engines, leader: int, bits: Any, masks: Any,
+    replicas: Replicas, prompts: Any, cost: Any, group: GroupCost, scratch: Scratch,
+    work: GroupScratch, loads: ExpertLoads, logs: Any, group_logs: Any, gaps: Any, decide: Any,
+) -> Any:  # fmt: skip
+    """Run the step that the engines of a group have planned, which starts now.
+
+    Parameters as of `step.step`; ``leader`` is the group's first engine, ``masks`` are the experts
+    of one instance, ``loads`` count for relocations, ``group_logs`` are ``GROUP_STEP [capacity]``
+    of each pool.
+
+    Returns False if ``decide`` has failed.
+    """
+    workers, pool = engines.workers, engines.pools[engines.pool_of[leader]]
+    size, start = pool.group_size, clock[0].now
+    short = False
+    for w in range(leader, leader + size):
+        workers[w].next_start = start
+        if blocks_needed(engines, w, scratch) > n_free(workers, w):
+            wake(clock, events, workers, w)  # this engine has to preempt, then all start
+            short = True
+    if short:
+        schedule_step(clock, events, workers, leader)
+        return True
+    if not begin_step(loads, leader, workers[leader].n_group_steps, start, decide):
+        return False
+    ranks = size * group.ranks_per_engine
+    tokens_max, rows_max, attention_max, n_busy = np.int64(0), np.int64(0), 0.0, 0
+    wait, computes, slowdown = 0.0, False, 1.0
+    for w in range(leader, leader + size):
+        worker = workers[w]
+        needed = blocks_needed(engines, w, scratch)
+        if needed > 0:
+            take_blank(engines.kv, workers, w, needed)
+        n_chunks, rows = list_chunks(engines, w, scratch)
+        tokens = worker.batch + worker.chunk_tokens
+        slowdown = max(slowdown, worker.slowdown)  # all wait for it, whether it has tokens or not
+        if tokens == 0:
+            continue
+        n_busy += 1
+        computes = computes or n_chunks > 0
+        attention = attention_s(
+            cost, worker.batch, worker.context + worker.batch, scratch.cached, scratch.new, n_chunks
+        )
+        wait -= attention + cost.dense_s[tokens] + cost.head_s[rows] + cost.collectives_s[tokens]
+        attention_max = max(attention_max, attention)
+        tokens_max, rows_max = max(tokens_max, tokens), max(rows_max, rows)
+    replaced = computes and METRO <= group.replica_choice <= OPTIMAL
+    choice = EVEN if replaced else group.replica_choice
+    counting = Counting(masks, replicas, group, work, leader, ranks, choice, computes, TOTALS)
+    count_step(engines, size, bits, prompts, counting, loads)
+    shared = _shared_layers(group, work, ranks, computes)
+    choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[0]
+    slowest = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
+    slowest += cost.collectives_s[tokens_max]
+    parts = StepParts(
+        shared.moe_s, attention_max, cost.dense_s[tokens_max], cost.head_s[rows_max],
+        cost.collectives_s[tokens_max], cost.host_s, shared.dispatch_s, shared.combine_s, choice_s,
+    )  # fmt: skip
+    end = start + (total_s(parts) + pool.capture_s) * slowdown
+    workers[leader].n_group_steps += 1
+    stall = end_step(loads, leader, workers[leader].n_group_steps, end, decide)
+    if stall < 0.0:
+        return False
+    end += stall
+
+    row = group_logs[engines.pool_of[leader]][pool.n_group_steps]
+    pool.n_group_steps += 1
+    row.start, row.end, row.group = start, end, (leader - pool.first_worker) // size
+    row.moe_s, row.dispatch_s, row.combine_s = shared.moe_s, shared.dispatch_s, shared.combine_s
+    row.wait_s, row.n_busy = wait + n_busy * slowest, n_busy
+    row.choice_s = choice_s
+    row.inside_bytes, row.between_bytes = shared.inside_bytes, shared.between_bytes
+    row.busiest_pairs, row.pairs = np.int64(shared.busiest_pairs), np.int64(shared.pairs)
+    for w in range(leader, leader + size):
+        n_chunks, _ = list_chunks(engines, w, scratch)
+        if workers[w].batch + workers[w].chunk_tokens > 0:
+            finish_step(
+                clock, events, engines, w, end, n_chunks, shared.active, shared.busiest, logs, gaps
+            )
+        else:
+            workers[w].next_start = end
+    return True
+
+
+class SharedLayers(NamedTuple):
+    """What the MoE layers of a group's step take, summed over the layers."""
+
+    moe_s: float  #: of the slowest rank of each layer
+    dispatch_s: float
+    combine_s: float
+    inside_bytes: float  #: that the busiest rank sends or receives in its node
+    between_bytes: float  #: and between nodes
+    active: int  #: activated experts of all ranks
+    busiest: int  #: of the rank that has most
+    pairs: float  #: token-expert pairs of all ranks
+    busiest_pairs: float  #: of the rank that has most
+
+
+@compiled()
+def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: bool) -> Any:
+    """Return what the MoE layers take whose tokens have been counted; ``computes``: prompts."""
+    moe = dispatched = combined = 0.0
+    inside_bytes, between_bytes = 0.0, 0.0
+    active, most_active, busiest_pairs, pairs_sum = 0, 0, 0.0, 0.0
+    gathers = group.gathers and not computes
+    table = group.gathered if gathers else group.all_to_all
+    layers = work.pairs.shape[0]
+    words = work.active.shape[1] // layers
+    for layer in range(layers):
+        slowest, most, most_pairs = 0.0, 0, 0.0
+        for r in range(ranks):
+            count = 0
+            for k in range(layer * words, (layer + 1) * words):
+                count += popcount(work.active[r, k])  # type: ignore[call-arg]
+            count += work.copies[layer, r]
+            pairs = work.pairs[layer, r]
+            active += count
+            pairs_sum += pairs
+            most, most_pairs = max(most, count), max(most_pairs, pairs)
+            if pairs > 0:
+                slowest = max(slowest, rank_moe_s(group.moe, pairs, float(count), computes))
+        most_active += most
+        busiest_pairs += most_pairs
+        moe += slowest
+        inside, between = _busiest(group, work, layer, ranks)
+        combined += combine_s(table, inside, between)
+        inside_bytes += table.combine_bytes * inside
+        between_bytes += table.combine_bytes * between
+        if gathers:
+            inside, between = busiest_all(work.tokens[:ranks], group.gpus_per_node)
+        dispatched += dispatch_s(table, inside, between)
+        inside_bytes += table.dispatch_bytes * inside
+        between_bytes += table.dispatch_bytes * between
+    return SharedLayers(
+        moe, dispatched, combined, inside_bytes, between_bytes, active, most_active, pairs_sum,
+        busiest_pairs,
+    )  # fmt: skip
+
+
+@njit(_nrt=False)
+def route_tokens(bits: Any, rows: Any, c: Counting) -> Any:
+    """Return what the MoE layers of a step take, `SharedLayers`, for tokens without engines.
+
+    Every token goes to every rank; parameters as of `group_counting.count_rows`.
+    """
+    count_rows(bits, rows, c)
+    return _shared_layers(c.group, c.work, c.ranks, c.computes)
+
+
+@compiled()
+def group_has_step(engines: Engines, leader: int) -> Any:
+    """Whether any engine of a group has something to compute."""
+    for w in range(leader, leader + engines.pools[engines.pool_of[leader]].group_size):
+        if engines.workers[w].batch > 0 or engines.workers[w].chunk_tokens > 0:
+            return True
+    return False
+
+
+@compiled()
+def _busiest(group: GroupCost, work: GroupScratch, layer: int, ranks: int) -> Any:
+    """Return the copies that the busiest rank sends or receives, inside its node and between."""
+    if group.copy_per == ALL:
+        return busiest_all(work.tokens[:ranks], group.gpus_per_node)
+    return busiest(work.traffic[layer, :ranks])
+
+
+@compiled()
+def move_group_end(
+    clock: Any, engines: Engines, leader: int, seconds: float, group_logs: Any
+) -> None:  # fmt: skip
+    """Let the step in progress of a group end later; never, if ``seconds`` are infinite."""
+    pool = engines.pools[engines.pool_of[leader]]
+    log, group = (
+        group_logs[engines.pool_of[leader]],
+        (leader - pool.first_worker) // pool.group_size,
+    )
+    for i in range(pool.n_group_steps - 1, -1, -1):
+        if log[i].group == group:
+            if log[i].end > clock[0].now:
+                log[i].end += seconds
+            return

@@ -1,0 +1,216 @@
+"""Choices of instances by tokens an expert, compiled: see `replicas.base`, `replicas.metro`.
+
+For each layer of a step they say which ranks compute an expert's tokens in turn. The numpy classes
+there are the reference; a test holds the two equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.jit import popcount
+from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
+from eldr_sim.policies.replicas.metro import WALK_MULTIPLIER
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.steps.group_state import EVEN, METRO, METRO_SORTED, OPTIMAL, Counting
+
+_MIX, _HALF = np.uint64(WALK_MULTIPLIER), np.uint64(32)
+_ONE = np.uint64(1)
+
+
+@compiled()
+def choose_instances(c: Counting, layer: int, n_several: int) -> None:
+    """Choose the ranks that compute a layer's experts of several instances, into ``work.chosen``.
+
+    Parameters
+    ----------
+    c
+        Of its working memory, ``union`` holds the layer's activated experts, ``several`` those of
+        them that have several instances, ``total`` their tokens; ``n_active`` and ``load`` the
+        activated experts and pairs of each rank, of experts of one instance.
+    layer
+        Of the model.
+    n_several
+        Activated experts of several instances.
+    """
+    work, at = c.work, layer % c.replicas.n_instances.shape[1]
+    if c.choice == EVEN:
+        for i in range(n_several):
+            expert = work.several[i]
+            n = np.int64(c.replicas.n_instances[c.leader, at, expert])
+            work.n_chosen[layer, expert] = n
+            for j in range(n):
+                work.chosen[layer, expert, j] = c.replicas.rank[c.leader, at, expert, j]
+    elif c.choice == METRO:
+        _metro(c, layer, at)
+    elif c.choice == METRO_SORTED:
+        _sorted(c, layer, at, n_several)
+    elif c.choice == OPTIMAL:
+        _sorted(c, layer, at, n_several)
+        _balance(c, layer, at, n_several)
+    else:
+        _by_time(c, layer, at, n_several)
+
+
+@compiled()
+def _least(c: Counting, at: int, expert: int) -> Any:
+    """Return the rank with the fewest activated experts that has an instance of one."""
+    best = np.int64(c.replicas.rank[c.leader, at, expert, 0])
+    for j in range(1, c.replicas.n_instances[c.leader, at, expert]):
+        rank = np.int64(c.replicas.rank[c.leader, at, expert, j])
+        if c.work.n_active[rank] < c.work.n_active[best]:
+            best = rank
+    return best
+
+
+@compiled()
+def _give(c: Counting, layer: int, at: int, expert: int) -> None:
+    """Let one instance of an expert, on the rank with the fewest, compute all its tokens."""
+    rank = _least(c, at, expert)
+    c.work.n_active[rank] += 1
+    c.work.chosen[layer, expert, 0] = rank
+    c.work.n_chosen[layer, expert] = 1
+
+
+@compiled()
+def _metro(c: Counting, layer: int, at: int) -> None:
+    """Take all experts in a walk whose start and stride are a hash of the activated ones."""
+    work, n = c.work, np.int64(c.replicas.n_instances.shape[2])
+    mixed = np.uint64(at + 1)
+    for k in range(work.union.shape[0]):
+        mixed = (mixed ^ work.union[k]) * _MIX
+        mixed ^= mixed >> _HALF
+    expert = np.int64(mixed % np.uint64(n))
+    stride = 1 + np.int64((mixed >> _HALF) % np.uint64(n - 1 if n > 1 else 1))
+    while _gcd(stride, n) != 1:
+        stride += 1
+    work.n_active[: c.ranks] = 0
+    for _ in range(n):
+        if work.union[expert // 64] >> np.uint64(expert % 64) & _ONE:
+            _give(c, layer, at, expert)
+        expert = (expert + stride) % n
+
+
+@compiled()
+def _gcd(a: int, b: int) -> Any:
+    while b:
+        a, b = b, a % b
+    return a
+
+
+@compiled()
+def _sorted(c: Counting, layer: int, at: int, n_several: int) -> None:
+    """Take experts of several instances after those of one."""
+    for i in range(n_several):
+        _give(c, layer, at, c.work.several[i])
+
+
+@compiled()
+def _balance(c: Counting, layer: int, at: int, n_several: int) -> None:
+    """Move experts along paths of ranks until none leaves a fullest rank."""
+    work, active = c.work, np.int64(0)
+    for k in range(work.union.shape[0]):
+        active += np.int64(popcount(work.union[k]))  # type: ignore[call-arg]
+    least = (active + c.ranks - 1) // c.ranks
+    while True:
+        top = np.int64(0)
+        for rank in range(c.ranks):
+            if work.n_active[rank] > work.n_active[top]:
+                top = np.int64(rank)
+        if work.n_active[top] <= least:
+            return
+        end = _path(c, layer, at, n_several, top)
+        if end < 0:
+            return
+        work.n_active[top] -= 1
+        work.n_active[end] += 1
+        while end != top:
+            work.chosen[layer, work.moved[end], 0] = end
+            end = work.before[end]
+
+
+@compiled()
+def _path(c: Counting, layer: int, at: int, n_several: int, top: int) -> Any:
+    """Return the end of the shortest path from ``top`` to a rank with two experts fewer, or -1."""
+    work = c.work
+    work.before[: c.ranks] = -1
+    work.before[top], work.queue[0] = top, top
+    head, tail = 0, 1
+    while head < tail:
+        rank = work.queue[head]
+        head += 1
+        for i in range(n_several):
+            expert = work.several[i]
+            if work.chosen[layer, expert, 0] != rank:
+                continue
+            for j in range(c.replicas.n_instances[c.leader, at, expert]):
+                other = np.int64(c.replicas.rank[c.leader, at, expert, j])
+                if work.before[other] >= 0:
+                    continue
+                work.before[other], work.moved[other], work.queue[tail] = rank, expert, other
+                tail += 1
+                if work.n_active[other] <= work.n_active[top] - 2:
+                    return other
+    return np.int64(-1)
+
+
+@compiled()
+def _seconds(c: Counting, rank: int, more: int) -> float:
+    """Return the time of a rank with ``more`` pairs on another expert, s."""
+    work, experts = c.work, 1 if more > 0 else 0
+    if work.load[rank] + more == 0:
+        return 0.0
+    pairs, count = work.load[rank] + more, float(work.n_active[rank] + experts)
+    return float(rank_moe_s(c.group.moe, pairs, count, c.computes))
+
+
+@compiled()
+def _by_time(c: Counting, layer: int, at: int, n_several: int) -> None:
+    """Take the ranks that let the sum of squared times grow least; most tokens first."""
+    work, several = c.work, c.work.several
+    for i in range(1, n_several):  # those of most tokens first, equal ones in order
+        expert, j = several[i], i
+        while j > 0 and work.total[several[j - 1]] < work.total[expert]:
+            several[j] = several[j - 1]
+            j -= 1
+        several[j] = expert
+    for i in range(n_several):
+        _split(c, layer, at, several[i])
+
+
+@compiled()
+def _split(c: Counting, layer: int, at: int, expert: int) -> None:
+    """Choose the instances of one expert by the times of their ranks."""
+    work, tokens = c.work, c.work.total[expert]
+    homes, n_homes = work.queue, np.int64(0)
+    for j in range(c.replicas.n_instances[c.leader, at, expert]):
+        rank, known = np.int64(c.replicas.rank[c.leader, at, expert, j]), False
+        for i in range(n_homes):
+            known = known or homes[i] == rank
+        if not known:
+            homes[n_homes] = rank
+            n_homes += 1
+    best, n_best = np.inf, np.int64(0)
+    for n in range(1, min(n_homes, tokens) + 1):
+        most = (tokens + n - 1) // n
+        for i in range(n_homes):  # into order, the fastest first
+            seconds, j = _seconds(c, homes[i], most), i
+            while j > 0 and work.seconds[j - 1] > seconds:
+                work.seconds[j], work.order[j] = work.seconds[j - 1], work.order[j - 1]
+                j -= 1
+            work.seconds[j], work.order[j] = seconds, homes[i]
+        growth = 0.0
+        for j in range(n):
+            before = _seconds(c, work.order[j], 0)
+            growth += work.seconds[j] * work.seconds[j] - before * before
+        if growth < best:
+            best, n_best = growth, np.int64(n)
+            for j in range(n):
+                work.chosen[layer, expert, j] = work.order[j]
+    work.n_chosen[layer, expert] = n_best
+    for j in range(n_best):
+        rank = work.chosen[layer, expert, j]
+        work.load[rank] += (tokens - j + n_best - 1) // n_best
+        work.n_active[rank] += 1

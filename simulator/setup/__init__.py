@@ -1,0 +1,1 @@
+"""How a configuration becomes a cluster: what is read, checked and laid out before a run."""

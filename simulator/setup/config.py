@@ -1,0 +1,246 @@
+"""The configuration of a run: all that is needed to run it again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+from pydantic import BaseModel, ValidationError, model_validator
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_yaml, read_text
+from eldr_sim.policies.choice import DECISION_OF, parse
+from eldr_sim.simulator.setup.config_groups import (
+    GROUPS,
+    WORKLOADS,
+    ClusterConfig,
+    EngineConfig,
+    FaultConfig,
+    FrontEndConfig,
+    LengthConfig,
+    OutputConfig,
+    PolicyConfig,
+    Pool,
+    RelocationConfig,
+    RoutingConfig,
+    ServiceLevel,
+    StepConfig,
+    StreamingConfig,
+    WorkloadConfig,
+    parse_topology,
+)
+from eldr_sim.simulator.setup.paths import resolved
+
+__all__ = [
+    "WORKLOADS",
+    "Pool",
+    "RunConfig",
+    "ServiceLevel",
+    "flat",
+    "get_field",
+    "make_config",
+    "parse_topology",
+    "read_config",
+    "set_field",
+]
+
+
+class RunConfig(
+    OutputConfig,
+    FaultConfig,
+    StreamingConfig,
+    RelocationConfig,
+    FrontEndConfig,
+    EngineConfig,
+    StepConfig,
+    ClusterConfig,
+    LengthConfig,
+    RoutingConfig,
+    WorkloadConfig,
+    PolicyConfig,
+):
+    """One run of the simulator. Durations are seconds of simulated time unless named otherwise.
+
+    A field is given by its own name, or in the mapping of its group: ``engine={"block_size": 32}``.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, values: Any) -> Any:
+        return flat(values) if isinstance(values, Mapping) else values
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a configuration with other fields; raises InputError as `make_config` does.
+
+        A mapping changes the fields of a pool, of the service level or of a policy that it names:
+        ``replace(decode={"gpu": "H200"}, policy={"tau": 0.2})``.
+        """
+        values = self.model_dump()
+        for name, value in flat(changes).items():
+            if isinstance(value, BaseModel):
+                values[name] = value.model_dump()
+            elif isinstance(value, dict) and name not in ("domain_mix", "domain_mix_end"):
+                for inner, what in value.items():
+                    set_field(values, f"{name}.{inner}", what)
+            else:
+                values[name] = value
+        return cast("Self", make_config(values))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy; ``update`` is validated, which pydantic's own method does not do."""
+        return self.replace(**(update or {}))
+
+    @property
+    def effective_output_len(self) -> int | Literal["recorded"]:
+        """Output tokens of every request, or ``recorded``; 1 where they end with their prompts."""
+        if self.prefill_only:
+            return 1
+        if self.output_len is not None:
+            return self.output_len
+        return 512 if self.workload in ("task", "language") else "recorded"
+
+    @property
+    def n_gpus(self) -> int:
+        """GPUs of all workers."""
+        workers = {"prefill": self.n_prefill, "decode": self.n_decode}
+        return sum(n * self.pool(role).parallelism.n_gpus for role, n in workers.items())
+
+    def pool(self, role: str) -> Pool:
+        """Return what holds for the workers of ``prefill`` or ``decode``."""
+        own: Pool = getattr(self, role)
+        values = {
+            name: getattr(self, name) if value is None else value
+            for name, value in own.model_dump().items()
+        }
+        if role == "prefill" and own.expert_placement is None and not self.prefill_only:
+            values["expert_placement"] = "linear"
+        return Pool(**values)
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Price of the whole cluster for an hour; None unless every pool has a price."""
+        total = 0.0
+        for role, workers in (("prefill", self.n_prefill), ("decode", self.n_decode)):
+            pool = self.pool(role)
+            if workers and pool.price_per_gpu_hour is None:
+                return None
+            total += workers * pool.parallelism.n_gpus * (pool.price_per_gpu_hour or 0.0)
+        return total
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return field values without the groups that they may stand in.
+
+    Raises
+    ------
+    InputError
+        If a field is given twice, or a group has no such field.
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        group = GROUPS.get(name) if isinstance(value, Mapping) else None
+        for field, what in value.items() if group is not None else ((name, value),):
+            if group is not None and field not in group.model_fields:
+                raise InputError(f"{name}.{field}", "no such field", ", ".join(group.model_fields))
+            if field in found:
+                raise InputError(field, "given twice", "once, by itself or in its group")
+            found[field] = what
+    return found
+
+
+def _fields_of(path: str) -> list[str]:
+    """Return the parts of a dot path without the group that may lead it."""
+    parts = path.split(".")
+    group = GROUPS.get(parts[0])
+    return (
+        parts[1:] if group is not None and parts[1:2] and parts[1] in group.model_fields else parts
+    )
+
+
+def make_config(values: dict[str, Any]) -> RunConfig:
+    """Build a run's configuration from field values.
+
+    Raises
+    ------
+    InputError
+        Names the first field that is unknown or out of range.
+    """
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part not in _UNION_TAGS)
+        if first["type"] == "extra_forbidden":
+            if where in _OF_POLICIES:
+                hint = f"policy.{where}, as in --policy eldr:{where}=..."
+                raise InputError(where, "is a parameter of the policy", hint) from None
+            raise InputError(where, "no such field", ", ".join(RunConfig.model_fields)) from None
+        if isinstance(own := first.get("ctx", {}).get("error"), InputError):
+            raise own from None
+        raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None
+
+
+#: Fields of earlier versions that are parameters of a policy now.
+_OF_POLICIES = {
+    "tau", "artifact", "signature", "layer_mask", "clustering", "capture_overhead_ms",
+    "routing_overhead_ms",
+}  # fmt: skip
+
+
+def set_field(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a field by its dot path, such as ``decode.gpu``, in field values; in place.
+
+    Raises
+    ------
+    InputError
+        If the path leads through a field that holds no others.
+    """
+    *above, name = _fields_of(path)
+    for part in above:
+        inner: Any = values.get(part) or {}
+        if part in DECISION_OF and not isinstance(inner, Mapping):
+            inner = parse(inner, part).mapping
+        elif part in DECISION_OF and not inner:
+            inner = parse(RunConfig.model_fields[part].default, part).mapping
+        if not isinstance(inner, dict):
+            raise InputError(path, f"{part!r} has no fields of its own")
+        values[part] = values = dict(inner)
+    values[name] = value
+
+
+def get_field(config: RunConfig, path: str) -> Any:
+    """Return the value at a dot path; None where there is none.
+
+    ``policy.tau`` is what the policy has, the default where that was not given.
+    """
+    first, *rest = _fields_of(path)
+    values: Any = config.model_dump()
+    if first in DECISION_OF and rest and rest != ["name"]:
+        from eldr_sim.policies import registry
+
+        values = {first: registry.parameters(DECISION_OF[first], values[first]).model_dump()}
+    for part in (first, *rest):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+#: pydantic names the branches of a union in the location of an error; users know none of them.
+_UNION_TAGS = {"function-before[_number_or_inf(), constrained-float]", "constrained-int"}
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read field values from YAML, or from a result's ``config.json``; raises InputError.
+
+    Paths in YAML lead from the current folder, those of a result from the result's.
+    """
+    path = Path(path)
+    values = parse_yaml(read_text(path, "config"), "config", str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise InputError("config", f"{path} holds no mapping", "field: value lines")
+    # A result's config.json keeps the fields under "config", beside checksums and versions.
+    nested = values.get("config")
+    return flat(resolved(nested, path.parent) if isinstance(nested, dict) else values)

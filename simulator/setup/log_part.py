@@ -1,0 +1,57 @@
+"""The part of a request log that a configuration asks for."""
+
+from __future__ import annotations
+
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.config_groups import NO_PART
+from eldr_sim.traces.requests.log_window import LogPart, choose_part
+from eldr_sim.traces.requests.request_logs import RequestLog
+from eldr_sim.traces.workload import named_log
+
+__all__ = ["check_window", "log_of", "part_of"]
+
+
+def check_window(config: RunConfig) -> None:
+    """Raise InputError where fields that say which requests are measured contradict each other."""
+    asked = [name for name in NO_PART if getattr(config, name) is not None]
+    if not asked:
+        return
+    name = asked[0]
+    if not config.from_file:
+        problem = f"workload {config.workload} is no log"
+        raise InputError(name, problem, "--workload with the path of a request log")
+    if not config.replays_log:
+        raise InputError(name, "beside arrivals that are drawn", "--arrivals recorded")
+    for other in ("num_requests", "duration"):
+        if getattr(config, other) is not None:
+            raise InputError(other, f"beside {name}, which says how long it is", "one of the two")
+    if "busiest" in asked and len(asked) > 1:
+        raise InputError("busiest", f"beside {name}", "one of the two")
+
+
+def log_of(config: RunConfig) -> RequestLog | None:
+    """Return the log whose arrivals a run replays as they come; None where it replays none."""
+    if not config.replays_log or config.length_shape is not None:
+        return None
+    return named_log(config.workload, config.columns)
+
+
+def part_of(config: RunConfig, log: RequestLog | None) -> LogPart | None:
+    """Return what a run replays of its log; None where a duration or a number says it.
+
+    Raises
+    ------
+    InputError
+        If the log has no such part.
+    """
+    if log is None or config.duration_s is not None or config.num_requests is not None:
+        return None
+    return choose_part(
+        log,
+        since=config.log_from,
+        until=config.log_to,
+        busiest=config.busiest,
+        warmup_s=config.warmup_s,
+        rate=config.request_rate,
+    )

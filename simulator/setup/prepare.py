@@ -1,0 +1,457 @@
+"""What a run reads: model, GPUs, tables and trace, loaded and checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import within
+from eldr_sim.kernel_profiles.gpus import GPU, load_gpu
+from eldr_sim.kernel_profiles.kernels.all_to_all import (
+    COPY_PER,
+    GATHERING,
+    AllToAll,
+    build_all_to_all,
+)
+from eldr_sim.kernel_profiles.kernels.front_end import load_front_end
+from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.parallel import SINGLE_GPU, MoEBackend, Padding, Parallelism
+from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
+from eldr_sim.kernel_profiles.tables.format import load_tables
+from eldr_sim.kernel_profiles.tables.library import note_use, noting_use
+from eldr_sim.policies import registry
+from eldr_sim.policies.choice import parse
+from eldr_sim.policies.placement.base import ExpertGroup, Placement
+from eldr_sim.policies.replicas.weighted import rank_weights
+from eldr_sim.simulator.plane.front_end import FrontEndSpec
+from eldr_sim.simulator.plane.steps.group_state import (
+    ALL,
+    EXPERT,
+    NODE,
+    RANK,
+    REPLICA_CHOICES,
+    GroupCost,
+)
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.config import Pool, RunConfig
+from eldr_sim.simulator.setup.config_groups import FrontEndConfig
+from eldr_sim.simulator.setup.log_part import check_window
+from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks, kv_blocks, window_blocks
+from eldr_sim.simulator.setup.replay import fit_trace
+from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_layout
+from eldr_sim.simulator.setup.transfer import HAND_OVERS, PRESETS, pull_between
+from eldr_sim.traces.routing.format import RoutingTrace, open_trace
+from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace, wanted_domains
+from eldr_sim.traces.routing.synthetic.presets import Band
+
+_MOST_PLACES = 2**26  # 5 GB of their state
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """Everything that a run reads, loaded and checked."""
+
+    model: ModelDims
+    trace: RoutingTrace
+    spec: ClusterSpec
+    tables_used: frozenset[str] = frozenset()
+
+    @property
+    def step_time(self) -> StepTimeModel:
+        """Step times of a decode worker; of a prefill worker where there is none."""
+        return self.spec.decode.step_time
+
+
+def prepare(config: RunConfig) -> PreparedRun:
+    """Load model, GPU, tables and trace, and check that they fit together.
+
+    Step times and traces are kept for the next run of this process.
+    """
+    check_window(config)
+    model = load_model(config.model)
+    if config.kv_cache_dtype == "fp8":
+        model = model.model_copy(update={"kv_cache_dtype": "fp8"})
+    trace = routing_of(config, model)
+    if config.colocated and config.prefill != Pool():
+        raise InputError("prefill", "co-located workers are one pool", "decode, or none")
+    if config.prefill_only and config.decode != Pool():
+        raise InputError("decode", "requests end with their prompts", "prefill, or none")
+    if config.prefill_only and config.output_len not in (None, 1):
+        problem = f"{config.output_len}: a request of {config.topology} ends with its prompt"
+        raise InputError("output_len", problem, "1, or none")
+    _check_tables(config)
+    sizes = [config.pool(role).parallelism.data_parallel_size for role in ("prefill", "decode")]
+    if max(sizes) > 1:
+        trace.require_prompts("the pairs of engines that share experts")
+    with noting_use() as used:
+        if config.prefill_only:
+            prefill = decode = _engine(config, "prefill", model)
+        else:
+            decode = _engine(config, "decode", model)
+            prefill = decode if config.colocated else _engine(config, "prefill", model)
+    places = config.n_prefill * prefill.parallelism.data_parallel_size * prefill.max_num_seqs
+    places += config.n_decode * decode.parallelism.data_parallel_size * decode.max_num_seqs
+    within("topology", places, _MOST_PLACES, " running requests of all engines")
+    output_len = config.effective_output_len
+    spec = ClusterSpec(
+        n_prefill=config.n_prefill * prefill.parallelism.data_parallel_size,
+        n_decode=config.n_decode * decode.parallelism.data_parallel_size,
+        prefill=prefill,
+        decode=decode,
+        max_model_len=_max_model_len(config, model),
+        block_size=config.block_size,
+        transfer=PRESETS[config.kv_transfer].over(
+            prefill.step_time.gpu.nic_bandwidth,
+            decode.step_time.gpu.nic_bandwidth,
+            pull_between(model, prefill.parallelism, decode.parallelism),
+        ),
+        load_report_delay_s=config.load_report_delay_ms / 1e3,
+        signal_interval_s=config.signal_interval_ms / 1e3,
+        max_concurrency=config.max_concurrency,
+        max_tokens=output_len
+        if isinstance(output_len, int) and not config.random_range_ratio
+        else None,
+        enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling,
+        prefill_schedule_interval=config.prefill_schedule_interval,
+        windows=_windows(config, model),
+        handover_s=HAND_OVERS[config.handover].seconds,
+        front_end=_front_end(config),
+    )
+    return PreparedRun(model, trace, spec, frozenset(used))
+
+
+def _check_tables(config: RunConfig) -> None:
+    """Raise InputError where the user's tables are all of devices that the run does not have."""
+    gpus = [load_gpu(pool.gpu) for role in ("prefill", "decode") if (pool := config.pool(role)).gpu]
+    known = {name for gpu in gpus for name in (gpu.name, gpu.sibling)}
+    measured = sorted({table.metadata.gpu for table in load_tables(config.tables)})
+    if measured and not known.intersection(measured):
+        raise InputError(
+            "tables",
+            f"{config.tables} is of {', '.join(measured)}, the run of {gpus[0].name}",
+            "--gpu with the gpu.json of these tables, or tables of that GPU",
+        )
+
+
+def _front_end(config: RunConfig) -> FrontEndSpec | None:
+    """Return the API servers; None where prompts come as token ids."""
+    if config.frontend is None:
+        for name, field in FrontEndConfig.model_fields.items():
+            if name != "handover" and getattr(config, name) != field.default:
+                raise InputError(name, "there are no API servers", "--frontend beside it")
+        return None
+    return FrontEndSpec(
+        load_front_end(config.frontend).slower(config.cpu_slowdown),
+        config.tokenizer_mode,
+        config.api_servers or config.n_prefill or config.n_decode,
+        config.tokenizer_threads,
+    )
+
+
+def _engine(config: RunConfig, role: str, model: ModelDims) -> EngineSpec:
+    """Return what every worker of a pool is: settings that are not given are vLLM's defaults."""
+    pool = config.pool(role)
+    assert pool.gpu is not None
+    gpu, parallelism = load_gpu(pool.gpu), pool.parallelism
+    budget = pool.max_num_batched_tokens or gpu.max_num_batched_tokens
+    max_num_seqs = pool.max_num_seqs or min(gpu.max_num_seqs, budget)
+    if max_num_seqs > budget:
+        raise InputError(
+            "max_num_batched_tokens",
+            f"{budget} is below max_num_seqs {max_num_seqs}",
+            f"{max_num_seqs} or more",
+        )
+    parallelism.check(model)
+    ranks = parallelism.n_expert_ranks
+    _check_experts(pool, role)
+    redundant = pool.num_redundant_experts or 0
+    layout = prompt_layout(config, role, model, gpu, parallelism, budget)
+    experts = None if layout is None else layout.experts
+    slots = ExpertGroup((), 1, model.n_experts, ranks, redundant).slots_per_rank
+    if experts is None:
+        n_blocks = _kv_blocks(config, model, gpu, parallelism, slots * model.n_moe_layers)
+    else:
+        n_blocks = _kv_blocks(config, model, gpu, SINGLE_GPU, *experts)
+    if layout is not None and layout.whole_prompts:
+        stages = parallelism.pipeline_parallel_size
+        n_blocks = blocks_of_whole_prompts(budget, max_num_seqs, config.block_size, stages)
+    step_time, used = _step_time(
+        model,
+        gpu,
+        SINGLE_GPU if experts is not None else parallelism,
+        max_num_seqs,
+        budget,
+        _max_model_len(config, model),
+        config.host_gap_ms,
+        config.cudagraph_padding,
+        bool(pool.enforce_eager),
+        config.moe_backend,
+        config.tables,
+    )
+    note_use(used)
+    if parallelism.data_parallel_size == 1 or experts is not None:
+        return EngineSpec(step_time, max_num_seqs, budget, n_blocks, parallelism, layout=layout)
+    if pool.enforce_eager:
+        problem = "steps of engines that share experts are simulated under graphs alone"
+        raise InputError("enforce_eager", problem, "not given")
+    if config.cudagraph_padding != "none":
+        problem = "engines that share experts pad to the widest of them, which is not simulated"
+        raise InputError("cudagraph_padding", problem, "none")
+    all_to_all = build_all_to_all(
+        model,
+        gpu,
+        config.all2all_backend,
+        parallelism.n_gpus,
+        gpus_per_node=config.gpus_per_node,
+        tables=load_tables(config.tables),
+    )
+    choice = _replica_choice(config.replica_choice, all_to_all, redundant > 0)
+    group = GroupCost(
+        {"all": ALL, "expert": EXPERT, "rank": RANK, "node": NODE}[COPY_PER[all_to_all.backend]],
+        all_to_all.gathered is not all_to_all.cost,
+        choice.number,
+        choice.seconds,
+        parallelism.tensor_parallel_size,
+        config.gpus_per_node,
+        step_time.rank_moe(slots, _most_pairs(model, parallelism, max_num_seqs, budget)),
+        all_to_all.cost,
+        all_to_all.gathered,
+    )
+    return EngineSpec(
+        step_time,
+        max_num_seqs,
+        budget,
+        n_blocks,
+        parallelism,
+        group,
+        all_to_all,
+        redundant,
+        choice.provenance,
+        layout,
+    )
+
+
+def hold_instances(
+    config: RunConfig, model: ModelDims, engine: EngineSpec, placements: Sequence[Placement]
+) -> EngineSpec:
+    """Return engines whose GPUs hold the instances that their workers' placements say.
+
+    Each engine has the KV blocks that the GPU with the most instances over all layers leaves.
+
+    Raises
+    ------
+    InputError
+        If an expert has copies where engines share none, the weights leave no room, or the choice
+        of replicas reads a load that the placement does not tell.
+    """
+    if not placements:
+        return engine
+    layout, most, total, copies = engine.parallelism, 0, 0, False
+    for placement in placements:
+        slots = placement.slots()
+        replayed = slots[np.arange(model.n_moe_layers) % len(slots)]
+        most, total = max(most, int(slots.max())), max(total, int(replayed.sum(axis=0).max()))
+        if slots.sum() > slots.shape[0] * model.n_experts:
+            copies = True
+            _check_copies(config, engine, placement)
+    share = ExpertGroup(
+        (), 1, model.n_experts, engine.n_expert_ranks, engine.n_redundant
+    ).slots_per_rank
+    if copies and not engine.n_redundant:  # the placement's own
+        assert engine.group is not None
+        assert engine.all_to_all is not None
+        choice = _replica_choice(config.replica_choice, engine.all_to_all, copies)
+        engine = replace(
+            engine,
+            group=engine.group._replace(choice_s=choice.seconds),
+            choice_provenance=choice.provenance,
+        )
+    if (most, total) == (share, share * model.n_moe_layers):
+        return engine
+    n_blocks = _kv_blocks(config, model, engine.step_time.gpu, layout, total)
+    group = engine.group
+    if group is not None:
+        pairs = _most_pairs(model, layout, engine.max_num_seqs, engine.max_num_batched_tokens)
+        group = group._replace(moe=engine.step_time.rank_moe(min(most, model.n_experts), pairs))
+    return replace(engine, n_blocks=n_blocks, group=group)
+
+
+def _check_copies(config: RunConfig, engine: EngineSpec, placement: Placement) -> None:
+    """Raise InputError where a placement's copies of experts cannot be served."""
+    if engine.group is None:
+        raise InputError(
+            "expert_placement",
+            "copies of experts are simulated where engines share them",
+            "--data-parallel-size 2 or more, or a placement without copies",
+        )
+    if getattr(
+        registry.find("replica", parse(config.replica_choice, "").name), "reads_load", False
+    ):
+        rank_weights(placement)
+
+
+def _kv_blocks(
+    config: RunConfig,
+    model: ModelDims,
+    gpu: GPU,
+    parallelism: Parallelism,
+    instances: int,
+    activation_bytes: int = 0,
+) -> int:
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override - 1  # one is the null block (block_pool.py)
+    return kv_blocks(
+        model,
+        gpu,
+        config.gpu_memory_utilization,
+        config.block_size,
+        parallelism,
+        instances,
+        activation_bytes,
+        _windows(config, model),
+    )
+
+
+def _windows(config: RunConfig, model: ModelDims) -> WindowBlocks:
+    """Return what the sliding windows of a request take; nothing where they keep all."""
+    whole = config.disable_hybrid_kv_cache_manager
+    if whole or (whole is None and not config.colocated):
+        return NO_WINDOWS
+    return window_blocks(model, config.block_size)
+
+
+def _most_pairs(model: ModelDims, parallelism: Parallelism, max_num_seqs: int, budget: int) -> int:
+    """Return the most token-expert pairs of a step of a group."""
+    return parallelism.data_parallel_size * max(max_num_seqs, budget) * model.top_k
+
+
+def _check_experts(pool: Pool, role: str) -> None:
+    """Raise InputError where a pool's engines cannot have their experts as it says."""
+    parallelism, placement = pool.parallelism, pool.expert_placement
+    if parallelism.data_parallel_size > 1 and not parallelism.expert_parallel:
+        raise InputError(
+            "data_parallel_size",
+            "engines that share no experts are not simulated",
+            "--enable-expert-parallel beside it",
+        )
+    if pool.num_redundant_experts and parallelism.data_parallel_size == 1:
+        raise InputError(
+            "num_redundant_experts",
+            "redundant experts are simulated where engines share them",
+            "--data-parallel-size 2 or more beside it",
+        )
+    if placement != "linear" and parallelism.n_expert_ranks == 1:
+        raise InputError(
+            "expert_placement",
+            f"{placement!r} places the experts of expert-parallel GPUs, and every GPU of the "
+            f"{role} workers holds all",
+            "--enable-expert-parallel with --tensor-parallel-size 2 or more",
+        )
+
+
+class _Choice(NamedTuple):
+    """A replica choice as groups know it."""
+
+    number: int
+    seconds: float  #: in each MoE layer
+    provenance: dict[str, dict[str, Any]]  #: of the seconds
+
+
+def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
+    """Return what groups know of a replica choice; without copies of experts it costs nothing."""
+    found = registry.find("replica", parse(word, "replica_choice").name)
+    if found.name not in REPLICA_CHOICES:
+        raise InputError(
+            "replica_choice", f"{word!r} has no compiled twin", ", ".join(REPLICA_CHOICES)
+        )
+    if getattr(found, "gathers", False) and all_to_all.backend not in GATHERING:
+        raise InputError(
+            "replica_choice",
+            f"{found.name!r} needs the tokens of all ranks, which {all_to_all.backend} does not "
+            "gather",
+            f"--all2all-backend {' or '.join(GATHERING)}",
+        )
+    number, parameters = REPLICA_CHOICES[found.name], registry.parameters("replica", word)
+    overhead_us: float = getattr(parameters, "overhead_us", 0.0)
+    if not copies or not overhead_us:
+        return _Choice(number, 0.0, {})
+    source = getattr(found, "overhead_source", None)
+    if source is None or parameters != type(parameters)():
+        label, origin = "derived", "as given"
+    else:
+        label, origin = source
+    said = {"label": label, "origin": f"{overhead_us:g} us a layer: {origin}", "kernel_source": ""}
+    return _Choice(number, overhead_us * 1e-6, {"replica_choice": said})
+
+
+def _max_model_len(config: RunConfig, model: ModelDims) -> int:
+    """Return the longest context of a worker: the model's positions when not given."""
+    return config.max_model_len or model.max_position_embeddings
+
+
+@lru_cache(maxsize=8)
+def _step_time(
+    model: ModelDims,
+    gpu: GPU,
+    parallelism: Parallelism,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    host_gap_ms: float | None,
+    cudagraph_padding: Padding,
+    enforce_eager: bool,
+    moe_backend: MoEBackend,
+    tables: str | None,
+) -> tuple[StepTimeModel, frozenset[str]]:
+    """Return the step times, and the names of the user's tables that they come from."""
+    with noting_use() as used:
+        built = build_step_time_model(
+            model,
+            gpu,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            parallelism=parallelism,
+            host_gap_s=None if host_gap_ms is None else host_gap_ms / 1e3,
+            cudagraph_padding=cudagraph_padding,
+            enforce_eager=enforce_eager,
+            moe_backend=moe_backend,
+            tables=load_tables(tables),
+        )
+    return built, frozenset(used)
+
+
+@lru_cache(maxsize=4)
+def _opened(path: str, stamp: float) -> RoutingTrace:
+    return open_trace(path)
+
+
+@lru_cache(maxsize=4)
+def _fitted(path: str, stamp: float, model: ModelDims) -> RoutingTrace:
+    return fit_trace(_opened(path, stamp), model)
+
+
+def routing_of(config: RunConfig, model: ModelDims) -> RoutingTrace:
+    """Open a run's trace as a model replays it; not done again unless the folder has changed."""
+    if config.trace is None:
+        domains = wanted_domains(config.workload, config.domain_mix, config.domain_mix_end)
+        return _drawn(model, domains, config.routing_band)
+    if config.routing_band != "middle":
+        raise InputError("routing_band", "a band beside a trace", "one of both")
+    manifest = Path(config.trace) / "manifest.json"
+    stamp = os.stat(manifest).st_mtime if manifest.exists() else 0.0
+    return _fitted(config.trace, stamp, model)
+
+
+@lru_cache(maxsize=4)
+def _drawn(model: ModelDims, domains: tuple[tuple[str, float], ...], band: Band) -> RoutingTrace:
+    shape = Shape(model.n_moe_layers, model.n_experts, model.top_k)
+    return fit_trace(drawn_trace(model.name, shape, domains, band=band), model)

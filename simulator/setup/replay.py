@@ -1,0 +1,264 @@
+"""Fit a routing trace to the served model: one bit-set row a decode step, over all its layers.
+
+A decode step of a request feeds one token and needs that token's experts in each MoE layer of the
+served model. Two things may be missing from a trace, and both are filled in the same way for every
+policy and reported in the result:
+
+- *Layers.* A trace of ``T`` layers is tiled over the model's ``L``: model layer ``l`` replays trace
+  layer ``l mod T``. Each tile reads the request's tokens rotated by another part of the window, so
+  that two tiles do not repeat each other's sets step by step: the expected number of distinct
+  experts is the same, its spread over the layers is as among different tokens.
+- *Tokens.* A request that generates more tokens than were recorded replays its window again and
+  again, from a random offset (drawn by the workload).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.jit import njit, popcount
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.policies.placement.base import EMPTY, Placement
+from eldr_sim.policies.replicas.weighted import rank_weights
+from eldr_sim.simulator.plane.steps.expert_union import PromptRows
+from eldr_sim.simulator.plane.steps.group_state import Replicas
+from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.workload import Workload
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Bit sets of the replay windows of some trace requests.
+
+    Parameters
+    ----------
+    bits
+        ``uint64 [rows, moe_layers * words]``: the windows one after the other.
+    first_row, length
+        ``int64 [trace requests]``: each request's window in ``bits``; -1 and 0 where it has none.
+    """
+
+    bits: NDArray[np.uint64]
+    first_row: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+    def activation(
+        self, trace_request: int, offset: int, steps: int, n_experts: int
+    ) -> NDArray[np.float64]:
+        """Share of decode steps in which each expert is active, ``[moe_layers, n_experts]``.
+
+        Parameters
+        ----------
+        trace_request
+            Whose window is replayed.
+        offset
+            Row of the window that the first step feeds.
+        steps
+            Decode steps, at least 1; the window is read round and round.
+        n_experts
+            Experts of a layer.
+        """
+        words = (n_experts + 63) // 64
+        count = np.zeros((self.bits.shape[1] // words, words * 64), np.int64)
+        _count(
+            self.bits,
+            self.first_row[trace_request],
+            self.length[trace_request],
+            offset,
+            steps,
+            count.reshape(-1),
+        )
+        return count[:, :n_experts] / steps
+
+
+def rank_masks(
+    placements: Sequence[Placement], n_experts: int, n_layers: int
+) -> NDArray[np.uint64]:
+    """Return which bits of a row of ``Replay.bits`` belong to the experts of each rank.
+
+    Experts with several instances are left out: see `make_replicas`.
+
+    Parameters
+    ----------
+    placements
+        Of each worker, on the trace's layers. Model layers take the placement of the trace layer
+        that they replay.
+    n_experts, n_layers
+        Experts of a layer; MoE layers of the model.
+
+    Returns
+    -------
+    ``uint64 [workers, ranks, n_layers * words]``; a worker of fewer ranks has empty ones.
+    """
+    words, layers = -(-n_experts // 64), len(placements[0].expert)
+    n_ranks = max(placement.n_ranks for placement in placements)
+    held = np.zeros((len(placements), n_ranks, layers, words * 64), np.uint8)
+    for worker, placement in zip(held, placements, strict=True):
+        single = placement.instances(n_experts) == 1
+        on_rank = placement.held(n_experts) & single[:, None]
+        worker[: placement.n_ranks, :, :n_experts] = on_rank.swapaxes(0, 1)
+    packed = np.packbits(held, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
+    return packed[:, :, np.arange(n_layers) % layers].reshape(len(placements), n_ranks, -1)
+
+
+def make_replicas(
+    placements: Sequence[Placement], n_experts: int, n_layers: int, *, most: int = 1
+) -> Replicas | None:
+    """Return the instances of experts that have several; None where no expert has.
+
+    Parameters as of `rank_masks`; there is room for ``most`` instances of an expert at least.
+    """
+    counts = np.stack([placement.instances(n_experts) for placement in placements])
+    if most == 1 and (counts == 1).all():
+        return None
+    workers, layers, _ = counts.shape
+    words = -(-n_experts // 64)
+    rank = np.zeros((*counts.shape, max(most, counts.max())), np.int16)
+    weight = np.zeros(rank.shape)
+    for w, placement in enumerate(placements):
+        known = np.ones((layers, placement.n_ranks))
+        if placement.load is not None:
+            known = rank_weights(placement)
+        seen = np.zeros(counts.shape[1:], np.int64)
+        every = np.arange(layers)
+        for expert, on in zip(placement.expert.T, placement.rank.T, strict=True):
+            at = every[expert != EMPTY]
+            place = w, at, expert[at], seen[at, expert[at]]
+            rank[place], weight[place] = on[at], known[at, on[at]]
+            seen[at, expert[at]] += 1
+    several = np.zeros((workers, layers, words * 64), np.uint8)
+    several[..., :n_experts] = counts > 1
+    packed = np.packbits(several, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
+    multi = packed[:, np.arange(n_layers) % layers].reshape(workers, -1)
+    return Replicas(multi, rank, counts.astype(np.int16), weight)
+
+
+def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:
+    """Return the trace as the model replays it: with the model's top-k of the experts recorded.
+
+    Raises
+    ------
+    InputError
+        If the trace's experts cannot stand for the model's: their number differs, a token chose
+        fewer than the model's top-k, or the trace does not say which of them came first.
+    """
+    manifest = trace.manifest
+    have = (manifest.n_experts, manifest.top_k)
+    need = (model.n_experts, model.top_k)
+    if have[0] != need[0] or have[1] < need[1]:
+        raise InputError(
+            "trace",
+            f"{manifest.model} has {have[0]} experts and top-{have[1]}, but {model.name} has "
+            f"{need[0]} and top-{need[1]}",
+            "--model NAME or FOLDER (with its config.json) of the model that was recorded; a trace "
+            f"of {need[0]} experts, top-{need[1]} or more; or none: {model.name}'s is then drawn",
+        )
+    if manifest.n_layers > model.n_moe_layers:
+        raise InputError(
+            "trace",
+            f"it has {manifest.n_layers} MoE layers, {model.name} only {model.n_moe_layers}",
+            f"a trace of at most {model.n_moe_layers} layers, or --model NAME or FOLDER (with its "
+            "config.json) of the model that was recorded",
+        )
+    return trace if have == need else trace.with_top_k(model.top_k)
+
+
+def make_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.int64]) -> Replay:
+    """Lay out the decode windows of ``requests`` over ``n_layers`` MoE layers.
+
+    The window of a request (`RoutingTrace.decode_window`) starts at its last prompt token, which a
+    decode worker computes again to get the first output token, and ends with its last recorded
+    token.
+    """
+    wanted = np.unique(requests)
+    return _lay_out(trace, n_layers, wanted, *trace.decode_window(wanted))
+
+
+def prompt_rows(trace: RoutingTrace, workload: Workload | None = None) -> PromptRows:
+    """Return which trace rows prompts' tokens replay, over any number of MoE layers.
+
+    Without a workload no prompt shares blocks with another.
+
+    Raises
+    ------
+    InputError
+        If the trace is decode-only.
+    """
+    trace.require_prompts("the experts of prompts")
+    bits = trace.bits.reshape(len(trace.bits), -1)
+    bits.flags.writeable = False  # as cached ones are: to the compiler that is another type
+    return PromptRows(
+        bits,
+        trace.first_row.astype(np.int64),
+        trace.prompt_len.astype(np.int32),
+        np.zeros(1, np.int64) if workload is None else workload.prefix_indptr,
+        np.zeros(1, np.int32) if workload is None else workload.prefix_trace_request,
+        0 if workload is None else workload.prefix_block_tokens,
+        np.zeros(bits.shape[1], np.uint64),
+    )
+
+
+def _lay_out(
+    trace: RoutingTrace,
+    n_layers: int,
+    wanted: NDArray[np.int64],
+    source: NDArray[np.int64],
+    rows: NDArray[np.integer],
+) -> Replay:
+    """Lay out ``rows`` rows of each wanted request from row ``source`` of the trace on."""
+    first_row = np.full(len(trace.prompt_len), -1, np.int64)
+    length = np.zeros(len(trace.prompt_len), np.int64)
+    length[wanted] = rows
+    first_row[wanted] = np.cumsum(length[wanted]) - length[wanted]
+    sets = trace.bits
+    flat = sets.reshape(len(sets), -1)
+    words = sets.shape[2]
+    bits = _aligned((int(length[wanted].sum()), n_layers * words))
+    _tile(flat, source, first_row[wanted], length[wanted], bits)
+    return Replay(bits, first_row, length)
+
+
+def _aligned(shape: tuple[int, int]) -> NDArray[np.uint64]:
+    """Return an array that begins a cache line, so that its rows span as few of them as can be."""
+    line = 64 // 8
+    room = np.empty(shape[0] * shape[1] + line, np.uint64)
+    skipped = -room.ctypes.data // 8 % line
+    return room[skipped : len(room) - line + skipped].reshape(shape)
+
+
+@njit()
+def _tile(flat: Any, source: Any, target: Any, length: Any, out: Any) -> None:
+    """Copy each window, tile by tile, rotated by ``tile / tiles`` of its length."""
+    have, need = flat.shape[1], out.shape[1]
+    tiles = (need + have - 1) // have
+    for q in range(source.shape[0]):
+        n = length[q]
+        for t in range(tiles):
+            shift = t * n // tiles
+            width = min(have, need - t * have)
+            for p in range(n):
+                row = source[q] + (p + shift) % n
+                for k in range(width):
+                    out[target[q] + p, t * have + k] = flat[row, k]
+
+
+@njit()
+def _count(bits: Any, first: int, span: int, offset: int, steps: int, out: Any) -> None:
+    """Count in how many of ``steps`` rows, from ``offset`` round the window, each bit is set."""
+    whole, rest = steps // span, steps % span
+    for p in range(span):
+        times = whole + ((p - offset) % span < rest)
+        if times == 0:
+            continue
+        for k in range(bits.shape[1]):
+            word = bits[first + p, k]
+            while word != 0:
+                low = word & (~word + np.uint64(1))
+                out[64 * k + popcount(low - np.uint64(1))] += times  # type: ignore[call-arg]
+                word ^= low

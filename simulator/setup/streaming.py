@@ -1,0 +1,212 @@
+"""Where the layers of prefill workers are: streamed, in stages, or as usual (None)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.gpus import GPU
+from eldr_sim.kernel_profiles.kernels.flops import PrefillWork, peak_flops, prefill_work
+from eldr_sim.kernel_profiles.models import ModelDims
+from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.steps.pipeline import PipelinePlan, plan_pipeline
+from eldr_sim.kernel_profiles.steps.weight_streaming import (
+    Stream,
+    StreamPlan,
+    plan_stream,
+    with_saturation,
+)
+from eldr_sim.kernel_profiles.tables.format import load_tables
+from eldr_sim.simulator.plane.steps.streamed import PromptLayers
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.memory import StreamedExperts, streamed_experts
+
+if TYPE_CHECKING:
+    from eldr_sim.simulator.setup.cluster_spec import EngineSpec
+
+_NOTHING = Stream(0.0, 0.0, 0.0, True)
+_STREAMING = ("expert_gather", "offload_window", "gather_interference", "kv_cache_free")
+
+
+@dataclass(frozen=True)
+class PromptLayout:
+    """How a prefill worker has its layers.
+
+    Attributes
+    ----------
+    stream, experts
+        What its GPUs stream, and what of the experts they hold; None where they stream nothing.
+    together
+        Whether engines that gather wait for each other.
+    pipeline
+        Its stages; None where there is one.
+    whole_prompts
+        Whether it keeps no KV cache.
+    on_demand
+        Whether a layer's experts are gathered when its gate has chosen them, and no others.
+    """
+
+    stream: StreamPlan | None
+    experts: StreamedExperts | None
+    together: bool
+    pipeline: PipelinePlan | None
+    whole_prompts: bool
+    on_demand: bool = False
+
+    @property
+    def provenance(self) -> dict[str, dict[str, Any]]:
+        """What its transfers rest on."""
+        plans = (self.stream, self.pipeline)
+        return {part: said for plan in plans if plan for part, said in plan.provenance.items()}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of results must know, one line each."""
+        return () if self.stream is None else self.stream.warnings
+
+    @property
+    def has_steps_of_its_own(self) -> bool:
+        """Whether its steps are `prompt_steps.prompt_step`."""
+        return self.stream is not None or self.pipeline is not None
+
+
+def prompt_layout(
+    config: RunConfig,
+    role: str,
+    model: ModelDims,
+    gpu: GPU,
+    parallelism: Parallelism,
+    budget: int,
+) -> PromptLayout | None:
+    """Return the layout of the workers of a pool; None where each GPU has its layers.
+
+    Raises
+    ------
+    InputError
+        If the configuration asks for what is not simulated.
+    """
+    stages = parallelism.pipeline_parallel_size
+    if stages > 1 and not config.prefill_only:
+        raise InputError(
+            "pipeline_parallel_size",
+            f"stages of {role} workers in {config.topology} are not simulated",
+            "1, or prefill workers alone, such as 8P",
+        )
+    if config.colocated:
+        for name in _STREAMING:
+            if getattr(config, name):
+                raise InputError(name, "co-located workers stream no weights", "xPyD or xP")
+    if role != "prefill":
+        return None
+    if config.kv_cache_free and not config.prefill_only:
+        raise InputError(
+            "kv_cache_free", f"{config.topology} hands KV caches over", "xP, such as 8P"
+        )
+    streams = config.expert_gather is not None or config.offload_window is not None
+    if config.gather_interference and config.expert_gather is None:
+        raise InputError("gather_interference", "nothing is gathered", "--expert-gather beside it")
+    stream = experts = pipeline = None
+    if streams:
+        _check_stream(config, parallelism)
+        n_gpus = parallelism.data_parallel_size
+        stream = plan_stream(
+            model,
+            gpu,
+            n_gpus,
+            offload_window=config.offload_window,
+            interference=config.gather_interference,
+            tables=load_tables(config.tables),
+        )
+        experts = streamed_experts(model, gpu, n_gpus, stream.window, budget)
+    if stages > 1:
+        pipeline = plan_pipeline(model, gpu, stages)
+    if not (streams or pipeline or config.kv_cache_free):
+        return None
+    return PromptLayout(
+        stream,
+        experts,
+        config.expert_gather == "collective",
+        pipeline,
+        config.kv_cache_free,
+        config.expert_gather == "needed",
+    )
+
+
+def _check_stream(config: RunConfig, parallelism: Parallelism) -> None:
+    """Raise InputError where a prefill worker's GPUs cannot stream experts."""
+    name = "offload_window" if config.expert_gather is None else "expert_gather"
+    engines = parallelism.data_parallel_size
+    if parallelism.tensor_parallel_size > 1 or parallelism.pipeline_parallel_size > 1:
+        raise InputError(name, "engines that stream experts have one GPU each", "TP 1, no stages")
+    if config.expert_gather is None and engines > 1:
+        problem = f"{engines} engines that dispatch their tokens copy no experts from the host"
+        raise InputError(name, problem, "--expert-gather beside it, or one engine a worker")
+    if config.expert_gather is not None and engines == 1:
+        raise InputError(name, "one GPU has nobody to gather from", "--data-parallel-size 2 to 8")
+    if config.expert_gather == "needed":
+        # The host's copies are of whole layers, and no gather runs beside one that computes.
+        for other in ("offload_window", "gather_interference"):
+            if getattr(config, other):
+                raise InputError(other, "experts are gathered as a gate chooses them", "none")
+    pool = config.pool("prefill")
+    if pool.num_redundant_experts:
+        raise InputError("num_redundant_experts", "every layer is gathered whole", "0")
+    if pool.expert_placement != "linear":
+        problem = "every GPU computes with all experts, wherever they lie"
+        raise InputError("expert_placement", problem, "linear, where experts are gathered")
+
+
+def blocks_of_whole_prompts(budget: int, max_num_seqs: int, block_size: int, stages: int) -> int:
+    """Return as many blocks as the steps on the way can fill: no KV cache bounds them."""
+    return stages * (-(-budget // block_size) + max_num_seqs)
+
+
+def make_prompt_layers(
+    layout: PromptLayout, n_moe_layers: int, n_workers: int, n_experts: int
+) -> PromptLayers:
+    """Return the arrays of ``n_workers`` prefill workers."""
+    shares = () if layout.pipeline is None else layout.pipeline.shares
+    stream, window, expert_s = _NOTHING, 0, 0.0
+    if layout.stream is not None:
+        stream, window = layout.stream.stream, layout.stream.window
+    if layout.on_demand:
+        expert_s, stream = stream.gather_s / n_experts, stream._replace(gather_s=0.0)
+    return PromptLayers(
+        stream=stream,
+        expert_s=expert_s,
+        loaded=np.zeros((n_workers, window)),
+        layers_s=np.zeros((n_workers, n_moe_layers)),
+        start=np.zeros(n_workers),
+        end=np.zeros(n_workers),
+        active=np.zeros(n_workers, np.int64),
+        stage_share=np.array(shares),
+        send_s=0.0 if layout.pipeline is None else layout.pipeline.send_s,
+        send_token_s=0.0 if layout.pipeline is None else layout.pipeline.send_token_s,
+        stage_end=np.zeros((n_workers, len(shares))),
+        exits=np.zeros((n_workers, len(shares))),
+    )
+
+
+def work_of(model: ModelDims, engine: EngineSpec) -> PrefillWork:
+    """Return what prompts cost an engine, and the work at which it hides its transfers.
+
+    The reference batch is the largest step, spread over as many prompts as may run at once, as
+    vLLM's profile run has it (MoE-Prefill App. B.4).
+    """
+    n = min(engine.max_num_seqs, engine.max_num_batched_tokens)
+    length = min(engine.max_num_batched_tokens // n, engine.step_time.max_model_len)
+    parts = engine.step_time.parts(chunks=[(0, length)] * n)
+    computes = parts.attention + parts.dense + parts.collectives + parts.moe
+    work, streams = prefill_work(model), engine.layout is not None and engine.layout.stream
+    gpus = engine.parallelism.n_gpus // engine.parallelism.data_parallel_size
+    return with_saturation(
+        work,
+        streams.stream if streams else _NOTHING,
+        n_layers=model.n_moe_layers,
+        peak_flops=gpus * peak_flops(model, engine.step_time.gpu),
+        layer_s=computes / model.n_moe_layers,
+        batch_flops=n * work.flops(length),
+    )

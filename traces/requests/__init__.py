@@ -1,0 +1,1 @@
+"""What is asked for: arrivals, lengths, domains, and logs of requests."""

@@ -1,0 +1,91 @@
+"""Requests of benchmark results: ``vllm bench serve`` and AIPerf.
+
+vLLM
+    The JSON file of ``vllm bench serve --save-result --save-detailed``: ``input_lens``,
+    ``output_lens`` and, in newer versions, ``start_times`` (s). Failed requests have no output
+    tokens.
+AIPerf
+    ``profile_export.jsonl``, a line a request: ``metadata.request_start_ns`` (``timestamp_ns`` in
+    older versions), ``metrics.input_sequence_length`` and ``metrics.output_sequence_length``.
+    Requests of the warm-up are left out; those that failed have no lengths and are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.requests.log_rows import Row, scaled_ns
+
+__all__ = ["aiperf_rows", "is_aiperf", "is_vllm_result", "vllm_rows"]
+
+
+def is_vllm_result(record: Any) -> bool:
+    """Whether a JSON value is a result of ``vllm bench serve``."""
+    return isinstance(record, dict) and ("input_lens" in record or "total_input_tokens" in record)
+
+
+def vllm_rows(file: Path, record: Mapping[str, Any]) -> Iterator[Row]:
+    """Return the requests of a result, in the order in which they were sent.
+
+    Raises
+    ------
+    InputError
+        If the result has no lengths, or other than one for each request.
+    """
+    if "input_lens" not in record:
+        raise InputError(str(file), "has no lengths of requests", "a result of --save-detailed")
+    columns = [record["input_lens"], record.get("output_lens"), record.get("start_times")]
+    if columns[2] is None:
+        columns[2] = [0.0] * len(columns[0])
+    if len({len(c) if isinstance(c, list) else -1 for c in columns}) != 1:
+        problem = "input_lens, output_lens and start_times differ in length"
+        raise InputError(str(file), problem, "one of each for every request")
+    for number, (prompt, output, start) in enumerate(zip(*columns, strict=True)):
+        if type(prompt) is not int or type(output) is not int or not _is_number(start):
+            problem = f"got {prompt!r:.20}, {output!r:.20}, {start!r:.20}"
+            raise InputError(f"{file} request {number}", problem, "tokens, tokens, seconds")
+        yield Row(_start_ns(file, number, start), prompt, output)
+
+
+def _start_ns(file: Path, number: int, start: float) -> int:
+    try:
+        return scaled_ns(start, 1e9)
+    except (ValueError, OverflowError):
+        raise InputError(f"{file} request {number}", f"starts at {start!r:.30}", "s") from None
+
+
+def is_aiperf(record: Any) -> bool:
+    """Whether a JSON value is a record of AIPerf's ``profile_export.jsonl``."""
+    return isinstance(record, dict) and isinstance(record.get("metadata"), dict)
+
+
+def aiperf_rows(file: Path, records: Iterable[Any]) -> Iterator[Row]:
+    """Return the requests of AIPerf's records; raises InputError."""
+    for number, record in enumerate(records, start=1):
+        try:
+            metadata, metrics = record["metadata"], record.get("metrics") or {}
+            if metadata.get("benchmark_phase", metadata.get("credit_phase")) == "warmup":
+                continue
+            when = metadata.get("request_start_ns", metadata.get("timestamp_ns"))
+            lengths = [
+                (metrics.get(f"{name}_sequence_length") or {"value": 0})["value"]
+                for name in ("input", "output")
+            ]
+            if not all(map(_is_number, (when, *lengths))) or any(n != int(n) for n in lengths):
+                raise TypeError
+            session = str(metadata.get("conversation_id") or "")
+            yield Row(scaled_ns(when, 1), int(lengths[0]), int(lengths[1]), (), session)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            raise InputError(
+                f"{file} line {number}",
+                f"got {str(record)!r:.80}",
+                "metadata.request_start_ns, metrics.input_sequence_length, "
+                "metrics.output_sequence_length",
+            ) from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value

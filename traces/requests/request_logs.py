@@ -1,0 +1,332 @@
+"""Request logs in the formats that serving traces are published in.
+
+Azure CSV
+    ``TIMESTAMP,ContextTokens,GeneratedTokens`` (Azure LLM inference traces 2023 and 2024).
+BurstGPT CSV
+    ``Timestamp`` (s), ``Request tokens``, ``Response tokens`` and, from release 1.2 on,
+    ``Session ID``, which is empty for API requests; other columns are not used. A file of the
+    size of ``BurstGPT_3.csv`` (5.3 million rows, 246 MB) takes 21 s and 1.9 GB of memory.
+Mooncake JSONL
+    ``timestamp`` or ``timestamp_ms`` (both ms), ``input_length``, ``output_length`` and
+    optionally ``hash_ids``: one id for each block of the prompt, equal ids for equal
+    prefixes. Mooncake's blocks have 512 tokens and the last may be partial; other tools
+    write the same lines with smaller, full blocks, so the block size is found from the data.
+
+All three may have a ``priority``, an integer as in vLLM's API: the lowest is served first.
+
+Results of benchmarks are read too (`benchmark_logs`), and any table whose columns are named
+(`column_logs`).
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import regular_file
+from eldr_sim.traces.requests.benchmark_logs import (
+    aiperf_rows,
+    is_aiperf,
+    is_vllm_result,
+    vllm_rows,
+)
+from eldr_sim.traces.requests.column_logs import column_rows
+from eldr_sim.traces.requests.log_rows import Row, scaled_ns, timestamp_ns
+
+__all__ = ["RequestLog", "known_log", "read_request_log"]
+
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
+_SESSION = "Session ID"
+_PRIORITY = "priority"
+_BLOCK_SIZES = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1, 1024, 2048)
+_MAX_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class RequestLog:
+    """Requests as a serving system recorded them, in order of arrival.
+
+    Attributes
+    ----------
+    path, format
+        Where the log was read from, and as what: ``azure``, ``burstgpt``, ``mooncake``, ``vllm
+        bench``, ``aiperf``, or the kind of a table whose columns were named.
+    arrival_s
+        float64 ``[n]``, seconds since the first request, rounded to 1 ns.
+    prompt_len, output_len
+        int32 ``[n]``, tokens, each at least 1.
+    session
+        int32 ``[n]``; requests of one conversation share a number. Where the log has no
+        sessions, each request is its own.
+    priority
+        int32 ``[n]``, 0 where a line has none; None where no line has one.
+    prefix_hash, prefix_indptr
+        Request ``i``'s block hashes are ``prefix_hash[prefix_indptr[i]:prefix_indptr[i+1]]``
+        (uint64); all empty where the log has none.
+    prefix_block_tokens
+        Tokens of a prefix block; 0 without block hashes.
+    n_dropped
+        Requests left out because they have no prompt or no output tokens: they failed.
+    checksum
+        SHA-256 of the file.
+    """
+
+    path: Path
+    format: str
+    arrival_s: NDArray[np.float64]
+    prompt_len: NDArray[np.int32]
+    output_len: NDArray[np.int32]
+    session: NDArray[np.int32]
+    priority: NDArray[np.int32] | None
+    prefix_hash: NDArray[np.uint64]
+    prefix_indptr: NDArray[np.int64]
+    prefix_block_tokens: int
+    n_dropped: int
+    checksum: str
+
+
+def read_request_log(path: str | os.PathLike[str], columns: str | None = None) -> RequestLog:
+    """Read a request log in the format that its first line shows.
+
+    Parameters
+    ----------
+    path
+        The file.
+    columns
+        Which columns of any other table are what, see `column_logs`.
+
+    Raises
+    ------
+    InputError
+        If the file cannot be read, is of no known format, or has a bad line, named by number.
+    """
+    file = Path(path)
+    try:
+        source = regular_file(file, str(file))
+        if columns is not None:
+            return _assemble(file, *column_rows(file, columns))
+        with source.open(encoding="utf-8-sig", newline="") as lines:
+            first = lines.readline()
+            if first.lstrip().startswith("{"):
+                return _assemble(file, *_json_rows(file, first, lines))
+            lines.seek(0)
+            header = [cell.strip() for cell in first.split(",")]
+            if all(name in header for name in _AZURE):
+                return _assemble(file, "azure", _csv_rows(file, lines, _AZURE, timestamp_ns))
+            if all(name in header for name in _BURSTGPT):
+                return _assemble(file, "burstgpt", _csv_rows(file, lines, _BURSTGPT, _seconds_ns))
+    except OSError as error:
+        raise InputError(str(file), error.strerror or "cannot be read") from None
+    except csv.Error as error:
+        raise InputError(str(file), f"not valid CSV: {error}") from None
+    except UnicodeDecodeError:
+        raise InputError(str(file), "is not UTF-8 text") from None
+    raise InputError(
+        str(file),
+        f"unknown format, first line {first.strip()!r:.80}",
+        f"Azure CSV ({','.join(_AZURE)}), BurstGPT CSV ({','.join(_BURSTGPT)}), Mooncake JSONL, a "
+        "result of vllm bench serve or AIPerf, or --columns",
+    )
+
+
+def known_log(path: str | os.PathLike[str], columns: str | None = None) -> RequestLog:
+    """Return a log as `read_request_log` does; not read again unless the file has changed."""
+    file = regular_file(Path(path), str(path))
+    about = file.stat()
+    return _known(str(file), str(file.resolve()), columns, (about.st_mtime_ns, about.st_size))
+
+
+@lru_cache(maxsize=2)
+def _known(path: str, _: str, columns: str | None, stamp: tuple[int, int]) -> RequestLog:
+    return read_request_log(path, columns)
+
+
+def _json_rows(file: Path, first: str, lines: TextIO) -> tuple[str, Iterator[Row]]:
+    """Return the format of a file of JSON, and its requests; ``first`` is its first line."""
+    record = _json(first)
+    if record is None:  # one result over many lines?
+        record, whole = _json(first + lines.read()), True
+    else:
+        whole = False
+    if is_vllm_result(record):
+        if not whole and any(line.strip() for line in lines):
+            raise InputError(str(file), "holds more than one result", "one result a file")
+        return "vllm bench", vllm_rows(file, record)
+    if is_aiperf(record):
+        return "aiperf", aiperf_rows(file, chain([record], map(_json, filter(str.strip, lines))))
+    lines.seek(0)
+    return "mooncake", _mooncake_rows(file, lines)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _csv_rows(
+    file: Path, lines: Iterator[str], columns: tuple[str, str, str], to_ns: Callable[[str], int]
+) -> Iterator[Row]:
+    rows = csv.reader(lines)
+    header = [cell.strip() for cell in next(rows)]
+    when, prompt, output = (header.index(name) for name in columns)
+    session = header.index(_SESSION) if _SESSION in header else None
+    priority = header.index(_PRIORITY) if _PRIORITY in header else None
+    for row in rows:
+        if not row:
+            continue
+        try:
+            yield Row(
+                to_ns(row[when]),
+                int(row[prompt]),
+                int(row[output]),
+                (),
+                "" if session is None else row[session],
+                None if priority is None else int(row[priority]),
+            )
+        except (ValueError, IndexError, OverflowError):
+            raise InputError(
+                f"{file} line {rows.line_num}", f"got {','.join(row)!r:.80}", ",".join(columns)
+            ) from None
+
+
+def _seconds_ns(text: str) -> int:
+    return scaled_ns(float(text), 1e9)
+
+
+def _mooncake_rows(file: Path, lines: Iterator[str]) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            when = entry["timestamp"] if "timestamp" in entry else entry["timestamp_ms"]
+            hashes = entry.get("hash_ids", ())
+            lengths = entry["input_length"], entry["output_length"]
+            if not all(type(n) is int for n in (*lengths, *hashes)):
+                raise TypeError
+            priority = entry.get(_PRIORITY)
+            if priority is not None and type(priority) is not int:
+                raise TypeError
+            session = str(entry.get("session_id", ""))
+            yield Row(scaled_ns(float(when), 1e6), *lengths, hashes, session, priority)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            raise InputError(
+                f"{file} line {number}",
+                f"got {line.strip()!r:.80}",
+                "timestamp or timestamp_ms, input_length, output_length, hash_ids",
+            ) from None
+
+
+def _assemble(file: Path, kind: str, rows: Iterator[Row]) -> RequestLog:
+    kept: list[Row] = []
+    dropped = 0
+    for row in rows:
+        if min(row[1], row[2]) < 0 or max(row[1], row[2]) > _MAX_TOKENS:
+            raise InputError(
+                f"{file} request {len(kept) + dropped + 1}",
+                f"{row[1]} prompt and {row[2]} output tokens",
+                f"0..{_MAX_TOKENS}",
+            )
+        if row[1] and row[2]:
+            kept.append(row)
+        else:
+            dropped += 1
+    if not kept:
+        raise InputError(str(file), "holds no request with prompt and output tokens")
+    kept.sort(key=lambda row: row[0])
+    when = np.array([row[0] for row in kept], dtype=np.int64)
+    prompt = np.array([row[1] for row in kept], dtype=np.int32)
+    blocks = np.array([len(row[3]) for row in kept], dtype=np.int64)
+    indptr = np.concatenate([[0], np.cumsum(blocks)])
+    try:
+        hashes = np.fromiter(
+            (h for row in kept for h in row[3]), dtype=np.uint64, count=int(indptr[-1])
+        )
+    except (OverflowError, ValueError):
+        raise InputError(str(file), "a hash id is out of range", "0..2^64-1") from None
+    names: list[str | int] = [row[4] or i for i, row in enumerate(kept)]
+    numbers: dict[str | int, int] = {}
+    session = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int32)
+    return RequestLog(
+        path=file,
+        format=kind,
+        arrival_s=(when - when[0]) / 1e9,
+        prompt_len=prompt,
+        output_len=np.array([row[2] for row in kept], dtype=np.int32),
+        session=session,
+        priority=_priorities(file, [row[5] for row in kept]),
+        prefix_hash=hashes,
+        prefix_indptr=indptr.astype(np.int64),
+        prefix_block_tokens=_block_tokens(file, prompt, blocks),
+        n_dropped=dropped,
+        checksum=hashlib.sha256(file.read_bytes()).hexdigest(),
+    )
+
+
+def _priorities(file: Path, given: list[int | None]) -> NDArray[np.int32] | None:
+    if all(priority is None for priority in given):
+        return None
+    try:
+        return np.array([priority or 0 for priority in given], np.int32)
+    except OverflowError:
+        raise InputError(str(file), "a priority is out of range", "32 bits") from None
+
+
+def _block_tokens(file: Path, prompt: NDArray[np.int32], blocks: NDArray[np.int64]) -> int:
+    """Find the block size at which each prompt has hashes of its full blocks and, at most, of the
+    partial one after them."""
+    if not blocks.any():
+        return 0
+    for size in _BLOCK_SIZES:
+        full = prompt // size
+        if ((blocks == full) | (blocks == -(-prompt // size))).all():
+            return size
+    worst = int(np.argmax(blocks))
+    raise InputError(
+        str(file),
+        f"hash_ids fit no block size, e.g. {blocks[worst]} of {prompt[worst]} tokens",
+        "one id per block of 512 tokens, or of another power of two up to 2048",
+    )
+
+
+def chain_blocks(hash_ids: NDArray[np.uint64], indptr: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Number the prefix blocks so that equal numbers mean equal tokens from the prompt's start.
+
+    A log's ids may identify a block's own tokens or, as Mooncake's do, all tokens up to its end.
+    Here a block is identified by its id and the number of the block before it.
+
+    Parameters
+    ----------
+    hash_ids
+        uint64 ``[n]``: the ids of all requests' blocks.
+    indptr
+        int64 ``[requests + 1]``: request ``i`` has ``hash_ids[indptr[i]:indptr[i + 1]]``.
+
+    Returns
+    -------
+    uint64 ``[n]``, numbered from 0 in order of first appearance.
+    """
+    numbers: dict[tuple[int, int], int] = {}
+    chained: list[int] = []
+    ids, edges = hash_ids.tolist(), indptr.tolist()
+    for start, stop in pairwise(edges):
+        number = -1
+        for block in ids[start:stop]:
+            number = numbers.setdefault((number, block), len(numbers))
+            chained.append(number)
+    return np.array(chained, np.uint64)

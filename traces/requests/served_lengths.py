@@ -1,0 +1,79 @@
+"""How long the prompts are that ELDR's authors served, by the data sets of their domains.
+
+Their artifact (casys-kaist/ELDR) names the sets and keeps prompts of 4 to 1,024 tokens of Qwen3's
+tokenizer. Texts whose licences do not let us have them here are stood for by a median and a spread,
+as in `synthetic.prompt_lengths`, of whose sets these are some more; lengths are lognormal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.requests.prompt_lengths import DATA_SETS, DataSet
+from eldr_sim.traces.streams import stream
+
+__all__ = ["LONGEST", "SERVED", "SHORTEST", "served_prompt_lengths"]
+
+SHORTEST, LONGEST = 4, 1024
+"""Tokens of the shortest and the longest prompts; others are left out."""
+
+_SPREAD = 0.5  # of HumanEval, for data sets of which only a mean is known
+_WORD, _LINE = 1.3, 10.0  # tokens of a word, of a line of code: assumed
+
+
+def _of_mean(name: str, prompts: float, tokens: float, source: str) -> DataSet:
+    return DataSet(name, prompts, tokens * math.exp(-(_SPREAD**2) / 2), _SPREAD, source)
+
+
+SERVED: dict[str, tuple[DataSet, ...]] = DATA_SETS | {
+    "code": (
+        *DATA_SETS["code"],
+        _of_mean(
+            "DS-1000",
+            1000,
+            140 * _WORD + 8.9 * _LINE,
+            "mean words of a problem, lines of its code, arXiv 2211.11501",
+        ),
+    ),
+    "medical": (
+        # Its context has three to four paragraphs, of which the first is served.
+        _of_mean(
+            "PubMedQA, with a paragraph",
+            1000,
+            (14.4 + 238.9 / 3.3) * _WORD,
+            "mean words of question and context, arXiv 1909.06146",
+        ),
+        *DATA_SETS["medical"][1:],
+    ),
+}
+"""By domain. MBPP, MATH-500, OlympiadBench and AQuA-RAT have no figure: the rest of their domain
+stands for them. WildChat's languages are not told apart."""
+
+
+def served_prompt_lengths(domain: Sequence[str], seed: int) -> NDArray[np.int64]:
+    """Draw the prompt tokens of requests by the data sets of their domains.
+
+    Raises
+    ------
+    InputError
+        If a domain has no data set.
+    """
+    lengths = np.empty(len(domain), np.int64)
+    which, normal = stream(seed, "served-prompt-data-set"), stream(seed, "served-prompt-length")
+    for i, name in enumerate(domain):
+        sets = SERVED.get(name)
+        if sets is None:
+            raise InputError("prompt_lengths", f"no data set of domain {name!r}", ", ".join(SERVED))
+        until = np.cumsum([one.prompts for one in sets])
+        drawn = float(which.random()) * until[-1]
+        one = sets[int(np.searchsorted(until, drawn, side="right"))]
+        tokens = 0
+        while not SHORTEST <= tokens <= LONGEST:
+            tokens = round(one.median * math.exp(one.spread * float(normal.standard_normal())))
+        lengths[i] = tokens
+    return lengths

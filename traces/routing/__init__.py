@@ -1,0 +1,1 @@
+"""Which experts tokens choose: the format of a routing trace, bit sets and statistics."""

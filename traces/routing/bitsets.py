@@ -1,0 +1,184 @@
+"""Expert ids as bit sets: the form in which the hot loop takes the union of a batch.
+
+Bit ``e % 64`` of word ``e // 64`` is set if expert ``e`` was chosen, so the distinct experts
+of a batch in a layer are the population count of the OR of its tokens' words.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim import cache
+from eldr_sim.errors import InputError
+from eldr_sim.jit import njit, popcount
+
+if TYPE_CHECKING:
+    from eldr_sim.traces.routing.format import RoutingTrace
+
+__all__ = ["add_counts", "bit_sets", "check_ids", "count_rows", "pack_bits"]
+
+_CHUNK_ROWS = 1 << 13
+FORMAT_VERSION = 1
+"""Version of the files in the cache."""
+#: Header of a file: what it is, version, experts a token, the trace's checksum, shape.
+_OWNER = struct.Struct("<8sII64s3Q")
+_CRC = struct.Struct("<I")
+_HEADER_BYTES = 128
+
+
+def pack_bits(experts: NDArray[Any], n_experts: int, where: str = "experts") -> NDArray[np.uint64]:
+    """Pack expert ids into bit sets.
+
+    Parameters
+    ----------
+    experts
+        Integer ids ``[tokens, layers, top_k]``.
+    n_experts
+        Experts per layer.
+    where
+        Name of the ids in an error.
+
+    Returns
+    -------
+    bits
+        uint64 ``[tokens, layers, ceil(n_experts / 64)]``.
+
+    Raises
+    ------
+    InputError
+        If an id is no expert, or a token chose one twice in a layer.
+    """
+    bits = np.zeros((*experts.shape[:2], -(-n_experts // 64)), dtype=np.uint64)
+    for start in range(0, len(experts), _CHUNK_ROWS):
+        _pack_chunk(experts, start, n_experts, bits[start : start + _CHUNK_ROWS], where)
+    return bits
+
+
+def check_ids(experts: NDArray[Any], n_experts: int, where: str) -> None:
+    """Raise the error that `pack_bits` would, without keeping the bit sets."""
+    bits = np.empty((_CHUNK_ROWS, experts.shape[1], -(-n_experts // 64)), dtype=np.uint64)
+    for start in range(0, len(experts), _CHUNK_ROWS):
+        bits[:] = 0
+        _pack_chunk(experts, start, n_experts, bits, where)
+
+
+def _pack_chunk(
+    experts: NDArray[Any], start: int, n_experts: int, bits: NDArray[np.uint64], where: str
+) -> None:
+    # A copy: numba would compile another variant for read-only arrays such as maps.
+    chunk = np.array(experts[start : start + _CHUNK_ROWS])
+    bad = _pack(chunk, n_experts, bits)
+    if bad < 0:
+        return
+    row, layer = divmod(int(bad), chunk.shape[1])
+    ids = np.sort(chunk[row, layer])
+    place = f"at row {start + row} layer {layer}"
+    if ids[-1] >= n_experts:
+        raise InputError(where, f"expert {ids[-1]} {place}", f"0..{n_experts - 1}")
+    twice = ids[1:][ids[1:] == ids[:-1]][0]
+    raise InputError(where, f"expert {twice} twice {place}", "distinct experts")
+
+
+@njit()
+def _pack(ids: Any, n_experts: int, bits: Any) -> Any:
+    """Set the bits of ``ids``; return the first ``row * layers + layer`` that is bad, else -1."""
+    tokens, layers, top_k = ids.shape
+    for t in range(tokens):
+        for layer in range(layers):
+            for slot in range(top_k):
+                expert = np.int64(ids[t, layer, slot])
+                if expert < 0 or expert >= n_experts:
+                    return t * layers + layer
+                bit = np.uint64(1) << np.uint64(expert & 63)
+                if bits[t, layer, expert >> 6] & bit:
+                    return t * layers + layer
+                bits[t, layer, expert >> 6] |= bit
+    return -1
+
+
+def count_rows(bits: NDArray[np.uint64], n_experts: int) -> NDArray[np.uint32]:
+    """Count in how many rows each expert is set.
+
+    Parameters
+    ----------
+    bits
+        uint64 ``[rows, layers, words]``.
+    n_experts
+        Experts per layer.
+
+    Returns
+    -------
+    counts
+        uint32 ``[layers, n_experts]``.
+    """
+    _, layers, words = bits.shape
+    counts = np.zeros((layers, 64 * words), np.uint32)
+    add_counts(bits, 0, len(bits), counts)
+    return counts[:, :n_experts]
+
+
+@njit()
+def add_counts(bits: Any, first: int, end: int, counts: Any) -> None:
+    """Add rows ``first`` to ``end`` to ``counts``, uint32 ``[layers, 64 * words]``."""
+    for row in range(first, end):
+        for layer in range(bits.shape[1]):
+            for w in range(bits.shape[2]):
+                word = bits[row, layer, w]
+                while word != 0:
+                    low = word & (~word + np.uint64(1))
+                    expert: Any = popcount(low - np.uint64(1))  # type: ignore[call-arg]
+                    counts[layer, 64 * w + expert] += 1
+                    word ^= low
+
+
+def bit_sets(trace: RoutingTrace) -> NDArray[np.uint64]:
+    """Return a trace's bit sets, memory-mapped from `eldr_sim.cache`, where they are built once.
+
+    A file there is ``bitsets/<first 16 digits of the trace's checksum>-top<k>-v<version>.bits``:
+    128 bytes of header, then the sets as they lie in memory. The header identifies the trace
+    (`_OWNER`) and has a CRC-32 of the sets, which is verified whenever the file is opened; a
+    damaged file is built again. Where the cache cannot be written the sets stay in memory.
+
+    Returns
+    -------
+    bits
+        uint64 ``[n_tokens, n_layers, ceil(n_experts / 64)]``, read-only.
+    """
+    checksum, top_k = trace.manifest.checksum, trace.top_k
+    shape = (trace.manifest.n_tokens, trace.n_layers, -(-trace.n_experts // 64))
+    owner = _OWNER.pack(b"eldrbits", FORMAT_VERSION, top_k, checksum.encode(), *shape)
+    name = f"{checksum[:16]}-top{top_k}-v{FORMAT_VERSION}.bits"
+    found = _load(cache.find(cache.BITSETS, name), owner, shape)
+    if found is not None:
+        return found
+    bits = pack_bits(trace.experts, trace.n_experts, str(trace.path / trace.manifest.experts_file))
+    bits.flags.writeable = False
+    header = _header(owner, bits)
+    kept = cache.keep(cache.BITSETS, name, lambda file: file.writelines((header, bits.data)))
+    mapped = _load(kept, owner, shape)
+    return bits if mapped is None else mapped
+
+
+def _load(path: Path | None, owner: bytes, shape: tuple[int, ...]) -> NDArray[np.uint64] | None:
+    """Map a file; None if it is absent, truncated, damaged or of another trace."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER_BYTES)
+            bits = np.asarray(np.memmap(file, "<u8", "r", _HEADER_BYTES, shape))
+            whole = file.seek(0, os.SEEK_END) == _HEADER_BYTES + bits.nbytes
+    except (OSError, ValueError):  # absent, or shorter than its shape
+        return None
+    return bits if whole and header == _header(owner, bits) else None
+
+
+def _header(owner: bytes, bits: NDArray[np.uint64]) -> bytes:
+    return (owner + _CRC.pack(zlib.crc32(bits.data))).ljust(_HEADER_BYTES, b"\0")

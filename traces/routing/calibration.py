@@ -1,0 +1,213 @@
+"""Calibration sets: the requests on which a routing policy is fitted before it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.requests.domains import resolve_domain_mix
+from eldr_sim.traces.routing.coactivation import Tokens, coactivation
+from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.gate_scores import GateScores, PromptScore, of_kind, select
+from eldr_sim.traces.routing.structure import transitions
+
+__all__ = ["CalibrationSet", "calibration_set", "check_fraction", "split_calibration"]
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationSet:
+    """Requests of the calibration split, never served: what an offline fit may see.
+
+    Attributes
+    ----------
+    counts
+        uint16 or uint32 ``[n, layers, experts]``: how often the prompt tokens chose each
+        expert, ``c_r(l, e)`` of ELDR Sec. 4.2; None where the trace is decode-only.
+    decode_activation
+        float32 ``[n, layers, experts]``: fraction of decode steps that chose each expert,
+        ``p_i(l, e)`` of ELDR Sec. 4.2.1.
+    domain
+        int16 ``[n]``, index into `domains`.
+    domains
+        Domain names of the trace.
+    requests
+        int64 ``[n]``, indices into the trace that holds the calibration split.
+    trace_checksum
+        Checksum of the trace's experts, to tell what a fit was made on.
+    gate_scores
+        The trace's gate scores, or None where it carries none.
+    trace
+        The trace that the requests are of, for what is counted when first asked for; or None.
+    """
+
+    counts: NDArray[np.uint16] | NDArray[np.uint32] | None
+    decode_activation: NDArray[np.float32]
+    domain: NDArray[np.int16]
+    domains: list[str]
+    requests: NDArray[np.int64]
+    trace_checksum: str
+    gate_scores: GateScores | None = None
+    trace: RoutingTrace | None = field(default=None, repr=False)
+
+    def coactivation(self, tokens: Tokens = "all") -> NDArray[np.int64]:
+        """Return how many tokens chose each pair of experts, ``[layers, experts, experts]``.
+
+        Counted once; see :func:`~eldr_sim.traces.routing.coactivation.coactivation`.
+
+        Raises
+        ------
+        InputError
+            If no trace is known, or it does not record these tokens.
+        """
+        return _coactivation(self, tokens, self._known_trace())
+
+    def transitions(self, tokens: Tokens = "all") -> NDArray[np.int64]:
+        """Return how many tokens chose each pair of neighbouring layers' experts.
+
+        Counted once; see `traces.routing.structure.transitions`; raises InputError as
+        `coactivation`.
+        """
+        return _transitions(self, tokens, self._known_trace())
+
+    def _known_trace(self) -> RoutingTrace:
+        if self.trace is None:
+            raise InputError("calibration", "no trace to count pairs of experts in", "a trace")
+        return self.trace
+
+    def scores(self, kind: PromptScore) -> NDArray[Any]:
+        """Return `counts`, or the summed gate scores ``prob`` or ``logit`` of the requests.
+
+        Raises
+        ------
+        InputError
+            If the trace does not carry the gate's scores of all of the requests, or no prompts.
+        """
+        if kind != "count":
+            return select(self.gate_scores, self.requests, kind)
+        if self.counts is None:
+            raise InputError(
+                "trace",
+                "it is decode-only: no experts of prompt tokens, which signatures are made of",
+                "a trace with prompt rows, or a policy without signatures",
+            )
+        return self.counts
+
+
+def calibration_set(
+    trace: RoutingTrace,
+    *,
+    workload: str,
+    domain_mix: Mapping[str, float] | None = None,
+    score: PromptScore = "count",
+) -> CalibrationSet:
+    """Pick calibration requests in proportion to a workload's domain mix.
+
+    It takes as many as the split holds at these shares, each once, the first of each domain in
+    trace order: of N requests, domain d gives ``round(N share_d)``, with the largest N at which no
+    domain runs out. A domain of positive share gives at least one.
+
+    Parameters
+    ----------
+    trace
+        The routing trace.
+    workload, domain_mix
+        As for `make_workload`: ``task``, ``language``, ``trace`` or the path of a request log.
+    score
+        With ``prob`` or ``logit``, only requests that have this gate score are picked: a trace
+        may carry it for a part of its calibration split.
+
+    Raises
+    ------
+    InputError
+        If the mix is not valid, a domain in it has no calibration request (with the score), or
+        the trace carries no such score at all.
+    """
+    shares, _ = resolve_domain_mix(trace, workload, domain_mix)
+    trace = trace.for_calibration
+    pools = {name: trace.requests_of([name], calibration=True) for name in shares}
+    if score != "count":
+        covered, _ = of_kind(trace.gate_scores, score)
+        pools = {name: np.intersect1d(pool, covered) for name, pool in pools.items()}
+    empty = [name for name, pool in pools.items() if not len(pool)]
+    if empty:
+        which = "" if score == "count" else f" with gate scores ({score})"
+        raise InputError(
+            "trace",
+            f"{trace.path.name} has no calibration request{which} of domain {empty[0]!r}",
+        )
+    # 1e-9 keeps a quotient that should be whole from falling one short.
+    total = min(int(len(pool) / shares[name] + 1e-9) for name, pool in pools.items())
+    taken = {
+        name: min(len(pool), max(1, int(total * shares[name] + 0.5)))
+        for name, pool in pools.items()
+    }
+    requests = np.concatenate([pool[: taken[name]] for name, pool in pools.items()])
+    requests.sort()
+    return CalibrationSet(
+        counts=trace.prompt_counts(requests) if trace.has_prompts else None,
+        decode_activation=trace.decode_activation(requests),
+        domain=trace.domain[requests],
+        domains=list(trace.domains),
+        requests=requests,
+        trace_checksum=trace.manifest.checksum,
+        gate_scores=trace.gate_scores,
+        trace=trace,
+    )
+
+
+@lru_cache(maxsize=8)
+def _coactivation(
+    calibration: CalibrationSet, tokens: Tokens, trace: RoutingTrace
+) -> NDArray[np.int64]:
+    found = coactivation(trace, calibration.requests, tokens)
+    found.flags.writeable = False
+    return found
+
+
+@lru_cache(maxsize=8)
+def _transitions(
+    calibration: CalibrationSet, tokens: Tokens, trace: RoutingTrace
+) -> NDArray[np.int64]:
+    found = transitions(trace, calibration.requests, tokens)
+    found.flags.writeable = False
+    return found
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise InputError if the calibration split's share is not between 0 and 1."""
+    if not 0 < fraction < 1:
+        raise InputError("calibration_fraction", f"got {fraction}", "a number between 0 and 1")
+
+
+def split_calibration(domain: Sequence[str], fraction: float) -> NDArray[np.bool_]:
+    """Return which requests of a new trace become its calibration split.
+
+    These are the first ones of each domain, so that neighbours, which may be cut from one document,
+    mostly fall on one side. Each split gets at least one request of a domain that has two.
+
+    Parameters
+    ----------
+    domain
+        Domain of each request.
+    fraction
+        Share of each domain's requests, between 0 and 1.
+
+    Returns
+    -------
+    bool ``[requests]``
+    """
+    labels = np.array(domain)
+    calibration = np.zeros(len(labels), dtype=bool)
+    for name in np.unique(labels):
+        mine = np.flatnonzero(labels == name)
+        take = int(len(mine) * fraction + 0.5)
+        if len(mine) > 1:
+            take = min(max(take, 1), len(mine) - 1)
+        calibration[mine[:take]] = True
+    return calibration

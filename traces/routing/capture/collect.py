@@ -1,0 +1,128 @@
+"""Captured routing from the log that the vLLM plug-in wrote."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.routing.capture.captured import CapturedRouting
+from eldr_sim.traces.routing.capture.prompts import Prompt
+from eldr_sim.traces.routing.capture.step_log import Header, LoggedRequest, external_ids, read_log
+
+__all__ = ["Collected", "collect"]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Requests that `collect` found in the log, and those that it did not.
+
+    Attributes
+    ----------
+    captured
+        Their routing, one entry for each of ``prompts``.
+    prompts
+        The requests that were found whole, in the order of the file.
+    absent
+        Names of requests that the log does not have.
+    unfinished
+        Names of requests without a generated token in the log.
+    unlabelled
+        Requests of the log that are not among those sent, such as a warm-up.
+    model
+        Folder or hub name that the engine served.
+    """
+
+    captured: CapturedRouting
+    prompts: list[Prompt]
+    absent: list[str]
+    unfinished: list[str]
+    unlabelled: int
+    model: str
+
+
+def collect(folder: str | os.PathLike[str], requests: Sequence[Prompt]) -> Collected:
+    """Join the log of an engine with the requests that were sent to it.
+
+    A request is matched by its ``request_id`` (what the client sent as ``X-Request-Id``), or else
+    by its prompt where that is a list of token ids.
+
+    Parameters
+    ----------
+    folder
+        What ``ELDR_SIM_CAPTURE`` named.
+    requests
+        The requests with their domains.
+
+    Raises
+    ------
+    InputError
+        If the log is broken, none of the requests is in it, or prompt tokens of one were never
+        computed (prefix caching was on, or a worker's log is missing).
+    """
+    header, logged = read_log(folder)
+    by_name: dict[str, LoggedRequest] = {}
+    for entry in reversed(logged):
+        by_name |= dict.fromkeys(reversed(external_ids(entry.request_id)), entry)
+    by_prompt: dict[tuple[int, ...], list[LoggedRequest]] = {}
+    for entry in logged:
+        by_prompt.setdefault(tuple(entry.prompt), []).append(entry)
+    used: set[str] = set()
+    found: list[tuple[Prompt, LoggedRequest]] = []
+    absent, unfinished = [], []
+    for request in requests:
+        match = by_name.get(request.request_id)
+        if match is None and isinstance(request.content, list):
+            same = by_prompt.get(tuple(request.content), [])  # type: ignore[arg-type]
+            match = next((entry for entry in same if entry.request_id not in used), None)
+        if match is None or match.request_id in used:
+            absent.append(request.request_id)
+            continue
+        used.add(match.request_id)
+        if match.missing:
+            raise InputError(
+                "log",
+                f"{match.missing} of the {len(match.experts)} tokens of {request.request_id} were "
+                "never computed",
+                "logs of all workers, from engines started with --no-enable-prefix-caching",
+            )
+        if len(match.experts) <= len(match.prompt):
+            unfinished.append(request.request_id)
+        else:
+            found.append((request, match))
+    if unfinished and not found:
+        raise InputError(
+            "log",
+            f"none of the {len(unfinished)} requests that are in it has a generated token",
+            "the logs of prefill and decode engines in one folder",
+        )
+    if not found:
+        raise InputError(
+            "log",
+            f"none of the {len(requests)} requests is among the {len(logged)} of the log, such as "
+            f"{logged[0].request_id}"
+            if logged
+            else "no step was logged",
+            "request_id as sent in X-Request-Id, or prompts that are lists of token ids",
+        )
+    return Collected(
+        captured=_captured(header, [entry for _, entry in found]),
+        prompts=[request for request, _ in found],
+        absent=absent,
+        unfinished=unfinished,
+        unlabelled=len(logged) - len(used),
+        model=header.model,
+    )
+
+
+def _captured(header: Header, entries: Sequence[LoggedRequest]) -> CapturedRouting:
+    return CapturedRouting(
+        experts=[entry.experts for entry in entries],
+        prompt_len=[len(entry.prompt) for entry in entries],
+        layers=header.layers,
+        n_decoder_layers=header.n_decoder_layers,
+        n_experts=header.n_experts,
+        captured_by=header.engine,
+        tool_versions=header.tool_versions,
+    )

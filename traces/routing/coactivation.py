@@ -1,0 +1,104 @@
+"""How often two experts of a layer are chosen by one token, by which placements group them.
+
+The routing profile of GRACE-MoE (Sec. 4): ``A[i, j]`` counts the tokens that chose both experts,
+and ``A[i, i]``, the load of an expert, those that chose it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.jit import njit, popcount
+from eldr_sim.traces.routing.format import RoutingTrace
+
+__all__ = ["Tokens", "affinity_of", "coactivation", "count_coactivation", "token_rows"]
+
+Tokens = Literal["all", "decode", "prompt"]
+"""Which tokens of requests are counted."""
+
+
+def coactivation(
+    trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all"
+) -> NDArray[np.int64]:
+    """Count the tokens of requests that chose each pair of experts.
+
+    Parameters
+    ----------
+    trace
+        The routing trace.
+    requests
+        Indices of requests, ``[n]``; each token of theirs counts the same.
+    tokens
+        ``decode`` are generated tokens, ``prompt`` those of prompts, ``all`` whatever is recorded.
+
+    Returns
+    -------
+    int64 ``[n_layers, n_experts, n_experts]``, symmetric; the diagonal is the load.
+
+    Raises
+    ------
+    InputError
+        If the prompts' tokens are asked of a decode-only trace.
+    """
+    return count_coactivation(trace.bits, token_rows(trace, requests, tokens), trace.n_experts)
+
+
+def token_rows(
+    trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all"
+) -> NDArray[np.int64]:
+    """Return the rows of the tokens of requests, one after the other; see `coactivation`."""
+    q = np.asarray(requests, dtype=np.int64)
+    if tokens == "all":
+        first, length = trace.recorded_rows(q)
+    elif tokens == "prompt":
+        trace.require_prompts("the co-activation of prompt tokens")
+        first, length = trace.first_row[q], trace.prompt_len[q].astype(np.int64)
+    elif tokens == "decode":
+        first, length = trace.decode_window(q)
+        first, length = first + trace.has_prompts, trace.output_len[q].astype(np.int64)
+    else:
+        raise InputError("tokens", f"{tokens!r}", "all, decode, prompt")
+    return np.concatenate(
+        [np.arange(a, a + n) for a, n in zip(first.tolist(), length.tolist(), strict=True)]
+        or [np.zeros(0, np.int64)]
+    )
+
+
+def count_coactivation(
+    bits: NDArray[np.uint64], rows: NDArray[np.int64], n_experts: int
+) -> NDArray[np.int64]:
+    """Count pairs in rows of bit sets, ``[tokens, layers, words]``; see `coactivation`."""
+    found = np.zeros((bits.shape[1], n_experts, n_experts), np.int64)
+    _add_pairs(bits, rows, np.zeros(64 * bits.shape[2], np.int64), found)
+    return found
+
+
+@njit()
+def _add_pairs(bits: Any, rows: Any, chosen: Any, found: Any) -> None:
+    """Add the pairs of each row; ``chosen`` has room for a layer's experts."""
+    for i in range(rows.shape[0]):
+        for layer in range(bits.shape[1]):
+            n = 0
+            for w in range(bits.shape[2]):
+                word = bits[rows[i], layer, w]
+                while word != 0:
+                    low = word & (~word + np.uint64(1))
+                    below: Any = popcount(low - np.uint64(1))  # type: ignore[call-arg]
+                    chosen[n] = 64 * w + below
+                    n += 1
+                    word ^= low
+            for a in range(n):
+                for b in range(n):
+                    found[layer, chosen[a], chosen[b]] += 1
+
+
+def affinity_of(pairs: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the affinity of different experts: `coactivation` without its diagonal."""
+    found = pairs.astype(np.float64)
+    every = np.arange(pairs.shape[-1])
+    found[..., every, every] = 0.0
+    return found

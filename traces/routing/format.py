@@ -1,0 +1,509 @@
+"""Routing trace format v2: a folder that records which experts a model chose, token by token.
+
+A trace folder holds three files, and may hold a fourth:
+
+``manifest.json``
+    What the trace is and where it came from, see `Manifest`.
+``requests.parquet``
+    One row a request: ``request_id`` (string), ``domain`` (string), ``prompt_len`` and
+    ``output_len`` (int32 tokens), ``first_row`` (int64), ``session`` (int32) and ``split``
+    (``calibration`` or ``serving``).
+``experts.npy`` or ``experts.npy.xz``
+    Chosen expert ids, uint8 or uint16 ``[token, layer, top_k]``, plain or compressed; the
+    manifest's ``rank_groups`` says what their order within a token and layer means, see
+    ``encoding``. The rows of a request are contiguous: from ``first_row`` on, one row for each
+    prompt token, then one for each generated token whose forward pass was recorded
+    (``output_len`` counts those). The requests' rows cover the file without gap or overlap.
+    A decode-only trace (``prompt_rows`` false in the manifest) leaves the prompt's rows out.
+``gate_scores.npz``
+    Optional: the gate's scores summed over the prompts of some requests, see ``gate_scores``.
+
+The forward pass of the last prompt token yields the first generated token, and that of
+generated token ``j`` yields token ``j + 1``. A decode worker that receives a request computes
+its last prompt token first (vLLM's KV connectors leave it one token short of the prompt), so
+the rows that a decode replays are ``1 + output_len`` from the last prompt row on, see
+`RoutingTrace.decode_window`. A decode-only trace lacks that prompt row, so its decodes replay the
+``output_len`` rows that there are.
+
+Version 1 is the same without ``experts.npy.xz``, rank groups and decode-only traces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.parquet import numbers, read_table
+from eldr_sim.traces.routing import gate_scores as gate_scores_file
+from eldr_sim.traces.routing.bitsets import bit_sets, check_ids, count_rows
+from eldr_sim.traces.routing.encoding import load_ids
+from eldr_sim.traces.routing.gate_scores import GateScores, PromptScore
+from eldr_sim.traces.routing.manifest import (
+    BUILTIN,
+    REFERENCE_TRACE,
+    Manifest,
+    Provenance,
+    builtin_traces,
+    read_manifest,
+)
+
+__all__ = [
+    "REFERENCE_TRACE",
+    "Manifest",
+    "Provenance",
+    "RoutingTrace",
+    "builtin_traces",
+    "open_trace",
+]
+
+SPLITS = ("calibration", "serving")
+COLUMNS = {
+    "request_id": pa.string(),
+    "domain": pa.string(),
+    "prompt_len": pa.int32(),
+    "output_len": pa.int32(),
+    "first_row": pa.int64(),
+    "session": pa.int32(),
+    "split": pa.string(),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """A validated routing trace. Its expert ids and bit sets are read when first asked for.
+
+    Attributes
+    ----------
+    path
+        The trace folder.
+    manifest
+        What the trace is.
+    request_id
+        Names of the requests, unique, length ``n_requests``.
+    domain
+        int16 ``[n_requests]``, index into ``manifest.domains``.
+    prompt_len, output_len
+        int32 ``[n_requests]``, tokens, each at least 1.
+    first_row
+        int64 ``[n_requests]``, row of the first recorded token in `experts`: the first of the
+        prompt, or of the decode where the trace is decode-only.
+    session
+        int32 ``[n_requests]``; requests of one conversation share a number.
+    is_calibration
+        bool ``[n_requests]``: for fitting policies only, never served.
+    gate_scores
+        The gate's scores summed over prompts, or None where the trace carries none.
+    kept_top_k
+        Of each token's experts, take this many that the gate ranked first (`with_top_k`); None
+        takes all.
+    calibration_apart
+        Opens the trace of the calibration split, where that lies in a folder of its own; None
+        where it is a part of this one.
+    """
+
+    path: Path
+    manifest: Manifest
+    request_id: list[str]
+    domain: NDArray[np.int16]
+    prompt_len: NDArray[np.int32]
+    output_len: NDArray[np.int32]
+    first_row: NDArray[np.int64]
+    session: NDArray[np.int32]
+    is_calibration: NDArray[np.bool_]
+    gate_scores: GateScores | None = None
+    kept_top_k: int | None = None
+    calibration_apart: Callable[[], RoutingTrace] | None = field(default=None, repr=False)
+
+    @cached_property
+    def experts(self) -> NDArray[np.uint8] | NDArray[np.uint16]:
+        """Expert ids, uint8 or uint16 ``[n_tokens, n_layers, top_k]``.
+
+        Memory-mapped if they are stored plain, else decompressed and checked when first asked
+        for; runs need the bit sets only.
+        """
+        return _read_experts(self.path, self.manifest)[..., : self.top_k]
+
+    @cached_property
+    def bits(self) -> NDArray[np.uint64]:
+        """The ids as bit sets, uint64 ``[n_tokens, n_layers, ceil(n_experts / 64)]``."""
+        return bit_sets(self)
+
+    @cached_property
+    def for_calibration(self) -> RoutingTrace:
+        """The trace that holds the calibration split: this one, or one opened when asked for."""
+        if self.calibration_apart is None:
+            return self
+        return replace(self.calibration_apart(), kept_top_k=self.kept_top_k)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether prompt tokens have rows; false for a decode-only trace."""
+        return self.manifest.prompt_rows
+
+    @property
+    def n_requests(self) -> int:
+        """Number of requests."""
+        return self.manifest.n_requests
+
+    @property
+    def n_layers(self) -> int:
+        """Number of MoE layers recorded."""
+        return self.manifest.n_layers
+
+    @property
+    def n_experts(self) -> int:
+        """Number of routed experts per layer."""
+        return self.manifest.n_experts
+
+    @property
+    def top_k(self) -> int:
+        """Experts chosen per token and layer."""
+        return self.kept_top_k or self.manifest.top_k
+
+    def with_top_k(self, top_k: int) -> RoutingTrace:
+        """Return the trace as a model of a smaller top-k would have it.
+
+        Of each token's experts in a layer those remain that the gate ranked first: what a gate of
+        the same scores and a smaller top-k chooses.
+
+        Raises
+        ------
+        InputError
+            If the trace does not tell those experts from the others.
+        """
+        known = list(accumulate(self.manifest.rank_groups or [self.manifest.top_k]))
+        if top_k not in known:
+            raise InputError(
+                "trace",
+                f"of the {self.manifest.top_k} experts a token chose, {self.path.name} does not "
+                f"say which {top_k} came first",
+                f"top-{', top-'.join(map(str, known))}",
+            )
+        return replace(self, kept_top_k=top_k)
+
+    @property
+    def domains(self) -> list[str]:
+        """Domain names, in the order of the indices in `domain`."""
+        return self.manifest.domains
+
+    def decode_window(self, requests: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return where the recorded decode of each request lies.
+
+        Parameters
+        ----------
+        requests
+            Indices of requests, ``[n]``.
+
+        Returns
+        -------
+        first, length
+            int64 ``[n]`` each: row of the last prompt token (what a decode worker computes
+            first) and ``1 + output_len`` rows from there; without prompt rows, the
+            ``output_len`` rows of the generated tokens.
+        """
+        q = np.asarray(requests, dtype=np.int64)
+        if not self.has_prompts:
+            return self.first_row[q], self.output_len[q].astype(np.int64)
+        first = self.first_row[q] + self.prompt_len[q] - 1
+        return first, self.output_len[q].astype(np.int64) + 1
+
+    def recorded_rows(self, requests: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the first row of requests and how many rows they have, int64 ``[n]`` each."""
+        q = np.asarray(requests, dtype=np.int64)
+        length = self.output_len[q].astype(np.int64)
+        return self.first_row[q], (length + self.prompt_len[q] if self.has_prompts else length)
+
+    def require_prompts(self, what: str) -> None:
+        """Raise InputError, which says that ``what`` needs them, if there are no prompt rows."""
+        if not self.has_prompts:
+            raise InputError(
+                "trace",
+                f"{self.path.name} is decode-only: no experts of prompt tokens, which {what} need",
+                "a trace with prompt rows",
+            )
+
+    def prompt_counts(self, requests: ArrayLike) -> NDArray[np.uint16] | NDArray[np.uint32]:
+        """Count how often each expert was chosen by the prompt tokens of each request.
+
+        This is ``c_r(l, e)`` of ELDR Sec. 4.2, what prefill workers hand to the router.
+
+        Parameters
+        ----------
+        requests
+            Indices of requests, ``[n]``.
+
+        Returns
+        -------
+        counts
+            ``[n, n_layers, n_experts]``, uint16, or uint32 where a prompt is longer than
+            65,535 tokens.
+
+        Raises
+        ------
+        InputError
+            If the trace is decode-only.
+        """
+        self.require_prompts("expert signatures")
+        q = np.asarray(requests, dtype=np.int64)
+        longest = int(self.prompt_len[q].max(initial=0))
+        kind = np.uint16 if longest <= np.iinfo(np.uint16).max else np.uint32
+        return self._counts(self.first_row[q], self.prompt_len[q], kind)
+
+    def prompt_scores(self, requests: ArrayLike, kind: PromptScore) -> NDArray[Any]:
+        """Sum up the prompts of requests in the way that a signature asks for.
+
+        Parameters
+        ----------
+        requests
+            Indices of requests, ``[n]``.
+        kind
+            ``count`` for `prompt_counts`; ``prob`` or ``logit`` for the gate's scores.
+
+        Returns
+        -------
+        scores
+            ``[n, n_layers, n_experts]``, float32 for gate scores.
+
+        Raises
+        ------
+        InputError
+            If the trace does not carry the gate's scores of all of the requests.
+        """
+        if kind == "count":
+            return self.prompt_counts(requests)
+        return gate_scores_file.select(self.gate_scores, requests, kind)
+
+    def decode_activation(self, requests: ArrayLike) -> NDArray[np.float32]:
+        """Return the fraction of decode steps in which each request chose each expert.
+
+        This is ``p_i(l, e)`` of ELDR Sec. 4.2.1, over the generated tokens' forward passes.
+
+        Parameters
+        ----------
+        requests
+            Indices of requests, ``[n]``.
+
+        Returns
+        -------
+        activation
+            float32 ``[n, n_layers, n_experts]`` in [0, 1]; each layer sums to ``top_k``.
+        """
+        q = np.asarray(requests, dtype=np.int64)
+        first, _ = self.decode_window(q)
+        counts = self._counts(first + self.has_prompts, self.output_len[q], np.uint32)
+        return (counts / self.output_len[q][:, None, None]).astype(np.float32)
+
+    def requests_of(self, domains: Sequence[str], calibration: bool) -> NDArray[np.int64]:
+        """Return the indices of one split's requests in some domains, in trace order.
+
+        Parameters
+        ----------
+        domains
+            Names out of ``manifest.domains``.
+        calibration
+            The calibration split if true, else the serving split.
+
+        Raises
+        ------
+        InputError
+            If a domain is not in the trace.
+        """
+        unknown = [name for name in domains if name not in self.domains]
+        if unknown:
+            raise InputError(
+                "domain",
+                f"{unknown[0]!r} is not in trace {self.path.name}",
+                ", ".join(self.domains),
+            )
+        wanted = [self.domains.index(name) for name in domains]
+        hit = np.isin(self.domain, wanted) & (self.is_calibration == calibration)
+        return np.flatnonzero(hit).astype(np.int64)
+
+    def _counts(self, first: NDArray[Any], length: NDArray[Any], kind: Any) -> NDArray[Any]:
+        out = np.empty((len(first), self.n_layers, self.n_experts), dtype=kind)
+        for i, (row, n) in enumerate(zip(first.tolist(), length.tolist(), strict=True)):
+            out[i] = count_rows(self.bits[row : row + n], self.n_experts)
+        return out
+
+
+def open_trace(
+    path_or_name: str | os.PathLike[str] = REFERENCE_TRACE, *, verify_checksum: bool = True
+) -> RoutingTrace:
+    """Open and validate a routing trace.
+
+    Parameters
+    ----------
+    path_or_name
+        Name of an embedded trace (`builtin_traces`) or a trace folder. A name wins over a
+        folder of the same name; write ``./name`` for the folder.
+    verify_checksum
+        Read the files through to verify their checksums and, of a plain file, every expert id
+        (compressed ids are verified whenever they are decompressed). Turn it off only for a
+        trace that was verified before, e.g. by the parent of a worker process.
+
+    Raises
+    ------
+    InputError
+        If anything about the trace is wrong, in one line.
+    """
+    if isinstance(path_or_name, str) and path_or_name in builtin_traces():
+        path = BUILTIN / path_or_name.replace("-", "_")
+    else:
+        path = Path(path_or_name)
+        if not path.is_dir():
+            raise InputError(
+                "trace",
+                f"{str(path_or_name)!r} is neither an embedded trace nor a folder",
+                ", ".join([*builtin_traces(), "path of a trace folder"]),
+            )
+    manifest = read_manifest(path / "manifest.json")
+    scores_path = path / gate_scores_file.FILE_NAME
+    if manifest.gate_scores_checksum is None and scores_path.exists():
+        raise InputError(
+            str(scores_path), "the manifest knows no such file", "gate_scores_checksum in it"
+        )
+    if verify_checksum:
+        checksums = [
+            (manifest.experts_file, manifest.checksum),
+            ("requests.parquet", manifest.requests_checksum),
+        ]
+        if manifest.gate_scores_checksum is not None:
+            checksums.append((scores_path.name, manifest.gate_scores_checksum))
+        for name, want in checksums:
+            got = sha256(path / name)
+            if got != want:
+                if name == manifest.experts_file:  # that it is truncated says more, where it is
+                    load_ids(path / name, manifest.encoding)
+                raise InputError(
+                    str(path / name),
+                    f"checksum {got[:12]}... differs from the manifest's {want[:12]}...",
+                    "the file as it was written",
+                )
+    trace = _read_requests(path, manifest)
+    if manifest.encoding == "npy":
+        experts = trace.experts
+    _check_rows(trace)
+    if manifest.gate_scores_checksum is not None:
+        scores = gate_scores_file.read(scores_path)
+        gate_scores_file.check(
+            scores, str(scores_path), trace.prompt_len, trace.n_layers, trace.n_experts
+        )
+        trace = replace(trace, gate_scores=scores)
+    if verify_checksum and manifest.encoding == "npy":
+        check_ids(experts, manifest.n_experts, str(path / manifest.experts_file))
+    return trace
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file; InputError names it if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(str(path), error.strerror or "cannot be read") from None
+
+
+def _read_experts(folder: Path, manifest: Manifest) -> NDArray[Any]:
+    path = folder / manifest.experts_file
+    experts = load_ids(path, manifest.encoding)
+    want = (manifest.n_tokens, manifest.n_layers, manifest.top_k)
+    if experts.shape != want:
+        raise InputError(
+            str(path), f"shape {list(experts.shape)}", f"{list(want)} as the manifest says"
+        )
+    if experts.dtype not in (np.dtype(np.uint8), np.dtype("<u2")):
+        raise InputError(str(path), f"dtype {experts.dtype}", "uint8, uint16")
+    if not experts.flags.c_contiguous:
+        raise InputError(str(path), "Fortran order", "C order")
+    if manifest.encoding != "npy":
+        check_ids(experts, manifest.n_experts, str(path))
+    return experts
+
+
+def _read_requests(path: Path, manifest: Manifest) -> RoutingTrace:
+    file = path / "requests.parquet"
+    try:
+        table = read_table(file)
+    except OSError as error:
+        raise InputError(str(file), error.strerror or f"{error}".splitlines()[0]) from None
+    except pa.ArrowException as error:
+        raise InputError(str(file), f"{error}".splitlines()[0], "a Parquet file") from None
+    columns: dict[str, Any] = {}
+    for name, kind in COLUMNS.items():
+        if name not in table.column_names:
+            raise InputError(str(file), f"column {name} is missing", ", ".join(COLUMNS))
+        column = table.column(name)
+        if column.type != kind or column.null_count:
+            raise InputError(
+                str(file),
+                f"column {name} is {column.type} with {column.null_count} nulls",
+                f"{kind}, no nulls",
+            )
+        columns[name] = column.to_pylist() if kind == pa.string() else numbers(column)
+    if table.num_rows != manifest.n_requests:
+        raise InputError(
+            str(file), f"{table.num_rows} requests", f"{manifest.n_requests} as the manifest says"
+        )
+    for name, allowed in (("domain", manifest.domains), ("split", list(SPLITS))):
+        unknown = sorted(set(columns[name]) - set(allowed))
+        if unknown:
+            raise InputError(str(file), f"unknown {name} {unknown[0]!r}", ", ".join(allowed))
+    if len(set(columns["request_id"])) != table.num_rows:
+        raise InputError(str(file), "request_id values are not unique")
+    index = {name: i for i, name in enumerate(manifest.domains)}
+    return RoutingTrace(
+        path=path,
+        manifest=manifest,
+        request_id=columns["request_id"],
+        domain=np.array([index[name] for name in columns["domain"]], dtype=np.int16),
+        prompt_len=columns["prompt_len"],
+        output_len=columns["output_len"],
+        first_row=columns["first_row"],
+        session=columns["session"],
+        is_calibration=np.array([s == SPLITS[0] for s in columns["split"]], dtype=bool),
+    )
+
+
+def _check_rows(trace: RoutingTrace) -> None:
+    file = str(trace.path / "requests.parquet")
+    for name, lengths in (("prompt_len", trace.prompt_len), ("output_len", trace.output_len)):
+        if lengths.min() < 1:
+            bad = int(lengths.argmin())
+            raise InputError(
+                file, f"{name} of request {trace.request_id[bad]} is {lengths[bad]}", "at least 1"
+            )
+    order = np.argsort(trace.first_row, kind="stable")
+    first, length = trace.recorded_rows(order)
+    end = first + length
+    expected = np.concatenate([[0], end[:-1]])
+    wrong = np.flatnonzero(first != expected)
+    name = trace.request_id[int(order[wrong[0]])] if wrong.size else ""
+    if wrong.size and first[wrong[0]] < expected[wrong[0]]:
+        raise InputError(
+            file,
+            f"rows of request {name} start at {first[wrong[0]]}, before row "
+            f"{expected[wrong[0]]} where the request before it ends",
+        )
+    if wrong.size:
+        raise InputError(
+            file,
+            f"rows {expected[wrong[0]]} to {first[wrong[0]] - 1} before "
+            f"request {name} belong to no request",
+        )
+    if end[-1] != trace.manifest.n_tokens:
+        raise InputError(
+            file,
+            f"the requests' rows end at {end[-1]}",
+            f"{trace.manifest.n_tokens}, the rows of {trace.manifest.experts_file}",
+        )

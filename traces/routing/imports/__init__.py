@@ -1,0 +1,1 @@
+"""Routing that other tools recorded, read into a routing trace."""

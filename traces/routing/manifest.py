@@ -1,0 +1,170 @@
+"""The manifest of a routing trace: what it is, how it is stored and where it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import parse_json, read_text
+from eldr_sim.traces.routing.encoding import FILE_NAMES, Encoding, check_groups
+
+__all__ = [
+    "BUILTIN",
+    "REFERENCE_TRACE",
+    "SYNTHETIC",
+    "Manifest",
+    "Provenance",
+    "builtin_traces",
+    "manifest_error",
+    "one_phase",
+    "read_manifest",
+    "rests_on",
+]
+
+BUILTIN = Path(__file__).parents[1] / "data"
+"""Folder of the traces that come with the package."""
+REFERENCE_TRACE = "reference-moe"
+"""Name of the embedded trace of this project's own model, which `open_trace` opens by itself."""
+
+SYNTHETIC = "Synthetic routing, "
+"""Begins the notes of a synthetic trace; what it was made of follows."""
+
+_UNTUNED = ("; changed by hand, tuned to nothing", "; given another shape, which nothing confirms")
+
+Provenance = Literal["recorded", "synthetic", "imported"]
+
+
+class Manifest(BaseModel):
+    """What a routing trace is and where it came from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    format_version: Literal[1, 2] = 2
+    """Version of this format. Version 1 knows no ``encoding``, ``rank_groups`` or ``prompt_rows``
+    and has their defaults."""
+    model: str = Field(min_length=1)
+    """The model whose gates chose the experts."""
+    n_layers: int = Field(ge=1)
+    """MoE layers recorded."""
+    n_experts: int = Field(ge=1, le=65536)
+    """Routed experts per layer."""
+    top_k: int = Field(ge=1)
+    """Experts chosen per token and layer."""
+    rank_groups: list[int] | None = None
+    """How much of the gate's order the ids of a token keep, see ``encoding``; None: nothing."""
+    prompt_rows: bool = True
+    """Whether prompt tokens have rows; false for a decode-only trace."""
+    recorded_phase: Literal["prompt", "generated"] | None = None
+    """Of which phase all recorded tokens are, where the recording has one only but the trace has
+    both, see ``prompt_share``; None where each phase was recorded."""
+    prompt_share: float | None = Field(default=None, gt=0, lt=1)
+    """The first share of a request's recorded tokens that stands for its prompt, the rest for its
+    generated tokens; None where each phase was recorded."""
+    encoding: Encoding = "npy"
+    """How the expert ids are stored, see ``encoding``."""
+    domains: list[str] = Field(min_length=1)
+    """Domain names; a request's ``domain`` is an index into this list."""
+    captured_by: str
+    """How the expert ids were captured."""
+    source_data: str
+    """The prompts: data set, version, licence."""
+    tool_versions: dict[str, str]
+    """Versions of the tools that recorded or converted the trace."""
+    checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of the file of expert ids."""
+    requests_checksum: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of ``requests.parquet``."""
+    gate_scores_checksum: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of ``gate_scores.npz``; None where the trace has none."""
+    n_requests: int = Field(ge=1)
+    """Rows of ``requests.parquet``."""
+    n_tokens: int = Field(ge=1)
+    """Rows of expert ids: recorded tokens of all requests."""
+    provenance: Provenance
+    """``recorded`` from a model that ran, ``synthetic`` (drawn from a distribution), or
+    ``imported`` from another project's recording."""
+    notes: str = ""
+    """Whatever a reader of results should know."""
+
+    @property
+    def experts_file(self) -> str:
+        """Name of the file of expert ids."""
+        return FILE_NAMES[self.encoding]
+
+
+def one_phase(manifest: Manifest) -> str | None:
+    """Say what stands for prompts and generated tokens where only one phase was recorded."""
+    if manifest.prompt_share is None:
+        return None
+    return (
+        f"all tokens of the routing trace were recorded as {manifest.recorded_phase} tokens: the "
+        f"first {100 * manifest.prompt_share:g}% of each request stand for its prompt, the rest "
+        "for what it generates"
+    )
+
+
+def rests_on(manifest: Manifest, model: str) -> str:
+    """Say what the routing of a run rests on: recorded, fitted to recorded tokens, or a preset.
+
+    Parameters
+    ----------
+    manifest
+        Of the trace.
+    model
+        Name of the model that is served; said where the routing is another model's.
+    """
+    if manifest.provenance == "synthetic":
+        source = manifest.notes.removeprefix(SYNTHETIC).rstrip(".") or "synthetic"
+        # Traces keep the words that they were made with.
+        source = source.replace(*_UNTUNED)
+    else:
+        phase = f"{manifest.recorded_phase} " if manifest.recorded_phase else ""
+        name = manifest.model.split(" (")[0]
+        source = f"{manifest.n_tokens:,} recorded {phase}tokens of {name}"
+    own = model.lower().removesuffix("-fp8") in manifest.model.lower()
+    return source if own else f"{source}, not of {model}"
+
+
+def builtin_traces() -> list[str]:
+    """Return the names of the traces that come with the package."""
+    return sorted(p.parent.name.replace("_", "-") for p in BUILTIN.glob("*/manifest.json"))
+
+
+def manifest_error(field: str, error: ValidationError) -> InputError:
+    """Return the first problem of a manifest as one line."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return InputError(field, f"{where}: {first['msg']}, got {first['input']!r:.60}")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read and check ``manifest.json``.
+
+    Raises
+    ------
+    InputError
+        If it cannot be read or says something that cannot be.
+    """
+    raw = parse_json(read_text(path, str(path)), str(path))
+    if not isinstance(raw, dict):
+        raise InputError(str(path), f"holds a JSON {type(raw).__name__}", "a JSON object")
+    version = raw.get("format_version")
+    if version not in (1, 2):
+        raise InputError(str(path), f"format_version {version!r}", "1, 2")
+    try:
+        manifest = Manifest.model_validate(raw)
+    except ValidationError as error:
+        raise manifest_error(str(path), error) from None
+    if manifest.top_k > manifest.n_experts:
+        raise InputError(
+            str(path), f"top_k {manifest.top_k} exceeds n_experts {manifest.n_experts}"
+        )
+    check_groups(manifest.rank_groups, manifest.top_k, str(path))
+    if (manifest.recorded_phase is None) != (manifest.prompt_share is None):
+        raise InputError(str(path), "recorded_phase or prompt_share alone", "both, or neither")
+    if len(set(manifest.domains)) != len(manifest.domains):
+        raise InputError(str(path), "domains are not unique")
+    return manifest

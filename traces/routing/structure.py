@@ -1,0 +1,230 @@
+"""Structure in a trace's routing: between layers, between domains, between requests.
+
+Next layer
+    Information of a layer's experts about the next layer's, in bits: the entropy ``H(e')`` of the
+    expert in layer ``l + 1`` and ``H(e' | e)`` given that of layer ``l``, over generated tokens.
+    ``top-1`` is the expert ranked first (where the trace knows it), ``any`` one drawn at random
+    from each layer's ``top_k``, so that part of its entropy comes from the draw.
+Domains
+    Jensen-Shannon divergence, bits, between the distributions of generated tokens' choices over
+    the experts of a layer; for comparison between the halves (even and odd requests) of a domain,
+    which differ by their limited number of requests alone.
+Requests
+    Nearest-neighbour accuracy: share of requests whose nearest other request, by cosine distance of
+    their prompts' expert counts (their decodes' in a decode-only trace), is of the same domain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.jit import njit
+from eldr_sim.traces.routing.coactivation import Tokens, token_rows
+from eldr_sim.traces.routing.format import RoutingTrace
+
+__all__ = [
+    "DomainDivergence",
+    "NextLayer",
+    "domain_divergence",
+    "generated_rows",
+    "nearest_neighbour_accuracy",
+    "next_layer_entropy",
+    "transitions",
+]
+
+_CHUNK_ROWS = 1 << 14
+
+
+@dataclass(frozen=True)
+class NextLayer:
+    """Entropy of a layer's expert, bits; one entry for each layer but the first.
+
+    Attributes
+    ----------
+    of
+        ``top-1`` or ``any``, see the module.
+    entropy
+        Unconditional.
+    conditional
+        Given the expert of the layer before.
+    """
+
+    of: str
+    entropy: list[float]
+    conditional: list[float]
+
+
+@dataclass(frozen=True)
+class DomainDivergence:
+    """Jensen-Shannon divergence between domains, bits, mean over layers.
+
+    Attributes
+    ----------
+    between
+        By domain and domain.
+    split_half
+        Between the halves of a domain, by domain; those of one request are left out.
+    by_layer
+        Mean over pairs of domains, for each layer.
+    """
+
+    between: dict[str, dict[str, float]]
+    split_half: dict[str, float]
+    by_layer: list[float]
+
+
+def generated_rows(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the rows of generated tokens and whether each follows another of its request."""
+    first, length = trace.recorded_rows(np.arange(trace.n_requests))
+    generated = np.zeros(trace.manifest.n_tokens, dtype=bool)
+    begins = np.zeros(trace.manifest.n_tokens, dtype=bool)
+    starts = first + length - trace.output_len
+    for start, n in zip(starts.tolist(), trace.output_len.tolist(), strict=True):
+        generated[start : start + n] = True
+        begins[start] = True
+    rows = np.flatnonzero(generated)
+    return rows, ~begins[rows]
+
+
+def next_layer_entropy(trace: RoutingTrace) -> list[NextLayer]:
+    """Measure how well a layer's experts predict the next layer's; empty for a single layer."""
+    if trace.n_layers < 2:
+        return []
+    groups = trace.manifest.rank_groups
+    ranked = trace.top_k == 1 or (groups is not None and groups[0] == 1)
+    shape = (trace.n_layers - 1, trace.n_experts, trace.n_experts)
+    joints = {
+        name: np.zeros(shape, np.int64) for name in (("top-1", "any") if ranked else ("any",))
+    }
+    rows, _ = generated_rows(trace)
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        ids = np.array(trace.experts[rows[start : start + _CHUNK_ROWS]])
+        for name, joint in joints.items():
+            _count_pairs(ids, 1 if name == "top-1" else trace.top_k, joint)
+    found = []
+    for name, joint in joints.items():
+        share = joint / joint.sum(axis=(1, 2), keepdims=True)
+        both = _entropy(share.reshape(len(share), -1))
+        found.append(
+            NextLayer(
+                of=name,
+                entropy=_entropy(share.sum(axis=1)).tolist(),
+                conditional=(both - _entropy(share.sum(axis=2))).tolist(),
+            )
+        )
+    return found
+
+
+def transitions(
+    trace: RoutingTrace, requests: ArrayLike, tokens: Tokens = "all"
+) -> NDArray[np.int64]:
+    """Count the tokens that chose expert i in a layer and expert j in the next one.
+
+    The recorded layers alone: a model of more layers replays them tile by tile, each tile with
+    other tokens, so that from the last layer of a tile to the first of the next no token goes on.
+
+    Parameters
+    ----------
+    trace
+        The routing trace.
+    requests, tokens
+        As of :func:`~eldr_sim.traces.routing.coactivation.coactivation`.
+
+    Returns
+    -------
+    int64 ``[n_layers - 1, n_experts, n_experts]``.
+    """
+    found = np.zeros((max(0, trace.n_layers - 1), trace.n_experts, trace.n_experts), np.int64)
+    rows = token_rows(trace, requests, tokens)
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        ids = np.array(trace.experts[rows[start : start + _CHUNK_ROWS]])
+        _count_pairs(ids, trace.top_k, found)
+    return found
+
+
+@njit()
+def _count_pairs(ids: Any, take: int, joint: Any) -> None:
+    """Count the pairs of neighbouring layers' experts among each token's first ``take``."""
+    for t in range(ids.shape[0]):
+        for layer in range(ids.shape[1] - 1):
+            for a in range(take):
+                for b in range(take):
+                    joint[layer, ids[t, layer, a], ids[t, layer + 1, b]] += 1
+
+
+def domain_divergence(
+    counts: NDArray[np.float64], domain: NDArray[Any], names: list[str]
+) -> DomainDivergence:
+    """Measure how far apart the domains' expert distributions are.
+
+    Parameters
+    ----------
+    counts
+        Generated tokens of each request that chose each expert, ``[n, layers, experts]``.
+    domain
+        Domain of each request, an index into ``names``.
+    names
+        The domains.
+    """
+    members = {name: np.flatnonzero(domain == d) for d, name in enumerate(names)}
+    members = {name: q for name, q in members.items() if len(q)}
+    share = {name: _distribution(counts[q]) for name, q in members.items()}
+    layers = counts.shape[1]
+    between = {a: {b: _divergence(share[a], share[b]) for b in share} for a in share}
+    pairs = [between[a][b] for a in share for b in share if a < b]
+    return DomainDivergence(
+        between={a: {b: float(js.mean()) for b, js in row.items()} for a, row in between.items()},
+        split_half={
+            name: float(
+                _divergence(_distribution(counts[q[::2]]), _distribution(counts[q[1::2]])).mean()
+            )
+            for name, q in members.items()
+            if len(q) > 1
+        },
+        by_layer=(np.mean(pairs, axis=0) if pairs else np.zeros(layers)).tolist(),
+    )
+
+
+def nearest_neighbour_accuracy(features: NDArray[np.float64], domain: NDArray[Any]) -> float | None:
+    """Return the share of requests whose nearest other one has their domain; None for fewer than 2.
+
+    Parameters
+    ----------
+    features
+        ``[n, ...]``, not all zero for any request.
+    domain
+        ``[n]``.
+    """
+    flat = features.reshape(len(features), -1).astype(np.float32)
+    if len(flat) < 2:
+        return None
+    flat /= np.linalg.norm(flat, axis=1, keepdims=True)
+    hits = 0
+    for start in range(0, len(flat), 1024):
+        near = flat[start : start + 1024] @ flat.T
+        own = np.arange(len(near))
+        near[own, start + own] = -np.inf
+        hits += int((domain[near.argmax(axis=1)] == domain[start : start + 1024]).sum())
+    return hits / len(flat)
+
+
+def _distribution(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    total = counts.sum(axis=0)
+    share: NDArray[np.float64] = total / total.sum(axis=-1, keepdims=True)
+    return share
+
+
+def _divergence(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Jensen-Shannon divergence of each layer, bits."""
+    js: NDArray[np.float64] = _entropy((p + q) / 2) - (_entropy(p) + _entropy(q)) / 2
+    return np.maximum(js, 0.0)
+
+
+def _entropy(share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Entropy over the last axis, bits."""
+    bits: NDArray[np.float64] = -(share * np.log2(np.where(share > 0, share, 1.0))).sum(axis=-1)
+    return bits

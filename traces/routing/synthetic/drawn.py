@@ -1,0 +1,194 @@
+"""The routing that a run replays where it names no trace: drawn for its model, kept in the cache.
+
+A recording of a served model has few requests or not its domains, and a trace of another model has
+other statistics (docs/synthetic.md compares them). So a run draws requests of the preset that is
+nearest to its model, in all its layers, for the domains that its workload has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from eldr_sim import cache
+from eldr_sim.errors import InputError
+from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.routing.format import RoutingTrace, open_trace
+from eldr_sim.traces.routing.synthetic.presets import PRESETS, Band, fitted_path, preset_model
+from eldr_sim.traces.routing.synthetic.synthesize import synthesize
+
+__all__ = ["CALIBRATION", "SERVING", "Shape", "drawn_trace", "nearest_preset", "wanted_domains"]
+
+Split = Literal["both", "calibration", "serving"]
+SERVING, CALIBRATION = 1000, 1000
+"""Requests drawn of each split: twice as many to serve change no median by a point
+(docs/synthetic.md); ELDR calibrates on 1,000 (Sec. 6)."""
+_OUTPUT_LEN = 64, 64
+"""Generated tokens: more change no median either."""
+
+#: Modules that say what is drawn: when they change, it is drawn anew.
+_SOURCES = (
+    "traces.requests.domains",
+    "traces.routing.synthetic.drawn",
+    "traces.routing.synthetic.model",
+    "traces.routing.synthetic.presets",
+    "traces.requests.prompt_lengths",
+    "traces.routing.synthetic.reshape",
+    "traces.routing.synthetic.sampler",
+    "traces.routing.synthetic.synthesize",
+)
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []  # of this process, where there is no cache
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What routing has of a model: MoE layers, routed experts a layer, experts a token chooses."""
+
+    n_layers: int
+    n_experts: int
+    top_k: int
+
+
+def nearest_preset(model: str, shape: Shape) -> str:
+    """Return the preset that a model's routing is drawn from.
+
+    Its own by name, or as the same model in another type of numbers; else that of the most similar
+    layers: experts and experts a token, by ratio.
+    """
+    name = model.removesuffix("-FP8")
+    if name in PRESETS:
+        return name
+
+    def distance(preset: str) -> float:
+        other = PRESETS[preset]
+        return abs(math.log(other.n_experts / shape.n_experts)) + abs(
+            math.log(other.top_k / shape.top_k)
+        )
+
+    return min(PRESETS, key=distance)
+
+
+def wanted_domains(
+    workload: str, *mixes: Mapping[str, float] | None
+) -> tuple[tuple[str, float], ...]:
+    """Return the domains to draw for a workload, with their weights.
+
+    Those of the mixes that are given, evenly; else the workload's own mix; else all, evenly.
+
+    Raises
+    ------
+    InputError
+        If a mix names another domain than those of the named workloads.
+    """
+    known = [name for mix in DOMAIN_MIXES.values() for name in mix]
+    named = dict.fromkeys(name for mix in mixes if mix is not None for name in mix)
+    for name in named:
+        if name not in known:
+            raise InputError(
+                "domain_mix",
+                f"{name!r} is none of the domains that can be drawn; a trace of your own has its",
+                ", ".join(known),
+            )
+    weights = dict.fromkeys(named, 1.0) or DOMAIN_MIXES.get(workload) or dict.fromkeys(known, 1.0)
+    return tuple(weights.items())
+
+
+def drawn_trace(
+    model: str,
+    shape: Shape,
+    domains: tuple[tuple[str, float], ...],
+    *,
+    gate_scores: bool = False,
+    band: Band = "middle",
+) -> RoutingTrace:
+    """Draw the routing of a model, or open what was drawn before on this machine.
+
+    The calibration split lies apart, and is drawn when it is asked for.
+
+    Parameters
+    ----------
+    model, shape
+        Name and shape of the served model.
+    domains
+        Domains and their weights, see `wanted_domains`.
+    gate_scores
+        Whether to draw the gate's probabilities, too, of both splits in one folder; the experts
+        are the same either way.
+    band
+        Where in the preset's band, see `presets`.
+    """
+    split = partial(_split, model, shape, domains, band=band)
+    if gate_scores:
+        return split("both", gate_scores=True)
+    return replace(split("serving"), calibration_apart=partial(split, "calibration"))
+
+
+def _split(
+    model: str,
+    shape: Shape,
+    domains: tuple[tuple[str, float], ...],
+    split: Split,
+    *,
+    band: Band,
+    gate_scores: bool = False,
+) -> RoutingTrace:
+    """Draw a split, or both, of a model's routing, or open what was drawn before."""
+    preset = nearest_preset(model, shape)
+    fitted = hashlib.sha256(fitted_path(PRESETS[preset].fitted).read_bytes()).hexdigest()
+    what = [preset, band, asdict(shape), domains, split, gate_scores, cache.stamp(_SOURCES), fitted]
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    name = f"{re.sub('[^a-z0-9.]+', '-', model.lower())}-{digest[:16]}"
+
+    def draw(folder: Path) -> None:
+        _draw(preset, band, shape, domains, split, gate_scores, folder)
+
+    for kept in (cache.find, partial(cache.keep_folder, write=draw)):
+        found = kept(cache.TRACES, name)
+        if found is not None and found.is_dir():
+            try:
+                return open_trace(found, verify_checksum=False)
+            except InputError:  # a part of it is gone, perhaps cleared by another process
+                shutil.rmtree(found, ignore_errors=True)
+    _kept.append(tempfile.TemporaryDirectory(prefix="eldr-sim-trace-"))
+    own = Path(_kept[-1].name) / name
+    draw(own)
+    return open_trace(own, verify_checksum=False)
+
+
+def _draw(
+    preset: str,
+    band: Band,
+    shape: Shape,
+    domains: tuple[tuple[str, float], ...],
+    split: Split,
+    gate_scores: bool,
+    folder: Path,
+) -> None:
+    wanted = asdict(shape)
+    own = {name: getattr(PRESETS[preset], name) for name in wanted}
+    model = preset_model(preset, band=band, **(wanted if wanted != own else {}))
+    weights = dict(domains)
+    total = sum(weights.values())
+    synthesize(
+        model,
+        folder,
+        requests=SERVING,
+        calibration=CALIBRATION,
+        prompt_len=None,
+        output_len=_OUTPUT_LEN,
+        seed=0,
+        shares=[weights.get(name, 0.0) / total for name in model.domains],
+        gate_scores=gate_scores,
+        split=split,
+        force=True,
+    )

@@ -1,0 +1,434 @@
+"""Sampler of the experts of requests from a `RoutingModel`.
+
+Every request draws from a stream of its own, so the first requests of a trace are the same
+however many follow, and requests are drawn in threads beside each other. The kernel adds and
+multiplies only, in an order of its own, with an exponential and a generator of its own: the same
+bytes on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from eldr_sim.jit import njit
+from eldr_sim.traces.routing.synthetic.model import DRIFT_BLOCK, RoutingModel
+from eldr_sim.traces.streams import stream
+
+__all__ = ["sample_experts", "sample_kinds_and_experts"]
+
+_LIMIT = 20.0
+"""Bound on the terms of a log weight, at both sides."""
+_COLUMNS = 16
+"""Experts are searched in so many columns first."""
+_CHUNK = 16
+"""Requests that a thread draws before it reports."""
+
+Progress = Callable[[float], None]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Narrow = NDArray[np.int32]
+Ints = NDArray[np.int64]
+
+
+def sample_experts(
+    model: RoutingModel,
+    domain: ArrayLike,
+    prompt_len: ArrayLike,
+    output_len: ArrayLike,
+    seed: int,
+    progress: Progress = lambda share: None,
+    gate: Floats | None = None,
+    first: int = 0,
+) -> NDArray[np.uint8] | NDArray[np.uint16]:
+    """Draw the experts of every token of some requests.
+
+    Parameters
+    ----------
+    model
+        What to draw from.
+    domain
+        ``[n]``, index into ``model.domains``.
+    prompt_len, output_len
+        ``[n]``, tokens, each at least 1.
+    seed
+        Non-negative integer.
+    progress
+        Called with the share of the tokens done.
+    gate
+        ``[n, L, E]``: where to put the gate's probabilities, summed over each prompt, if wanted.
+        The experts are the same either way.
+    first
+        Requests before these, which are not drawn.
+
+    Returns
+    -------
+    experts
+        uint8 or uint16 ``[tokens, layers, top_k]``, in the order in which they were chosen;
+        requests one after the other, prompt before generation.
+    """
+    topics = [np.flatnonzero(model.topic_domain == d) for d in range(len(model.domains))]
+    choice = [
+        int(stream(seed, f"synthetic-topic-{i}").choice(topics[int(d)]))
+        for i, d in enumerate(np.asarray(domain).tolist(), first)
+    ]
+    lengths = prompt_len, output_len
+    return sample_kinds_and_experts(model, choice, *lengths, seed, progress, gate, first)[1]
+
+
+def sample_kinds_and_experts(
+    model: RoutingModel,
+    topic: ArrayLike,
+    prompt_len: ArrayLike,
+    output_len: ArrayLike,
+    seed: int,
+    progress: Progress = lambda share: None,
+    gate: Floats | None = None,
+    first: int = 0,
+) -> tuple[NDArray[np.int64], NDArray[np.uint8] | NDArray[np.uint16]]:
+    """Draw requests of given topics: the kind of every token, and its experts."""
+    prompt = np.asarray(prompt_len, dtype=np.int64)
+    length = prompt + np.asarray(output_len, dtype=np.int64)
+    end = np.cumsum(length)
+    total, n, topics = int(length.sum()), len(length), np.asarray(topic).tolist()
+    dtype = np.uint8 if model.n_experts <= 256 else np.uint16
+    experts = np.empty((total, model.n_layers, model.top_k), dtype=dtype)
+    kinds = np.empty(total, np.int64)
+    terms = model.phase, model.kinds.transpose(1, 0, 2)
+    weights = [_transposed(np.exp(_clipped(part))) for part in terms]
+    reuse = np.exp(_clipped(model.reuse)).astype(np.float32)
+    topic_terms = _transposed(model.topics)
+    decay = np.exp(-DRIFT_BLOCK / model.drift_tokens)
+    drift = np.stack([model.drift_sd, decay, np.sqrt(1 - decay**2)]).astype(np.float32)
+    loadings = _transposed(model.loadings).reshape(len(model.loadings), -1)
+
+    def draw(begin: int) -> int:
+        last = min(begin + _CHUNK, n)
+        room = _room(*topic_terms.shape[1:])
+        for request in range(begin, last):
+            rng = stream(seed, f"synthetic-request-{first + request}")
+            c, rows = topics[request], slice(end[request] - length[request], end[request])
+            # One type for the compiler; ids become narrow afterwards.
+            chosen = np.empty((int(length[request]), model.n_layers, model.top_k), np.uint16)
+            summed = None if gate is None else np.zeros(topic_terms[c].shape)
+            _sample_request(
+                rng.integers(1 << 64, dtype=np.uint64),
+                topic_terms[c].ravel(),
+                loadings,
+                _walk(rng, int(length[request]), len(loadings), drift),
+                *weights,
+                reuse,
+                model.topic_kinds[c],
+                model.succession,
+                int(prompt[request]),
+                *room,
+                kinds[rows],
+                chosen,
+                summed,
+            )
+            experts[rows] = chosen
+            if gate is not None and summed is not None:
+                gate[request] = summed[: model.n_experts].T
+        return last
+
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as threads:
+        for last in threads.map(draw, range(0, n, _CHUNK)):
+            progress(float(end[last - 1]) / total)
+    return kinds, experts
+
+
+def _walk(rng: np.random.Generator, tokens: int, factors: int, drift: Floats) -> Floats:
+    """Return the drift's scores in every block, ``[blocks, factors]``."""
+    blocks = -(-tokens // DRIFT_BLOCK)
+    noise = rng.standard_normal((blocks, 2, factors), dtype=np.float32)
+    path = np.empty((blocks, factors), np.float32)
+    _autoregress(noise, drift, path)
+    return path
+
+
+@njit(nogil=True)
+def _autoregress(noise: Floats, drift: Floats, path: Floats) -> None:
+    """Set ``path`` to the sums of processes that ``noise [blocks, 2, factors]`` moves on.
+
+    ``drift`` has a column a process: standard deviation, decay over a block, and the share of the
+    noise that keeps the variance. The first values are the noise itself.
+    """
+    for block in range(len(path)):
+        for r in range(path.shape[1]):
+            total = np.float32(0.0)
+            for process in range(2):
+                if block > 0:
+                    noise[block, process, r] = (
+                        drift[1, process] * noise[block - 1, process, r]
+                        + drift[2, process] * noise[block, process, r]
+                    )
+                total += drift[0, process] * noise[block, process, r]
+            path[block, r] = total
+
+
+def _room(width: int, layers: int) -> tuple[NDArray[Any], ...]:
+    """Return what `_sample_request` works in: its parameters ``bits`` to ``state``."""
+    bits, topic = np.empty(width * layers, np.int32), np.empty((width, layers), np.float32)
+    return (
+        bits,
+        bits.view(np.float32),
+        topic.ravel(),  # the same numbers
+        topic,
+        np.empty_like(topic),
+        np.empty((_COLUMNS, layers)),
+        np.empty(layers),
+        np.empty(layers, np.int64),
+        np.empty(1, np.uint64),
+    )
+
+
+def _clipped(log_weight: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.clip(log_weight, -_LIMIT, _LIMIT)
+
+
+def _transposed(part: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return ``[..., L, E]`` as ``[..., E, L]``, with experts of 0 up to a multiple of `_COLUMNS`.
+
+    Layers are drawn beside each other, in the lanes of the processor's vectors.
+    """
+    *above, layers, n_experts = part.shape
+    out = np.zeros((*above, -(-n_experts // _COLUMNS) * _COLUMNS, layers), np.float32)
+    out[..., :n_experts, :] = part.swapaxes(-1, -2)
+    return out
+
+
+@njit(nogil=True)
+def _sample_request(
+    seed: np.uint64,
+    base: Floats,
+    loadings: Floats,
+    path: Floats,
+    phases: Floats,
+    kinds: Floats,
+    reuse: Floats,
+    shares: Doubles,
+    succession: Doubles,
+    prompt: int,
+    bits: Narrow,
+    power: Floats,
+    flat: Floats,
+    topic: Floats,
+    weight: Floats,
+    before: Doubles,
+    target: Doubles,
+    column: Ints,
+    state: NDArray[np.uint64],
+    kind_of: Ints,
+    out: NDArray[np.uint16],
+    gate: Doubles | None,
+) -> None:
+    """Fill ``out [tokens, layers, top_k]`` with the experts of one request, ``kind_of`` with kinds.
+
+    ``base`` and each of the ``loadings`` are tables ``[E, L]`` that lie flat, ``path`` holds the
+    drift's scores by block; ``bits`` to ``state`` are room to work in, of `_room`. ``gate [E, L]``
+    takes the probabilities of prompt tokens, if given.
+    """
+    tokens, layers, top_k = out.shape
+    state[0] = seed
+    if gate is not None:
+        noise, before_choice = np.array([~seed]), np.empty_like(weight)
+    for t in range(tokens):
+        if t % DRIFT_BLOCK == 0:
+            _exponential(base, loadings, path[t // DRIFT_BLOCK], bits, power, flat)
+        kind = _next_kind(_uniform(state), shares, succession, kind_of, t)
+        kind_of[t] = kind
+        phase = 0 if t < prompt else 1
+        for e in range(len(topic)):
+            for layer in range(layers):
+                popular = kinds[kind, e, layer] * phases[phase, e, layer]
+                weight[e, layer] = topic[e, layer] * popular
+        if t > 0:
+            for layer in range(layers):
+                for slot in range(top_k):
+                    weight[out[t - 1, layer, slot], layer] *= reuse[layer]
+        _sum_up(weight, before)
+        if gate is not None:
+            before_choice[:] = weight
+        for slot in range(top_k):
+            _choose(state, weight, before, target, column, out, t, slot)
+        if gate is not None and t < prompt:
+            _add_gate(noise, before_choice, out, t, gate)
+
+
+@njit(inlined=True)
+def _random(state: NDArray[np.uint64]) -> np.uint64:
+    """Return the next 64 random bits: SplitMix64 (Steele, Lea and Flood 2014, OOPSLA)."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = state[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.uint64(z ^ (z >> np.uint64(31)))
+
+
+@njit(inlined=True)
+def _uniform(state: NDArray[np.uint64]) -> float:
+    return float(np.int64(_random(state) >> np.uint64(11))) * 2.0**-53
+
+
+@njit(inlined=True)
+def _next_kind(random: float, shares: Doubles, succession: Doubles, kind_of: Ints, t: int) -> int:
+    total = 0.0
+    for kind in range(len(shares)):
+        total += shares[kind] * (succession[kind_of[t - 1], kind] if t > 0 else 1.0)
+    target = random * total
+    total = 0.0
+    for kind in range(len(shares)):
+        total += shares[kind] * (succession[kind_of[t - 1], kind] if t > 0 else 1.0)
+        if total > target:
+            return kind
+    return 0
+
+
+@njit()
+def _exponential(
+    base: Floats, loadings: Floats, scores: Floats, bits: Narrow, power: Floats, out: Floats
+) -> None:
+    """Set ``out`` to the exponential of topic and drift, within float32's rounding.
+
+    ``power`` is ``bits`` read as floating-point numbers, as long as ``base`` and ``out``.
+    """
+    for i in range(len(base)):
+        out[i] = base[i]
+    for r in range(len(scores)):
+        score = scores[r]
+        for i in range(len(base)):
+            out[i] += score * loadings[r, i]
+    for i in range(len(base)):
+        x = out[i]
+        x = min(max(x, np.float32(-_LIMIT)), np.float32(_LIMIT)) * np.float32(1.4426950408889634)
+        whole = np.int32(x + np.float32(64.5)) - np.int32(64)
+        x -= np.float32(np.int32(whole))
+        bits[i] = np.int32(np.int32(whole + np.int32(127)) << np.int32(23))
+        # Taylor's series of 2^x for x in [-1/2, 1/2].
+        y = np.float32(1.5403530e-4)
+        y = y * x + np.float32(1.3333558e-3)
+        y = y * x + np.float32(9.6181291e-3)
+        y = y * x + np.float32(5.5504109e-2)
+        y = y * x + np.float32(2.4022651e-1)
+        y = y * x + np.float32(6.9314718e-1)
+        out[i] = y * x + np.float32(1.0)
+    for i in range(len(base)):
+        out[i] *= power[i]
+
+
+@njit(inlined=True)
+def _sum_up(weight: Floats, before: Doubles) -> None:
+    """Set ``before [_COLUMNS, layers]`` to the weights of all columns up to and with one."""
+    width, layers = weight.shape
+    for c in range(_COLUMNS):
+        for layer in range(layers):
+            before[c, layer] = weight[c, layer]
+    for e in range(_COLUMNS, width):
+        c = e % _COLUMNS
+        for layer in range(layers):
+            before[c, layer] += weight[e, layer]
+    for c in range(1, _COLUMNS):
+        for layer in range(layers):
+            before[c, layer] += before[c - 1, layer]
+
+
+@njit(inlined=True)
+def _choose(
+    state: NDArray[np.uint64],
+    weight: Floats,
+    before: Doubles,
+    target: Doubles,
+    column: Ints,
+    out: NDArray[np.uint16],
+    t: int,
+    slot: int,
+) -> None:
+    """Draw an expert in each layer, in proportion to its weight among those left; take it away.
+
+    A search counts the sums that do not exceed its target: of columns, then within one. Sums in
+    float64 of float32 weights hardly round; where only rounding is left of what was taken away,
+    the expert is searched by the weights alone.
+    """
+    width, layers = weight.shape
+    for layer in range(layers):
+        target[layer] = _uniform(state) * before[_COLUMNS - 1, layer]
+        column[layer] = 0
+    for c in range(_COLUMNS - 1):
+        for layer in range(layers):
+            column[layer] += np.int64(before[c, layer] <= target[layer])
+    for layer in range(layers):
+        c = column[layer]
+        rest = target[layer] - (before[c - 1, layer] if c > 0 else 0.0)
+        found, total = c, 0.0
+        for e in range(c, width - _COLUMNS, _COLUMNS):
+            total += weight[e, layer]
+            found += _COLUMNS * np.int64(total <= rest)
+        if weight[found, layer] == 0:
+            found = _search(_uniform(state), weight, layer)
+            column[layer] = found % _COLUMNS
+        out[t, layer, slot] = found
+        target[layer] = weight[found, layer]
+        weight[found, layer] = 0.0
+    for c in range(_COLUMNS):
+        for layer in range(layers):
+            before[c, layer] -= target[layer] if column[layer] <= c else 0.0
+
+
+@njit(inlined=True)
+def _add_gate(
+    noise: NDArray[np.uint64],
+    weight: Floats,
+    out: NDArray[np.uint16],
+    t: int,
+    gate: Doubles,
+) -> None:
+    """Add a token's softmax over all experts, of scores that rank the chosen ones as they are.
+
+    A choice by weights is a race: who arrives first after exponential times is chosen first. Given
+    the order, the times between the chosen are exponential in the weight of all that are left, and
+    the others arrive after them. The score, weight and Gumbel noise, is minus the time's logarithm.
+    """
+    width, layers = weight.shape
+    time = np.empty(width)
+    for layer in range(layers):
+        left = 0.0
+        for e in range(width):
+            left += weight[e, layer]
+            time[e] = 0.0
+        last = 0.0
+        for slot in range(out.shape[2]):
+            e = out[t, layer, slot]
+            last -= math.log(1.0 - _uniform(noise)) / max(left, 1e-30)
+            left -= weight[e, layer]
+            time[e] = last
+        total = 0.0
+        for e in range(width):
+            if time[e] == 0.0:
+                after = -math.log(1.0 - _uniform(noise))
+                time[e] = last + after / weight[e, layer] if weight[e, layer] > 0 else math.inf
+            total += 1.0 / time[e]
+        for e in range(width):
+            gate[e, layer] += 1.0 / time[e] / total
+
+
+@njit(inlined=True)
+def _search(random: float, weight: Floats, layer: int) -> int:
+    """Draw an expert of a layer by the weights alone."""
+    total = 0.0
+    for e in range(len(weight)):
+        total += weight[e, layer]
+    rest = random * total
+    found = 0
+    for e in range(len(weight)):
+        if weight[e, layer] > 0:
+            found = e
+            if rest < weight[e, layer]:
+                break
+            rest -= weight[e, layer]
+    return found

@@ -1,0 +1,215 @@
+"""Synthetic traces: requests of a `RoutingModel` as a folder of the trace format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim import __version__
+from eldr_sim.errors import InputError
+from eldr_sim.inputs import ARRAY_LIMIT, within
+from eldr_sim.traces.requests.prompt_lengths import draw_prompt_lengths
+from eldr_sim.traces.routing.format import RoutingTrace
+from eldr_sim.traces.routing.gate_scores import GateScores
+from eldr_sim.traces.routing.manifest import SYNTHETIC
+from eldr_sim.traces.routing.synthetic.model import RoutingModel
+from eldr_sim.traces.routing.synthetic.sampler import sample_experts
+from eldr_sim.traces.routing.writer import write_trace
+from eldr_sim.traces.streams import stream
+
+__all__ = ["synthesize", "synthesize_like"]
+
+_MOST_REQUESTS = 1_000_000
+_LONGEST = 2**31 - 1
+Lengths = tuple[int, int]
+Progress = Callable[[float], None]
+
+
+def synthesize(
+    model: RoutingModel,
+    out: str | os.PathLike[str],
+    *,
+    requests: int,
+    calibration: int,
+    prompt_len: Lengths | None,
+    output_len: Lengths,
+    seed: int,
+    shares: Sequence[float] | None = None,
+    gate_scores: bool = False,
+    split: Literal["both", "calibration", "serving"] = "both",
+    force: bool = False,
+    progress: Progress = lambda share: None,
+) -> RoutingTrace:
+    """Write a trace of requests that take turns between the model's domains.
+
+    Parameters
+    ----------
+    model
+        Model to draw from.
+    out
+        Folder to make.
+    requests, calibration
+        Requests of the serving and the calibration split.
+    prompt_len, output_len
+        Least and greatest number of tokens, drawn uniformly. Without ``prompt_len``, prompts are as
+        long as those of their domains' data sets (`prompt_lengths`).
+    seed
+        Non-negative integer. The same model, lengths and seed give the same trace.
+    shares
+        Share of each of the model's domains in both splits, which sum to 1; by default all alike.
+    gate_scores
+        Whether to draw the gate's probabilities, too; the experts are the same either way.
+    split
+        Which requests to draw: those of a split are the same as in the trace of both.
+    force
+        Replace ``out`` if it is a trace.
+    progress
+        Called with the share done.
+
+    Raises
+    ------
+    InputError
+        If a number is out of range, a domain has no data set whose prompts to follow, or ``out``
+        exists and may not be replaced.
+    """
+    if requests < 0 or calibration < 0 or requests + calibration < 1:
+        raise InputError("requests", f"got {requests} and {calibration}", "at least 1 in all")
+    n = requests + calibration
+    within("requests", n, _MOST_REQUESTS)
+    if shares is None:
+        domain = np.arange(n) % len(model.domains)
+    else:
+        domain = np.concatenate([_turns(shares, count) for count in (calibration, requests)])
+    spans = {"calibration": (0, calibration), "serving": (calibration, n)}
+    return _write(
+        model,
+        out,
+        domain=domain,
+        prompt_len=draw_prompt_lengths([model.domains[d] for d in domain], seed)
+        if prompt_len is None
+        else _uniform("prompt_len", prompt_len, n, seed),
+        output_len=_uniform("output_len", output_len, n, seed),
+        is_calibration=np.arange(n) < calibration,
+        span=spans.get(split),
+        seed=seed,
+        gate_scores=gate_scores,
+        force=force,
+        progress=progress,
+    )
+
+
+def _uniform(name: str, span: Lengths, n: int, seed: int) -> NDArray[np.int64]:
+    low, high = span
+    if not 1 <= low <= high:
+        raise InputError(name, f"got {low}:{high}", "1 or more, the lesser first")
+    within(name, high, _LONGEST, " tokens")
+    return stream(seed, f"synthetic-{name}").integers(low, high, n, endpoint=True)
+
+
+def _turns(shares: Sequence[float], n: int) -> NDArray[np.int64]:
+    """Return the domain of each of ``n`` requests, evenly mixed; one at least of a domain."""
+    exact = np.asarray(shares, dtype=np.float64) * n
+    counts = np.where(exact > 0, np.maximum(np.floor(exact), 1), 0).astype(np.int64)
+    behind = np.argsort(counts - exact, kind="stable")
+    counts[behind[: max(n - int(counts.sum()), 0)]] += 1
+    place = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+    domain = np.repeat(np.arange(len(counts)), counts)
+    return domain[np.argsort(place, kind="stable")][:n]
+
+
+def synthesize_like(
+    model: RoutingModel,
+    trace: RoutingTrace,
+    out: str | os.PathLike[str],
+    *,
+    seed: int,
+    force: bool = False,
+    progress: Progress = lambda share: None,
+) -> RoutingTrace:
+    """Write a trace of requests with the domains, lengths and split of another trace's.
+
+    Parameters
+    ----------
+    model
+        Model to draw from; it must have the trace's domains.
+    trace
+        Trace whose requests to follow.
+    out, seed, force, progress
+        As for `synthesize`.
+
+    Raises
+    ------
+    InputError
+        If the model lacks a domain, or ``out`` exists and may not be replaced.
+    """
+    missing = [name for name in trace.domains if name not in model.domains]
+    if missing:
+        raise InputError(
+            "like", f"the model has no domain {missing[0]!r}", ", ".join(model.domains)
+        )
+    order = np.argsort(trace.first_row, kind="stable")
+    index = np.array([model.domains.index(name) for name in trace.domains])
+    return _write(
+        model,
+        out,
+        domain=index[trace.domain[order]],
+        prompt_len=trace.prompt_len[order],
+        output_len=trace.output_len[order],
+        is_calibration=trace.is_calibration[order],
+        seed=seed,
+        force=force,
+        progress=progress,
+    )
+
+
+def _write(
+    model: RoutingModel,
+    out: str | os.PathLike[str],
+    *,
+    domain: NDArray[Any],
+    prompt_len: NDArray[Any],
+    output_len: NDArray[Any],
+    is_calibration: NDArray[np.bool_],
+    span: tuple[int, int] | None = None,
+    seed: int,
+    gate_scores: bool = False,
+    force: bool,
+    progress: Progress,
+) -> RoutingTrace:
+    if os.path.lexists(out) and not force:
+        raise InputError("out", f"{os.fspath(out)} exists", "a new folder, or --force")
+    used = [name for d, name in enumerate(model.domains) if (domain == d).any()]
+    first, last = span or (0, len(domain))
+    domain, prompt_len, output_len, is_calibration = (
+        column[first:last] for column in (domain, prompt_len, output_len, is_calibration)
+    )
+    tokens = float(prompt_len.sum(dtype=np.float64) + output_len.sum(dtype=np.float64))
+    ids = tokens * model.n_layers * model.top_k
+    within("requests", 2 * ids, ARRAY_LIMIT, " bytes of expert ids")
+    n = len(domain)
+    prob = np.empty((n, model.n_layers, model.n_experts), np.float32) if gate_scores else None
+    experts = sample_experts(model, domain, prompt_len, output_len, seed, progress, prob, first)
+    return write_trace(
+        out,
+        experts=experts,
+        request_id=[f"{model.domains[d]}-{i:05d}" for i, d in enumerate(domain.tolist(), first)],
+        domain=[model.domains[d] for d in domain.tolist()],
+        prompt_len=prompt_len,
+        output_len=output_len,
+        is_calibration=is_calibration,
+        model=str(model.facts["model"]),
+        n_experts=model.n_experts,
+        domains=used,
+        captured_by=f"drawn by eldr-sim trace synthesize, seed {seed}",
+        source_data="none: no text, no model",
+        tool_versions={"eldr-sim": __version__, "numpy": np.__version__},
+        provenance="synthetic",
+        notes=f"{SYNTHETIC}{model.facts['source']}.",
+        gate_scores=None if prob is None else GateScores(np.arange(n), prob),
+        rank_groups=[1] * experts.shape[-1],  # in the order in which they were drawn
+        force=force,
+    )

@@ -1,0 +1,182 @@
+"""Writer of routing traces: a whole and valid folder of format v2, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import ArrayLike, NDArray
+from pydantic import ValidationError
+
+from eldr_sim.errors import InputError
+from eldr_sim.outputs import whole_folder
+from eldr_sim.traces.routing import gate_scores as gate_scores_file
+from eldr_sim.traces.routing.encoding import FILE_NAMES, Encoding, check_groups, save_ids
+from eldr_sim.traces.routing.format import (
+    COLUMNS,
+    SPLITS,
+    RoutingTrace,
+    open_trace,
+    sha256,
+)
+from eldr_sim.traces.routing.gate_scores import GateScores
+from eldr_sim.traces.routing.manifest import Manifest, Provenance, manifest_error
+
+__all__ = ["write_trace"]
+
+
+def write_trace(
+    out: str | os.PathLike[str],
+    *,
+    experts: NDArray[Any],
+    request_id: Sequence[str],
+    domain: Sequence[str],
+    prompt_len: ArrayLike,
+    output_len: ArrayLike,
+    is_calibration: ArrayLike,
+    model: str,
+    n_experts: int,
+    domains: Sequence[str],
+    captured_by: str,
+    source_data: str,
+    tool_versions: Mapping[str, str],
+    provenance: Provenance,
+    notes: str = "",
+    session: ArrayLike | None = None,
+    gate_scores: GateScores | None = None,
+    rank_groups: Sequence[int] | None = None,
+    prompt_rows: bool = True,
+    recorded_phase: Literal["prompt", "generated"] | None = None,
+    prompt_share: float | None = None,
+    encoding: Encoding = "npy",
+    force: bool = False,
+) -> RoutingTrace:
+    """Write a routing trace: a whole and valid folder, or nothing.
+
+    Parameters
+    ----------
+    out
+        Folder to make.
+    experts
+        Expert ids ``[tokens, layers, top_k]``, the requests' rows one after the other: of each
+        its prompt tokens, unless ``prompt_rows`` is false, and its generated tokens.
+    request_id, domain, prompt_len, output_len, is_calibration
+        One entry a request, see `RoutingTrace`; ``domain`` by name.
+    model, n_experts, domains, captured_by, source_data, tool_versions, provenance, notes
+        See `Manifest`.
+    session
+        Conversation number of each request; by default each request is its own.
+    gate_scores
+        The gate's scores summed over the prompts of some requests.
+    rank_groups
+        How much of the gate's order the ids keep, see ``encoding``: ``[1] * top_k`` if they are
+        ranked, None if not.
+    prompt_rows
+        Whether ``experts`` has rows for prompt tokens.
+    recorded_phase, prompt_share
+        See `Manifest`.
+    encoding
+        How to store the ids: ``npy`` to be memory-mapped, ``xz`` compressed.
+    force
+        Replace ``out`` if it is there.
+
+    Returns
+    -------
+    RoutingTrace
+        The trace as read back from ``out``.
+
+    Raises
+    ------
+    InputError
+        If ``out`` exists and ``force`` is false, or if the trace would not be valid.
+    """
+    target = Path(out)
+    _check_target(target, force)
+    ids = _checked_ids(experts, n_experts)
+    groups = check_groups(rank_groups, ids.shape[2], "rank_groups")
+    n = len(request_id)
+    requests = _requests_table(
+        prompt_rows,
+        request_id=list(request_id),
+        domain=list(domain),
+        prompt_len=np.asarray(prompt_len, dtype=np.int64),
+        output_len=np.asarray(output_len, dtype=np.int64),
+        session=np.arange(n) if session is None else np.asarray(session),
+        split=[SPLITS[0] if c else SPLITS[1] for c in np.asarray(is_calibration, bool)],
+    )
+    with whole_folder(target) as temporary:
+        save_ids(temporary / FILE_NAMES[encoding], ids, encoding)
+        pq.write_table(requests, temporary / "requests.parquet", compression="zstd")
+        scores_path = temporary / gate_scores_file.FILE_NAME
+        if gate_scores is not None:
+            gate_scores_file.write(scores_path, gate_scores)
+        try:
+            manifest = Manifest(
+                model=model,
+                n_layers=ids.shape[1],
+                n_experts=n_experts,
+                top_k=ids.shape[2],
+                rank_groups=groups,
+                prompt_rows=prompt_rows,
+                recorded_phase=recorded_phase,
+                prompt_share=prompt_share,
+                encoding=encoding,
+                domains=list(domains),
+                captured_by=captured_by,
+                source_data=source_data,
+                tool_versions=dict(tool_versions),
+                notes=notes,
+                provenance=provenance,
+                checksum=sha256(temporary / FILE_NAMES[encoding]),
+                requests_checksum=sha256(temporary / "requests.parquet"),
+                gate_scores_checksum=None if gate_scores is None else sha256(scores_path),
+                n_requests=n,
+                n_tokens=ids.shape[0],
+            )
+        except ValidationError as error:
+            raise manifest_error("manifest", error) from None
+        fields = manifest.model_dump(exclude_none=True)
+        text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+        (temporary / "manifest.json").write_text(text, encoding="utf-8")
+        open_trace(temporary).experts  # noqa: B018  reads and checks them
+    return open_trace(target, verify_checksum=False)  # verified above
+
+
+def _check_target(target: Path, force: bool) -> None:
+    if target.exists() and not force:
+        raise InputError("out", f"{target} exists", "a new folder, or force")
+    if target.exists() and any(target.iterdir()) and not (target / "manifest.json").exists():
+        raise InputError("out", f"{target} exists and is no trace", "a new folder, or a trace")
+
+
+def _checked_ids(experts: NDArray[Any], n_experts: int) -> NDArray[Any]:
+    """Return expert ids in the type and order of the file."""
+    ids = np.asarray(experts)
+    if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
+        raise InputError(
+            "experts", f"got {ids.dtype} {list(ids.shape)}", "integers [tokens, layers, top_k]"
+        )
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= n_experts):
+        raise InputError(
+            "experts", f"ids span {int(ids.min())}..{int(ids.max())}", f"0..{n_experts - 1}"
+        )
+    return np.ascontiguousarray(ids, dtype=np.uint8 if n_experts <= 256 else np.uint16)
+
+
+def _requests_table(prompt_rows: bool, **columns: Any) -> pa.Table:
+    """Return the table of requests; their rows of expert ids follow each other."""
+    n = len(columns["request_id"])
+    wrong = [name for name, column in columns.items() if len(column) != n]
+    if wrong:
+        raise InputError(wrong[0], f"has {len(columns[wrong[0]])} entries for {n} requests")
+    rows = columns["output_len"] + (columns["prompt_len"] if prompt_rows else 0)
+    columns["first_row"] = np.cumsum(rows) - rows
+    # Lists: for NumPy arrays pyarrow imports pandas, which takes half a second.
+    arrays = [pa.array(list(columns[name]), type=kind) for name, kind in COLUMNS.items()]
+    return pa.table(arrays, names=list(COLUMNS))

@@ -1,0 +1,1 @@
+"""Predictions of runs that others published."""

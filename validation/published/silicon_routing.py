@@ -1,0 +1,109 @@
+"""Routing of the measured runs' random prompts, which nobody recorded: uniform, or as a model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.traces.routing.synthetic.drawn import Shape, nearest_preset
+from eldr_sim.traces.routing.synthetic.presets import PRESETS, preset_model
+from eldr_sim.traces.routing.synthetic.synthesize import synthesize
+from eldr_sim.traces.routing.writer import write_trace
+from eldr_sim.traces.workload import Workload
+from eldr_sim.validation.published.silicon_rows import MeasuredModel
+
+Routing = Literal["uniform", "drawn"]
+
+#: Requests of a routing trace, and tokens of each that are replayed.
+REQUESTS, PROMPT, OUTPUT = 32, 128, 96
+#: Prompt tokens of drawn requests: a chunk of a long prompt has more kinds of tokens than 128.
+_DRAWN_PROMPT = 1024
+
+
+def make_routing(folder: Path, routing: Routing, target: MeasuredModel) -> Path:
+    """Write a routing trace of a model, ``uniform`` or ``drawn``; returns its folder."""
+    return (uniform_trace if routing == "uniform" else drawn_trace)(folder, target=target)
+
+
+def uniform_trace(folder: Path, seed: int = 0, *, target: MeasuredModel) -> Path:
+    """Write a routing trace whose tokens choose experts uniformly at random."""
+    model = target.dims()
+    rng = np.random.default_rng(seed)
+    shape = (PROMPT + OUTPUT, model.n_moe_layers, model.n_experts)
+    experts = [
+        np.argpartition(rng.random(shape, dtype=np.float32), model.top_k)[..., : model.top_k]
+        for _ in range(REQUESTS)
+    ]
+    write_trace(
+        folder,
+        experts=np.concatenate(experts),
+        request_id=[str(i) for i in range(REQUESTS)],
+        domain=["random"] * REQUESTS,
+        prompt_len=np.full(REQUESTS, PROMPT),
+        output_len=np.full(REQUESTS, OUTPUT),
+        is_calibration=np.zeros(REQUESTS, bool),
+        model=model.name,
+        n_experts=model.n_experts,
+        domains=["random"],
+        captured_by="drawn uniformly, no model",
+        source_data="none",
+        tool_versions={},
+        provenance="synthetic",
+    )
+    return folder
+
+
+def drawn_trace(folder: Path, seed: int = 0, *, target: MeasuredModel) -> Path:
+    """Write a routing trace drawn for the model, from the fit to recorded tokens nearest to it.
+
+    The requests are of all domains in turn. Recorded tokens were not random ones: that gates are
+    as uneven for these is an assumption.
+    """
+    model = target.dims()
+    shape = Shape(model.n_moe_layers, model.n_experts, model.top_k)
+    preset = nearest_preset(target.shipped or model.name, shape)
+    own = PRESETS[preset]
+    wanted = (shape.n_layers, shape.n_experts, shape.top_k)
+    changes: dict[str, Any] = {} if wanted == (own.n_layers, own.n_experts, own.top_k) else {
+        "n_layers": shape.n_layers, "n_experts": shape.n_experts, "top_k": shape.top_k
+    }  # fmt: skip
+    synthesize(
+        preset_model(preset, **changes),
+        folder,
+        requests=REQUESTS,
+        calibration=0,
+        prompt_len=(_DRAWN_PROMPT, _DRAWN_PROMPT),
+        output_len=(OUTPUT, OUTPUT),
+        seed=seed,
+    )
+    return folder
+
+
+def plain_workload(
+    *,
+    arrival_s: NDArray[np.float64],
+    prompt_len: NDArray[np.int32],
+    output_len: NDArray[np.int32],
+    trace_request: NDArray[np.int32],
+    replay_offset: NDArray[np.int32],
+) -> Workload:
+    """Return requests of one domain that share no prefix, shape [N] each."""
+    n = len(arrival_s)
+    return Workload(
+        arrival_s=arrival_s,
+        prompt_len=prompt_len,
+        output_len=output_len,
+        trace_request=trace_request,
+        decode_request=trace_request,
+        replay_offset=replay_offset,
+        domain=np.zeros(n, np.int16),
+        session=np.arange(n, dtype=np.int32),
+        prefix_hash=np.empty(0, np.uint64),
+        prefix_indptr=np.zeros(n + 1, np.int64),
+        prefix_trace_request=np.empty(0, np.int32),
+        prefix_block_tokens=0,
+        description={},
+    )

@@ -1,0 +1,420 @@
+"""Measured serving runs that ``aiconfigurator-core`` publishes.
+
+``silicon_sample.csv`` of the package holds end-to-end runs with measured mean TTFT and TPOT. This
+module reads the runs of the models in :data:`MEASURED_MODELS`, co-located and disaggregated. The
+configuration of a run decides whether it can be predicted; its measured values decide only whether
+it is left out of the filtered errors.
+
+**What the labels mean.** Most runs come from InferenceX (github.com/SemiAnalysisAI/InferenceX),
+whose launch scripts and ``.github/configs/nvidia-master.yaml`` of the same day say what was
+started. The labels often say something else, and the scripts are followed:
+
+- ``tp n, attention dp n, moe ep n * n`` is n GPUs, not n * n: it stands for ``{tp: n, ep: n}`` of
+  the configuration, with or without its ``dp-attn: true``. Only the scripts of NVFP4 MiniMax-M2.5
+  pass ``--data-parallel-size`` at all, with ``dp-attn`` (:data:`_DATA_PARALLEL`); the others start
+  n GPUs with tensor parallelism and ``--enable-expert-parallel``. MiniMax on H100 took the same
+  TPOT to 1% on 27 March 2026, labelled ``tp 4, dp 1, ep 4``, and on 28 March, labelled ``tp 4,
+  dp 4, ep 16`` (all ten rows of 1k prompts).
+- MiniMax-M2.5 on H200, and on B200 up to vLLM 0.17: ``if [ "$EP_SIZE" -ge 1 ]`` enables expert
+  parallelism always, as the default of EP_SIZE is 1.
+- Kimi-K2.5: the scripts know ``--tensor-parallel-size`` alone.
+- Kimi-K2.5 on GB200, disaggregated: prefill workers, and decode workers of 16 GPUs, have ``dp-attn:
+  true`` and are labelled ``tp n, dp 1, ep n``.
+- GPT-OSS on GB200 under TensorRT-LLM, disaggregated: the file has no workers, ``gptoss-fp4-gb200-
+  dynamo-trt`` of the configuration has (:data:`_GPT_OSS_WORKERS`). Loads that it starts in several
+  ways, or with ``dp-attn: true`` (labelled ``dp 1``), are not told apart.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from eldr_sim.errors import InputError
+from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.parallel import Parallelism
+
+GPUS = {
+    "h100_sxm": "H100",
+    "h200_sxm": "H200",
+    "b200_sxm": "B200",
+    "b300_sxm": "B300",
+    "gb200": "GB200",
+    "gb300": "GB300",
+}
+#: Where ``dp-attn: true`` was configured for NVFP4 MiniMax-M2.5 on 2 GPUs: GPU, first and last day,
+#: prompt length, lowest and highest concurrency (InferenceX 79bd988e9, 13962fcfa, 22d0f12f7,
+#: 633fd2377).
+_DATA_PARALLEL = (
+    ("B200", "2026-04-08", "2026-04-21", 1024, 512, 512),
+    ("B200", "2026-04-22", "2026-04-27", 1024, 256, 1024),
+    ("B300", "2026-04-17", "2026-04-20", 1024, 512, 512),
+    ("B300", "2026-04-21", "2026-04-27", 1024, 256, 2048),
+    ("B300", "2026-04-21", "2026-04-27", 8192, 512, 512),
+)
+
+#: Prefill and decode workers of GPT-OSS on GB200 by prompt length, GPUs of a decode worker and
+#: concurrency; prefill workers have one GPU.
+_GPT_OSS_WORKERS = (
+    {(1024, 4, c): (1, 1) for c in (1, 2, 4, 16, 32, 64, 128)}
+    | {(1024, 2, 16): (1, 4), (8192, 8, 1): (1, 1)}
+    | {(8192, 4, c): (1, 1) for c in (2, 4, 8, 16, 32, 64)}
+    | {(8192, 4, 512): (2, 1), (8192, 2, 256): (2, 1), (8192, 2, 384): (2, 1)}
+)
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model whose measured runs can be predicted.
+
+    Attributes
+    ----------
+    model_path
+        Name in the file.
+    shipped
+        Name among the shipped models; None takes the dimensions from the package's copy of the
+        Hugging Face configuration.
+    moe_kernels
+        Choices of the MoE kernel, the closest to that of the runs first, see
+        :func:`~eldr_sim.validation.published.silicon.predict_rows`.
+    precision
+        The file's word for the weights of the runs.
+    checkpoint
+        Hugging Face name of what was served, if it is not ``model_path``.
+    backend
+        Engine of the runs.
+    """
+
+    model_path: str
+    shipped: str | None
+    moe_kernels: tuple[str, ...]
+    precision: str = "fp8"
+    checkpoint: str = ""
+    backend: str = "vllm"
+
+    @property
+    def model(self) -> str:
+        """Name or path for :func:`load_model`."""
+        if self.shipped is not None:
+            return self.shipped
+        name = f"{(self.checkpoint or self.model_path).replace('/', '--')}_config.json"
+        return str(package_folder() / "model_configs" / name)
+
+    def dims(self) -> ModelDims:
+        """Return the dimensions, under the model's own name."""
+        name = (self.checkpoint or self.model_path).split("/")[-1]
+        return load_model(self.model).model_copy(update={"name": name})
+
+
+_KERNELS = ("oldest", "newest")
+MEASURED_MODELS = {
+    "gpt-oss-120b": MeasuredModel(
+        "openai/gpt-oss-120b", "GPT-OSS-120B", ("marlin", "newest"), "fp4"
+    ),
+    "minimax-m2.5": MeasuredModel("MiniMaxAI/MiniMax-M2.5", None, _KERNELS),
+    "minimax-m2.5-nvfp4": MeasuredModel(
+        "MiniMaxAI/MiniMax-M2.5", None, _KERNELS, "fp4", "nvidia/MiniMax-M2.5-NVFP4"
+    ),
+    "kimi-k2.5": MeasuredModel("moonshotai/Kimi-K2.5", None, _KERNELS[::-1], "int4"),
+    "kimi-k2.5-nvfp4": MeasuredModel(
+        "moonshotai/Kimi-K2.5", None, _KERNELS, "fp4", "nvidia/Kimi-K2.5-NVFP4"
+    ),
+    "gpt-oss-120b-trtllm": MeasuredModel(
+        "openai/gpt-oss-120b", None, ("newest",), "fp4", backend="trtllm"
+    ),
+    "qwen3-235b": MeasuredModel("Qwen/Qwen3-235B-A22B-FP8", None, _KERNELS),
+    "deepseek-r1": MeasuredModel("deepseek-ai/DeepSeek-R1", None, _KERNELS[::-1], backend="sglang"),
+}
+
+
+@dataclass(frozen=True, order=True)
+class Workers:
+    """The prefill workers of a disaggregated run; none where workers are co-located."""
+
+    count: int = 0
+    tensor_parallel_size: int = 1
+    expert_parallel: bool = False
+    data_parallel_size: int = 1
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Parallelism of a worker."""
+        return Parallelism(self.tensor_parallel_size, self.expert_parallel, self.data_parallel_size)
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """The configuration of a measured run.
+
+    ``tensor_parallel_size``, ``expert_parallel`` and ``data_parallel_size`` are those of its
+    ``decode_workers`` decode or co-located workers.
+    """
+
+    gpu: str
+    tensor_parallel_size: int
+    input_len: int
+    output_len: int
+    concurrency: int
+    expert_parallel: bool = False
+    data_parallel_size: int = 1
+    decode_workers: int = 1
+    prefill: Workers = Workers()
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Parallelism of a decode or co-located worker."""
+        return Parallelism(self.tensor_parallel_size, self.expert_parallel, self.data_parallel_size)
+
+    @property
+    def kind(self) -> str:
+        """How the run was spread over GPUs, in words."""
+        words = {
+            (False, False): "experts cut",
+            (True, False): "experts spread",
+            (True, True): "data-parallel attention, experts spread",
+        }
+        pools = [self.parallelism] + ([self.prefill.parallelism] if self.prefill.count else [])
+        spread = any(pool.expert_parallel for pool in pools)
+        shared = any(pool.data_parallel_size > 1 for pool in pools)
+        return ("disaggregated, " if self.prefill.count else "") + words[spread, shared]
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A measured run.
+
+    Attributes
+    ----------
+    case
+        Its configuration.
+    ttft_ms, tpot_ms
+        Means over its requests.
+    version, date
+        Version of the engine and date of the measurement, empty where the file has none.
+    excluded
+        Why the row is left out of the filtered errors, or empty. The reasons use measurements only,
+        never a prediction.
+    """
+
+    case: Case
+    ttft_ms: float
+    tpot_ms: float
+    version: str
+    date: str
+    excluded: str = ""
+
+
+def package_folder() -> Path:
+    """Return the folder of the installed package ``aiconfigurator-core``.
+
+    Raises
+    ------
+    InputError
+        If the package is not installed.
+    """
+    try:
+        return Path(str(resources.files("aiconfigurator_core")))
+    except ModuleNotFoundError:
+        raise InputError(
+            "aiconfigurator",
+            "the package aiconfigurator-core, which has the measured runs, is not installed",
+            "pip install 'eldr-sim[aiconfigurator]'",
+        ) from None
+
+
+def read_rows(
+    path: Path | None = None, target: MeasuredModel = MEASURED_MODELS["gpt-oss-120b"]
+) -> list[MeasuredRun]:
+    """Read the measured runs without duplicates, and mark the doubtful ones.
+
+    Parameters
+    ----------
+    path
+        The CSV; None takes that of the installed package ``aiconfigurator-core``.
+    target
+        The model.
+
+    Raises
+    ------
+    InputError
+        If the package is not installed, or the file has no such rows.
+    """
+    found = {row for _, row in _records(path, target) if isinstance(row, MeasuredRun)}
+    dated = {(row.case, row.ttft_ms, row.tpot_ms) for row in found if row.date}
+    found = {r for r in found if r.date or (r.case, r.ttft_ms, r.tpot_ms) not in dated}
+    if not found:
+        what = f"{target.backend} row of {target.model_path} in {target.precision}"
+        raise InputError("silicon", f"the file has no {what} that can be predicted")
+    return _marked(sorted(found, key=lambda r: (r.case, r.date, r.tpot_ms)))
+
+
+def uncovered_rows(target: MeasuredModel, path: Path | None = None) -> Counter[tuple[str, str]]:
+    """Count the model's rows that cannot be predicted, by GPU and reason."""
+    return Counter((gpu, row) for gpu, row in _records(path, target) if isinstance(row, str))
+
+
+def _records(path: Path | None, target: MeasuredModel) -> Iterator[tuple[str, MeasuredRun | str]]:
+    """Yield the GPU and the run, or why it cannot be predicted, of each of the model's records."""
+    model: ModelDims | None = None
+    file_path = path or package_folder() / "systems" / "silicon_sample.csv"
+    wanted = (target.model_path, target.backend, target.precision)
+    with file_path.open(encoding="utf-8", newline="") as file:
+        for record in csv.DictReader(file):
+            if (record["model_path"], record["backend"], record["precision"]) == wanted:
+                model = model or target.dims()
+                gpu = GPUS.get(record["system"], record["system"])
+                yield gpu, _row(record, model, target.backend)
+
+
+def _row(record: dict[str, str], model: ModelDims, backend: str) -> MeasuredRun | str:
+    if record["system"] not in GPUS:
+        return "this GPU is not modelled"
+    gpu, source = GPUS[record["system"]], record["silicon_data_source"]
+    if backend == "sglang" and gpu != "H200":
+        return "runs with and without multi-token prediction are not told apart"
+    date = re.search(r"measured=([\d-]+)", source)
+    given = re.search(r"silicon_concurrency=(\d+)", source)
+    concurrency = int(given[1]) if given else 0
+    lengths = int(record["isl"]), int(record["osl"])
+    prefill, decode_workers = Workers(), 1
+    try:
+        if record["mode"] == "disagg":
+            known = _n_workers(record, concurrency)
+            if isinstance(known, str):
+                return known
+            n_prefill, decode_workers = known
+            layout = _pool(record, "decode", gpu)
+            spread = _pool(record, "prefill", gpu)
+            spread.check(model)
+            prefill = Workers(
+                n_prefill,
+                spread.tensor_parallel_size,
+                spread.expert_parallel,
+                spread.data_parallel_size,
+            )
+            # The batch size is a data-parallel rank's.
+            batch = int(record["decode_batch_size"] or 0) * layout.data_parallel_size
+            concurrency = concurrency or batch * decode_workers
+        else:
+            layout = _colocated(record, gpu, date[1] if date else "", concurrency)
+        if not concurrency:
+            return "its concurrency is not given"
+        layout.check(model)
+    except _UnusableError as error:
+        return str(error)
+    except InputError as error:
+        return f"no such kernel or worker: {error.field} {error.problem}"
+    return MeasuredRun(
+        Case(
+            gpu,
+            layout.tensor_parallel_size,
+            *lengths,
+            concurrency,
+            layout.expert_parallel,
+            layout.data_parallel_size,
+            decode_workers,
+            prefill,
+        ),
+        round(float(record["silicon_ttft_ms"]), 3),
+        round(float(record["silicon_tpot_ms"]), 3),
+        record["backend_version"],
+        date[1] if date else "",
+    )
+
+
+def _n_workers(record: dict[str, str], concurrency: int) -> tuple[int, int] | str:
+    """Return the prefill and decode workers of a disaggregated run, or why they are not known."""
+    counts = [record.get(f"{pool}_num_workers", "") for pool in ("prefill", "decode")]
+    if all(counts):
+        n_prefill, n_decode = (int(float(count)) for count in counts)
+        return n_prefill, n_decode
+    if (record["model_path"], record["backend"]) == ("openai/gpt-oss-120b", "trtllm"):
+        key = int(record["isl"]), int(record["decode_tp_size"]), concurrency
+        return _GPT_OSS_WORKERS.get(key, "data-parallel attention, or workers not told apart")
+    return "disaggregated: its workers are not given"
+
+
+class _UnusableError(Exception):
+    """Why labels say nothing that can be predicted."""
+
+
+def _sizes(record: dict[str, str], pool: str = "") -> tuple[int, int, int, int]:
+    """Return tp, attention dp, moe tp and moe ep of a worker; what is missing counts as 1 or 0."""
+    names = ("tp", "attention_dp", "moe_tp", "moe_ep")
+    tp, dp, cut, ranks = (int(record.get(f"{pool}{name}_size") or 0) for name in names)
+    return max(tp, 1), max(dp, 1), cut, ranks
+
+
+def _colocated(record: dict[str, str], gpu: str, date: str, concurrency: int) -> Parallelism:
+    """Return what a co-located worker was started with; see the module's text."""
+    tp, dp, cut, ranks = _sizes(record)
+    name, fp4 = record["model_path"], record["precision"] == "fp4"
+    if name == "moonshotai/Kimi-K2.5":
+        return Parallelism(tp)
+    if dp == tp > 1 and (cut, ranks) == (1, tp * tp):
+        if name != "MiniMaxAI/MiniMax-M2.5":
+            raise _UnusableError(f"labels contradict: {tp} or {tp * tp} GPUs")
+        shares = fp4 and any(
+            gpu == card and first <= date <= last and low <= concurrency <= high
+            for card, first, last, prompt, low, high in _DATA_PARALLEL
+            if tp == 2 and int(record["isl"]) == prompt
+        )
+        return Parallelism(1, True, tp) if shares else Parallelism(tp, True)
+    if tp * dp != cut * ranks or (cut > 1 and ranks > 1):
+        raise _UnusableError(
+            f"labels contradict: attention on {tp} GPUs x {dp}, experts cut {cut} x {ranks}"
+        )
+    if dp > 1 and ranks == 1:
+        raise _UnusableError("data-parallel attention beside experts that are cut")
+    always = name == "MiniMaxAI/MiniMax-M2.5" and not fp4
+    always &= gpu == "H200" or (gpu == "B200" and record["backend_version"] == "0.17.0")
+    return Parallelism(tp, ranks > 1 or (always and tp > 1), dp)
+
+
+def _pool(record: dict[str, str], pool: str, gpu: str) -> Parallelism:
+    """Return what a worker of a pool was started with."""
+    tp, dp, cut, ranks = _sizes(record, f"{pool}_")
+    if record["model_path"] == "moonshotai/Kimi-K2.5" and gpu == "GB200":
+        return Parallelism(1, True, tp) if pool == "prefill" or tp > 8 else Parallelism(tp, True)
+    if cut == ranks == 0:  # not given: spread where engines share them, as vLLM's recipes do
+        return Parallelism(tp, dp > 1, dp)
+    if tp * dp != cut * ranks or (cut > 1 and ranks > 1):
+        raise _UnusableError(
+            f"labels contradict: {pool} on {tp} GPUs x {dp}, experts cut {cut} x {ranks}"
+        )
+    return Parallelism(tp, ranks > 1, dp)
+
+
+def _marked(rows: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+    """Mark rows that contradict themselves or their neighbours."""
+    fallen: set[MeasuredRun] = set()
+
+    def setting(row: MeasuredRun) -> tuple[object, ...]:
+        case = row.case
+        lengths = case.input_len, case.output_len
+        return case.gpu, case.parallelism, case.prefill, *lengths, row.date
+
+    for i, row in enumerate(rows):
+        for other in rows[i + 1 :]:
+            if setting(row) != setting(other):
+                continue
+            if other.case.concurrency != 2 * row.case.concurrency:
+                continue
+            if other.tpot_ms < 0.9 * row.tpot_ms:
+                fallen |= {row, other}
+
+    def reason(row: MeasuredRun) -> str:
+        if row.case.gpu == "H100" and row.case.concurrency == 512:
+            return "H100 at concurrency 512: TTFT of minutes beside TPOT of milliseconds"
+        if row.ttft_ms > 0.25 * row.tpot_ms * row.case.output_len:
+            return "TTFT over a quarter of the decode time"
+        if row in fallen:
+            return "TPOT falls by over 10% as concurrency doubles"
+        return ""
+
+    return [MeasuredRun(**(vars(row) | {"excluded": reason(row)})) for row in rows]
