@@ -249,3 +249,12 @@ def test_a_prompt_without_blocks_waits_and_nobody_overtakes_it(one_prefill_worke
 def test_an_idle_worker_starts_at_once_and_a_busy_one_at_its_next_step(one_prefill_worker):
     requests, _ = one_prefill_worker([0.25, 0.5, 7.0], 4)
     assert requests["prefill_start_s"].tolist() == [0.25, 1.25, 7.0]
+
+
+@pytest.mark.parametrize("token_s", [0.0, 0.5])
+def test_routing_takes_its_time_and_that_of_each_prompt_token(make_cluster, make_workload, token_s):
+    """Prompts of 4 tokens: the decode worker hears of them two seconds later, and one for all."""
+    cluster = make_cluster(make_workload([1.0], 4, 2), routing_s=1.0, routing_token_s=token_s)
+    (request,) = cluster.run().requests
+    late = request["transfer_start_s"] - request["prefill_end_s"]
+    assert late == pytest.approx(1.0 + 4 * token_s)
