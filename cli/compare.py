@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     "--policies",
     "policies",
     multiple=True,
-    default=("random,round_robin,jsq,p2c,domain,eldr",),
-    show_default=True,
+    show_default="random,round_robin,jsq,p2c, and domain,eldr where the model has experts",
     metavar="NAME,NAME,...",
     shell_complete=complete(policy_names("decode"), listed=True),
     help="Decode policies, with parameters as in eldr:tau=0.2; once with a list, or repeated. "
@@ -53,13 +52,17 @@ def compare(
 ) -> None:
     """Run policies over the same requests; print differences with 95% confidence intervals."""
     # The simulator takes long to import: --help and completion do without.
-    from eldr_sim.planning.compare.policies import MARKER
+    from eldr_sim.kernel_profiles.models import load_model
+    from eldr_sim.planning.compare.policies import LOAD_BALANCERS, MARKER
     from eldr_sim.planning.compare.policies import compare as compare_policies
     from eldr_sim.simulator.outcome.metrics import warnings_of
 
     config = config_from_options(options)
     check_out(out, force, MARKER)
     names = [name for text in policies for name in split(text)]
+    if not names:
+        dense = load_model(config.model).is_dense
+        names = [*LOAD_BALANCERS, *(() if dense else ("domain", "eldr"))]
     with progress_bar("comparing policies") as update:
         comparison = compare_policies(config, names, seeds, jobs=jobs, progress=update)
     _print(comparison)

@@ -294,8 +294,10 @@ def print_summary(summary: dict[str, Any]) -> None:
         figures(*(f"{statistic}_{tag}_ms" for statistic in ("mean", "median", "p90", "p99")))
     if not alone:
         click.echo("Decode steps".center(_WIDTH, "-"))
-        figures("mean_decode_batch", "mean_active_experts_per_step")
-        figures("mean_active_experts_per_token", "p99_active_experts_per_step")
+        figures("mean_decode_batch")
+        if summary["mean_active_experts_per_step"] is not None:  # a dense model has none
+            figures("mean_active_experts_per_step", "mean_active_experts_per_token")
+            figures("p99_active_experts_per_step")
     if summary["expert_parallel_size"] > 1 and not alone:
         _line("Expert placement", summary["expert_placement"])
         figures("mean_busiest_rank_experts_per_step")
@@ -341,9 +343,10 @@ def print_summary(summary: dict[str, Any]) -> None:
     for note in summary.get("latency_notes", ()):  # older results have none
         _text(note, "  ")
     trace = summary["trace"]
-    _line("Routing trace", f"{trace['name']} ({trace['provenance']})")
-    _text(trace["rests_on"], "  ")
-    _text(trace["layers"], "  ")
+    if trace["name"] is not None:  # a dense model has none
+        _line("Routing trace", f"{trace['name']} ({trace['provenance']})")
+        _text(trace["rests_on"], "  ")
+        _text(trace["layers"], "  ")
     if beyond := trace.get("prompt_tokens_beyond_recorded_share"):
         click.echo(
             f"  {100 * beyond:.0f}% of the prompt tokens repeat recorded ones: prompts are longer"

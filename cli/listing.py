@@ -50,7 +50,7 @@ def gpus(model: str, described: str | None) -> None:
     for name in list_gpus():
         gpu = load_gpu(name)
         step_time = build_step_time_model(dims, gpu, max_num_seqs=64, max_model_len=4096)
-        moe = step_time.provenance["moe"]
+        moe = step_time.provenance.get("moe", {"label": "-"})
         error = moe.get("fit_error") or {}
         rows.append(
             [
@@ -82,8 +82,8 @@ def models() -> None:
                 f"{model.total_params / 1e9:.1f}",
                 f"{model.active_params / 1e9:.1f}",
                 str(model.n_moe_layers),
-                f"{model.n_experts} top-{model.top_k}",
-                model.expert_dtype,
+                "dense" if model.is_dense else f"{model.n_experts} top-{model.top_k}",
+                model.linear_dtype if model.is_dense else model.expert_dtype,
                 f"{model.weight_bytes / 1e9:.1f}",
                 f"{model.kv_bytes_per_token / 1024:.0f}",
                 f"{model.published_total_params / 1e9:g}" if model.published_total_params else "-",
@@ -95,7 +95,7 @@ def models() -> None:
         "active, B",
         "MoE layers",
         "experts",
-        "expert dtype",
+        "weights",
         "weights, GB",
         "KV, KiB/token",
         "published params, B",

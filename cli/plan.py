@@ -241,7 +241,7 @@ def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any
 def _note_long_log(config: RunConfig) -> None:
     """Say before a plan of a long log what each of its runs replays."""
     if config.measures_whole_log and config.length_shape is None:
-        from eldr_sim.traces.workload import named_log
+        from eldr_sim.traces.requests.load import named_log
 
         log = named_log(config.workload, config.columns)
         if len(log.arrival_s) > _MANY_REQUESTS:
@@ -618,12 +618,13 @@ def _print_assumptions(summary: Summary, runs: Runs) -> None:
     trace = summary["trace"]
     for known, parts in parts_by_provenance(summary["provenance"]).items():
         _line(f"Step times, {known}", ", ".join(parts))
-    _line("Routing", f"{trace['name']} ({trace['provenance']}), {trace['layers']}")
-    click.echo(
-        f"{'':<26}a trace request is replayed {trace['trace_request_uses_mean']:.1f} times on "
-        f"average, {100 * trace['output_tokens_beyond_recorded_share']:.0f}% of the output tokens "
-        "go beyond what was recorded"
-    )
+    if trace["name"] is not None:  # a dense model has none
+        _line("Routing", f"{trace['name']} ({trace['provenance']}), {trace['layers']}")
+        click.echo(
+            f"{'':<26}a trace request is replayed {trace['trace_request_uses_mean']:.1f} times on "
+            f"average, {100 * trace['output_tokens_beyond_recorded_share']:.0f}% of the output "
+            "tokens go beyond what was recorded"
+        )
     if beyond := trace.get("prompt_tokens_beyond_recorded_share"):
         click.echo(f"{'':<26}{100 * beyond:.0f}% of the prompt tokens repeat recorded ones")
     # What one cluster has no use for may have decided between others.

@@ -1,4 +1,4 @@
-"""Dimensions of MoE models, and the counts that follow from them.
+"""Dimensions of models, MoE or dense, and the counts that follow from them.
 
 Facts live in ``data/models.json`` with their sources; parameters and bytes are computed here, so
 that a model described only by its Hugging Face ``config.json`` gets the same treatment.
@@ -35,17 +35,22 @@ _FAMILIES = (  # model_type of the Hugging Face architectures whose layers are d
     "gpt_oss",
     "granitemoe",
     "kimi_k2",
+    "llama",
     "llama4",
     "llama4_text",
     "minimax_m2",
+    "mistral",
     "mixtral",
     "olmoe",
     "phimoe",
+    "qwen2",
     "qwen2_moe",
+    "qwen3",
     "qwen3_moe",
     "qwen3_vl_moe",
     "qwen3_vl_moe_text",
 )
+_DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
 
 #: Tokens of the longest context: tables have a row for each.
@@ -67,14 +72,15 @@ class ModelDims(BaseModel):
     n_layers: int = Field(ge=1, le=1024)
     """Transformer layers."""
     n_dense_layers: int = Field(default=0, ge=0)
-    """Layers with a dense MLP in place of experts: the first ones, every other of Llama 4."""
+    """Layers with a dense MLP in place of experts: the first ones, every other of Llama 4, all of a
+    dense model."""
     hidden_size: int = Field(ge=1)
     """Width of the residual stream."""
-    n_experts: int = Field(ge=1, le=65536)
-    """Routed experts per MoE layer."""
-    top_k: int = Field(ge=1)
+    n_experts: int = Field(default=0, ge=0, le=65536)
+    """Routed experts per MoE layer; 0 where the model is dense."""
+    top_k: int = Field(default=0, ge=0)
     """Routed experts per token."""
-    expert_intermediate_size: int = Field(ge=1)
+    expert_intermediate_size: int = Field(default=0, ge=0)
     """Inner width of one routed expert (gated MLP: three matrices)."""
     dense_intermediate_size: int = Field(default=0, ge=0)
     """Inner width of the MLP of a dense layer; 0 when there is none."""
@@ -137,7 +143,7 @@ class ModelDims(BaseModel):
     """Whether norms carry a bias (LayerNorm)."""
     expert_dtype: WeightDtype = "bfloat16"
     """Storage of routed experts; ``fp8`` has one scale a tensor, ``fp8_block`` one a block."""
-    linear_dtype: Literal["bfloat16", "fp8", "fp8_block"] = "bfloat16"
+    linear_dtype: Literal["bfloat16", "fp8", "fp8_block", "nvfp4"] = "bfloat16"
     """Storage of all other matrices but embedding, lm_head and MoE gate, which are bfloat16."""
     published_total_params: float = 0.0
     """Parameter count that the publisher states; 0 when unknown."""
@@ -152,13 +158,21 @@ class ModelDims(BaseModel):
     def _check_combinations(self) -> ModelDims:
         if self.top_k > self.n_experts:
             raise ValueError(f"top_k {self.top_k} of {self.n_experts} experts")
-        if self.n_dense_layers >= self.n_layers:
+        routed = (self.n_experts, self.top_k, self.expert_intermediate_size)
+        if self.n_dense_layers > self.n_layers or any(routed) != (self.n_moe_layers > 0):
             raise ValueError(f"n_dense_layers {self.n_dense_layers} of {self.n_layers} layers")
+        if any(routed) and not all(routed):
+            raise ValueError(f"{self.n_experts} experts, top_k {self.top_k}, of width {routed[2]}")
         if self.n_sliding_layers > self.n_layers:
             raise ValueError(f"n_sliding_layers {self.n_sliding_layers} of {self.n_layers} layers")
         if bool(self.n_sliding_layers) != bool(self.sliding_window):
             raise ValueError("n_sliding_layers and sliding_window go together")
         return self
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether no layer has routed experts."""
+        return not self.n_experts
 
     @property
     def n_moe_layers(self) -> int:
@@ -283,7 +297,7 @@ class ModelDims(BaseModel):
         if self.expert_dtype == "int4":
             return weights // 2 + 2 * weights // _INT4_GROUP + bias
         if self.expert_dtype == "nvfp4":
-            return weights // 2 + weights // _NVFP4_GROUP + bias
+            return _nvfp4_bytes(weights, 1) + bias
         if self.expert_dtype == "fp8":
             return weights + bias
         if self.expert_dtype == "fp8_block":
@@ -301,8 +315,10 @@ class ModelDims(BaseModel):
             linears += self.n_sliding_layers * self.attention_linears(True)
             linears += self.n_moe_layers * 3 * [(self.shared_intermediate_size, self.hidden_size)]
             linears += self.n_dense_layers * 3 * [(self.dense_intermediate_size, self.hidden_size)]
-            block = self.linear_dtype == "fp8_block"
-            total += sum((_fp8_bytes(n, k) if block else n * k) - 2 * n * k for n, k in linears)
+            stored = {"fp8_block": _fp8_bytes, "nvfp4": _nvfp4_bytes}.get(
+                self.linear_dtype, _product
+            )
+            total += sum(stored(n, k) - 2 * n * k for n, k in linears)
         return total
 
     def kv_bytes_per_token_layer(self, sliding: bool = False) -> int:
@@ -341,6 +357,15 @@ def _fp8_bytes(n: int, k: int) -> int:
     return n * k + 4 * math.ceil(n / FP8_BLOCK) * math.ceil(k / FP8_BLOCK)
 
 
+def _nvfp4_bytes(n: int, k: int) -> int:
+    """Bytes of an n x k NVFP4 matrix with one FP8 scale per 16 weights."""
+    return n * k // 2 + n * k // _NVFP4_GROUP
+
+
+def _product(n: int, k: int) -> int:
+    return n * k
+
+
 @lru_cache(maxsize=1)
 def _registry() -> dict[str, ModelDims]:
     text = resources.files("eldr_sim.kernel_profiles").joinpath("data/models.json").read_text()
@@ -364,7 +389,7 @@ def load_model(name: str | os.PathLike[str]) -> ModelDims:
     Raises
     ------
     InputError
-        Neither a known name nor a readable configuration of a MoE model.
+        Neither a known name nor a readable configuration.
     """
     wanted = os.fspath(name).lower()
     for dims in _registry().values():
@@ -410,10 +435,11 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 
     n_experts = first("num_experts", "n_routed_experts", "num_local_experts")
     top_k = first("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
-    if not n_experts or not top_k:
-        raise InputError("model", f"{path} describes no routed experts", "a MoE configuration")
     if family not in _FAMILIES:
         raise InputError("model", f"{path}: model_type {family!r}", ", ".join(_FAMILIES))
+    routed = family not in _DENSE
+    if routed and not (n_experts and top_k):
+        raise InputError("model", f"{path} describes no routed experts", "those of its family")
     layers, hidden, heads = (
         config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -424,18 +450,17 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         shared = config["n_shared_experts"] * expert_width
     if gemma:  # a dense MLP runs beside the experts in every layer
         shared = config["intermediate_size"]
-    dense = first("first_k_dense_replace", default=0)
+    dense = first("first_k_dense_replace", default=0) if routed else layers
     mla = bool(config.get("kv_lora_rank"))
-    layer_types = first("layer_types", default=[])
-    sliding = sum(kind == "sliding_attention" for kind in layer_types)
+    sliding = _sliding_layers(family, config)
     fields: dict[str, Any] = {
         "name": str(first("_name_or_path", default="") or _name_of(path)),
         "n_layers": layers,
         "n_dense_layers": dense,
         "hidden_size": hidden,
-        "n_experts": n_experts,
-        "top_k": top_k,
-        "expert_intermediate_size": expert_width,
+        "n_experts": n_experts if routed else 0,
+        "top_k": top_k if routed else 0,
+        "expert_intermediate_size": expert_width if routed else 0,
         "dense_intermediate_size": config["intermediate_size"] if dense else 0,
         "shared_intermediate_size": shared,
         "shared_expert_gate": family == "qwen2_moe",
@@ -478,7 +503,7 @@ def _fields_of(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         }
     if family.startswith("llama4"):
         fields |= _llama4(config)
-    return fields | _dtypes(_object(config, "quantization_config", path), path)
+    return fields | _dtypes(_object(config, "quantization_config", path), path, routed)
 
 
 def _object(config: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
@@ -502,6 +527,19 @@ def _llama4(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _sliding_layers(family: str, config: dict[str, Any]) -> int:
+    """Layers that attend to a window: by their types, else by the rule of older configurations."""
+    types = config.get("layer_types")
+    if types or not config.get("sliding_window"):
+        return sum(kind == "sliding_attention" for kind in types or ())
+    layers: int = config["num_hidden_layers"]
+    if family == "mistral":
+        return layers
+    if family in ("qwen2", "qwen3") and config.get("use_sliding_window"):
+        return layers - int(min(config.get("max_window_layers", layers), layers))
+    return 0
+
+
 def _qk_norm(family: str, config: dict[str, Any]) -> str:
     if family.startswith(("qwen3", "gemma4")):
         return "per_head"
@@ -513,12 +551,14 @@ def _qk_norm(family: str, config: dict[str, Any]) -> str:
 def _attention_bias(family: str, config: dict[str, Any]) -> str:
     if family in ("gpt_oss", "phimoe") and config.get("attention_bias", True):
         return "all"
-    if family == "qwen2_moe" and config.get("qkv_bias", True):
+    if family == "qwen2" or (family == "qwen2_moe" and config.get("qkv_bias", True)):
         return "qkv"
+    if family in _DENSE and config.get("attention_bias"):
+        return "all"
     return "qkv" if config.get("attention_bias") else "none"
 
 
-def _dtypes(quantization: dict[str, Any], path: Path) -> dict[str, str]:
+def _dtypes(quantization: dict[str, Any], path: Path, routed: bool) -> dict[str, str]:
     method = str(quantization.get("quant_method", ""))
     if not method:
         return {}
@@ -530,11 +570,15 @@ def _dtypes(quantization: dict[str, Any], path: Path) -> dict[str, str]:
     groups = _object(quantization, "config_groups", path)
     weights = [_object(_object(groups, name, path), "weights", path) for name in groups]
     int4 = [w.get("num_bits") == 4 and w.get("type") == "int" for w in weights]
-    if method == "compressed-tensors" and int4 and all(int4):  # as Kimi-K2.5: experts alone
-        return {"expert_dtype": "int4"}
+    fp8 = [w.get("num_bits") == 8 and w.get("type") == "float" for w in weights]
+    if method == "compressed-tensors" and int4 and all(int4) and routed:
+        return {"expert_dtype": "int4"}  # as Kimi-K2.5: experts alone
     if method == "modelopt" and quantization.get("quant_algo") == "NVFP4":
-        # NVIDIA's checkpoints keep attention in bfloat16; dense and shared MLPs are taken so, too.
-        return {"expert_dtype": "nvfp4"}
+        # NVIDIA's MoE checkpoints keep attention in bfloat16; dense and shared MLPs are taken so,
+        # too. Those of dense models have NVFP4 everywhere but in lm_head.
+        return {"expert_dtype": "nvfp4"} if routed else {"linear_dtype": "nvfp4"}
+    if not routed and (quantization.get("quant_algo") == "FP8" or (fp8 and all(fp8))):
+        return {"linear_dtype": "fp8"}
     raise InputError(
         "model",
         f"quantization {method!r} is not modelled",

@@ -115,6 +115,14 @@ class Parallelism:
             raise InputError("pipeline_parallel_size", problem, "a layer a stage at least")
         if ranks == 1:
             return
+        if model.is_dense:
+            for name, given in (
+                ("enable_expert_parallel", self.expert_parallel),
+                ("data_parallel_size", self.data_parallel_size > 1),
+            ):
+                if given:
+                    problem = f"{model.name} is dense: there are no experts to share"
+                    raise InputError(name, problem, "tensor parallelism, or more workers")
 
         def divide(what: str, count: int, unit: int = 1, by: int = size) -> None:
             if count % (by * unit):

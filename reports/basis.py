@@ -89,6 +89,8 @@ def trace_facts(traces: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = _merged_parts(traces)
     by_trace: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for trace in traces:
+        if trace.get("name") is None:  # a dense model's run
+            continue
         key = tuple(trace.get(name) for name in ("name", "provenance", "rests_on", "layers"))
         by_trace.setdefault(key, []).append(trace)
     for (name, provenance, rests_on, layers), own in by_trace.items():

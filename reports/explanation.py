@@ -200,9 +200,13 @@ def _tpot_difference(first: Folder, second: Folder) -> Explanation:
         + b.moe_at(b.batch, b.active)
         - b.moe_at(b.batch, a.active)
     ) / 2.0
-    rows: list[list[Any]] = [
+    routed = a.n_moe_layers or b.n_moe_layers
+    moe = [
         ["MoE: activated experts", None, None, experts],
         ["MoE: batch", None, None, b.parts["moe"] - a.parts["moe"] - experts],
+    ]
+    rows: list[list[Any]] = [
+        *(moe if routed else []),
         *(
             [name, a.parts[key], b.parts[key], b.parts[key] - a.parts[key]]
             for key, name in _STEP_PARTS.items()
@@ -211,8 +215,13 @@ def _tpot_difference(first: Folder, second: Folder) -> Explanation:
     ]
     rows.append(["TPOT", a.tpot, b.tpot, b.tpot - a.tpot])
     lines = [
-        f"{name}: batch {run.batch:.1f}, {run.active:.1f} activated experts a layer, by token; "
-        f"MoE layers {run.parts['moe']:.3f} ms"
+        f"{name}: batch {run.batch:.1f}"
+        + (
+            f", {run.active:.1f} activated experts a layer, by token; "
+            f"MoE layers {run.parts['moe']:.3f} ms"
+            if routed
+            else ""
+        )
         for name, run in zip("AB", runs, strict=True)
     ]
     return Explanation(lines, ["part of mean TPOT", "A", "B", "B - A"], rows)
@@ -245,6 +254,8 @@ class _StepMeans:
 
     def moe_at(self, batch: float, active: float) -> float:
         """Return the MoE layers' time of a step, ms."""
+        if not self.n_moe_layers:
+            return 0.0
         layer_s = _at(self.moe_s, np.array([batch]), np.array([active]))[0]
         return 1e3 * self.n_moe_layers * float(layer_s)
 

@@ -44,14 +44,11 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
     if summary["slo_attainment_by_metric"]:
         pairs.append(("SLO attainment", percent(summary["slo_attainment"]), "of requests"))
-    pairs += [
-        ("Output", number(summary["output_throughput"]), "tokens/s"),
-        (
-            "Activated experts",
-            number(summary["mean_active_experts_per_step"]),
-            f"a layer and step, {number(summary['mean_active_experts_per_token'])} by token",
-        ),
-    ]
+    pairs.append(("Output", number(summary["output_throughput"]), "tokens/s"))
+    if summary["mean_active_experts_per_step"] is not None:
+        by_token = number(summary["mean_active_experts_per_token"])
+        experts = number(summary["mean_active_experts_per_step"])
+        pairs.append(("Activated experts", experts, f"a layer and step, {by_token} by token"))
     cost = summary["cost_per_million_output_tokens"]
     if cost is not None:
         return [*pairs, ("Cost", f"${number(cost)}", "per million output tokens")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -50,22 +50,25 @@ from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
 from eldr_sim.simulator.setup.fault_spellings import Cancel, check_fits, parse_fail, read_events
 from eldr_sim.simulator.setup.log_part import check_window, log_of, part_of
-from eldr_sim.simulator.setup.prepare import PreparedRun, hold_instances, prepare
+from eldr_sim.simulator.setup.prepare import PreparedRun, hold_instances, prepare, texts_of
 from eldr_sim.simulator.setup.replay import (
     Replay,
     make_replicas,
+    no_replay,
     prompt_rows,
     rank_masks,
 )
 from eldr_sim.simulator.setup.shared_replay import replay_of
 from eldr_sim.simulator.setup.streaming import work_of
-from eldr_sim.traces.prompts import PromptSignatures
+from eldr_sim.traces.prompts import PromptSignatures, no_signatures
+from eldr_sim.traces.requests.load import Load
 from eldr_sim.traces.requests.log_window import describe_part
+from eldr_sim.traces.requests.requests import make_requests
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import PromptScore
 from eldr_sim.traces.streams import stream
-from eldr_sim.traces.workload import Workload, make_workload
+from eldr_sim.traces.workload import Workload, join_routing
 
 #: Arrivals go on for this many measured windows after the warm-up, so that the requests measured
 #: last still see the load; the run stops when they have ended.
@@ -140,7 +143,7 @@ def result_of(
         summary=summary_of(config, prepared, workload, record),
         config=_run_again(config, prepared.trace),
         record=record,
-        domains=prepared.trace.domains,
+        domains=texts_of(config, prepared.trace).domains,
         n_moe_layers=prepared.model.n_moe_layers,
     )
 
@@ -166,7 +169,9 @@ def tell_of_compiling() -> None:
         tell("compiling the simulator, once on this machine: a minute or two")
 
 
-def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tuple[float, float]]:
+def offered_load(
+    config: RunConfig, trace: RoutingTrace | None
+) -> tuple[Workload, tuple[float, float]]:
     """Return the requests of a run and the window, s, in which those that count arrive."""
     warmup, duration = config.warmup_s, config.duration_s
     window = (warmup, np.inf if duration is None else warmup + duration)
@@ -176,39 +181,26 @@ def offered_load(config: RunConfig, trace: RoutingTrace) -> tuple[Workload, tupl
     part = part_of(config, log)
     if part is not None and config.chooses_part:
         window = part.window
+    same = {field.name for field in fields(Load)} & set(RunConfig.model_fields)
+    values: dict[str, Any] = {name: getattr(config, name) for name in same}
+    ratio = config.random_range_ratio
+    load = Load(
+        **values
+        | {"request_rate": config.effective_rate, "output_len": config.effective_output_len},
+        horizon_s=horizon,
+        drift_s=None if duration is None else window[1],
+        # Requests that end with their prompts have one output token, whatever the range.
+        range_ratios=(ratio, 0.0 if config.prefill_only else ratio),
+        part=part,
+    )
     try:
-        workload = make_workload(
-            trace,
-            workload=config.workload,
-            request_rate=config.effective_rate,
-            burstiness=config.burstiness,
-            horizon_s=horizon,
-            num_requests=config.num_requests,
-            output_len=config.effective_output_len,
-            seed=config.seed,
-            domain_mix=config.domain_mix,
-            domain_mix_end=config.domain_mix_end,
-            drift_s=None if duration is None else window[1],
-            trace_replay=config.trace_replay,
-            prompts=config.prompts,
-            length_shape=config.length_shape,
-            columns=config.columns,
-            arrivals=config.arrivals,
-            input_len=config.input_len,
-            prompt_lengths=config.prompt_lengths,
-            # Requests that end with their prompts have one output token, whatever the range.
-            range_ratios=(config.random_range_ratio, 0.0)
-            if config.prefill_only
-            else (config.random_range_ratio, config.random_range_ratio),
-            prefix_len=config.prefix_len,
-            num_prefixes=config.num_prefixes,
-            part=part,
-        )
+        requests = make_requests(texts_of(config, trace), load)
     except InputError as error:
         if error.field != "horizon_s":
             raise
         allowed = error.allowed.replace("horizon", "duration")
         raise InputError("duration", error.problem, allowed) from None
+    workload = join_routing(requests, trace, trace_replay=config.trace_replay, seed=config.seed)
     arrivals = workload.arrival_s
     if not ((arrivals >= window[0]) & (arrivals < window[1])).any():
         raise InputError(
@@ -231,10 +223,12 @@ def build_cluster(
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def calibration() -> CalibrationSet:
-        return _calibration(trace, config.workload, mix, "count")
+        return _calibration(_routing(config, prepared), config.workload, mix, "count")
 
-    windows = workload.decode_request.astype(np.int64)
-    replay = replay_of(trace, model.top_k, model.n_moe_layers, windows)
+    replay = no_replay()
+    if trace is not None:
+        windows = workload.decode_request.astype(np.int64)
+        replay = replay_of(trace, model.top_k, model.n_moe_layers, windows)
     decode = prefill = None
     if not config.prefill_only:
         decode = _decode_policy(config, prepared, workload, replay, calibration)
@@ -258,10 +252,15 @@ def build_cluster(
             step_times=prepared.step_time.cost,
         ),
     )
-    prompts = np.union1d(workload.trace_request, workload.prefix_trace_request)
     score: PromptScore = getattr(decode, "signature_score", "count")
-    if getattr(decode, "reads_signature", False) and score == "count":
-        trace.require_prompts(f"the signatures of policy {config.policy!r}")
+    reads = getattr(decode, "reads_signature", False)
+    if reads and score == "count":
+        _routing(config, prepared).require_prompts(f"the signatures of policy {config.policy!r}")
+    signatures = (
+        no_signatures
+        if trace is None
+        else PromptSignatures(trace, score, np.union1d(workload.text, workload.prefix_text))
+    )
     spec = replace(
         _with_signatures(spec, decode),
         preempt_by_key=getattr(order, "preempts", False),
@@ -286,7 +285,7 @@ def build_cluster(
         spec.decode.parallelism.shard(model),
         workload,
         replay,
-        PromptSignatures(trace, score, prompts),
+        signatures,
         prefill,
         decode,
         window,
@@ -304,7 +303,7 @@ def build_cluster(
             model.n_moe_layers,
             most=1 if relocations is None else relocations.most_instances,
         ),
-        prompts=prompt_rows(trace, workload) if trace.has_prompts else None,
+        prompts=prompt_rows(trace, workload) if trace is not None and trace.has_prompts else None,
         queue_keys=_queue_keys(order, workload),
         relocations=relocations,
         faults=_faults(config, spec, workload),
@@ -354,13 +353,14 @@ def _decode_policy(
     calibration: Callable[[], CalibrationSet],
 ) -> DecodePolicy:
     """Build the decode policy, and fit it if it needs a fit."""
-    trace, step_time, n_engines = prepared.trace, prepared.step_time, prepared.spec.n_decode
+    step_time, n_engines = prepared.step_time, prepared.spec.n_decode
     group_size = prepared.spec.decode.parallelism.data_parallel_size
     shared = prepared.spec.decode.group
     spread = prepared.spec.decode.parallelism.n_expert_ranks > 1
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
+        trace = _routing(config, prepared)
         return _fit(trace, config.workload, mix, n_clusters, config.seed, options)
 
     def future(request: int) -> NDArray[np.float64]:
@@ -382,13 +382,21 @@ def _decode_policy(
             calibration=calibration,
             artifact=artifact,
             step_times=step_time.cost,
-            future=future,
+            future=None if prepared.trace is None else future,
             group_size=group_size,
             rank_moe=None if shared is None else shared.moe,
             placements=placements if spread else None,
             computes_prompts=config.colocated,
         ),
     )
+
+
+def _routing(config: RunConfig, prepared: PreparedRun) -> RoutingTrace:
+    """Return the trace for a policy that needs one; raises InputError where the model is dense."""
+    if prepared.trace is None:
+        problem = f"{config.policy!r} needs experts, and {prepared.model.name} is dense"
+        raise InputError("policy", problem, "a policy that routes by load, such as jsq")
+    return prepared.trace
 
 
 def _with_signatures(spec: ClusterSpec, decode: DecodePolicy | None) -> ClusterSpec:
@@ -534,6 +542,7 @@ def _place_pool(
         all_to_all=engine.all_to_all,
     )
     policy = placement_policy(config.pool(role).expert_placement, context)
+    assert prepared.trace is not None, "dense models place no experts"
     layers, n_experts = prepared.trace.manifest.n_layers, prepared.model.n_experts
     n_nodes = max(1, ranks // config.gpus_per_node)
     groups = (
@@ -569,10 +578,10 @@ def _relocations(
     return Relocations(rule, movable, n_engines, model.n_moe_layers, model.n_experts)
 
 
-def _run_again(config: RunConfig, trace: RoutingTrace) -> dict[str, Any]:
+def _run_again(config: RunConfig, trace: RoutingTrace | None) -> dict[str, Any]:
     return {
         "config": config.model_dump(mode="json"),
-        "trace_checksum": trace.manifest.checksum,
+        "trace_checksum": None if trace is None else trace.manifest.checksum,
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("eldr-sim", "numpy", "numba", "simpy", "pyarrow")},

@@ -174,14 +174,14 @@ def make_workload():
             arrival_s=np.asarray(arrival_s, float),
             prompt_len=np.broadcast_to(prompt_len, n).astype(np.int32),
             output_len=np.broadcast_to(output_len, n).astype(np.int32),
-            trace_request=which,
+            text=which,
             decode_request=which,
             replay_offset=rng.integers(3, size=n).astype(np.int32),
             domain=np.zeros(n, np.int16),
             session=np.arange(n, dtype=np.int32),
             prefix_hash=np.empty(0, np.uint64),
             prefix_indptr=np.zeros(n + 1, np.int64),
-            prefix_trace_request=np.empty(0, np.int32),
+            prefix_text=np.empty(0, np.int32),
             prefix_block_tokens=0,
             description={},
         )
@@ -238,7 +238,7 @@ def make_cluster(make_step_time):
         rng = np.random.default_rng([seed, 1])
         windows = 1 + max(
             int(getattr(workload, name).max(initial=0))
-            for name in ("trace_request", "decode_request", "prefix_trace_request")
+            for name in ("text", "decode_request", "prefix_text")
         )
         length = rng.integers(3, 9, size=windows)
         first = np.cumsum(length) - length

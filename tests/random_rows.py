@@ -9,7 +9,7 @@ def random_rows(rng, n, n_layers, n_experts):
     """``n`` bit sets of three (or all) random experts a layer."""
     words = -(-n_experts // 64)
     bits = np.zeros((n, n_layers * words), np.uint64)
-    for row in bits.reshape(-1, words):
+    for row in bits.reshape(n * n_layers, words):
         for expert in rng.choice(n_experts, min(3, n_experts), replace=False):
             row[expert // 64] |= np.uint64(1) << np.uint64(expert % 64)
     return bits
@@ -28,7 +28,7 @@ def random_prompts(rng, workload, n_requests, n_layers, n_experts):
         np.cumsum(length) - length,
         length.astype(np.int32),
         workload.prefix_indptr,
-        workload.prefix_trace_request,
+        workload.prefix_text,
         workload.prefix_block_tokens,
         np.zeros(bits.shape[1], np.uint64),
     )

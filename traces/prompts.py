@@ -1,64 +1,29 @@
-"""Tokens of prompts: which rows of the trace they replay, and which prompts share them.
+"""Experts of prompts: which rows of the trace their tokens replay, and their sums.
 
 Token ``p`` of a prompt (0 is the first) replays prompt row ``p % prompt_len`` of a trace request:
 a prompt as long as the recorded one replays it row by row, a longer one wraps around. A prompt may
-consist of several trace requests, one after the other; a token's row follows from its position in
-the prompt.
-
-Prefix blocks
-    A request log may identify the blocks of its prompts (``hash_ids``): equal ids, equal tokens.
-    The tokens of a block then depend on the block alone, so that requests with a common prefix
-    have the same trace rows for it and hence the same experts: `assign_blocks`.
+consist of several texts, one after the other (`requests.prefixes`); a token's row follows from its
+position in the prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from eldr_sim.traces.requests.prefixes import Ranges
 from eldr_sim.traces.routing.bitsets import add_counts
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import PromptScore
 
-__all__ = [
-    "PromptSignatures",
-    "Ranges",
-    "assign_blocks",
-    "clip_ranges",
-    "count_experts",
-    "join_ranges",
-    "sum_gate_scores",
-]
-
-Ranges = tuple[tuple[int, int, int], ...]
-"""Consecutive token ranges ``(trace request, start, stop)`` of a prompt."""
+__all__ = ["PromptSignatures", "count_experts", "no_signatures", "sum_gate_scores"]
 
 _REMEMBERED = 4096
-
-
-def clip_ranges(ranges: Ranges, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the parts of ``ranges`` that lie in tokens ``start`` to ``stop``."""
-    return [
-        (request, max(first, start), min(last, stop))
-        for request, first, last in ranges
-        if first < stop and last > start
-    ]
-
-
-def join_ranges(parts: Sequence[tuple[int, int, int]]) -> Ranges:
-    """Join neighbouring ranges that continue one trace request."""
-    joined: list[tuple[int, int, int]] = []
-    for request, start, stop in parts:
-        if joined and joined[-1][0] == request and joined[-1][2] == start:
-            joined[-1] = (request, joined[-1][1], stop)
-        else:
-            joined.append((request, start, stop))
-    return tuple(joined)
 
 
 def count_experts(trace: RoutingTrace, ranges: Ranges) -> NDArray[np.uint32]:
@@ -136,6 +101,11 @@ class PromptSignatures:
         return self._summed(ranges)
 
 
+def no_signatures(ranges: Ranges) -> tuple[int, None]:
+    """Return what a dense model's prompts are to routers: all the same."""
+    return 0, None
+
+
 @lru_cache(maxsize=1)
 def _remembered(
     trace: RoutingTrace, kind: PromptScore
@@ -150,59 +120,3 @@ def _remembered(
         return next(numbers), count_experts(trace, ranges) if trace.has_prompts else None
 
     return summed
-
-
-def assign_blocks(
-    blocks: NDArray[np.uint64], indptr: NDArray[np.int64], drawn: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, Any]]:
-    """Assign to each prefix block the trace request that its tokens replay.
-
-    In order of arrival, a request has blocks that were seen before, then new ones. New blocks that
-    make up half of the prompt or more are a text of its own: they replay the trace request drawn
-    for it, with its domain. Otherwise the request continues an earlier prompt (the next turn of a
-    conversation, another question about a document), and its new blocks replay the trace request of
-    the last block that it shares. So requests with a common system prompt keep domains of their
-    own, and a conversation keeps one domain.
-
-    Parameters
-    ----------
-    blocks, indptr
-        Numbers of `request_logs.chain_blocks` of the requests in order of arrival.
-    drawn
-        int64 ``[requests]``: trace request drawn for each.
-
-    Returns
-    -------
-    source
-        int64, as long as ``blocks``: trace request that each block replays.
-    request
-        int64 ``[requests]``: trace request of each prompt's last block, the most specific one, or
-        the one drawn where there are no blocks.
-    description
-        How much of the prompts is shared.
-    """
-    known: list[int] = []  # trace request of each block number
-    source: list[int] = []
-    request = drawn.tolist()
-    numbers, edges = blocks.tolist(), indptr.tolist()
-    seen_before = going_on = 0
-    for i, (start, stop) in enumerate(pairwise(edges)):
-        mine = numbers[start:stop]
-        seen = sum(number < len(known) for number in mine)
-        if 2 * seen > len(mine):
-            request[i] = known[mine[seen - 1]]
-            going_on += 1
-        known += [request[i]] * (len(mine) - seen)
-        source += [known[number] for number in mine]
-        if mine:
-            request[i] = source[-1]
-        seen_before += seen
-    return (
-        np.array(source, np.int64),
-        np.array(request, np.int64),
-        {
-            "prefix_blocks": len(numbers),
-            "prefix_blocks_seen_before_share": round(seen_before / max(1, len(numbers)), 6),
-            "requests_going_on_share": round(going_on / max(1, len(request)), 6),
-        },
-    )

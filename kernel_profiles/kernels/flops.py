@@ -88,9 +88,10 @@ def prefill_flops(model: ModelDims, new: int, cached: int = 0) -> float:
 def peak_flops(model: ModelDims, gpu: GPU) -> float:
     """Return the peak of one GPU for a model's experts, FLOP/s: FP8 where they are FP8, else BF16.
 
-    Narrower weights (MXFP4, INT4) are computed in bfloat16.
+    Of a dense model for its matrices. Narrower weights (MXFP4, INT4) are computed in bfloat16.
     """
-    return gpu.peak_flops(fp8=model.expert_dtype in ("fp8", "fp8_block"))
+    dtype = model.linear_dtype if model.is_dense else model.expert_dtype
+    return gpu.peak_flops(fp8=dtype in ("fp8", "fp8_block"))
 
 
 def mfu(flops: float, seconds: float, peak_flops: float) -> float:

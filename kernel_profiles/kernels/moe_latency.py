@@ -46,6 +46,8 @@ def uniform_distinct(batch: ArrayLike, n_experts: int, top_k: float) -> FloatArr
     ``E * (1 - (1 - k / E) ** batch)``: every expert is missed by a token with chance 1 - k / E.
     """
     tokens = np.asarray(batch, dtype=np.float64)
+    if not n_experts:
+        return np.zeros_like(tokens)
     missed = tokens * np.log1p(-min(top_k / n_experts, 1 - 1e-12))
     return np.asarray(-n_experts * np.expm1(missed), dtype=np.float64)
 
@@ -222,6 +224,18 @@ class MoELatency:
         if not len(self.unbalanced_knots):
             return balanced
         return np.maximum(balanced, interpolate(counts, self.unbalanced_knots, self.unbalanced_s))
+
+
+class NoExperts(MoELatency):
+    """The layer that a dense model has not: it takes no time."""
+
+    def __init__(self) -> None:
+        none = np.zeros(1)
+        super().__init__(0, 0.0, none, np.array([2.0**31]), none, 0.0)
+
+    def time_s(self, batch: ArrayLike, distinct: ArrayLike) -> FloatArray:
+        """Return zeros."""
+        return np.zeros(np.broadcast_shapes(np.shape(batch), np.shape(distinct)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,7 @@ def pad(cost: StepCost, padding: Padding, sizes: NDArray[np.int64]) -> StepCost:
     graph = np.minimum(sizes[:n], len(dense_s) - 1)
     dense_s[:n], collectives_s[:n] = dense_s[graph], collectives_s[graph]
     cost = cost._replace(dense_s=dense_s, collectives_s=collectives_s)
-    if padding == "dense":
+    if padding == "dense" or not cost.n_experts:
         return cost
     uniform_moe_s = cost.uniform_moe_s.copy()
     n = min(n, len(uniform_moe_s))

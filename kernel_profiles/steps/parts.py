@@ -19,6 +19,7 @@ from eldr_sim.kernel_profiles.kernels.kernel_latency import (
 )
 from eldr_sim.kernel_profiles.kernels.moe_latency import (
     MoELatency,
+    NoExperts,
     fit_moe_latency,
     interpolate,
     monotone_fit,
@@ -173,6 +174,9 @@ class Parts:
     def _moe(self) -> MoELatency:
         """A rank's MoE layer: from rows of just that, or else from the layer of all experts."""
         model, ranks = self.model, self.parallelism.n_expert_ranks
+        if model.is_dense:
+            self.layer = MoELayer(NoExperts(), 1)
+            return self.layer.latency
 
         # vLLM takes AITER's kernels where it is told to.
         untuned = self.moe_backend == "auto" and self.gpu.name in UNTUNED
@@ -465,7 +469,7 @@ class Parts:
     def _linear_s(self, n: int, k: int, rows: FloatArray) -> FloatArray:
         """One matrix stored like the model's linear layers."""
         if self.linear is None:
-            width = 1.0 if self.model.linear_dtype != "bfloat16" else 2.0
+            width = {"bfloat16": 2.0, "nvfp4": 0.5625}.get(self.model.linear_dtype, 1.0)
             return roofline.gemm_s(self.gpu, n, k, rows, width)
         return self.linear.time_s(n, k, rows)
 

@@ -54,7 +54,7 @@ class StepTimeModel:
     layer
         The MoE layer that was measured, for :meth:`rank_moe`.
     n_moe_layers, n_experts
-        Of the model.
+        Of the model, 0 where it is dense.
     moe_batch_max, attention_batch_max, context_max
         Largest measured points; beyond them the tables extrapolate.
     attention_tokens_max
@@ -135,11 +135,13 @@ class StepTimeModel:
             raise InputError("tokens", f"{tokens} in a step", f"{most} or fewer")
         if (sizes[:, 1] < 1).any() or (sizes.sum(axis=1) > self.max_model_len).any():
             raise InputError("chunks", f"{list(chunks)}", f"up to {self.max_model_len} tokens")
-        if activated is None and not len(sizes):
+        if activated is None and not len(sizes) and self.n_moe_layers:
             raise InputError("activated", "none for a decode step", "a number a MoE layer")
         if activated is not None and len(activated) != self.n_moe_layers:
             raise InputError("activated", f"{len(activated)} layers", str(self.n_moe_layers))
-        counts = np.zeros(self.n_moe_layers) if activated is None else np.asarray(activated, float)
+        # A dense model's steps stand for a layer without experts.
+        known = activated is not None and self.n_moe_layers
+        counts = np.asarray(activated, float) if known else np.zeros(self.n_moe_layers or 1)
         first, count = np.ascontiguousarray(sizes[:, 0]), np.ascontiguousarray(sizes[:, 1])
         parts: StepParts = step_parts(
             self.cost, batch, context, first, count, len(sizes), rows, counts, activated is None

@@ -247,7 +247,9 @@ def _share_replays(points: Iterable[Point]) -> list[SharedReplay]:
     for config in configs.values():
         with contextlib.suppress(Exception):  # the point itself will report it
             setting = prepare(config)
-            shared.append(share(setting.trace, setting.model.top_k, setting.step_time.n_moe_layers))
+            if setting.trace is not None:
+                layers = setting.step_time.n_moe_layers
+                shared.append(share(setting.trace, setting.model.top_k, layers))
     return [replay for replay in shared if replay is not None]
 
 

@@ -23,7 +23,7 @@ from eldr_sim.policies.choice import parse
 from eldr_sim.policies.registry import canonical
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import Pool, RunConfig
-from eldr_sim.simulator.setup.prepare import routing_of
+from eldr_sim.simulator.setup.prepare import trace_of
 
 #: Most GPUs of a cluster that is planned: a pool has no more workers.
 MOST_GPUS = 9999
@@ -291,7 +291,7 @@ def make_candidate(
     """
     templates: list[ClusterTemplate] = []
     reasons: list[str] = []
-    load = offered_load(config, routing_of(config, load_model(config.model)))
+    load = offered_load(config, trace_of(config, load_model(config.model)))
     for shape in shapes(config, sizes or [2**n for n in range(NODE_GPUS.bit_length())]):
         label, least = shape_label(shape), shape.n_gpus
         if least > max_gpus:

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies import registry
@@ -45,9 +46,10 @@ def shapes(config: RunConfig, sizes: Sequence[int]) -> Iterator[RunConfig]:
     """
     together = _may_be_colocated(config)
     grouped = config.data_parallel_size > 1
+    dense = load_model(config.model).is_dense
     for decode in sizes:
         ways = [config.enable_expert_parallel]
-        if decode > 1 and not (ways[0] or grouped):
+        if decode > 1 and not (ways[0] or grouped or dense):
             ways.append(True)
         for whole in ways:
             sized = config.model_copy(
@@ -127,11 +129,13 @@ def _prompt_s(engine: EngineSpec, length: int) -> float:
 
 @lru_cache(maxsize=16)
 def _decode_steps(
-    step_time: StepTimeModel, ranks: int, trace: RoutingTrace, largest: int, context: float
+    step_time: StepTimeModel, ranks: int, trace: RoutingTrace | None, largest: int, context: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return batches up to the largest and the time of a decode step of each, s."""
     batch = np.unique(np.geomspace(1, largest, 48).astype(np.int64))
-    experts = np.maximum(_expected_experts(trace, batch), step_time.model.top_k) / ranks
+    experts = np.zeros(len(batch))
+    if trace is not None:
+        experts = np.maximum(_expected_experts(trace, batch), step_time.model.top_k) / ranks
     step_s = [
         step_time.decode_s([active] * step_time.n_moe_layers, n, context)
         for n, active in zip(batch.tolist(), experts.tolist(), strict=True)

@@ -49,7 +49,7 @@ from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.simulator.setup.streaming import make_prompt_layers
-from eldr_sim.traces.prompts import Ranges, clip_ranges, join_ranges
+from eldr_sim.traces.requests.prefixes import Ranges, clip_ranges, join_ranges
 from eldr_sim.traces.workload import Workload
 
 #: Events after which the loop comes back for progress and Ctrl-C.
@@ -272,7 +272,7 @@ class Cluster:
                 cached=np.zeros(most_seqs, np.int64),
                 new=np.zeros(most_seqs, np.int64),
                 union=np.zeros(width, np.uint64),
-                activated=np.zeros(n_layers, np.int64),
+                activated=np.zeros(n_layers or 1, np.int64),
             ),
         )
 
@@ -471,7 +471,7 @@ class Cluster:
         if prompts.prefix_block_tokens:
             prompts = prompts._replace(
                 prefix_indptr=workload.prefix_indptr,
-                prefix_trace_request=workload.prefix_trace_request,
+                prefix_trace_request=workload.prefix_text,
             )
         more = 6 * (new - old)
         self.arrays = arrays._replace(
@@ -587,7 +587,7 @@ class Cluster:
         found = int(engines.tables["found"][request, 0])
         if found == 0:
             if workload.prefix_block_tokens == 0:
-                return ((int(workload.trace_request[request]), 0, n_tokens),)
+                return ((int(workload.text[request]), 0, n_tokens),)
             return workload.prompt_ranges(request)
         first = int(engines.kv.first_listed[request])
         blocks = engines.kv.listed[0, first : first + found]
@@ -620,8 +620,9 @@ def _requests(
     requests["next"] = -1
     tokens = workload.prompt_len.astype(np.int64) + workload.output_len
     requests["window_blocks"] = spec.windows.of(tokens, spec.block_size)
-    for name in ("arrival_s", "prompt_len", "output_len", "domain", "trace_request"):
+    for name in ("arrival_s", "prompt_len", "output_len", "domain"):
         requests[name] = getattr(workload, name)
+    requests["trace_request"] = workload.text
     requests["window_row"] = replay.first_row[workload.decode_request]
     requests["window_len"] = replay.length[workload.decode_request]
     requests["window_offset"] = workload.replay_offset

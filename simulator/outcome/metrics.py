@@ -209,7 +209,8 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
 
 def _activated_experts(steps: NDArray[np.void], n_moe_layers: int) -> dict[str, float | None]:
     """Return the activated experts of decode steps, means over MoE layers."""
-    active, busiest = (steps[field] / n_moe_layers for field in ("active", "busiest"))
+    steps = steps if n_moe_layers else steps[:0]  # a dense model's: no figure
+    active, busiest = (steps[field] / (n_moe_layers or 1) for field in ("active", "busiest"))
     batch = steps["batch"].astype(float)
     return {
         "mean_active_experts_per_step": _mean(active),

@@ -236,6 +236,8 @@ def _trace(
 ) -> dict[str, Any]:
     """Return what the requests' experts come from."""
     model, trace = prepared.model, prepared.trace
+    if trace is None:
+        return {"name": None, "model": model.name, "checksum": None, **workload.description}
     tiles = -(-model.n_moe_layers // trace.manifest.n_layers)
     return {
         "name": "drawn" if config.trace is None else Path(config.trace).name,
@@ -281,7 +283,7 @@ def summary_of(
         ),
         "attention_tokens": int((steps["context"] > step_time.attention_tokens_max).sum()),
     }
-    copies = copies_met(trace, workload, record, steps)
+    copies = {} if trace is None else copies_met(trace, workload, record, steps)
     gpu, provenance = _gpus(prepared), _provenance(prepared)
     if config.eplb_interval is not None:
         provenance = provenance | {"relocation": PROVENANCE}
@@ -359,8 +361,12 @@ def summary_of(
         "latency_warnings": list(dict.fromkeys(warnings)),
         "window_start_s": record.window[0],
         "latency_notes": _transfer_notes(prepared, record) if handed_over else [],
-        "prompt_experts": "recorded" if trace.has_prompts else "uniform",
+        "prompt_experts": None
+        if trace is None
+        else ("recorded" if trace.has_prompts else "uniform"),
         "trace": _trace(config, prepared, workload, copies),
         "without_effect": without_effect(config, prepared, workload, record),
-        "trace_warnings": trace_warnings(trace, copies, config.trace_replay),
+        "trace_warnings": []
+        if trace is None
+        else trace_warnings(trace, copies, config.trace_replay),
     }

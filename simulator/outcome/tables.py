@@ -73,9 +73,9 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
 
     ``tokens`` counts the tokens that a step computed, ``active_experts`` is the mean number of
     activated experts of a MoE layer, ``busiest_rank_experts`` the mean of those on the layer's
-    busiest expert-parallel GPU (with one GPU the same); both are null where prompts are priced at
-    uniform routing. Decode steps also have the KV tokens that attention read (``context_tokens``)
-    and the requests new in the batch (``joined``).
+    busiest expert-parallel GPU (with one GPU the same); both are null for dense models and
+    where prompts are priced at uniform routing. Decode steps also have the KV tokens that attention
+    read (``context_tokens``) and the requests new in the batch (``joined``).
 
     Where engines share experts, a step has the parts that its group takes together, and ``active``
     and ``busiest_rank_experts`` are the group's: ``moe_ms`` of the slowest rank of each layer,
@@ -98,7 +98,7 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
 
     def experts(name: str) -> pa.Array:
         counts = np.concatenate([prefill[name], decode[name]])
-        return pa.array(counts / n_moe_layers, mask=counts == 0)
+        return pa.array(counts / (n_moe_layers or 1), mask=counts == 0)
 
     role = pa.DictionaryArray.from_arrays(
         pa.array(np.repeat([0, 1], [n_prefill, n_decode]), "int8"), ["prefill", "decode"]

@@ -129,6 +129,8 @@ def _of_workers(
         for name in ("enable_expert_parallel", "prefill.enable_expert_parallel",
                      "decode.enable_expert_parallel"):  # fmt: skip
             yield name, "every worker has one GPU, which has all experts"
+    if prepared.model.is_dense:
+        yield "trace_replay", f"{prepared.model.name} is dense: no experts are replayed"
     if workload.prefix_block_tokens == 0:
         yield "enable_prefix_caching", "no two prompts begin alike"
     if window_blocks(prepared.model, config.block_size) == NO_WINDOWS:

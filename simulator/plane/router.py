@@ -155,7 +155,7 @@ def _classes(policy: Any, workload: Workload) -> tuple[NDArray[np.int32], NDArra
     elif policy.shortlist_by == "signature":
         if workload.prefix_block_tokens:  # what the prefix cache holds decides, too
             return np.full(len(workload), -1, np.int32), _NOBODY
-        alike = workload.trace_request.astype(np.int64) << 32 | workload.prompt_len
+        alike = workload.text.astype(np.int64) << 32 | workload.prompt_len
     else:
         alike = np.zeros(len(workload), np.int64)
     _, first, kind = np.unique(alike, return_index=True, return_inverse=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.config_groups import NO_PART
+from eldr_sim.traces.requests.load import named_log
 from eldr_sim.traces.requests.log_window import LogPart, choose_part
 from eldr_sim.traces.requests.request_logs import RequestLog
-from eldr_sim.traces.workload import named_log
 
 __all__ = ["check_window", "log_of", "part_of"]
 

@@ -47,8 +47,10 @@ from eldr_sim.simulator.setup.memory import NO_WINDOWS, WindowBlocks, kv_blocks,
 from eldr_sim.simulator.setup.replay import fit_trace
 from eldr_sim.simulator.setup.streaming import blocks_of_whole_prompts, prompt_layout
 from eldr_sim.simulator.setup.transfer import HAND_OVERS, PRESETS, pull_between
+from eldr_sim.traces.requests.domains import wanted_domains
+from eldr_sim.traces.requests.texts import Texts, draw_texts
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
-from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace, wanted_domains
+from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace
 from eldr_sim.traces.routing.synthetic.presets import Band
 
 _MOST_PLACES = 2**26  # 5 GB of their state
@@ -56,10 +58,10 @@ _MOST_PLACES = 2**26  # 5 GB of their state
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """Everything that a run reads, loaded and checked."""
+    """Everything that a run reads, loaded and checked; a dense model replays no trace."""
 
     model: ModelDims
-    trace: RoutingTrace
+    trace: RoutingTrace | None
     spec: ClusterSpec
     tables_used: frozenset[str] = frozenset()
 
@@ -78,7 +80,7 @@ def prepare(config: RunConfig) -> PreparedRun:
     model = load_model(config.model)
     if config.kv_cache_dtype == "fp8":
         model = model.model_copy(update={"kv_cache_dtype": "fp8"})
-    trace = routing_of(config, model)
+    trace = trace_of(config, model)
     if config.colocated and config.prefill != Pool():
         raise InputError("prefill", "co-located workers are one pool", "decode, or none")
     if config.prefill_only and config.decode != Pool():
@@ -88,7 +90,7 @@ def prepare(config: RunConfig) -> PreparedRun:
         raise InputError("output_len", problem, "1, or none")
     _check_tables(config)
     sizes = [config.pool(role).parallelism.data_parallel_size for role in ("prefill", "decode")]
-    if max(sizes) > 1:
+    if trace is not None and max(sizes) > 1:
         trace.require_prompts("the pairs of engines that share experts")
     with noting_use() as used:
         if config.prefill_only:
@@ -126,6 +128,21 @@ def prepare(config: RunConfig) -> PreparedRun:
         front_end=_front_end(config),
     )
     return PreparedRun(model, trace, spec, frozenset(used))
+
+
+def _check_dense(config: RunConfig, model: ModelDims) -> None:
+    """Raise InputError where a configuration asks for something of a dense model's experts."""
+    for name in ("trace", "routing_band", "moe_backend", "expert_gather", "offload_window"):
+        if getattr(config, name) != RunConfig.model_fields[name].default:
+            raise InputError(name, f"{model.name} is dense: it has no experts", "not given")
+    for role in ("prefill", "decode"):
+        pool = config.pool(role)
+        if pool.num_redundant_experts:
+            problem = f"{model.name} is dense: it has no experts"
+            raise InputError("num_redundant_experts", problem, "not given")
+        if pool.expert_placement not in (None, "linear"):
+            problem = f"{pool.expert_placement!r}, but {model.name} is dense: it has no experts"
+            raise InputError("expert_placement", problem, "not given")
 
 
 def _check_tables(config: RunConfig) -> None:
@@ -439,16 +456,37 @@ def _fitted(path: str, stamp: float, model: ModelDims) -> RoutingTrace:
     return fit_trace(_opened(path, stamp), model)
 
 
+def texts_of(config: RunConfig, trace: RoutingTrace | None) -> Texts:
+    """Return what a run's requests are dealt from: the trace's, or drawn ones where there is none.
+
+    These are the texts of the trace that would be drawn for a model with experts.
+    """
+    return draw_texts(_domains(config)) if trace is None else trace.texts
+
+
+def trace_of(config: RunConfig, model: ModelDims) -> RoutingTrace | None:
+    """Return `routing_of`; None for a dense model, of whose experts nothing may be asked."""
+    if not model.is_dense:
+        return routing_of(config, model)
+    _check_dense(config, model)
+    return None
+
+
 def routing_of(config: RunConfig, model: ModelDims) -> RoutingTrace:
     """Open a run's trace as a model replays it; not done again unless the folder has changed."""
+    if model.is_dense:
+        raise InputError("model", f"{model.name} is dense: no experts to route", "a MoE model")
     if config.trace is None:
-        domains = wanted_domains(config.workload, config.domain_mix, config.domain_mix_end)
-        return _drawn(model, domains, config.routing_band)
+        return _drawn(model, _domains(config), config.routing_band)
     if config.routing_band != "middle":
         raise InputError("routing_band", "a band beside a trace", "one of both")
     manifest = Path(config.trace) / "manifest.json"
     stamp = os.stat(manifest).st_mtime if manifest.exists() else 0.0
     return _fitted(config.trace, stamp, model)
+
+
+def _domains(config: RunConfig) -> tuple[tuple[str, float], ...]:
+    return wanted_domains(config.workload, config.domain_mix, config.domain_mix_end)
 
 
 @lru_cache(maxsize=4)

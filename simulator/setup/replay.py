@@ -169,6 +169,11 @@ def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:
     return trace if have == need else trace.with_top_k(model.top_k)
 
 
+def no_replay() -> Replay:
+    """Return the replay of a dense model: one row without bits, again and again."""
+    return Replay(np.zeros((1, 0), np.uint64), np.zeros(1, np.int64), np.ones(1, np.int64))
+
+
 def make_replay(trace: RoutingTrace, n_layers: int, requests: NDArray[np.int64]) -> Replay:
     """Lay out the decode windows of ``requests`` over ``n_layers`` MoE layers.
 
@@ -198,7 +203,7 @@ def prompt_rows(trace: RoutingTrace, workload: Workload | None = None) -> Prompt
         trace.first_row.astype(np.int64),
         trace.prompt_len.astype(np.int32),
         np.zeros(1, np.int64) if workload is None else workload.prefix_indptr,
-        np.zeros(1, np.int32) if workload is None else workload.prefix_trace_request,
+        np.zeros(1, np.int32) if workload is None else workload.prefix_text,
         0 if workload is None else workload.prefix_block_tokens,
         np.zeros(bits.shape[1], np.uint64),
     )

@@ -167,7 +167,7 @@ def blocks_of_whole_prompts(budget: int, max_num_seqs: int, block_size: int, sta
 def make_prompt_layers(
     layout: PromptLayout, n_moe_layers: int, n_workers: int, n_experts: int
 ) -> PromptLayers:
-    """Return the arrays of ``n_workers`` prefill workers."""
+    """Return the arrays of ``n_workers`` prefill workers; a dense model's layers are one."""
     shares = () if layout.pipeline is None else layout.pipeline.shares
     stream, window, expert_s = _NOTHING, 0, 0.0
     if layout.stream is not None:
@@ -178,7 +178,7 @@ def make_prompt_layers(
         stream=stream,
         expert_s=expert_s,
         loaded=np.zeros((n_workers, window)),
-        layers_s=np.zeros((n_workers, n_moe_layers)),
+        layers_s=np.zeros((n_workers, n_moe_layers or 1)),
         start=np.zeros(n_workers),
         end=np.zeros(n_workers),
         active=np.zeros(n_workers, np.int64),
@@ -201,12 +201,13 @@ def work_of(model: ModelDims, engine: EngineSpec) -> PrefillWork:
     parts = engine.step_time.parts(chunks=[(0, length)] * n)
     computes = parts.attention + parts.dense + parts.collectives + parts.moe
     work, streams = prefill_work(model), engine.layout is not None and engine.layout.stream
+    n_layers = model.n_moe_layers or model.n_layers
     gpus = engine.parallelism.n_gpus // engine.parallelism.data_parallel_size
     return with_saturation(
         work,
         streams.stream if streams else _NOTHING,
-        n_layers=model.n_moe_layers,
+        n_layers=n_layers,
         peak_flops=gpus * peak_flops(model, engine.step_time.gpu),
-        layer_s=computes / model.n_moe_layers,
+        layer_s=computes / n_layers,
         batch_flops=n * work.flops(length),
     )

@@ -314,6 +314,7 @@ import hashlib, sys, time
 from pathlib import Path
 from eldr_sim.policies.eldr.fit_cache import cached_fit
 from eldr_sim.policies.eldr.signature import FitOptions
+from eldr_sim.traces.requests.domains import wanted_domains
 from eldr_sim.traces.routing.bitsets import bit_sets
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.synthetic import drawn
@@ -324,7 +325,7 @@ ready, n = Path(sys.argv[1]), int(sys.argv[2])
 while len(list(ready.iterdir())) < n:
     time.sleep(0.001)
 trace = drawn.drawn_trace(
-    "Qwen3-30B-A3B", drawn.Shape(3, 128, 8), drawn.wanted_domains("task")
+    "Qwen3-30B-A3B", drawn.Shape(3, 128, 8), wanted_domains("task")
 )
 bits = bit_sets(trace)
 fit = cached_fit(

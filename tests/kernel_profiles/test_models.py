@@ -23,7 +23,7 @@ def test_total_parameters_match_what_the_publisher_says(name):
 
 
 def test_the_models_that_ship():
-    assert len(list_models()) == 26
+    assert len(list_models()) == 34
 
 
 @pytest.mark.parametrize("name", list_models())
@@ -134,6 +134,10 @@ REAL_CONFIGS = {
     "Mixtral-8x22B": "mistralai--Mixtral-8x22B-v0.1",
     "Llama-4-Scout": "meta-llama--Llama-4-Scout-17B-16E-Instruct",
     "Llama-4-Maverick": "meta-llama--Llama-4-Maverick-17B-128E-Instruct",
+    "Llama-3.1-8B": "meta-llama--Meta-Llama-3.1-8B",
+    "Llama-3.1-70B": "meta-llama--Meta-Llama-3.1-70B",
+    "Qwen3-8B": "Qwen--Qwen3-8B",
+    "Qwen3-32B": "Qwen--Qwen3-32B",
 }
 
 

@@ -7,7 +7,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies.routing.activation import RIDGES, fit_activation
 from eldr_sim.traces.routing.calibration import CalibrationSet, calibration_set
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.traces.workload import make_workload
+
+from ..workloads import make_workload
 
 
 def make_calibration(counts, activation):
@@ -102,7 +103,7 @@ def test_it_predicts_serving_requests_of_the_embedded_trace(workload):
     model = fit_activation(calibration)
     # In the mix of the workload, as the calibration requests are.
     served = make_workload(trace, workload=workload, request_rate=1, num_requests=150)
-    serving = np.unique(served.trace_request)
+    serving = np.unique(served.text)
     truth = trace.decode_activation(serving)
     predicted = np.stack([model.predict(counts) for counts in trace.prompt_counts(serving)])
     assert ((predicted >= 0) & (predicted <= 1)).all()

@@ -99,7 +99,7 @@ def share_prefixes(workload, rng):
         workload,
         prefix_hash=path.astype(np.uint64),
         prefix_indptr=indptr,
-        prefix_trace_request=(path % WINDOWS).astype(np.int32),
+        prefix_text=(path % WINDOWS).astype(np.int32),
         prefix_block_tokens=8,
     )
 

@@ -22,7 +22,7 @@ from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.memory import WindowBlocks
 from eldr_sim.simulator.setup.replay import Replay, rank_masks
 from eldr_sim.simulator.setup.transfer import TransferModel
-from eldr_sim.traces.prompts import assign_blocks
+from eldr_sim.traces.requests.prefixes import assign_blocks
 from eldr_sim.traces.requests.request_logs import chain_blocks
 from eldr_sim.traces.workload import Workload
 
@@ -93,14 +93,14 @@ def random_workload(rng, n, gap_s, prefix, longest_prompt, longest_output, round
         arrival_s=arrival,
         prompt_len=lengths.astype(np.int32),
         output_len=rng.integers(1, longest_output + 1, n).astype(np.int32),
-        trace_request=request.astype(np.int32),
+        text=request.astype(np.int32),
         decode_request=rng.integers(N_TRACE, size=n).astype(np.int32),
         replay_offset=rng.integers(9, size=n).astype(np.int32),
         domain=np.zeros(n, np.int16),
         session=np.arange(n, dtype=np.int32),
         prefix_hash=hashes,
         prefix_indptr=indptr.astype(np.int64),
-        prefix_trace_request=source.astype(np.int32),
+        prefix_text=source.astype(np.int32),
         prefix_block_tokens=prefix,
         description={},
     )

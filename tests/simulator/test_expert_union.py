@@ -170,7 +170,7 @@ def test_prompt_rows_carry_the_prefix_blocks_of_a_workload(trace, make_workload)
         make_workload(np.zeros(2), 20, 1),
         prefix_hash=np.arange(2, dtype=np.uint64),
         prefix_indptr=np.array([0, 2, 2]),
-        prefix_trace_request=np.array([3, 4], np.int32),
+        prefix_text=np.array([3, 4], np.int32),
         prefix_block_tokens=8,
     )
     prompts = prompt_rows(trace, workload)

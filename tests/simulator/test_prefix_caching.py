@@ -14,9 +14,9 @@ from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.transfer import PRESETS
 from eldr_sim.traces.prompts import count_experts
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.traces.workload import make_workload as workload_of
 
 from ..paths import SHARED
+from ..workloads import make_workload as workload_of
 
 BASE = {"topology": "2P4D", "duration": 10, "warmup": 3, "output_len": 64, "request_rate": 40}
 MOONCAKE = SHARED / "data" / "requests" / "mooncake_conversation.jsonl"
@@ -44,7 +44,7 @@ def test_blocks_are_all_free_at_the_end(
         make_workload(np.sort(rng.random(n)), 24 + rng.integers(4, size=n), 3),
         prefix_hash=path.ravel(),
         prefix_indptr=np.arange(n + 1) * blocks_each,
-        prefix_trace_request=path.ravel().astype(np.int32) % 5,
+        prefix_text=path.ravel().astype(np.int32) % 5,
         prefix_block_tokens=8,
     )
     cluster = make_cluster(

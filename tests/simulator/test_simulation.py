@@ -72,7 +72,7 @@ def test_a_closed_loop_ends_as_the_open_load_of_its_arrivals(changes):
     workload, _ = offered_load(config, prepared.trace)
     n = len(sent)
     whole = workload.repeated(-(-n // len(workload)))
-    names = ("prompt_len", "output_len", "trace_request", "decode_request", "replay_offset",
+    names = ("prompt_len", "output_len", "text", "decode_request", "replay_offset",
              "domain", "session")  # fmt: skip
     load = dataclasses.replace(
         whole, arrival_s=sent["arrival_s"].copy(), prefix_indptr=whole.prefix_indptr[: n + 1],

@@ -11,7 +11,8 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.routing.calibration import calibration_set
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.writer import write_trace
-from eldr_sim.traces.workload import make_workload
+
+from ..workloads import make_workload
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_proportions(uneven, weights, zero):
 def test_never_served(trace):
     served = make_workload(trace, request_rate=100, num_requests=5000, trace_replay="same_domain")
     fitted = set(calibration_set(trace, workload="task").requests.tolist())
-    assert not fitted & set(served.trace_request.tolist())
+    assert not fitted & set(served.text.tolist())
     assert not fitted & set(served.decode_request.tolist())
 
 

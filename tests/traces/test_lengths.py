@@ -15,7 +15,8 @@ from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.traces.requests.arrivals import draw_arrivals
 from eldr_sim.traces.requests.lengths import draw_lengths
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.traces.workload import make_workload
+
+from ..workloads import make_workload
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,9 @@ def test_input_and_output_lengths_are_those_asked_for(trace):
     plain = made(trace, seed=3)
     fixed = made(trace, seed=3, input_len=2000)
     assert set(fixed.prompt_len.tolist()) == {2000}
-    assert (fixed.trace_request == plain.trace_request).all()
+    assert (fixed.text == plain.text).all()
     assert (fixed.arrival_s == plain.arrival_s).all()
-    recorded = trace.prompt_len[fixed.trace_request]
+    recorded = trace.prompt_len[fixed.text]
     share = fixed.description["prompt_tokens_beyond_recorded_share"]
     assert share == pytest.approx(1 - recorded.mean() / 2000, abs=1e-6)
     assert plain.description["prompt_tokens_beyond_recorded_share"] == 0.0

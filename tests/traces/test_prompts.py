@@ -11,20 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.prompts import (
-    PromptSignatures,
-    assign_blocks,
-    clip_ranges,
-    count_experts,
-    join_ranges,
-)
+from eldr_sim.traces.prompts import PromptSignatures, count_experts
+from eldr_sim.traces.requests.prefixes import assign_blocks, clip_ranges, join_ranges
 from eldr_sim.traces.requests.request_logs import chain_blocks
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.gate_scores import GateScores
-from eldr_sim.traces.workload import make_workload
 
 from ..kv_hashes import block_hashes
 from ..paths import SHARED
+from ..workloads import make_workload
 
 REQUESTS = SHARED / "data" / "requests"
 
@@ -143,12 +138,12 @@ def test_prompt_of_a_log(trace, tmp_path):
         tmp_path / "log.jsonl", [(1100, [0, 1, 2]), (1100, [0, 3]), (1600, [0, 1, 4]), (90, [])]
     )
     w = make_workload(trace, workload=log, seed=3)
-    a, b = int(w.trace_request[0]), int(w.trace_request[1])
+    a, b = int(w.text[0]), int(w.text[1])
     assert w.prompt_ranges(0) == ((a, 0, 1100),)
     assert w.prompt_ranges(1) == ((a, 0, 512), (b, 512, 1100))
     assert w.prompt_ranges(2) == ((a, 0, 1600),)  # two blocks of three are the first's
     assert a != b
-    assert w.prompt_ranges(3) == ((int(w.trace_request[3]), 0, 90),)
+    assert w.prompt_ranges(3) == ((int(w.text[3]), 0, 90),)
     hashes = [block_hashes(w, i, 16) for i in range(4)]
     assert [len(h) for h in hashes] == [68, 64, 96, 0]  # the second's last 76 tokens: no id
     shared = [sum(x == y for x, y in zip(hashes[0], h, strict=False)) for h in hashes]
@@ -188,10 +183,10 @@ def test_longer_logs_start_alike(trace, tmp_path):
     for i in range(25):
         assert short.prompt_ranges(i) == long.prompt_ranges(i)
         assert block_hashes(short, i, 16) == block_hashes(long, i, 16)
-    np.testing.assert_array_equal(short.trace_request, long.trace_request[:25])
+    np.testing.assert_array_equal(short.text, long.text[:25])
     other = make_workload(trace, workload=log, seed=2, trace_replay="same_domain")
-    np.testing.assert_array_equal(other.trace_request, long.trace_request)
-    assert (other.decode_request != long.trace_request).all()
+    np.testing.assert_array_equal(other.text, long.text)
+    assert (other.decode_request != long.text).all()
     np.testing.assert_array_equal(trace.domain[other.decode_request], long.domain)
 
 
@@ -200,10 +195,10 @@ def test_shared_prompts_of_a_named_workload(trace):
         make_workload(trace, request_rate=50, num_requests=600, seed=1, prompts=prompts)
         for prompts in ("unique", "shared")
     )
-    np.testing.assert_array_equal(unique.trace_request, shared.trace_request)
+    np.testing.assert_array_equal(unique.text, shared.text)
     assert shared.prefix_block_tokens >= shared.prompt_len.max()
     by_hash = {}
-    for i, q in enumerate(shared.trace_request.tolist()):
+    for i, q in enumerate(shared.text.tolist()):
         assert block_hashes(unique, i, 16) == []
         assert shared.prompt_ranges(i) == unique.prompt_ranges(i) == ((q, 0, trace.prompt_len[q]),)
         hashes = block_hashes(shared, i, 16)

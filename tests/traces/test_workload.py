@@ -15,7 +15,9 @@ from eldr_sim.traces.requests.domains import DOMAIN_MIXES
 from eldr_sim.traces.routing.format import open_trace
 from eldr_sim.traces.routing.writer import write_trace
 from eldr_sim.traces.streams import stream
-from eldr_sim.traces.workload import Workload, make_workload
+from eldr_sim.traces.workload import Workload
+
+from ..workloads import make_workload
 
 ARRAYS = [
     f.name
@@ -89,14 +91,14 @@ def test_same_arguments_same_bits(trace):
     assert_same(make(3), make(3))
     assert make(3).description == make(3).description
     assert (make(3).arrival_s != make(4).arrival_s).all()
-    assert (make(3).trace_request != make(4).trace_request).any()
+    assert (make(3).text != make(4).text).any()
 
 
 def test_frozen_values(trace):
     """The first requests of seed 0, frozen: a change of any stream changes published runs."""
     w = make_workload(trace, request_rate=10, num_requests=3, output_len=300, seed=0)
     assert w.arrival_s.tolist() == [0.197640312, 0.286759037, 0.319775342]
-    assert w.trace_request.tolist() == [2100, 1420, 1858]
+    assert w.text.tolist() == [2100, 1420, 1858]
     assert w.replay_offset.tolist() == [176, 92, 26]
 
 
@@ -123,9 +125,9 @@ def test_one_decision_does_not_shift_another(trace):
         burstiness=0.3,
         trace_replay="same_domain",
     )
-    assert_same(base, faster, ["trace_request", "replay_offset"])
+    assert_same(base, faster, ["text", "replay_offset"])
     np.testing.assert_allclose(base.arrival_s, 2 * faster.arrival_s, atol=1e-6)
-    assert_same(base, other, ["trace_request", "domain", "prompt_len"])
+    assert_same(base, other, ["text", "domain", "prompt_len"])
 
 
 def test_streams():
@@ -171,10 +173,10 @@ def test_default_mix_and_splits(trace, workload):
     counts = np.array([(w.domain == trace.domains.index(d)).sum() for d in names])
     assert counts.sum() == 8000
     assert stats.chisquare(counts, 8000 * share).pvalue > 0.01
-    assert not trace.is_calibration[w.trace_request].any()
-    np.testing.assert_array_equal(w.domain, trace.domain[w.trace_request])
-    np.testing.assert_array_equal(w.prompt_len, trace.prompt_len[w.trace_request])
-    np.testing.assert_array_equal(w.output_len, trace.output_len[w.trace_request])
+    assert not trace.is_calibration[w.text].any()
+    np.testing.assert_array_equal(w.domain, trace.domain[w.text])
+    np.testing.assert_array_equal(w.prompt_len, trace.prompt_len[w.text])
+    np.testing.assert_array_equal(w.output_len, trace.output_len[w.text])
     assert w.prefix_hash.size == 0
     assert w.prefix_indptr.tolist() == [0] * 8001
 
@@ -190,11 +192,11 @@ def test_published_shares():
 def test_decks_use_every_request_before_any_twice(trace):
     w = make_workload(trace, request_rate=100, num_requests=2000, seed=2)
     for d in range(4):
-        mine = w.trace_request[w.domain == d]
+        mine = w.text[w.domain == d]
         pool = len(trace.requests_of([trace.domains[d]], calibration=False))
         for start in range(0, len(mine) - pool + 1, pool):
             assert len(set(mine[start : start + pool].tolist())) == pool
-    uses = np.bincount(w.trace_request)
+    uses = np.bincount(w.text)
     assert w.description["trace_request_uses_max"] == uses.max()
     assert w.description["trace_request_uses_mean"] == pytest.approx(2000 / 626, abs=1e-3)
     assert w.description["trace_requests_replayed"] == (uses > 0).sum() == 626
@@ -225,18 +227,18 @@ def test_workload_trace_has_the_serving_shares(tiny):
     for d, name in enumerate(tiny.domains):
         share = float((serving == d).mean())
         assert w.description["domain_mix"].get(name, 0) == pytest.approx(share, abs=1e-6)
-    assert w.output_len.tolist() == tiny.output_len[w.trace_request].tolist()
+    assert w.output_len.tolist() == tiny.output_len[w.text].tolist()
     with pytest.raises(InputError, match="request_rate: missing"):
         make_workload(tiny, workload="trace", num_requests=5)
 
 
 def test_same_domain_replay(trace):
     w = make_workload(trace, request_rate=9, num_requests=600, trace_replay="same_domain")
-    assert (w.decode_request != w.trace_request).all()
+    assert (w.decode_request != w.text).all()
     np.testing.assert_array_equal(trace.domain[w.decode_request], w.domain)
     assert not trace.is_calibration[w.decode_request].any()
     own = make_workload(trace, request_rate=9, num_requests=600)
-    np.testing.assert_array_equal(own.decode_request, own.trace_request)
+    np.testing.assert_array_equal(own.decode_request, own.text)
 
 
 # --- replay windows ---------------------------------------------------------------------------
@@ -301,7 +303,7 @@ def test_log_as_recorded(tiny, log):
     assert w.session.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert [w.blocks(i).tolist() for i in range(10)] == [[0, i + 1] for i in range(10)]
     assert w.prefix_block_tokens == 512
-    assert not tiny.is_calibration[w.trace_request].any()
+    assert not tiny.is_calibration[w.text].any()
     assert w.description["arrivals"] == "recorded (mooncake)"
     json.dumps(w.description, allow_nan=False)
 
@@ -404,7 +406,7 @@ def test_a_mix_that_stays_is_no_drift(tiny):
     moved = make_workload(
         tiny, domain_mix={"x": 1, "y": 3}, domain_mix_end={"x": 1, "y": 3}, **common
     )
-    for name in ("domain", "trace_request", "arrival_s"):
+    for name in ("domain", "text", "arrival_s"):
         np.testing.assert_array_equal(getattr(still, name), getattr(moved, name))
 
 

@@ -6,7 +6,6 @@ import pytest
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.setup.replay import rank_masks
 from eldr_sim.traces.routing.format import open_trace
-from eldr_sim.traces.workload import make_workload
 from eldr_sim.validation.reproduce.expert_traffic import Batch
 from eldr_sim.validation.reproduce.grace import figures as grace_figures
 from eldr_sim.validation.reproduce.grace import homes as grace_homes
@@ -16,6 +15,8 @@ from eldr_sim.validation.reproduce.grace.figures import breadth, copied_everywhe
 from eldr_sim.validation.reproduce.grace.serving import _moved
 from eldr_sim.validation.reproduce.grace.settings import SOURCES, Cluster, Evaluation, gpu_of
 from eldr_sim.validation.reproduce.reproduction import Runner
+
+from ..workloads import make_workload
 
 GPT_OSS = SOURCES[3]
 

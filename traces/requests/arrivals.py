@@ -36,7 +36,7 @@ _MOST_RATE = 1e9
 def draw_arrivals(
     rate: float, burstiness: float, horizon_s: float | None, num_requests: int | None, seed: int
 ) -> NDArray[np.float64]:
-    """Draw arrival times, s, with gamma-distributed gaps (see `make_workload`) up to one bound."""
+    """Draw arrival times, s, with gamma-distributed gaps (see `Load`) up to one bound."""
     if math.isinf(rate):
         return np.zeros(num_requests or 0)
     if rate > _MOST_RATE:  # times are whole nanoseconds: none would pass

@@ -1,4 +1,4 @@
-"""Prompt and output lengths that are asked for, instead of recorded ones, and common prefixes.
+"""Prompt and output lengths that are asked for, instead of recorded ones.
 
 Lengths are drawn as ``vllm bench serve --dataset-name random`` draws them
 (``vllm/benchmarks/datasets``): whole numbers between ``floor(length (1 - ratio))`` and
@@ -9,18 +9,16 @@ length. vLLM takes the tokenizer's special tokens off the input length; there ar
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.traces.requests.texts import Texts
 from eldr_sim.traces.streams import stream
 
-if TYPE_CHECKING:
-    from eldr_sim.traces.routing.format import RoutingTrace
-
-__all__ = ["check_lengths", "describe_lengths", "draw_lengths", "share_prefixes"]
+__all__ = ["check_lengths", "describe_lengths", "draw_lengths"]
 
 _LONGEST = 2**31 - 1
 
@@ -74,39 +72,13 @@ def draw_lengths(length: int, ratio: float, n: int, seed: int, purpose: str) -> 
     return stream(seed, purpose).integers(low, high + 1, n).astype(np.int32)
 
 
-def share_prefixes(
-    request: NDArray[np.int64], num_prefixes: int, seed: int
-) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
-    """Give each request one of some prefixes, all equally likely.
-
-    Parameters
-    ----------
-    request
-        int64 ``[n]``: trace request of each request.
-    num_prefixes
-        Number of different prefixes.
-    seed
-        Of the draw.
-
-    Returns
-    -------
-    blocks, indptr, source
-        One block a request: the number of its prefix; ``indptr`` as in `Workload`; the trace
-        request that the prefix replays, that of the first request with it.
-    """
-    n = len(request)
-    prefix = stream(seed, "prefix").integers(0, num_prefixes, n)
-    _, first, number = np.unique(prefix, return_index=True, return_inverse=True)
-    return prefix.astype(np.uint64), np.arange(n + 1, dtype=np.int64), request[first][number]
-
-
 def describe_lengths(
-    trace: RoutingTrace,
-    request: NDArray[np.int64],
+    texts: Texts,
+    text: NDArray[np.int64],
     prompt: NDArray[np.int32],
     output: NDArray[np.int32],
 ) -> dict[str, Any]:
-    """Describe the lengths of all requests, and how far prompts exceed what was recorded."""
+    """Describe the lengths of all requests, and how far prompts exceed recorded ones."""
     described: dict[str, Any] = {
         name: {
             "mean": round(float(lengths.mean()), 3),
@@ -115,8 +87,8 @@ def describe_lengths(
         }
         for name, lengths in (("isl", prompt), ("osl", output))
     }
-    if trace.has_prompts:
-        beyond = np.maximum(prompt.astype(np.int64) - trace.prompt_len[request], 0)
+    if texts.has_rows:
+        beyond = np.maximum(prompt.astype(np.int64) - texts.prompt_len[text], 0)
         share = float(beyond.sum() / prompt.sum(dtype=np.int64))
         described["prompt_tokens_beyond_recorded_share"] = round(share, 6)
     return described

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.domains import resolve_domain_mix
+from eldr_sim.traces.requests.texts import resolve_domain_mix
 from eldr_sim.traces.routing.coactivation import Tokens, coactivation
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import GateScores, PromptScore, of_kind, select
@@ -117,7 +117,7 @@ def calibration_set(
     trace
         The routing trace.
     workload, domain_mix
-        As for `make_workload`: ``task``, ``language``, ``trace`` or the path of a request log.
+        As for `Load`: ``task``, ``language``, ``trace`` or the path of a request log.
     score
         With ``prob`` or ``logit``, only requests that have this gate score are picked: a trace
         may carry it for a part of its calibration split.
@@ -128,7 +128,7 @@ def calibration_set(
         If the mix is not valid, a domain in it has no calibration request (with the score), or
         the trace carries no such score at all.
     """
-    shares, _ = resolve_domain_mix(trace, workload, domain_mix)
+    shares, _ = resolve_domain_mix(trace.texts, workload, domain_mix)
     trace = trace.for_calibration
     pools = {name: trace.requests_of([name], calibration=True) for name in shares}
     if score != "count":

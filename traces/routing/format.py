@@ -45,6 +45,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.parquet import numbers, read_table
+from eldr_sim.traces.requests.texts import Texts
 from eldr_sim.traces.routing import gate_scores as gate_scores_file
 from eldr_sim.traces.routing.bitsets import bit_sets, check_ids, count_rows
 from eldr_sim.traces.routing.encoding import load_ids
@@ -145,6 +146,15 @@ class RoutingTrace:
         if self.calibration_apart is None:
             return self
         return replace(self.calibration_apart(), kept_top_k=self.kept_top_k)
+
+    @property
+    def texts(self) -> Texts:
+        """What requests are dealt from: the trace's own, without their experts."""
+        lengths = self.prompt_len, self.output_len
+        return Texts(
+            self.path.name, self.domains, self.domain, *lengths, ~self.is_calibration,
+            self.has_prompts,
+        )  # fmt: skip
 
     @property
     def has_prompts(self) -> bool:

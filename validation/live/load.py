@@ -90,7 +90,7 @@ def make_load(
     ----------
     info
         Rate, burstiness, kind of lengths, number of requests, seed. Arrivals are drawn as the
-        simulator draws them (`traces.workload.make_workload`).
+        simulator draws them (`traces.requests.arrivals`).
     domains
         Slice ``[low, high)`` of the vocabulary of each domain's prompts. Tokens of the slice are
         equally likely, and so are domains unless ``domain_mix`` weighs them.

@@ -74,13 +74,13 @@ def repeating_workload(requests: Requests, seed: int = 0) -> Workload:
         arrival_s=arrival,
         prompt_len=prompt,
         output_len=output,
-        trace_request=trace,
+        text=trace,
         replay_offset=rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32),
     )
     changes: dict[str, Any] = {
         "prefix_hash": (np.repeat(which, blocks) * 2**20 + place + 1).astype(np.uint64),
         "prefix_indptr": indptr,
-        "prefix_trace_request": np.repeat(trace, blocks).astype(np.int32),
+        "prefix_text": np.repeat(trace, blocks).astype(np.int32),
         "prefix_block_tokens": BLOCK,
     }
     return Workload(**(vars(plain) | changes))

@@ -119,7 +119,7 @@ def _workload(n: int, seed: int) -> Workload:
         arrival_s=np.cumsum(rng.exponential(1.0 / RATE, n)),
         prompt_len=np.full(n, PROMPT, np.int32),
         output_len=np.full(n, OUTPUT, np.int32),
-        trace_request=which,
+        text=which,
         replay_offset=rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32),
     )
 

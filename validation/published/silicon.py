@@ -10,10 +10,11 @@ one API server a worker tokenises, as its version of vLLM did. The routing of it
 unknown; it is drawn from the fit to real tokens that is nearest to the model. :class:`Form` says
 what else may be taken into account or left out.
 
-Of all models but GPT-OSS the tables are imported for the run. Left out: quantising activations
-before a dense FP8 GEMM, FP8 KV caches, FP4 dense and shared MLPs (NVFP4 checkpoints), and what
-MiniMax's norm of queries and keys over all heads adds under tensor parallelism, an all-reduce of 8
-bytes a token in every layer (vllm-project/vllm#31493). Multi-token prediction is taken to be off.
+Of all models but GPT-OSS and dense ones the tables are imported for the run. Left out: quantising
+activations before a dense FP8 or FP4 GEMM, FP8 KV caches of MoE models, FP4 dense and shared MLPs
+(NVFP4 checkpoints of these), and what MiniMax's norm of queries and keys over all heads adds under
+tensor parallelism, an all-reduce of 8 bytes a token in every layer (vllm-project/vllm#31493).
+Multi-token prediction is taken to be off.
 
 Engines that share experts take vLLM's defaults for what the file does not say:
 ``allgather_reducescatter``, and a node of 8 GPUs; on GB200 the NVLink domain, 72.
@@ -118,7 +119,7 @@ class Form:
 
 def predict(
     case: Case,
-    trace: Path,
+    trace: Path | None,
     tables: Path | None,
     target: MeasuredModel = _GPT_OSS,
     form: Form | None = None,
@@ -131,7 +132,7 @@ def predict(
 
 def simulate_case(
     case: Case,
-    trace: Path,
+    trace: Path | None,
     tables: Path | None,
     target: MeasuredModel = _GPT_OSS,
     form: Form | None = None,
@@ -144,7 +145,7 @@ def simulate_case(
     case
         The configuration.
     trace
-        Routing trace folder that its tokens replay.
+        Routing trace folder that its tokens replay; None for a dense model.
     tables
         Folder of latency tables that take precedence; None uses the shipped ones only.
     target
@@ -176,20 +177,21 @@ def simulate_case(
             else {},
             "prefill_policy": "round_robin" if pool.count else "prefix_hash",
             "gpus_per_node": 72 if case.gpu == "GB200" else 8,
-            "trace": str(trace),
+            "trace": None if trace is None else str(trace),
             "tables": None if tables is None else str(tables),
             "num_requests": _n_prompts(case),
             "request_rate": "inf",
             "max_concurrency": concurrency,
             "max_num_seqs": _seats(case, target),
             "max_num_batched_tokens": 8192,
+            "kv_cache_dtype": "fp8" if target.kv_cache_dtype == "fp8" else "auto",
             "gpu_memory_utilization": 0.9,
             "enable_prefix_caching": False,
             "cudagraph_padding": form.graphs,
             **_front_end(form, tokenizer_mode),
         }
     )
-    workload = _closed_loop(case)
+    workload = _closed_loop(case, target)
     return build_cluster(config, prepare(config), workload, (0.0, np.inf)).run()
 
 
@@ -228,26 +230,33 @@ def _n_prompts(case: Case) -> int:
 
 
 def _seats(case: Case, target: MeasuredModel) -> int | None:
-    """Return max_num_seqs: the scripts' on Hopper and for GPT-OSS, vLLM's default elsewhere."""
+    """Return max_num_seqs: the scripts' on Hopper, GPT-OSS and Llama, vLLM's default elsewhere."""
+    if not target.inferencex:
+        return None
     if case.gpu in ("H100", "H200"):
         return case.concurrency
-    return 512 if target is _GPT_OSS else None
+    return 512 if target is _GPT_OSS or target.dims().is_dense else None
 
 
-def _closed_loop(case: Case) -> Workload:
+def _closed_loop(case: Case, target: MeasuredModel) -> Workload:
     n = _n_prompts(case)
     rng = np.random.default_rng([case.input_len, case.output_len, case.concurrency])
 
     def lengths(longest: int) -> np.ndarray:
-        return rng.integers(int(0.8 * longest), longest + 1, n).astype(np.int32)
+        least = int(0.8 * longest) if target.inferencex else longest
+        return rng.integers(least, longest + 1, n).astype(np.int32)
 
     which = rng.integers(silicon_routing.REQUESTS, size=n).astype(np.int32)
+    prompt_len, output_len = lengths(case.input_len), lengths(case.output_len)
+    offset = rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32)
+    if target.dims().is_dense:
+        which, offset = 0 * which, 0 * offset
     return silicon_routing.plain_workload(
         arrival_s=np.zeros(n),
-        prompt_len=lengths(case.input_len),
-        output_len=lengths(case.output_len),
-        trace_request=which,
-        replay_offset=rng.integers(silicon_routing.OUTPUT, size=n).astype(np.int32),
+        prompt_len=prompt_len,
+        output_len=output_len,
+        text=which,
+        replay_offset=offset,
     )
 
 
@@ -277,10 +286,11 @@ def case_tables(
     pools |= {(case.gpu, case.prefill.parallelism) for case in cases if case.prefill.count}
     for gpu, parallelism in sorted(pools, key=str):
         size = parallelism.tensor_parallel_size
+        shard = parallelism.shard(model)
         if moe_kernel == "marlin":
             if gpu in ("H100", "H200"):
                 found.append(derive_marlin_table(gpu, model, parallelism, padding=form.padding))
-        elif target.shipped is None:
+        elif target.shipped is None and not model.is_dense:  # those tables ship
             # A rank that tokens are dispatched to is read as a GPU that holds all experts.
             shared = parallelism.data_parallel_size > 1
             moe = need(
@@ -290,12 +300,11 @@ def case_tables(
                 list(moe_tables(gpu, model, Parallelism() if shared else parallelism)),
             )
             found.append(moe[-1 if moe_kernel == "oldest" else 0])  # they come newest first
-            shard = parallelism.shard(model)
             attention = [*attention_tables(gpu, shard), *mla_tables(gpu, shard)]
             found += need("attention", gpu, size, attention)
             found += need("GEMM", gpu, size, list(gemm_tables(gpu, model.linear_dtype)))
         if not form.norms:
-            found.append(bytes_alone(parallelism.shard(model), load_gpu(gpu)))
+            found.append(bytes_alone(shard, load_gpu(gpu)))
     for table in found:
         table.save(folder / table_name(table.metadata))
     return folder if found else None
@@ -348,7 +357,9 @@ def predict_rows(
     predicted: dict[tuple[Case, Mode], tuple[float, float]] = {}
     with ExitStack() as stack:
         work = Path(stack.enter_context(TemporaryDirectory()))
-        trace = silicon_routing.make_routing(work / "trace", form.routing, target)
+        trace = None
+        if not target.dims().is_dense:
+            trace = silicon_routing.make_routing(work / "trace", form.routing, target)
         cases = [case for case, _ in wanted]
         tables = case_tables(work / "tables", cases, moe_kernel, target, form)
         for done, (case, mode) in enumerate(wanted, 1):

@@ -87,7 +87,7 @@ def plain_workload(
     arrival_s: NDArray[np.float64],
     prompt_len: NDArray[np.int32],
     output_len: NDArray[np.int32],
-    trace_request: NDArray[np.int32],
+    text: NDArray[np.int32],
     replay_offset: NDArray[np.int32],
 ) -> Workload:
     """Return requests of one domain that share no prefix, shape [N] each."""
@@ -96,14 +96,14 @@ def plain_workload(
         arrival_s=arrival_s,
         prompt_len=prompt_len,
         output_len=output_len,
-        trace_request=trace_request,
-        decode_request=trace_request,
+        text=text,
+        decode_request=text,
         replay_offset=replay_offset,
         domain=np.zeros(n, np.int16),
         session=np.arange(n, dtype=np.int32),
         prefix_hash=np.empty(0, np.uint64),
         prefix_indptr=np.zeros(n + 1, np.int64),
-        prefix_trace_request=np.empty(0, np.int32),
+        prefix_text=np.empty(0, np.int32),
         prefix_block_tokens=0,
         description={},
     )

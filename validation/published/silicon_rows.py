@@ -20,6 +20,9 @@ started. The labels often say something else, and the scripts are followed:
 - Kimi-K2.5: the scripts know ``--tensor-parallel-size`` alone.
 - Kimi-K2.5 on GB200, disaggregated: prefill workers, and decode workers of 16 GPUs, have ``dp-attn:
   true`` and are labelled ``tp n, dp 1, ep n``.
+- Llama-3.1-70B: NVIDIA's FP8 and NVFP4 checkpoints with ``kv-cache-dtype: fp8``, and the seats of
+  GPT-OSS (``benchmarks/70b_fp8_h100_slurm.sh``, ``70b_fp8_h200_slurm.sh``,
+  ``70b_fp8_b200_docker.sh``, ``70b_fp4_b200_docker.sh``).
 - GPT-OSS on GB200 under TensorRT-LLM, disaggregated: the file has no workers, ``gptoss-fp4-gb200-
   dynamo-trt`` of the configuration has (:data:`_GPT_OSS_WORKERS`). Loads that it starts in several
   ways, or with ``dp-attn: true`` (labelled ``dp 1``), are not told apart.
@@ -36,7 +39,7 @@ from importlib import resources
 from pathlib import Path
 
 from eldr_sim.errors import InputError
-from eldr_sim.kernel_profiles.models import ModelDims, load_model
+from eldr_sim.kernel_profiles.models import KVDtype, ModelDims, load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
 
 GPUS = {
@@ -88,6 +91,11 @@ class MeasuredModel:
         Hugging Face name of what was served, if it is not ``model_path``.
     backend
         Engine of the runs.
+    kv_cache_dtype
+        Of the runs.
+    inferencex
+        Whether the runs are InferenceX's; those that NVIDIA made for the package say of their load
+        no more than two lengths, which are taken to be exact, beside vLLM's defaults.
     """
 
     model_path: str
@@ -96,6 +104,8 @@ class MeasuredModel:
     precision: str = "fp8"
     checkpoint: str = ""
     backend: str = "vllm"
+    kv_cache_dtype: KVDtype = "bfloat16"
+    inferencex: bool = True
 
     @property
     def model(self) -> str:
@@ -108,10 +118,12 @@ class MeasuredModel:
     def dims(self) -> ModelDims:
         """Return the dimensions, under the model's own name."""
         name = (self.checkpoint or self.model_path).split("/")[-1]
-        return load_model(self.model).model_copy(update={"name": name})
+        named = {"name": name, "kv_cache_dtype": self.kv_cache_dtype}
+        return load_model(self.model).model_copy(update=named)
 
 
 _KERNELS = ("oldest", "newest")
+_DENSE = ("newest",)  # whatever is asked for: there is no MoE kernel
 MEASURED_MODELS = {
     "gpt-oss-120b": MeasuredModel(
         "openai/gpt-oss-120b", "GPT-OSS-120B", ("marlin", "newest"), "fp4"
@@ -128,6 +140,23 @@ MEASURED_MODELS = {
         "openai/gpt-oss-120b", None, ("newest",), "fp4", backend="trtllm"
     ),
     "qwen3-235b": MeasuredModel("Qwen/Qwen3-235B-A22B-FP8", None, _KERNELS),
+    "llama-70b-fp8": MeasuredModel(
+        "meta-llama/Llama-3.1-70B", "Llama-3.1-70B-FP8", _DENSE, kv_cache_dtype="fp8"
+    ),
+    "llama-70b-nvfp4": MeasuredModel(
+        "meta-llama/Llama-3.1-70B", "Llama-3.1-70B-NVFP4", _DENSE, "fp4", kv_cache_dtype="fp8"
+    ),
+    "llama-8b-fp8": MeasuredModel(
+        "nvidia/Llama-3.1-8B-Instruct-FP8",
+        "Llama-3.1-8B-FP8",
+        _DENSE,
+        kv_cache_dtype="fp8",
+        inferencex=False,
+    ),
+    "qwen3-32b": MeasuredModel("Qwen/Qwen3-32B", "Qwen3-32B", _DENSE, "", inferencex=False),
+    "qwen3-32b-fp8": MeasuredModel(
+        "Qwen/Qwen3-32B", None, _DENSE, checkpoint="Qwen/Qwen3-32B-FP8", inferencex=False
+    ),
     "deepseek-r1": MeasuredModel("deepseek-ai/DeepSeek-R1", None, _KERNELS[::-1], backend="sglang"),
 }
 
@@ -300,6 +329,8 @@ def _row(record: dict[str, str], model: ModelDims, backend: str) -> MeasuredRun 
             # The batch size is a data-parallel rank's.
             batch = int(record["decode_batch_size"] or 0) * layout.data_parallel_size
             concurrency = concurrency or batch * decode_workers
+        elif model.is_dense:
+            layout = Parallelism(_sizes(record)[0])
         else:
             layout = _colocated(record, gpu, date[1] if date else "", concurrency)
         if not concurrency:

@@ -27,7 +27,7 @@ class PromptRows(NamedTuple):
     first_row: NDArray[np.int64]  #: ``[trace requests]``: first prompt row
     length: NDArray[np.int32]  #: ``[trace requests]``: prompt rows
     prefix_indptr: NDArray[np.int64]  #: as in ``Workload``
-    prefix_trace_request: NDArray[np.int32]  #: as in ``Workload``
+    prefix_trace_request: NDArray[np.int32]  #: ``prefix_text`` of ``Workload``
     prefix_block_tokens: int  #: as in ``Workload``
     scratch: NDArray[np.uint64]  #: ``[trace layers * words]``
 

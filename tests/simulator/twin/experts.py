@@ -46,10 +46,10 @@ class TraceSets:
 
 def prompt_sources(workload, request):
     """Return (trace request, token) of each prompt token: what it replays."""
-    blocks = workload.prefix_trace_request[
+    blocks = workload.prefix_text[
         workload.prefix_indptr[request] : workload.prefix_indptr[request + 1]
     ].tolist()
-    own, size = int(workload.trace_request[request]), workload.prefix_block_tokens
+    own, size = int(workload.text[request]), workload.prefix_block_tokens
     return [
         (blocks[token // size] if size and token // size < len(blocks) else own, token)
         for token in range(int(workload.prompt_len[request]))

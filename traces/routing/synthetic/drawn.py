@@ -13,7 +13,6 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,20 +20,14 @@ from typing import Literal
 
 from eldr_sim import cache
 from eldr_sim.errors import InputError
-from eldr_sim.traces.requests.domains import DOMAIN_MIXES
+from eldr_sim.traces.requests.texts import CALIBRATION, OUTPUT_LEN, SERVING
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
 from eldr_sim.traces.routing.synthetic.presets import PRESETS, Band, fitted_path, preset_model
 from eldr_sim.traces.routing.synthetic.synthesize import synthesize
 
-__all__ = ["CALIBRATION", "SERVING", "Shape", "drawn_trace", "nearest_preset", "wanted_domains"]
+__all__ = ["Shape", "drawn_trace", "nearest_preset"]
 
 Split = Literal["both", "calibration", "serving"]
-SERVING, CALIBRATION = 1000, 1000
-"""Requests drawn of each split: twice as many to serve change no median by a point
-(docs/synthetic.md); ELDR calibrates on 1,000 (Sec. 6)."""
-_OUTPUT_LEN = 64, 64
-"""Generated tokens: more change no median either."""
-
 #: Modules that say what is drawn: when they change, it is drawn anew.
 _SOURCES = (
     "traces.requests.domains",
@@ -42,6 +35,7 @@ _SOURCES = (
     "traces.routing.synthetic.model",
     "traces.routing.synthetic.presets",
     "traces.requests.prompt_lengths",
+    "traces.requests.texts",
     "traces.routing.synthetic.reshape",
     "traces.routing.synthetic.sampler",
     "traces.routing.synthetic.synthesize",
@@ -78,31 +72,6 @@ def nearest_preset(model: str, shape: Shape) -> str:
     return min(PRESETS, key=distance)
 
 
-def wanted_domains(
-    workload: str, *mixes: Mapping[str, float] | None
-) -> tuple[tuple[str, float], ...]:
-    """Return the domains to draw for a workload, with their weights.
-
-    Those of the mixes that are given, evenly; else the workload's own mix; else all, evenly.
-
-    Raises
-    ------
-    InputError
-        If a mix names another domain than those of the named workloads.
-    """
-    known = [name for mix in DOMAIN_MIXES.values() for name in mix]
-    named = dict.fromkeys(name for mix in mixes if mix is not None for name in mix)
-    for name in named:
-        if name not in known:
-            raise InputError(
-                "domain_mix",
-                f"{name!r} is none of the domains that can be drawn; a trace of your own has its",
-                ", ".join(known),
-            )
-    weights = dict.fromkeys(named, 1.0) or DOMAIN_MIXES.get(workload) or dict.fromkeys(known, 1.0)
-    return tuple(weights.items())
-
-
 def drawn_trace(
     model: str,
     shape: Shape,
@@ -120,7 +89,7 @@ def drawn_trace(
     model, shape
         Name and shape of the served model.
     domains
-        Domains and their weights, see `wanted_domains`.
+        Domains and their weights, see `domains.wanted_domains`.
     gate_scores
         Whether to draw the gate's probabilities, too, of both splits in one folder; the experts
         are the same either way.
@@ -185,7 +154,7 @@ def _draw(
         requests=SERVING,
         calibration=CALIBRATION,
         prompt_len=None,
-        output_len=_OUTPUT_LEN,
+        output_len=(OUTPUT_LEN, OUTPUT_LEN),
         seed=0,
         shares=[weights.get(name, 0.0) / total for name in model.domains],
         gate_scores=gate_scores,

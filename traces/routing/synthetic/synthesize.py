@@ -13,6 +13,7 @@ from eldr_sim import __version__
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import ARRAY_LIMIT, within
 from eldr_sim.traces.requests.prompt_lengths import draw_prompt_lengths
+from eldr_sim.traces.requests.texts import take_turns
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.gate_scores import GateScores
 from eldr_sim.traces.routing.manifest import SYNTHETIC
@@ -83,7 +84,7 @@ def synthesize(
     if shares is None:
         domain = np.arange(n) % len(model.domains)
     else:
-        domain = np.concatenate([_turns(shares, count) for count in (calibration, requests)])
+        domain = np.concatenate([take_turns(shares, count) for count in (calibration, requests)])
     spans = {"calibration": (0, calibration), "serving": (calibration, n)}
     return _write(
         model,
@@ -108,17 +109,6 @@ def _uniform(name: str, span: Lengths, n: int, seed: int) -> NDArray[np.int64]:
         raise InputError(name, f"got {low}:{high}", "1 or more, the lesser first")
     within(name, high, _LONGEST, " tokens")
     return stream(seed, f"synthetic-{name}").integers(low, high, n, endpoint=True)
-
-
-def _turns(shares: Sequence[float], n: int) -> NDArray[np.int64]:
-    """Return the domain of each of ``n`` requests, evenly mixed; one at least of a domain."""
-    exact = np.asarray(shares, dtype=np.float64) * n
-    counts = np.where(exact > 0, np.maximum(np.floor(exact), 1), 0).astype(np.int64)
-    behind = np.argsort(counts - exact, kind="stable")
-    counts[behind[: max(n - int(counts.sum()), 0)]] += 1
-    place = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
-    domain = np.repeat(np.arange(len(counts)), counts)
-    return domain[np.argsort(place, kind="stable")][:n]
 
 
 def synthesize_like(

@@ -26,7 +26,8 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.sources.mi300x import write_tables
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.simulator.setup.presets import preset_fields
-from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace, wanted_domains
+from eldr_sim.traces.requests.domains import wanted_domains
+from eldr_sim.traces.routing.synthetic.drawn import Shape, drawn_trace
 from eldr_sim.validation.reproduce.reproduction import Runner, percent
 
 Kernels = Literal["published", "derived"]

@@ -24,8 +24,9 @@ from eldr_sim.kernel_profiles.steps.cuda_graphs import grown, padded_sizes
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel, build_step_time_model
 from eldr_sim.simulator.setup.config import make_config
 from eldr_sim.simulator.setup.prepare import routing_of
+from eldr_sim.traces.requests.load import Load
+from eldr_sim.traces.requests.requests import make_requests
 from eldr_sim.traces.routing.statistics import mean_products
-from eldr_sim.traces.workload import make_workload
 from eldr_sim.validation.reproduce.eldr_measured.cells import Cell, cells_of
 
 FloatArray = NDArray[np.float64]
@@ -39,14 +40,9 @@ def drawn_union(model: str, load: str) -> FloatArray:
     """Expected distinct experts of a layer by batch, 0 to 256, under the load's drawn routing."""
     config = make_config({"model": model, "workload": load, "output_len": _OUTPUT_TOKENS})
     trace = routing_of(config, load_model(model))
-    requests = make_workload(
-        trace,
-        workload=load,
-        request_rate=60.0,
-        num_requests=_REQUESTS,
-        output_len=_OUTPUT_TOKENS,
-    )
-    activation = trace.decode_activation(requests.decode_request).astype(np.float64)
+    asked = Load(load, 60.0, num_requests=_REQUESTS, output_len=_OUTPUT_TOKENS)
+    requests = make_requests(trace.texts, asked)
+    activation = trace.decode_activation(requests.text).astype(np.float64)
     union: FloatArray = (1.0 - mean_products(1.0 - activation, _LARGEST)).sum(-1).mean(-1)
     return union
 

@@ -127,6 +127,7 @@ def serve(policy: str, placement: str, workload: str, backend: str, seed: int) -
     record = cluster.run()
     summary = summary_of(config, replace(prepared, spec=cluster.spec), requests, record)
     worker = np.asarray(record.requests["decode_worker"], np.int64)
+    assert prepared.trace is not None, "a model of experts"
     batches = served_batches(prepared.trace, requests, worker, seed)
     placed = placed_by(cluster.arrays.masks[cluster.spec.n_prefill], prepared.trace)
     traffic = measure(batches, placed, replica_choice("source"), TWO_BY_TWO.node_of_rank)

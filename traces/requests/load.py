@@ -1,0 +1,208 @@
+"""What requests are asked for: a named workload or a log, its arrivals, lengths and prefixes.
+
+The named workloads ``task`` (code, math, medical, legal) and ``language`` (en, zh, ru, fr) deal
+served texts by a domain mix; ``trace`` deals all of them. Any other name is the path of a request
+log (`request_logs`), which gives arrivals and lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.requests.arrivals import MAX_REQUESTS, MOST_BURSTINESS, Arrivals
+from eldr_sim.traces.requests.domains import NAMED_WORKLOADS
+from eldr_sim.traces.requests.length_shapes import LengthShape
+from eldr_sim.traces.requests.lengths import check_lengths
+from eldr_sim.traces.requests.log_window import LogPart
+from eldr_sim.traces.requests.request_logs import RequestLog, known_log
+
+__all__ = ["Load", "named_log"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What requests are asked for.
+
+    Attributes
+    ----------
+    workload
+        ``task``, ``language``, ``trace`` or the path of a request log.
+    request_rate
+        Mean requests per second, positive; ``inf`` lets all arrive at 0. Named workloads need
+        it. A request log without it keeps its recorded arrivals, and with it has them
+        stretched evenly to this mean rate (over the requests taken by ``num_requests``, or
+        over the whole log where ``horizon_s`` cuts it).
+    burstiness
+        Shape of the gamma-distributed times between arrivals, as in ``vllm bench serve``:
+        1 is Poisson, below 1 is burstier, above 1 more even. (vLLM then rescales the drawn
+        times so that the last arrival is at n / rate; here they stay as drawn.) Not for
+        request logs, whose arrivals are recorded.
+    horizon_s
+        Take the requests that arrive before this time, s.
+    num_requests
+        Take this many requests. A named workload needs one of the two; a log may take none
+        (all of it), and at most one may be given.
+    output_len
+        Tokens that every request generates, or ``recorded``: as the text, or the log, has it.
+    seed
+        Non-negative integer.
+    domain_mix
+        Weights of the domains by name, in place of `domains.DOMAIN_MIXES` or, for a log, of
+        the served texts' own shares.
+    domain_mix_end, drift_s
+        Weights at the end, towards which the shares move evenly: in so many seconds, or else from
+        the first request to the last.
+    prompts
+        ``unique``: every request of a named workload has a prompt of its own. ``shared``:
+        requests of the same text have the same prompt, token by token. In a log, the blocks say so.
+    length_shape
+        Draw ``num_requests`` of a log by their prompt lengths, see `length_shapes`.
+    columns
+        Names of a log's columns, see `column_logs`.
+    arrivals
+        ``poisson`` draws the arrivals of a log's requests at ``request_rate``, as those of a named
+        workload are; a log that is too short begins again, with sessions and prefixes of its own.
+        ``recorded``, the default, keeps or stretches those of the log.
+    input_len
+        Prompt tokens of every request, beside a prefix; as recorded when None. A prompt that is
+        longer than its text repeats it.
+    prompt_lengths
+        ``data_sets``: a prompt of a named workload is as long as one of its domain's data sets, as
+        ELDR's authors served them (`served_lengths`), not as recorded.
+    range_ratios
+        Draw the input and output lengths given from a range of this half-width, as a share
+        (`lengths`).
+    prefix_len, num_prefixes
+        Every prompt begins with so many tokens more, of one of so many prefixes by chance.
+    part
+        Replay this part of a log, as it is stretched, instead of taking ``horizon_s`` or
+        ``num_requests`` of it.
+    """
+
+    workload: str = "task"
+    request_rate: float | None = None
+    burstiness: float = 1.0
+    horizon_s: float | None = None
+    num_requests: int | None = None
+    output_len: int | Literal["recorded"] = "recorded"
+    seed: int = 0
+    domain_mix: Mapping[str, float] | None = None
+    domain_mix_end: Mapping[str, float] | None = None
+    drift_s: float | None = None
+    prompts: Literal["unique", "shared"] = "unique"
+    length_shape: LengthShape | None = None
+    columns: str | None = None
+    arrivals: Arrivals | None = None
+    input_len: int | None = None
+    prompt_lengths: Literal["trace", "data_sets"] = "trace"
+    range_ratios: tuple[float, float] = (0.0, 0.0)
+    prefix_len: int = 0
+    num_prefixes: int = 1
+    part: LogPart | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the workload is no log."""
+        return self.workload in NAMED_WORKLOADS
+
+    @property
+    def draws_arrivals(self) -> bool:
+        """Whether arrivals are drawn, not recorded."""
+        return self.is_named or self.arrivals == "poisson"
+
+    def check(self) -> None:
+        """Raise InputError if a value is not valid, or contradicts another."""
+        self._check_arrivals()
+        if self.output_len != "recorded" and not (
+            isinstance(self.output_len, int | np.integer)
+            and not isinstance(self.output_len, bool)
+            and 1 <= self.output_len < 2**31
+        ):
+            raise InputError("output_len", f"got {self.output_len!r}", "an integer >= 1, recorded")
+        if self.prompts not in ("unique", "shared"):
+            raise InputError("prompts", f"got {self.prompts!r}", "unique, shared")
+        if self.prompts == "shared" and not self.is_named:
+            problem = "got 'shared', but a request log's blocks say it"
+            raise InputError("prompts", problem, "unique")
+        check_lengths(
+            self.input_len,
+            self.prefix_len,
+            self.num_prefixes,
+            self.range_ratios,
+            self.output_len != "recorded",
+        )
+
+    def _check_arrivals(self) -> None:
+        rate, drawn, count = self.request_rate, self.draws_arrivals, self.num_requests
+        if rate is None and drawn:
+            problem = "missing: arrivals that are drawn need it"
+            if self.is_named:
+                problem = f"missing, workload {self.workload} needs it"
+            raise InputError("request_rate", problem, "a number > 0, inf")
+        if rate is not None and not rate > 0:
+            raise InputError("request_rate", f"got {rate}", "a number > 0, inf")
+        if not 0 < self.burstiness <= MOST_BURSTINESS:
+            allowed = f"above 0, at most {MOST_BURSTINESS:g}"
+            raise InputError("burstiness", f"got {self.burstiness}", allowed)
+        if not drawn and self.burstiness != 1:
+            problem = f"got {self.burstiness}, but a request log's arrivals are recorded"
+            raise InputError("burstiness", problem, "1, or --arrivals poisson")
+        if self.horizon_s is not None and count is not None:
+            raise InputError("horizon_s", "given together with num_requests", "one of the two")
+        if drawn and self.horizon_s is None and count is None:
+            raise InputError("horizon_s", "missing", "horizon_s or num_requests")
+        if self.horizon_s is not None:
+            if not (self.horizon_s > 0 and math.isfinite(self.horizon_s)):
+                raise InputError("horizon_s", f"got {self.horizon_s}", "a finite number > 0")
+            if rate == math.inf:
+                problem = "does not bound an infinite request_rate"
+                raise InputError("horizon_s", problem, "num_requests")
+        if count is not None and not 1 <= count <= MAX_REQUESTS:
+            raise InputError("num_requests", f"got {count}", f"1..{MAX_REQUESTS}")
+
+    def log(self) -> RequestLog | None:
+        """Return the log that the workload names; None for a named workload.
+
+        Raises
+        ------
+        InputError
+            Where a named workload is treated as a log, or a log as none.
+        """
+        log = None if self.is_named else named_log(self.workload, self.columns)
+        if self.arrivals not in (None, "recorded", "poisson"):
+            raise InputError("arrivals", f"got {self.arrivals!r}", "recorded, poisson")
+        if log is None:
+            if self.columns is not None:
+                problem = f"workload {self.workload} has none"
+                raise InputError("columns", problem, "the path of a request log")
+            if self.arrivals == "recorded":
+                problem = f"workload {self.workload} has no recorded ones"
+                raise InputError("arrivals", problem, "poisson")
+            if self.prefix_len and self.prompts == "shared":
+                raise InputError("prefix_len", "whole prompts are shared", "--prompts unique")
+        elif log.prefix_block_tokens and (self.input_len is not None or self.prefix_len):
+            field = "prefix_len" if self.input_len is None else "input_len"
+            problem = f"the blocks of {log.path.name} say how long prompts are and what they share"
+            raise InputError(field, problem, "a log without hash_ids")
+        if self.length_shape is not None and (log is None or self.num_requests is None):
+            problem = "without a request log" if log is None else "without num_requests"
+            raise InputError("length_shape", problem, "a request log and num_requests")
+        return log
+
+
+def named_log(name: str, columns: str | None) -> RequestLog:
+    """Return the log that a workload names; raises InputError where it names none."""
+    if not Path(name).is_file():
+        raise InputError(
+            "workload",
+            f"{name!r} is neither a named workload nor a file",
+            ", ".join([*NAMED_WORKLOADS, "path of a request log"]),
+        )
+    return known_log(name, columns)

@@ -1,0 +1,323 @@
+"""Requests: who arrives when, with which text, how long, sharing what. They know no expert.
+
+Each decision draws from a stream of its own (`streams.stream`), so a longer run starts with the
+requests of a shorter one, and a change of rate or output length leaves the choice of texts as it
+was. Texts are dealt from a shuffled deck per domain, reshuffled when it runs out, so that copies of
+one text lie as far apart as their number allows. A log's requests are dealt one each as well;
+`prefixes.assign_blocks` says which of them go on with the prompt of an earlier request instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.requests.arrivals import (
+    describe_arrivals,
+    draw_arrivals,
+    recorded_arrivals,
+    repeated,
+)
+from eldr_sim.traces.requests.length_shapes import shaped_log
+from eldr_sim.traces.requests.lengths import describe_lengths, draw_lengths
+from eldr_sim.traces.requests.load import Load
+from eldr_sim.traces.requests.prefixes import Ranges, assign_blocks, join_ranges, share_prefixes
+from eldr_sim.traces.requests.request_logs import RequestLog, chain_blocks
+from eldr_sim.traces.requests.served_lengths import served_prompt_lengths
+from eldr_sim.traces.requests.texts import Texts, resolve_domain_mix
+from eldr_sim.traces.streams import stream
+
+__all__ = ["Requests", "make_requests"]
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """Requests in order of arrival, one array entry each.
+
+    Attributes
+    ----------
+    arrival_s
+        float64 ``[n]``, seconds, ascending, whole nanoseconds.
+    prompt_len, output_len
+        int32 ``[n]``, tokens to prefill and to generate, each at least 1.
+    text
+        int32 ``[n]``: text of the prompt (`Texts`); where prefix blocks are of others, that of the
+        last block.
+    domain
+        int16 ``[n]``, index into the texts' domains.
+    session
+        int32 ``[n]``; requests of one conversation share a number.
+    prefix_hash, prefix_indptr
+        Request ``i``'s prompt blocks are ``prefix_hash[prefix_indptr[i]:prefix_indptr[i + 1]]``
+        (uint64): equal numbers stand for equal tokens from the prompt's start to the block's end
+        (`request_logs.chain_blocks`). A prompt without blocks, or what follows its last, is shared
+        with no other.
+    prefix_text
+        int32, as long as `prefix_hash`: text that the block's tokens are of.
+    prefix_block_tokens
+        Tokens of a prefix block, 0 where there are no blocks. The last block of a prompt may
+        be partial: only ``prompt_len // prefix_block_tokens`` blocks are full.
+    description
+        What the requests were made of, for the result: plain values, ready for JSON.
+    priority
+        int32 ``[n]``: the lowest is served first, as in vLLM; None where requests have none.
+    """
+
+    arrival_s: NDArray[np.float64]
+    prompt_len: NDArray[np.int32]
+    output_len: NDArray[np.int32]
+    text: NDArray[np.int32]
+    domain: NDArray[np.int16]
+    session: NDArray[np.int32]
+    prefix_hash: NDArray[np.uint64]
+    prefix_indptr: NDArray[np.int64]
+    prefix_text: NDArray[np.int32]
+    prefix_block_tokens: int
+    description: dict[str, Any]
+    priority: NDArray[np.int32] | None = None
+
+    @property
+    def n_requests(self) -> int:
+        """Number of requests."""
+        return len(self.arrival_s)
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def blocks(self, request: int) -> NDArray[np.uint64]:
+        """Return the prefix block hashes of one request, uint64 ``[n_blocks]``."""
+        return self.prefix_hash[self.prefix_indptr[request] : self.prefix_indptr[request + 1]]
+
+    def repeated(self, rounds: int) -> Self:
+        """Return so many rounds of these requests, each with sessions and prefixes of its own."""
+
+        def others(numbers: NDArray[Any]) -> NDArray[Any]:
+            signed = numbers.astype(np.int64)
+            nth = np.arange(rounds)[:, None] * (int(signed.max(initial=-1)) + 1)
+            return (signed + nth).ravel().astype(numbers.dtype)
+
+        n_blocks = int(self.prefix_indptr[-1])
+        begins = self.prefix_indptr[:-1] + np.arange(rounds)[:, None] * n_blocks
+        same = {name: v for name, v in vars(self).items() if isinstance(v, np.ndarray)}
+        changed: dict[str, Any] = {name: np.tile(v, rounds) for name, v in same.items()} | {
+            "session": others(self.session),
+            "prefix_hash": others(self.prefix_hash),
+            "prefix_indptr": np.append(begins.ravel(), rounds * n_blocks),
+        }
+        return replace(self, **changed)
+
+    def prompt_ranges(self, request: int) -> Ranges:
+        """Return which texts the tokens of a prompt are of."""
+        own, length = int(self.text[request]), int(self.prompt_len[request])
+        begin, end = self.prefix_indptr[request : request + 2].tolist()
+        size = self.prefix_block_tokens
+        parts = [
+            (source, i * size, min((i + 1) * size, length))
+            for i, source in enumerate(self.prefix_text[begin:end].tolist())
+        ]
+        covered = parts[-1][2] if parts else 0
+        return join_ranges([*parts, (own, covered, length)] if covered < length else parts)
+
+
+def make_requests(texts: Texts, load: Load) -> Requests:
+    """Make requests. The same texts and load give the same bits on every machine.
+
+    Raises
+    ------
+    InputError
+        If the load is not valid, or no request remains.
+    """
+    load.check()
+    log = load.log()
+    if log is not None and load.length_shape is not None:
+        assert load.num_requests is not None
+        log = shaped_log(log, load.length_shape, load.num_requests, load.seed)
+    if load.part is not None:
+        assert log is not None
+        log = load.part.cut(log)
+    arrival_s, described = _arrivals(load, log)
+    n = len(arrival_s)
+    if log is not None and load.draws_arrivals:
+        log = repeated(log, n)
+    mix = _mix(texts, load, arrival_s)
+    text, prefixes = _prefixes(texts, load, log, _deal(texts, mix, n, load.seed))
+    prompt, output = _lengths(texts, load, log, text)
+    drawn = np.bincount(texts.domain[text], minlength=len(texts.domains))
+    described |= {
+        **({} if load.input_len is None else {"input_len": load.input_len}),
+        **({} if load.prompt_lengths == "trace" else {"prompt_lengths": load.prompt_lengths}),
+        "output_len": load.output_len,
+        **({"random_range_ratios": list(load.range_ratios)} if any(load.range_ratios) else {}),
+        **describe_lengths(texts, text, prompt, output),
+        **prefixes.description,
+        **mix.description,
+        "domain_mix_realised": {
+            name: round(count / n, 6)
+            for name, count in zip(texts.domains, drawn.tolist(), strict=True)
+            if count
+        },
+    }
+    return Requests(
+        arrival_s=arrival_s,
+        prompt_len=prompt,
+        output_len=output,
+        text=text.astype(np.int32),
+        domain=texts.domain[text],
+        session=np.arange(n, dtype=np.int32) if log is None else log.session[:n],
+        prefix_hash=prefixes.blocks,
+        prefix_indptr=prefixes.indptr,
+        prefix_text=prefixes.text.astype(np.int32),
+        prefix_block_tokens=prefixes.block_tokens,
+        description=described,
+        priority=None if log is None or log.priority is None else log.priority[:n],
+    )
+
+
+def _arrivals(load: Load, log: RequestLog | None) -> tuple[NDArray[np.float64], dict[str, Any]]:
+    """Return when requests arrive, and its description."""
+    rate, drawn = load.request_rate, load.draws_arrivals
+    how_many = load.horizon_s, load.num_requests
+    if drawn:
+        assert rate is not None
+        arrival_s = draw_arrivals(rate, load.burstiness, *how_many, load.seed)
+    else:
+        assert log is not None
+        arrival_s = log.arrival_s if load.part is not None else recorded_arrivals(
+            log, rate, *how_many
+        )  # fmt: skip
+    n = len(arrival_s)
+    if not n:
+        problem = f"no request arrives before {load.horizon_s} s"
+        raise InputError("horizon_s", problem, "a longer horizon or a higher rate")
+    repeats = {} if log is None or not drawn else {"log_repeats": round(n / len(log.arrival_s), 3)}
+    return arrival_s, {
+        "workload": load.workload if log is None else Path(load.workload).name,
+        "arrivals": describe_arrivals(log, rate, load.burstiness, drawn),
+        "request_rate": "inf" if rate == math.inf else rate,
+        "burstiness": load.burstiness if drawn else None,
+        "seed": load.seed,
+        "n_requests": n,
+        "log_checksum": None if log is None else log.checksum,
+        **({} if load.length_shape is None else {"length_shape": load.length_shape}),
+        "n_dropped_from_log": 0 if log is None else log.n_dropped,
+        "last_arrival_s": float(arrival_s[-1]),
+        **repeats,
+    }
+
+
+class _Mix(NamedTuple):
+    """Domains of requests: their shares, towards what they move, and how far at each request."""
+
+    shares: Mapping[str, float]
+    end: Mapping[str, float]
+    moved: NDArray[np.float64] | None
+    description: dict[str, Any]
+
+
+def _mix(texts: Texts, load: Load, arrival_s: NDArray[np.float64]) -> _Mix:
+    """Return the shares of the domains, as they move."""
+    shares, source = resolve_domain_mix(texts, load.workload, load.domain_mix)
+    end: dict[str, float] = {}
+    moved = None
+    if load.domain_mix_end is not None:
+        field = "domain_mix_end"
+        end, _ = resolve_domain_mix(texts, load.workload, load.domain_mix_end, field=field)
+        shares = shares | {domain: 0.0 for domain in end if domain not in shares}
+        moved = np.arange(len(arrival_s)) / max(len(arrival_s) - 1, 1)
+        if load.drift_s is not None and math.isfinite(load.drift_s):
+            moved = np.minimum(arrival_s / load.drift_s, 1.0)
+    described: dict[str, Any] = {
+        "domain_mix": {k: round(v, 6) for k, v in shares.items()},
+        "domain_mix_source": source,
+        **({"domain_mix_end": {k: round(v, 6) for k, v in end.items()}} if end else {}),
+    }
+    return _Mix(shares, end, moved, described)
+
+
+def _deal(texts: Texts, mix: _Mix, n: int, seed: int) -> NDArray[np.int64]:
+    """Deal each request a text of a domain drawn by the mix."""
+    names = list(mix.shares)
+    edges = np.cumsum([mix.shares[name] for name in names])
+    edges[-1] = 1.0
+    drawn = stream(seed, "domains").random(n)
+    if mix.moved is None:
+        domain = np.searchsorted(edges, drawn, side="right")
+    else:
+        last = np.cumsum([mix.end.get(name, 0.0) for name in names])
+        last[-1] = 1.0
+        moved = edges + mix.moved[:, None] * (last - edges)
+        domain = (drawn[:, None] >= moved).sum(axis=1)
+    text = np.empty(n, np.int64)
+    for d, name in enumerate(names):
+        deck = texts.of_domain(name)
+        mine = np.flatnonzero(domain == d)
+        rng = stream(seed, f"trace-request:{name}")
+        decks = [rng.permutation(len(deck)) for _ in range(-(-len(mine) // len(deck)))]
+        card = np.concatenate(decks)[: len(mine)] if decks else np.empty(0, np.int64)
+        text[mine] = deck[card]
+    return text
+
+
+class _Prefixes(NamedTuple):
+    """Blocks of all prompts, with what stands in the fields of `Requests`."""
+
+    blocks: NDArray[np.uint64]
+    indptr: NDArray[np.int64]
+    text: NDArray[np.int64]
+    block_tokens: int
+    description: dict[str, Any]
+
+
+def _prefixes(
+    texts: Texts, load: Load, log: RequestLog | None, text: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], _Prefixes]:
+    """Return the texts of requests, some of which go on with another's, and what prompts share.
+
+    A prompt that all copies of a text share is a single block, as long as the longest.
+    """
+    n, one_each = len(text), np.arange(len(text) + 1, dtype=np.int64)
+    described: dict[str, Any] = {"prompts": load.prompts}
+    if load.prefix_len:
+        blocks, indptr, source = share_prefixes(text, load.num_prefixes, load.seed)
+        described |= {"prefix_len": load.prefix_len, "num_prefixes": load.num_prefixes}
+        return text, _Prefixes(blocks, indptr, source, load.prefix_len, described)
+    if log is not None:
+        indptr = log.prefix_indptr[: n + 1]
+        blocks = chain_blocks(log.prefix_hash[: indptr[-1]], indptr)
+        source, text, described = assign_blocks(blocks, indptr, text)
+        return text, _Prefixes(blocks, indptr, source, log.prefix_block_tokens, described)
+    if load.prompts == "shared":
+        longest = int(texts.prompt_len[texts.served].max())
+        return text, _Prefixes(text.astype(np.uint64), one_each, text, longest, described)
+    none = np.empty(0, np.uint64)
+    return text, _Prefixes(none, 0 * one_each, text[:0], 0, described)
+
+
+def _lengths(
+    texts: Texts, load: Load, log: RequestLog | None, text: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the prompt and output tokens of requests."""
+    n = len(text)
+    prompt = texts.prompt_len[text] if log is None else log.prompt_len[:n]
+    if load.input_len is not None:
+        prompt = draw_lengths(load.input_len, load.range_ratios[0], n, load.seed, "input-length")
+    if load.prompt_lengths == "data_sets":
+        if log is not None or load.input_len is not None or load.prompts == "shared":
+            problem = "a named workload has them, whose prompts are unique and no --input-len"
+            raise InputError("prompt_lengths", problem, "trace")
+        # One length for each text, so that signatures repeat as they do.
+        names = [texts.domains[which] for which in texts.domain.tolist()]
+        prompt = served_prompt_lengths(names, load.seed).astype(np.int32)[text]
+    if load.output_len != "recorded":
+        ratio = load.range_ratios[1]
+        output = draw_lengths(load.output_len, ratio, n, load.seed, "output-length")
+    else:
+        output = texts.output_len[text] if log is None else log.output_len[:n]
+    return prompt.astype(np.int32) + np.int32(load.prefix_len), output.astype(np.int32)

@@ -1,0 +1,179 @@
+"""The texts that requests are dealt from: domains and lengths, not what a model makes of them.
+
+A routing trace has those that it recorded (`RoutingTrace.texts`); for a model without experts they
+are drawn, the same that a drawn trace of any model would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.errors import InputError
+from eldr_sim.traces.requests.domains import DOMAIN_MIXES, MIX_SOURCES
+from eldr_sim.traces.requests.prompt_lengths import draw_prompt_lengths
+
+__all__ = [
+    "CALIBRATION",
+    "OUTPUT_LEN",
+    "SERVING",
+    "Texts",
+    "draw_texts",
+    "resolve_domain_mix",
+    "take_turns",
+]
+
+SERVING, CALIBRATION = 1000, 1000
+"""Texts drawn of each split: twice as many to serve change no median by a point
+(docs/synthetic.md); ELDR calibrates on 1,000 (Sec. 6)."""
+OUTPUT_LEN = 64
+"""Generated tokens: more change no median either."""
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Prompts with their answers, one array entry each.
+
+    Attributes
+    ----------
+    name
+        Where they are from, for errors.
+    domains
+        Names of the domains.
+    domain
+        int16 ``[texts]``, index into ``domains``.
+    prompt_len, output_len
+        int32 ``[texts]``, tokens.
+    served
+        bool ``[texts]``: whether requests are dealt from it; others are for fitting policies.
+    has_rows
+        Whether the tokens of prompts were recorded, one by one.
+    """
+
+    name: str
+    domains: list[str]
+    domain: NDArray[np.int16]
+    prompt_len: NDArray[np.int32]
+    output_len: NDArray[np.int32]
+    served: NDArray[np.bool_]
+    has_rows: bool = False
+
+    def __len__(self) -> int:
+        return len(self.domain)
+
+    def of_domain(self, name: str) -> NDArray[np.int64]:
+        """Return the served texts of a domain; raises InputError if there are none."""
+        found = np.flatnonzero((self.domain == self.domains.index(name)) & self.served)
+        if not len(found):
+            raise InputError("trace", f"{self.name} has no serving request of domain {name!r}")
+        return found
+
+
+@lru_cache(maxsize=8)
+def draw_texts(domains: tuple[tuple[str, float], ...]) -> Texts:
+    """Draw the served texts of some domains, as long as those of their data sets.
+
+    Parameters
+    ----------
+    domains
+        Of the named workloads, with their weights.
+    """
+    names = [name for mix in DOMAIN_MIXES.values() for name in mix]
+    weights = dict(domains)
+    shares = [weights.get(name, 0.0) / sum(weights.values()) for name in names]
+    domain = np.concatenate([take_turns(shares, n) for n in (CALIBRATION, SERVING)])
+    prompt_len = draw_prompt_lengths([names[d] for d in domain], seed=0)[CALIBRATION:]
+    used, domain = np.unique(domain, return_inverse=True)
+    return Texts(
+        "drawn",
+        [names[d] for d in used],
+        domain[CALIBRATION:].astype(np.int16),
+        prompt_len.astype(np.int32),
+        np.full(SERVING, OUTPUT_LEN, np.int32),
+        np.ones(SERVING, bool),
+    )
+
+
+def resolve_domain_mix(
+    texts: Texts,
+    workload: str,
+    domain_mix: Mapping[str, float] | None = None,
+    field: str = "domain_mix",
+) -> tuple[dict[str, float], str]:
+    """Return the share of each domain in a workload, and where the shares come from.
+
+    Parameters
+    ----------
+    texts
+        What the workload's requests are dealt from.
+    workload
+        ``task``, ``language``; or ``trace`` or the name of a request log, which says nothing about
+        domains: requests have the domains of the served texts.
+    domain_mix
+        Weights that replace the default, by domain name: any of the texts'. A domain left out
+        gets none.
+    field
+        What errors call it.
+
+    Returns
+    -------
+    shares, source
+        Positive shares that sum to 1, in the order of the texts' domains; and a phrase for
+        the result.
+
+    Raises
+    ------
+    InputError
+        If a weight is not a finite number of at least 0, all are 0, or the texts lack a domain.
+    """
+    if domain_mix is None:
+        missing = [name for name in DOMAIN_MIXES.get(workload, {}) if name not in texts.domains]
+        if missing:
+            raise InputError(
+                "workload",
+                f"{workload} needs domain {missing[0]!r}, which trace {texts.name} lacks",
+                f"--workload trace, or a domain mix of {', '.join(texts.domains)}",
+            )
+        if workload in DOMAIN_MIXES:
+            weights, source = DOMAIN_MIXES[workload], MIX_SOURCES[workload]
+        else:
+            serving = np.bincount(texts.domain[texts.served], minlength=len(texts.domains))
+            weights = dict(zip(texts.domains, serving.tolist(), strict=True))
+            source = "shares of the trace's serving split"
+    else:
+        weights, source = dict(domain_mix), "given"
+    for name, weight in weights.items():
+        if name not in texts.domains:
+            raise InputError(
+                field,
+                f"{name!r} is not a domain of trace {texts.name}",
+                ", ".join(texts.domains),
+            )
+        if not math.isfinite(weight) or weight < 0:
+            raise InputError(field, f"weight of {name} is {weight}", "a finite number >= 0")
+    total = sum(weights.values())
+    if total <= 0:
+        raise InputError(field, "no domain has a positive weight")
+    if not math.isfinite(total):
+        raise InputError(field, "the weights sum to more than a float holds", "smaller weights")
+    total = math.fsum(weights.values())
+    return (
+        {name: weights[name] / total for name in texts.domains if weights.get(name, 0) > 0},
+        source,
+    )
+
+
+def take_turns(shares: Sequence[float], n: int) -> NDArray[np.int64]:
+    """Return the domain of each of ``n`` texts, evenly mixed; one at least of a domain."""
+    exact = np.asarray(shares, dtype=np.float64) * n
+    counts = np.where(exact > 0, np.maximum(np.floor(exact), 1), 0).astype(np.int64)
+    behind = np.argsort(counts - exact, kind="stable")
+    counts[behind[: max(n - int(counts.sum()), 0)]] += 1
+    place = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+    domain = np.repeat(np.arange(len(counts)), counts)
+    return domain[np.argsort(place, kind="stable")][:n]
