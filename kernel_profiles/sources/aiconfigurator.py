@@ -61,6 +61,7 @@ SYSTEMS = {
 
 _SMALL = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 _GEMM_ROWS = [*_SMALL, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384]
+_SMALLEST, _LAUNCH_MS = 128, 0.01
 _LARGE_BYTES = 1e9  # no cache holds
 _FASTER = 1.2  # than the peak bandwidth
 _NOTES = "CUDA graph timing, no L2 flush: points whose data fit the L2 cache read low"
@@ -389,20 +390,24 @@ def mla_tables(gpu: str, model: ModelDims) -> Iterator[LatencyTable]:
 
 
 def gemm_tables(gpu: str, dtype: str = "bfloat16") -> Iterator[LatencyTable]:
-    """Dense GEMMs of one GPU, bfloat16 or fp8_block: every (n, k) of the package, a subset of m.
+    """Dense GEMMs of one GPU in a type of weights: every (n, k) of the package, a subset of m.
 
-    The newest version that has rows. FP8 blocks are DeepGEMM's under SGLang. vLLM, which runs
-    DeepGEMM as well, has rows, too, but they time the launch: 60 us on an H100 or H200, 150 and
-    more on a B200, for a matrix of 128 x 128 as for one of 8192 x 8192.
+    The newest version of vLLM that has rows, or else of SGLang, which runs the same kernels, where
+    vLLM's rows time the launch: FP8 takes 20 us on a B200 for a matrix of 128 x 128 (5 under
+    SGLang), FP8 blocks 60 us on an H100 or H200, 150 and more on a B200, for that matrix as for one
+    of 8192 x 8192. Blocks are always SGLang's.
     """
-    backend = "vllm" if dtype == "bfloat16" else "sglang"
-    folder = data_folder(gpu) / "gemm" / backend
-    for version in versions(folder):
+    root = data_folder(gpu) / "gemm"
+    engines = ("sglang",) if dtype == "fp8_block" else ("vllm", "sglang")
+    found = [(root / name, version) for name in engines for version in versions(root / name)]
+    for folder, version in found:
         frame = read_rows(folder, version, "gemm_perf.parquet")
         if frame.empty:
             continue
+        backend = folder.name
         rows = frame[(frame.gemm_dtype == dtype) & frame.m.isin(_GEMM_ROWS)]
-        if rows.empty:
+        least = rows[(rows.m == 1) & (rows.n == _SMALLEST) & (rows.k == _SMALLEST)]
+        if rows.empty or (least.latency > _LAUNCH_MS).any():
             continue
         points = median_rows(rows, ["n", "k", "m"])
         yield package_table(

@@ -43,24 +43,37 @@ _MORE = {
     "Llama-4-Scout": (_CUT[0], *_CUT[2:]),
     "Llama-4-Maverick": (_CUT[0], _CUT[3], _SPREAD[2]),
 }
+_DENSE = {
+    "Llama-3.1-8B-FP8": _CUT,  # attention of any type of weights, and FP8 GEMMs
+    "Llama-3.1-70B-FP8": _CUT,
+    "Qwen3-14B": _CUT,
+}
 _WIDE = ("DeepSeek-V3", "Kimi-K2.5", "Qwen3-235B-A22B-FP8", "MiniMax-M2.5", "GPT-OSS-120B")
 _SMALL = ("Qwen3-30B-A3B", "Qwen3-30B-A3B-FP8", "GPT-OSS-20B", "GPT-OSS-120B", "Mixtral-8x7B")
 MODELS = {
-    "H100": _LARGE | _MORE,
-    "H200": _LARGE | _MORE,
-    "B200": _LARGE | _MORE,
+    "H100": _LARGE | _MORE | _DENSE,
+    "H200": _LARGE | _MORE | _DENSE,
+    "B200": _LARGE | _MORE | _DENSE | {"Llama-3.1-70B-NVFP4": _CUT[:1]},
     "GB200": _LARGE,
     "B300": {name: _LARGE[name] for name in _WIDE},
     "GB300": {name: _LARGE[name] for name in _WIDE},
     "A100": {
         name: _LARGE[name]
         for name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Mixtral-8x7B", "GPT-OSS-120B")
-    },
+    }
+    | {"Llama-3.1-70B": _CUT, "Qwen3-14B": _CUT},
     "L40S": {name: _LARGE[name] for name in _SMALL},
     "RTX PRO 6000": {name: _LARGE[name] for name in _SMALL},
 }
 """By GPU and model: GPUs of a worker, and whether the experts are spread over them."""
-_FP8_KV = ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3", "MiniMax-M2.5", "GPT-OSS-120B")
+_FP8_KV = (
+    "Qwen3-30B-A3B",
+    "Qwen3-235B-A22B",
+    "DeepSeek-V3",
+    "MiniMax-M2.5",
+    "GPT-OSS-120B",
+    *_DENSE,
+)
 _FP8_KV_GPUS = ("H100", "H200", "B200")
 
 

@@ -12,6 +12,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import Parallelism
+from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table
 from eldr_sim.validation.published import silicon, silicon_routing
@@ -147,7 +148,7 @@ class TestOtherModels:
     def _package(self):
         pytest.importorskip("aiconfigurator_core", reason="needs eldr-sim[aiconfigurator]")
 
-    @pytest.mark.parametrize("name", ["minimax-m2.5", "qwen3-235b", "kimi-k2.5"])
+    @pytest.mark.parametrize("name", ["minimax-m2.5", "qwen3-235b", "kimi-k2.5", "llama-70b-fp8"])
     def test_predictions_do_not_see_the_measured_figures(self, name, monkeypatch):
         monkeypatch.setattr(silicon_routing, "REQUESTS", 2)
         rows = [r for r in read_rows(target=MEASURED_MODELS[name]) if r.case.gpu == "H200"]
@@ -162,6 +163,7 @@ class TestOtherModels:
         from eldr_sim.validation.published.silicon_rows import package_folder
 
         frame = pd.read_csv(package_folder() / "systems" / "silicon_sample.csv", dtype=str)
+        frame = frame.fillna({"precision": ""})
         for name, target in MEASURED_MODELS.items():
             mine = frame[
                 (frame.model_path == target.model_path)
@@ -171,7 +173,29 @@ class TestOtherModels:
             refused = uncovered_rows(target)
             covered = len(mine) - refused.total()
             assert 0 < len(read_rows(target=target)) <= covered
-            assert bool(refused) == (name in ("qwen3-235b", "deepseek-r1", "gpt-oss-120b-trtllm"))
+            assert bool(refused) == (
+                name in ("qwen3-235b", "qwen3-32b-fp8", "deepseek-r1", "gpt-oss-120b-trtllm")
+            )
+
+    def test_dense_rows_are_all_340_and_need_no_routing_and_no_import(self, tmp_path):
+        """Every vLLM row of a dense model is read, but those of no known concurrency."""
+        dense = {name: t for name, t in MEASURED_MODELS.items() if t.dims().is_dense}
+        refused = sum(uncovered_rows(target).total() for target in dense.values())
+        read = sum(len(read_rows(target=target)) for target in dense.values())
+        assert (read, refused) == (337, 3)
+        for target in dense.values():
+            cases = [row.case for row in read_rows(target=target)]
+            assert silicon.case_tables(tmp_path / "none", cases, "newest", target) is None
+            for case in sorted({(case.gpu, case.parallelism) for case in cases}, key=str)[:2]:
+                steps = build_step_time_model(
+                    target.dims(), case[0], parallelism=case[1], max_num_seqs=1, max_model_len=512
+                )
+                assert steps.provenance["gemm"]["label"] == "imported"
+                assert steps.provenance["attention"]["label"] == "imported"
+        rows = [r for r in read_rows(target=dense["llama-70b-fp8"]) if r.case.gpu == "H200"][:2]
+        assert {row.case.tensor_parallel_size for row in rows} == {1}
+        table = predict_rows(rows, target=dense["llama-70b-fp8"])
+        assert 0 < table["predicted_tpot_ms"][0].as_py() < 100
 
     def test_tables_are_of_the_cards_and_sizes_asked_for(self, tmp_path):
         from eldr_sim.kernel_profiles.tables.format import load_table
