@@ -307,7 +307,8 @@ def take(rows: list[Row], page: str, folders: list[Path]) -> None:
                     row = dict.fromkeys(rows[0], "") | {"page": page, "table": "claims"}
                     rows.append(row | {"where": where, "command": command} | new | version)
                 else:
-                    row |= new | {"ours_low": "", "ours_high": ""} | version
+                    role = row["role"] if row["role"] == "error" else new["role"]
+                    row |= new | {"ours_low": "", "ours_high": "", "role": role} | version
 
 
 def pages() -> list[Path]:

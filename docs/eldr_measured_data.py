@@ -1,27 +1,30 @@
-"""Write the tables of eldr_measured.md from folders of `eldr-sim reproduce eldr --measured`.
+"""Write docs/data/eldr_measured_*.csv from folders of `eldr-sim reproduce eldr --measured`.
 
-    python docs/eldr_measured_tables.py DIR [MORE ...]
+    python docs/eldr_measured_data.py DIR [MORE ...] && python docs/render.py
 
 The first has all but Figures 13 to 16; each further one adds its errors, or these figures.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-import re
 import sys
 from pathlib import Path
 
 import pandas as pd
 
-PAGE = Path(__file__).with_name("eldr_measured.md")
+DATA = Path(__file__).with_name("data")
 SHORT = {"Qwen3-30B-A3B": "Qwen3", "GPT-OSS-120B": "GPT-OSS", "Gemma-4-26B-A4B": "Gemma"}
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    """Return a table as CSV, without the marks of a page."""
+    text = io.StringIO()
+    plain = [[cell.replace("`", "").replace("**", "") for cell in row] for row in [columns, *rows]]
+    csv.writer(text, lineterminator="\n").writerows(plain)
+    return text.getvalue()
 
 
 def cells(folder: Path) -> pd.DataFrame:
@@ -150,9 +153,8 @@ def variants(folders: list[Path]) -> str:
 
 
 def main() -> None:
-    """Replace what stands between the markers of the page, as far as there are folders."""
+    """Write every table that the folders have."""
     folders = [Path(argument) for argument in sys.argv[1:]]
-    page = PAGE.read_text(encoding="utf-8")
     made = {
         "errors": errors([folder for folder in folders if (folder / "errors.csv").exists()]),
         "gains": gains(folders[0]),
@@ -161,12 +163,8 @@ def main() -> None:
         "variants": variants(folders),
     }
     for name, text in made.items():
-        marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        page, n = marked.subn(
-            lambda found, text=text: found[1] + (text and f"{text}\n") + found[2], page
-        )
-        assert n == 1, f"no marker {name}"
-    PAGE.write_text(page, encoding="utf-8")
+        if text:
+            (DATA / f"eldr_measured_{name}.csv").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
