@@ -6,6 +6,7 @@ compile where it cannot keep them.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 
 import numba
 from numba import types
+from numba.core import event
 from numba.extending import intrinsic
 
 import eldr_sim
@@ -82,6 +84,7 @@ LINKED = (
     "simulator.plane.compiled",
     "simulator.plane.engine",
     "simulator.plane.events",
+    "simulator.plane.steps.executor",
     "simulator.plane.steps.expert_loads",
     "simulator.plane.steps.expert_union",
     "simulator.plane.front_end",
@@ -103,10 +106,35 @@ LINKED = (
 @cache
 def _place() -> str:
     """Return the folder of these sources' functions; empty where nothing can be kept."""
-    compilers = (Path(__file__), Path(__file__).with_name("inlined.py"))
+    compilers = (
+        Path(__file__).with_name(f"{name}.py") for name in ("jit", "inlined", "references")
+    )
     sources = hashlib.sha256(b"".join(map(Path.read_bytes, compilers)) + stamp(LINKED).encode())
     place = writable_folder(f"{NUMBA}/{eldr_sim.__version__}-{sources.hexdigest()[:8]}")
     return "" if place is None else str(place)
+
+
+class _NoCollector(event.Listener):
+    """Stops Python's collector of cycles while numba compiles: it finds next to nothing there."""
+
+    def __init__(self) -> None:
+        self._within, self._was_on = 0, False
+
+    def on_start(self, _event: Any) -> None:
+        """Stop it when the first of several functions that call each other begins."""
+        if self._within == 0:
+            self._was_on = gc.isenabled()
+            gc.disable()
+        self._within += 1
+
+    def on_end(self, _event: Any) -> None:
+        """Let it go on after the last one."""
+        self._within -= 1
+        if self._within == 0 and self._was_on:
+            gc.enable()
+
+
+event.register("numba:compile", _NoCollector())
 
 
 @intrinsic

@@ -24,8 +24,8 @@ from eldr_sim.simulator.plane import events, loop, network, state
 from eldr_sim.simulator.plane.engine import make_workers
 from eldr_sim.simulator.plane.kv_cache import forget_blocks
 from eldr_sim.simulator.plane.router import with_more
+from eldr_sim.simulator.plane.steps.executor import move_end
 from eldr_sim.simulator.plane.steps.group_step import move_group_end
-from eldr_sim.simulator.plane.steps.plain import move_end
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
 
 if TYPE_CHECKING:
@@ -36,31 +36,29 @@ _OF_ENGINES = state.BOUNDARY, state.STEP_START
 
 
 @njit(_nrt=False)
-def _detach(clock: Any, events: Any, engines: Any, routers: Any, net: Any, request: int) -> None:
-    loop.detach(clock, events, engines, routers, net, request)
+def _detach(world: Any, request: int) -> None:
+    run = world.run
+    loop.detach(run.clock, run.events, run.engines, run.routers, run.net, request)
 
 
 @njit(_nrt=False)
-def _submit(router: Any, requests: Any, request: int) -> None:
-    loop.submit(router, requests, request)
+def _submit(world: Any, pool: int, request: int) -> None:
+    loop.submit(world.run.routers[pool], world.run.engines.requests, request)
 
 
 @njit(_nrt=False)
-def _move_end(
-    clock: Any, engines: Any, first: int, n: int, seconds: float, logs: Any, group_logs: Any,
-    gaps: Any,
-) -> None:  # fmt: skip
+def _move_end(world: Any, first: int, n: int, seconds: float) -> None:
+    clock, engines = world.run.clock, world.run.engines
     for w in range(first, first + n):
-        move_end(clock, engines, w, seconds, logs, gaps)
+        move_end(clock, engines, w, seconds, world.logs, world.gaps)
     if n > 1:
-        move_group_end(clock, engines, first, seconds, group_logs)
+        move_group_end(clock, engines, first, seconds, world.group_logs)
 
 
 @njit(_nrt=False)
-def _scale_link(
-    clock: Any, events: Any, net: Any, link: int, share: float, out_rate: float, in_rate: float
-) -> None:  # fmt: skip
-    network.scale(clock, events, net, link, share, out_rate, in_rate)
+def _scale_link(world: Any, link: int, share: float) -> None:
+    run, settings = world.run, world.run.engines.settings[0]
+    network.scale(run.clock, run.events, run.net, link, share, settings.egress, settings.ingress)
 
 
 class Actions:
@@ -131,14 +129,10 @@ class Actions:
 
     def scale(self, engines: range, share: float) -> None:
         """Let a worker's link have a share of its bandwidth."""
-        arrays, settings = self.cluster.arrays, self.cluster.arrays.engines.settings[0]
         n_prefill, n_decode = self.pools["n_workers"].tolist()
         for w in engines:
             link = w + n_decode if w < n_prefill else w - n_prefill
-            _scale_link(
-                self.clock, arrays.events, arrays.net, link, share, settings["egress"],
-                settings["ingress"],
-            )  # fmt: skip
+            _scale_link(self.cluster.world(), link, float(share))
 
     def hang(self, engines: range, seconds: float) -> None:
         """Let a worker stand still: whatever it does ends later."""
@@ -194,11 +188,7 @@ class Actions:
             self._send_again(engines[0])
 
     def _move_end(self, engines: range, seconds: float) -> None:
-        cluster = self.cluster
-        _move_end(
-            self.clock, cluster.arrays.engines, engines[0], len(engines), float(seconds),
-            cluster.logs, cluster.group_logs, cluster.gaps,
-        )  # fmt: skip
+        _move_end(self.cluster.world(), engines[0], len(engines), float(seconds))
 
     def _forget(self, kinds: Collection[Any], subjects: Collection[int]) -> None:
         events.delay(self.clock, self.cluster.arrays.events, kinds, subjects, np.inf)
@@ -272,10 +262,7 @@ class Actions:
         self._give_up(request, state.CANCELLED)
 
     def _detach(self, request: int) -> None:
-        arrays = self.cluster.arrays
-        _detach(
-            self.clock, arrays.events, arrays.engines, arrays.routers, arrays.net, request
-        )  # fmt: skip
+        _detach(self.cluster.world(), request)
 
     def _place(self, request: int) -> tuple[int, int]:
         """Return the engine that runs a request, and its place there; -1: it does not run."""
@@ -372,7 +359,7 @@ class Actions:
             for name in state.TRY:
                 record[name] = -1
             record["kv_here"] = False
-            _submit(self.cluster.arrays.routers[pool], self.requests, request)
+            _submit(self.cluster.world(), pool, request)
 
     def _keep_first_try(self, request: int) -> None:
         """Note the workers and times of a request that has its first token, once."""

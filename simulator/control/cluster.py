@@ -5,6 +5,7 @@ What a request lives through is told in :mod:`~eldr_sim.simulator.plane.loop`.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,18 +24,21 @@ from eldr_sim.policies.base import (
     PrefillPolicy,
     RequestInfo,
 )
+from eldr_sim.references import Reference
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
 from eldr_sim.simulator.control.relocation import RELOCATION, Relocations
 from eldr_sim.simulator.plane import loop, state
-from eldr_sim.simulator.plane.compiled import Callback
+from eldr_sim.simulator.plane.compiled import Callback, address_of
 from eldr_sim.simulator.plane.engine import Engines, make_workers
-from eldr_sim.simulator.plane.front_end import make_front_end, most_at_once
+from eldr_sim.simulator.plane.front_end import make_front_end, most_at_once, no_front_end
 from eldr_sim.simulator.plane.kv_cache import make_kv_cache
 from eldr_sim.simulator.plane.network import make_network
 from eldr_sim.simulator.plane.prefill_reports import PrefillReports
 from eldr_sim.simulator.plane.router import PolicyRouter, with_more, with_room
+from eldr_sim.simulator.plane.steps import group_step, plain, streamed
+from eldr_sim.simulator.plane.steps.executor import Scratch
 from eldr_sim.simulator.plane.steps.expert_loads import make_expert_loads
 from eldr_sim.simulator.plane.steps.expert_union import PromptRows, no_prompts
 from eldr_sim.simulator.plane.steps.group_state import (
@@ -42,9 +46,9 @@ from eldr_sim.simulator.plane.steps.group_state import (
     Replicas,
     make_group_scratch,
     no_group,
+    no_groups,
     no_replicas,
 )
-from eldr_sim.simulator.plane.steps.plain import Scratch
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
 from eldr_sim.simulator.setup.replay import Replay
@@ -209,6 +213,8 @@ class Cluster:
                 layout, steps.n_moe_layers, spec.n_prefill, steps.cost.n_experts
             )
         self.front_end = make_front_end(spec.front_end, self.requests["prompt_len"])
+        self._nothing = no_groups(), streamed.no_prompt_layers(), no_front_end()
+        self._world: Reference | None = None
         # Views of fields that each decision reads: to make one takes a microsecond.
         self._n_reported = self.arrays.clock["n_reported"]
         self._now, self._signals_s = self.arrays.clock["now"], self.arrays.clock["signals_s"]
@@ -273,6 +279,8 @@ class Cluster:
                 new=np.zeros(most_seqs, np.int64),
                 union=np.zeros(width, np.uint64),
                 activated=np.zeros(n_layers or 1, np.int64),
+                active=np.zeros(n_workers, np.int64),
+                busiest=np.zeros(n_workers, np.int64),
             ),
         )
 
@@ -311,6 +319,7 @@ class Cluster:
         settings["listens"] = self._listener is not None
         settings["prefill_listens"] = self._prefill_listens
         settings["front_end"] = spec.front_end is not None
+        settings["decide"] = self._callback.address
         return settings
 
     def run(self, progress: Callable[[float], None] | None = None) -> RunRecord:
@@ -353,12 +362,11 @@ class Cluster:
         One of `loop.ENDED`, `loop.UNTIL` and `loop.PAUSED`.
         """
         self._failure = None
+        if not self.arrays.engines.pools["executor"][0]:
+            self._choose_executors()
         self._guest_s[0] = self.env.peek()
         while True:
-            why: int = loop.advance(
-                self.arrays, self.groups, self.layers, self.front_end, self.logs,
-                self.group_logs, self.gaps, until, _EVENTS_A_CALL, self._callback,
-            )  # fmt: skip
+            why: int = loop.advance(self.world(), until, _EVENTS_A_CALL)
             if why == loop.FAILED:
                 assert self._failure is not None
                 raise self._failure
@@ -367,6 +375,26 @@ class Cluster:
                 self._grow_logs()
             elif why != loop.OTHERS:
                 return why
+
+    def world(self) -> Reference:
+        """Return all that compiled functions work on, as it is now."""
+        groups, layers, front = self._nothing
+        now = loop.World(
+            self.arrays, self.groups or groups, self.layers or layers, self.front_end or front,
+            self.logs, self.group_logs, self.gaps,
+        )  # fmt: skip
+        if self._world is None or any(map(operator.is_not, now, self._world.whole)):
+            self._world = Reference(now)
+        return self._world
+
+    def _choose_executors(self) -> None:
+        """Note what the steps of each pool do."""
+        spec, world, pools = self.spec, self.world(), self.arrays.engines.pools
+        for pool, engine in enumerate((spec.prefill, spec.decode)):
+            executor = plain if engine.group is None else group_step
+            if pool == 0 and self.layers is not None:
+                executor = streamed
+            pools["executor"][pool] = address_of(executor.execute, world)
 
     def _check_held(self) -> None:
         """Raise InputError if a router holds requests that nothing will make it ask for again."""

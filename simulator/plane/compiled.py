@@ -1,40 +1,68 @@
-"""Compiled functions that only compiled code calls, and calls from there back to Python."""
+"""Compiled functions that only compiled code calls; calls by address, of Python and executors."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from eldr_sim.jit import njit
-
-import_module("numba.experimental.function_type")  # makes callbacks an argument's type
+from eldr_sim.references import Reference
 
 #: The decorator of functions that only compiled code calls. Compiling takes time on a new machine,
 #: and much of it goes into what such functions do not need: code that runs by itself, and counting
 #: references to arrays that their caller holds.
 compiled = partial(njit, inlined=True, _nrt=False)
+_INTEGER, _FLOAT = ir.IntType(64), ir.DoubleType()
 
 
-class Callback(types.WrapperAddressProtocol):
-    """A Python function of two integers that returns one, as an argument of compiled functions.
+class Callback:
+    """A Python function of two integers that returns one, for `ask`.
 
-    A call takes a microsecond; to return to Python and enter a compiled function again, with all
-    the arrays of a run, takes fifty. What the function raises is lost: it must not.
+    A call takes a microsecond; to return to Python and enter a compiled function again takes fifty.
+    What the function raises is lost: it must not.
     """
 
     def __init__(self, function: Callable[[int, int], int]) -> None:
         integer = ctypes.c_int64
         self._function = ctypes.CFUNCTYPE(integer, integer, integer)(function)
+        self.address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
 
-    def __wrapper_address__(self) -> int:
-        """Return where the function is."""
-        return ctypes.cast(self._function, ctypes.c_void_p).value or 0
 
-    def signature(self) -> Any:
-        """Return its type."""
-        return types.int64(types.int64, types.int64)
+def address_of(executor: Any, world: Reference) -> int:
+    """Return where a compiled function of the world and an engine is, for `execute`."""
+    result = executor.get_compile_result(types.float64(world.type, types.int64))
+    return int(result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name))
+
+
+@intrinsic
+def _ask(_typing: Any, _address: Any, _one: Any, _other: Any) -> Any:
+    """Call what is at an address with two integers."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_INTEGER, [_INTEGER, _INTEGER])
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _execute(_typing: Any, _address: Any, world: Any, _leader: Any) -> Any:
+    """Call the executor at an address, see `address_of`."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_FLOAT, [cgutils.voidptr_t, _INTEGER])
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.float64(types.int64, world, types.int64), codegen
+
+
+#: As mypy cannot see them: without the first argument.
+ask: Any = _ask
+execute: Any = _execute

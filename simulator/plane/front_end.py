@@ -105,6 +105,12 @@ def make_front_end(spec: FrontEndSpec | None, prompt_len: NDArray[np.int64]) -> 
     )
 
 
+def no_front_end() -> FrontEnd:
+    """Return what stands for a cluster without API servers of its own."""
+    none = np.zeros(0)
+    return FrontEnd(np.zeros(0, _SETTINGS), np.zeros(0, _SERVER), none, none, none)
+
+
 @compiled()
 def send(clock: Any, events: Any, front: FrontEnd, request: int) -> None:
     """Let the event loop of the server whose turn it is read a request."""

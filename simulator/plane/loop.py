@@ -7,7 +7,7 @@ The life of a request, top to bottom::
     READ             the server has read it, and tokenises it                   `front_end`
     TOKENIZED        a prefill router picks its prefill worker                  `drain`
     BOUNDARY         the engine admits it and plans its chunks                  `engine.boundary`
-    STEP_START       its prompt is computed, step by step                       `step.step`
+    STEP_START       its prompt is computed, step by step                       `executor.run_step`
     BOUNDARY         the prompt is computed: hand it over, or end it            `engine.boundary`
     PROMPT_END       the same, when the last of several stages has it done  `engine.leave_stages`
     DISPATCH         signature and router: the decode worker is picked          `drain`
@@ -15,14 +15,14 @@ The life of a request, top to bottom::
     TRANSFER_START   its KV cache flows over shared links                       `network.begin`
     TRANSFER_END     the prefill worker's blocks are free, the request can join `network.end`
     BOUNDARY         it joins the decode batch                                  `engine.boundary`
-    STEP_START       one token a step                                           `step.step`
+    STEP_START       one token a step                                           `executor.run_step`
     BOUNDARY         it has all its tokens: its blocks are free, it has ended   `drain`
     REPORT           the routers hear of it                                     `drain`
 
 A co-located worker is picked at the arrival and keeps the request to its end; without decode
 workers a request ends with its prompt. A router may hold a
 request and is asked again when it hears of an end or the engines publish their signals. Engines
-that share experts start their steps together (`group_step.group_step`).
+that share experts start their steps together (`executor`).
 
 A router whose rule is a `policies.shortlist.Shortlist` is asked once for each
 class of requests that it treats alike and then applied here; any other is asked each time.
@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
 from eldr_sim.simulator.plane import network
-from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.engine import (
     PENDING_END,
     PENDING_HAND_OVER,
@@ -83,10 +83,9 @@ from eldr_sim.simulator.plane.state import (
     TRANSFER_END,
     TRANSFER_START,
 )
+from eldr_sim.simulator.plane.steps.executor import Scratch, run_step
 from eldr_sim.simulator.plane.steps.group_state import Groups
-from eldr_sim.simulator.plane.steps.group_step import group_has_step, group_step
-from eldr_sim.simulator.plane.steps.plain import step
-from eldr_sim.simulator.plane.steps.streamed import PromptLayers, prompt_step
+from eldr_sim.simulator.plane.steps.streamed import PromptLayers
 
 #: What the loop asks for besides decisions of routers and of `expert_loads`: that the control plane
 #: does the next thing it has to, and hears of the end of a request that it watches.
@@ -132,7 +131,19 @@ class Run(NamedTuple):
     masks: NDArray[np.uint64]  #: ``[workers, ranks, layers * words]``
     prompts: Any  #: `expert_union.PromptRows`
     costs: tuple[Any, Any]  #: `StepCost` of the two pools
-    scratch: Any  #: `step.Scratch`
+    scratch: Scratch
+
+
+class World(NamedTuple):
+    """All that compiled functions work on, by reference."""
+
+    run: Run
+    groups: Groups  #: what engines share, if any do
+    layers: PromptLayers  #: of prefill workers whose layers stream or lie in stages
+    front: FrontEnd  #: the API servers that requests go through before a router, if any
+    logs: tuple[NDArray[np.void], ...]  #: ``STEP [capacity]`` of each pool
+    group_logs: tuple[NDArray[np.void], ...]  #: ``GROUP_STEP [capacity]`` likewise
+    gaps: NDArray[np.void]  #: ``GAP [capacity]``
 
 
 @compiled()
@@ -148,7 +159,7 @@ def _choose(
         if engines.settings[0].signal_interval_s == 0.0:
             publish_signals(engines, pool, router.signals)
             clock[0].signals_s = clock[0].now
-        answer = decide(pool, request)
+        answer = ask(decide, pool, request)
         if answer != LOOK:
             return int(answer)
 
@@ -209,7 +220,7 @@ def _end(clock: Any, engines: Engines, decide: Any, request: int, outcome: int) 
     engines.requests[request].outcome = outcome
     clock[0].open_measured -= engines.requests[request].measured
     if engines.requests[request].watched:
-        decide(TELL, request)
+        ask(decide, TELL, request)
 
 
 @compiled()
@@ -500,32 +511,17 @@ def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
 
 
 @njit(_nrt=False)
-def advance(
-    run: Run, groups: Groups | None, layers: PromptLayers | None, front: FrontEnd | None,
-    logs: Any, group_logs: Any, gaps: Any, until: float, n_events: int, decide: Any,
-) -> Any:  # fmt: skip
+def advance(world: World, until: float, n_events: int) -> Any:
     """Let happen what happens before ``until`` seconds.
 
     Parameters
     ----------
-    run
+    world
         The run.
-    groups
-        What engines share; None where no engines do, and then none of it is compiled.
-    layers
-        Of prefill workers whose layers stream or lie in stages; likewise.
-    front
-        The API servers that requests go through before a router; likewise.
-    logs, group_logs, gaps
-        ``STEP [capacity]`` and ``GROUP_STEP [capacity]`` of each pool, and ``GAP [capacity]``.
     until
         Time limit, s.
     n_events
         Return PAUSED after so many events, that the caller may look around.
-    decide
-        Function of a pool and a request: the worker that the pool's router chooses, or LOOK, RETURN
-        or FAIL; or of a question of `expert_loads` and a group's first engine: 0 or FAIL; or of
-        WAKE or TELL and a request: 0, RETURN or FAIL.
 
     Returns
     -------
@@ -533,26 +529,27 @@ def advance(
         Why it returned. After FULL grow the logs and ``gaps``, and tell the prefill router of the
         blocks, before the next call.
     """
+    run = world.run
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
-    requests, workers, pools = engines.requests, engines.workers, engines.pools
-    interval = engines.settings[0].signal_interval_s
+    requests, pools, settings = engines.requests, engines.pools, engines.settings[0]
+    interval, front_end, decide = settings.signal_interval_s, settings.front_end, settings.decide
     most_gaps = engines.sequences.shape[1] * max(pools[0].group_size, pools[1].group_size)
     answer = drain(clock, events, engines, routers, run.reported, decide)
     if answer:
         return OTHERS if answer == RETURN else FAILED
-    if front is not None:
-        _enter(clock, events, engines, front, decide)
+    if front_end:
+        _enter(clock, events, engines, world.front, decide)
     while clock[0].open_measured > 0:
         due = events[0].time if clock[0].n_events > 0 else np.inf
         wakes = clock[0].guest_s <= due
         if not min(due, clock[0].guest_s) < until:
             return UNTIL
         if not wakes and (
-            pools[0].n_steps + pools[0].group_size > logs[0].shape[0]
-            or pools[1].n_steps + pools[1].group_size > logs[1].shape[0]
-            or pools[0].n_group_steps == group_logs[0].shape[0]
-            or pools[1].n_group_steps == group_logs[1].shape[0]
-            or clock[0].n_gaps + most_gaps > gaps.shape[0]
+            pools[0].n_steps + pools[0].group_size > world.logs[0].shape[0]
+            or pools[1].n_steps + pools[1].group_size > world.logs[1].shape[0]
+            or pools[0].n_group_steps == world.group_logs[0].shape[0]
+            or pools[1].n_group_steps == world.group_logs[1].shape[0]
+            or clock[0].n_gaps + most_gaps > world.gaps.shape[0]
             or engines.kv.n_events[0] > 2 * engines.kv.events.shape[0] // 3
         ):
             return FULL
@@ -562,7 +559,7 @@ def advance(
         kind, subject = _NOTHING, np.int64(0)
         if wakes:
             clock[0].now = clock[0].guest_s
-            answer = decide(WAKE, subject)
+            answer = ask(decide, WAKE, subject)
             if answer:
                 return OTHERS if answer == RETURN else FAILED
         else:
@@ -573,33 +570,8 @@ def advance(
             clock[0].now = events[0].time
             drop_first(clock, events)
         if kind == STEP_START:
-            workers[subject].step_due = False
-            pool = engines.pool_of[subject]
-            if layers is not None:  # noqa: SIM102 by itself: the compiler drops it where None
-                if pool == _PREFILL_POOL:
-                    if group_has_step(engines, subject):
-                        prompt_step(
-                            clock, events, engines, subject, run.bits, run.masks, run.prompts,
-                            run.costs[0], layers, run.scratch, logs, gaps,
-                        )  # fmt: skip
-                    continue
-            if groups is not None:
-                grouped = pools[pool].group_size > 1
-                if grouped and group_has_step(engines, subject):
-                    done = group_step(
-                        clock, events, engines, subject, run.bits, run.masks, groups.replicas,
-                        run.prompts, run.costs[pool], groups.costs[pool], run.scratch,
-                        groups.work, groups.loads, logs, group_logs, gaps, decide,
-                    )  # fmt: skip
-                    if not done:
-                        return FAILED
-                if grouped:
-                    continue
-            if workers[subject].batch > 0 or workers[subject].chunk_tokens > 0:
-                step(
-                    clock, events, engines, subject, run.bits, run.masks, run.prompts,
-                    run.costs[pool], run.scratch, logs, gaps,
-                )  # fmt: skip
+            if not run_step(world, subject):
+                return FAILED
             continue
         if kind == BOUNDARY:
             boundary(clock, events, engines, subject)
@@ -623,16 +595,15 @@ def advance(
             _publish(clock, engines, routers)
         elif kind == TRANSFER_END and subject == clock[0].timer:
             _end_transfers(clock, events, engines, run.net)
-        if front is not None:
-            if kind == READ:
-                on_read(clock, events, engines, front, subject)
-            elif kind == COLLECTED:
-                on_collected(clock, events, engines, front, subject)
-            elif kind == TOKENIZED:
-                on_tokenized(clock, events, engines, front, subject)
+        elif kind == READ:
+            on_read(clock, events, engines, world.front, subject)
+        elif kind == COLLECTED:
+            on_collected(clock, events, engines, world.front, subject)
+        elif kind == TOKENIZED:
+            on_tokenized(clock, events, engines, world.front, subject)
         answer = drain(clock, events, engines, routers, run.reported, decide)
         if answer:
             return OTHERS if answer == RETURN else FAILED
-        if front is not None:
-            _enter(clock, events, engines, front, decide)
+        if front_end:
+            _enter(clock, events, engines, world.front, decide)
     return ENDED

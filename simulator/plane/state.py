@@ -137,6 +137,7 @@ POOL = np.dtype(
         ("whole_prompts", np.bool_),  # no chunks: nothing is kept from step to step
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these
+        ("executor", np.int64),  # the address of what its steps do, see `steps.executor`
     ],
     align=True,
 )
@@ -333,6 +334,11 @@ SETTINGS = np.dtype(
         ("prefix_block_tokens", np.int64),
         ("listens", np.bool_),  # the decode router wants to know of completions,
         ("prefill_listens", np.bool_),  # the prefill router of tokens and blocks
+        # The address of a function of a pool and a request, which returns the worker that the
+        # pool's router chooses, or LOOK, RETURN or FAIL of `loop`; or of a question of
+        # `expert_loads` and a group's first engine, or of WAKE or TELL and a request: 0, RETURN
+        # or FAIL.
+        ("decide", np.int64),
         ("front_end", np.bool_),  # requests reach a router through API servers
     ],
     align=True,

@@ -69,7 +69,7 @@ class PromptLayout:
 
     @property
     def has_steps_of_its_own(self) -> bool:
-        """Whether its steps are `prompt_steps.prompt_step`."""
+        """Whether its steps are `steps.streamed`'s."""
         return self.stream is not None or self.pipeline is not None
 
 
@@ -181,7 +181,6 @@ def make_prompt_layers(
         layers_s=np.zeros((n_workers, n_moe_layers or 1)),
         start=np.zeros(n_workers),
         end=np.zeros(n_workers),
-        active=np.zeros(n_workers, np.int64),
         stage_share=np.array(shares),
         send_s=0.0 if layout.pipeline is None else layout.pipeline.send_s,
         send_token_s=0.0 if layout.pipeline is None else layout.pipeline.send_token_s,

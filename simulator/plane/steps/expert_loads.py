@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.compiled import ask, compiled
 
 #: What the loop asks besides a router: for a placement, or to put one in force.
 ASK, PUT_IN_FORCE = np.int64(2), np.int64(3)
@@ -68,7 +68,7 @@ def take_counts(loads: ExpertLoads, leader: int, n_experts: int) -> NDArray[np.i
 @compiled()
 def begin_step(loads: ExpertLoads, leader: int, n_steps: int, start: float, decide: Any) -> Any:
     """Prepare a group's step after ``n_steps`` others; False if ``decide`` has failed."""
-    if start >= loads.arrival_s[leader] and decide(PUT_IN_FORCE, leader) < 0:
+    if start >= loads.arrival_s[leader] and ask(decide, PUT_IN_FORCE, leader) < 0:
         return False
     loads.part[leader] = -1
     if n_steps >= loads.from_step[leader, LATE]:
@@ -105,6 +105,6 @@ def end_step(loads: ExpertLoads, leader: int, n_steps: int, end: float, decide: 
     if n_steps != loads.due[leader]:
         return 0.0
     loads.end_s[leader] = end
-    if decide(ASK, leader) < 0:
+    if ask(decide, ASK, leader) < 0:
         return -1.0
     return loads.stall_s[leader]

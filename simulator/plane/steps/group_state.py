@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
-from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads
+from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, make_expert_loads
 
 #: What a copy of a token is sent for: see `kernel_profiles.kernels.all_to_all.COPY_PER`.
 ALL, EXPERT, RANK, NODE = range(4)
@@ -144,6 +144,14 @@ class Groups(NamedTuple):
     replicas: Replicas
     work: GroupScratch
     loads: ExpertLoads
+
+
+def no_groups() -> Groups:
+    """Return what stands for engines that share nothing."""
+    return Groups(
+        (no_group(), no_group()), no_replicas(), make_group_scratch(1, 1, 1, 1, 0),
+        make_expert_loads(0, 0),
+    )  # fmt: skip
 
 
 class Counting(NamedTuple):

@@ -28,10 +28,9 @@ from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
 )
 from eldr_sim.kernel_profiles.steps.step_cost import StepParts, attention_s, rank_moe_s, total_s
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.engine import Engines, wake
-from eldr_sim.simulator.plane.events import schedule_step
-from eldr_sim.simulator.plane.kv_cache import n_free, take_blank
-from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, begin_step, end_step
+from eldr_sim.simulator.plane.engine import Engines
+from eldr_sim.simulator.plane.steps.executor import list_chunks
+from eldr_sim.simulator.plane.steps.expert_loads import begin_step, end_step
 from eldr_sim.simulator.plane.steps.group_counting import count_rows, count_step
 from eldr_sim.simulator.plane.steps.group_state import (
     ALL,
@@ -42,46 +41,27 @@ from eldr_sim.simulator.plane.steps.group_state import (
     Counting,
     GroupCost,
     GroupScratch,
-    Replicas,
 )
-from eldr_sim.simulator.plane.steps.plain import Scratch, blocks_needed, finish_step, list_chunks
 
 
-@compiled()
-def group_step(
-    clock: Any, events: Any, engines: Engines, leader: int, bits: Any, masks: Any,
-    replicas: Replicas, prompts: Any, cost: Any, group: GroupCost, scratch: Scratch,
-    work: GroupScratch, loads: ExpertLoads, logs: Any, group_logs: Any, gaps: Any, decide: Any,
-) -> Any:  # fmt: skip
-    """Run the step that the engines of a group have planned, which starts now.
+@njit(_nrt=False)
+def execute(world: Any, leader: int) -> float:
+    """Return when the step of a group ends that starts now, s: see `executor`.
 
-    Parameters as of `step.step`; ``leader`` is the group's first engine, ``masks`` are the experts
-    of one instance, ``loads`` count for relocations, ``group_logs`` are ``GROUP_STEP [capacity]``
-    of each pool.
-
-    Returns False if ``decide`` has failed.
+    ``leader`` is the group's first engine; below 0 if the run's `Callback` has failed.
     """
-    workers, pool = engines.workers, engines.pools[engines.pool_of[leader]]
-    size, start = pool.group_size, clock[0].now
-    short = False
-    for w in range(leader, leader + size):
-        workers[w].next_start = start
-        if blocks_needed(engines, w, scratch) > n_free(workers, w):
-            wake(clock, events, workers, w)  # this engine has to preempt, then all start
-            short = True
-    if short:
-        schedule_step(clock, events, workers, leader)
-        return True
+    run, engines, scratch = world.run, world.run.engines, world.run.scratch
+    number, decide, loads = engines.pool_of[leader], engines.settings[0].decide, world.groups.loads
+    workers, pool, start = engines.workers, engines.pools[number], run.clock[0].now
+    cost, group = run.costs[number], world.groups.costs[number]
+    work, size = world.groups.work, pool.group_size
     if not begin_step(loads, leader, workers[leader].n_group_steps, start, decide):
-        return False
+        return -1.0
     ranks = size * group.ranks_per_engine
     tokens_max, rows_max, attention_max, n_busy = np.int64(0), np.int64(0), 0.0, 0
     wait, computes, slowdown = 0.0, False, 1.0
     for w in range(leader, leader + size):
         worker = workers[w]
-        needed = blocks_needed(engines, w, scratch)
-        if needed > 0:
-            take_blank(engines.kv, workers, w, needed)
         n_chunks, rows = list_chunks(engines, w, scratch)
         tokens = worker.batch + worker.chunk_tokens
         slowdown = max(slowdown, worker.slowdown)  # all wait for it, whether it has tokens or not
@@ -97,8 +77,10 @@ def group_step(
         tokens_max, rows_max = max(tokens_max, tokens), max(rows_max, rows)
     replaced = computes and METRO <= group.replica_choice <= OPTIMAL
     choice = EVEN if replaced else group.replica_choice
-    counting = Counting(masks, replicas, group, work, leader, ranks, choice, computes, TOTALS)
-    count_step(engines, size, bits, prompts, counting, loads)
+    counting = Counting(
+        run.masks, world.groups.replicas, group, work, leader, ranks, choice, computes, TOTALS
+    )
+    count_step(engines, size, run.bits, run.prompts, counting, loads)
     shared = _shared_layers(group, work, ranks, computes)
     choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[0]
     slowest = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
@@ -111,10 +93,10 @@ def group_step(
     workers[leader].n_group_steps += 1
     stall = end_step(loads, leader, workers[leader].n_group_steps, end, decide)
     if stall < 0.0:
-        return False
+        return -1.0
     end += stall
 
-    row = group_logs[engines.pool_of[leader]][pool.n_group_steps]
+    row = world.group_logs[number][pool.n_group_steps]
     pool.n_group_steps += 1
     row.start, row.end, row.group = start, end, (leader - pool.first_worker) // size
     row.moe_s, row.dispatch_s, row.combine_s = shared.moe_s, shared.dispatch_s, shared.combine_s
@@ -123,14 +105,8 @@ def group_step(
     row.inside_bytes, row.between_bytes = shared.inside_bytes, shared.between_bytes
     row.busiest_pairs, row.pairs = np.int64(shared.busiest_pairs), np.int64(shared.pairs)
     for w in range(leader, leader + size):
-        n_chunks, _ = list_chunks(engines, w, scratch)
-        if workers[w].batch + workers[w].chunk_tokens > 0:
-            finish_step(
-                clock, events, engines, w, end, n_chunks, shared.active, shared.busiest, logs, gaps
-            )
-        else:
-            workers[w].next_start = end
-    return True
+        scratch.active[w], scratch.busiest[w] = shared.active, shared.busiest
+    return end  # type: ignore[no-any-return]
 
 
 class SharedLayers(NamedTuple):
@@ -196,15 +172,6 @@ def route_tokens(bits: Any, rows: Any, c: Counting) -> Any:
     """
     count_rows(bits, rows, c)
     return _shared_layers(c.group, c.work, c.ranks, c.computes)
-
-
-@compiled()
-def group_has_step(engines: Engines, leader: int) -> Any:
-    """Whether any engine of a group has something to compute."""
-    for w in range(leader, leader + engines.pools[engines.pool_of[leader]].group_size):
-        if engines.workers[w].batch > 0 or engines.workers[w].chunk_tokens > 0:
-            return True
-    return False
 
 
 @compiled()

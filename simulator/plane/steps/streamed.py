@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.step_cost import StepParts, step_parts
 from eldr_sim.kernel_profiles.steps.weight_streaming import Stream, streamed_ends
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.engine import Engines
 from eldr_sim.simulator.plane.steps import expert_union
-from eldr_sim.simulator.plane.steps.plain import Scratch, add_chunks, finish_step, list_chunks
+from eldr_sim.simulator.plane.steps.executor import Scratch, list_chunks
+from eldr_sim.simulator.plane.steps.plain import add_chunks
 
 
 class PromptLayers(NamedTuple):
@@ -38,7 +40,6 @@ class PromptLayers(NamedTuple):
     layers_s: NDArray[np.float64]  #: ``[workers, MoE layers]``: what each layer computes, s
     start: NDArray[np.float64]  #: ``[workers]``: of its first layer, s
     end: NDArray[np.float64]  #: ``[workers]``: of its last layer, s
-    active: NDArray[np.int64]  #: ``[workers]``: activated experts, summed over the layers
     stage_share: NDArray[np.float64]  #: ``[stages]``: of the layers; of none where weights stream
     send_s: float  #: from stage to stage, whatever the tokens
     send_token_s: float  #: and for each token
@@ -46,26 +47,33 @@ class PromptLayers(NamedTuple):
     exits: NDArray[np.float64]  #: ``[workers, stages]``: of the last steps, in turn, s
 
 
-@compiled()
-def prompt_step(
-    clock: Any, events: Any, engines: Engines, leader: int, bits: Any, masks: Any, prompts: Any,
-    cost: Any, layers: PromptLayers, scratch: Scratch, logs: Any, gaps: Any,
-) -> None:  # fmt: skip
-    """Run the step that a worker, or the workers that gather with it, have planned.
+def no_prompt_layers() -> PromptLayers:
+    """Return what stands for prefill workers whose layers are all on their GPU."""
+    one, two = np.zeros(0), np.zeros((0, 0))
+    return PromptLayers(
+        Stream(0.0, 0.0, 0.0, True), 0.0, two, two, one, one, one, 0.0, 0.0,
+        two, two,
+    )  # fmt: skip
 
-    Parameters as of `step.step`; ``leader`` is the first of these workers.
+
+@njit(_nrt=False)
+def execute(world: Any, leader: int) -> float:
+    """Return when the next step of a worker, or of those that gather with it, may begin, s.
+
+    See `executor`; ``leader`` is the first of these workers.
     """
+    run, engines, layers, scratch = world.run, world.run.engines, world.layers, world.run.scratch
+    cost = run.costs[engines.pool_of[leader]]
     workers, pool = engines.workers, engines.pools[engines.pool_of[leader]]
     size, n_layers = pool.group_size, layers.layers_s.shape[1]
-    start, head, computes = clock[0].now, 0.0, 0.0
+    start, head, computes = run.clock[0].now, 0.0, 0.0
     for w in range(leader, leader + size):
-        workers[w].next_start = start
         layers.start[w] = start + cost.host_s
         if workers[w].chunk_tokens == 0:  # a dummy batch: it gathers with the others
             for layer in range(n_layers):
                 layers.layers_s[w, layer] = 0.0
             continue
-        parts = _layer_times(engines, w, bits, masks, prompts, cost, layers, scratch)
+        parts = _layer_times(engines, w, run.bits, run.masks, run.prompts, cost, layers, scratch)
         head = max(head, parts.head)
         computes = max(computes, parts.attention + parts.dense + parts.collectives + parts.moe)
     head += pool.capture_s
@@ -84,13 +92,7 @@ def prompt_step(
         pool.streamed_s += end - start
         for w in range(leader, leader + size):
             workers[w].exit_s = end
-    for w in range(leader, leader + size):
-        n_chunks, _ = list_chunks(engines, w, scratch)
-        if n_chunks > 0:
-            active = layers.active[w]
-            finish_step(clock, events, engines, w, end, n_chunks, active, active, logs, gaps)
-        else:
-            workers[w].next_start = end
+    return end  # type: ignore[no-any-return]
 
 
 @compiled()
@@ -101,12 +103,13 @@ def _layer_times(
     """Write what each layer of a worker's step computes; return the parts of the whole step."""
     own_experts = engines.pools[engines.pool_of[w]].own_experts
     n_chunks, rows = list_chunks(engines, w, scratch)
-    layers.active[w] = 0
+    scratch.active[w] = 0
     if own_experts:
         expert_union.union_rows(bits, scratch.rows, np.int64(0), scratch.union)
         add_chunks(engines, w, bits, prompts, scratch.union)
         active, _ = expert_union.count_experts(scratch.union, masks[w], scratch.activated)
-        layers.active[w] = active
+        scratch.active[w] = active
+    scratch.busiest[w] = scratch.active[w]
     parts = step_parts(
         cost, np.int64(0), np.int64(0), scratch.cached, scratch.new, n_chunks, rows,
         scratch.activated, not own_experts,

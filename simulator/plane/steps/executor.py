@@ -1,0 +1,234 @@
+"""A step, whatever computes it: plan, count the experts, add up the parts, finish.
+
+A step of a worker, or of the engines that step together, begins here: every sequence has the KV
+blocks that its next token needs. Then the pool's executor, a compiled function of the world and of
+the first engine, counts the experts that the tokens choose and returns when the step ends:
+
+- `plain`: an engine by itself,
+- `group_step`: engines that dispatch their tokens to the experts of all,
+- `streamed`: engines whose layers come and go, or lie in stages.
+
+And it ends here: tokens, contexts, a record of ``STEP`` for each engine, and what comes next.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.plane.compiled import compiled, execute
+from eldr_sim.simulator.plane.engine import Engines, wake
+from eldr_sim.simulator.plane.events import schedule_step
+from eldr_sim.simulator.plane.kv_cache import n_free, take_blank
+from eldr_sim.simulator.plane.state import COLOCATED, DECODE
+
+_NONE = np.int64(0)
+
+
+class Scratch(NamedTuple):
+    """Working memory of a step."""
+
+    rows: NDArray[np.int64]  #: ``[max_num_seqs]``
+    cached: NDArray[np.int64]  #: ``[max_num_seqs]``
+    new: NDArray[np.int64]  #: ``[max_num_seqs]``
+    union: NDArray[np.uint64]  #: ``[layers * words]``
+    activated: NDArray[np.int64]  #: ``[layers]``
+    active: NDArray[np.int64]  #: ``[workers]``: activated experts, summed over the layers,
+    busiest: NDArray[np.int64]  #: ``[workers]``: and those of each layer's busiest rank
+
+
+@compiled()
+def run_step(world: Any, leader: int) -> Any:
+    """Run the step that an engine, or a group of them, has planned; False if that has failed.
+
+    Parameters
+    ----------
+    world
+        `loop.World`.
+    leader
+        The first engine.
+    """
+    run = world.run
+    clock, events, engines, scratch = run.clock, run.events, run.engines, run.scratch
+    workers, pool = engines.workers, engines.pools[engines.pool_of[leader]]
+    engines_of = range(leader, leader + pool.group_size)
+    workers[leader].step_due = False
+    busy, short = False, False
+    for w in engines_of:
+        busy = busy or workers[w].batch > 0 or workers[w].chunk_tokens > 0
+    if not busy:
+        return True
+    for w in engines_of:
+        workers[w].next_start = clock[0].now
+        if _blocks_needed(engines, w) > n_free(workers, w):
+            wake(clock, events, workers, w)  # this engine has to preempt, then all start
+            short = True
+    if short:
+        schedule_step(clock, events, workers, leader)
+        return True
+    for w in engines_of:
+        needed = _blocks_needed(engines, w)
+        if needed > 0:
+            take_blank(engines.kv, workers, w, needed)
+    end = execute(pool.executor, world, leader)
+    if end < 0.0:
+        return False
+    for w in engines_of:
+        if workers[w].batch > 0 or workers[w].chunk_tokens > 0:
+            _finish(clock, events, engines, w, end, scratch, world.logs, world.gaps)
+        else:
+            workers[w].next_start = end
+    return True
+
+
+@compiled()
+def _blocks_needed(engines: Engines, w: int) -> Any:
+    """Return the KV blocks that a step's next tokens need."""
+    sequences, needed = engines.sequences[w], _NONE
+    for i in range(engines.workers[w].batch):
+        if sequences[i].free_slots == 0:
+            needed += 1
+    return needed
+
+
+@compiled()
+def list_chunks(engines: Engines, w: int, scratch: Scratch) -> tuple[Any, Any]:
+    """List the chunks of contexts that a step computes.
+
+    Returns how many there are, and the rows of lm_head: one a sequence of the step.
+    """
+    worker, sequences = engines.workers[w], engines.sequences[w]
+    n_chunks, rows = _NONE, worker.batch
+    if worker.chunk_tokens > 0:
+        for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
+            if sequences[i].chunk > 0:
+                scratch.cached[n_chunks] = sequences[i].computed
+                scratch.new[n_chunks] = sequences[i].chunk
+                n_chunks += 1
+                if i >= worker.batch:
+                    rows += 1
+    return n_chunks, rows
+
+
+@compiled()
+def _finish(
+    clock: Any, events: Any, engines: Engines, w: int, end: float, scratch: Scratch, logs: Any,
+    gaps: Any,
+) -> None:  # fmt: skip
+    """Move worker ``w`` to the end of its step: tokens, contexts, log, and what comes next."""
+    worker, sequences = engines.workers[w], engines.sequences[w]
+    pool = engines.pools[engines.pool_of[w]]
+    batch, ended = worker.batch, False
+    n_chunks, _ = list_chunks(engines, w, scratch)
+    worker.context += batch
+    for i in range(batch):
+        sequence = sequences[i]
+        if sequence.free_slots == 0:
+            sequence.free_slots = engines.settings[0].block_size
+        sequence.free_slots -= 1
+        sequence.tokens_left -= 1
+        if sequence.tokens_left == 0:
+            ended = True
+        sequence.row += 1
+        if sequence.row == sequence.row_end:
+            sequence.row -= sequence.row_span
+    for i in range(batch - worker.joined, batch):
+        record = engines.requests[sequences[i].request]
+        if record.first_token_s < 0.0:
+            record.first_token_s = end
+        else:
+            gap = gaps[clock[0].n_gaps]
+            clock[0].n_gaps += 1
+            gap.last_token_s, gap.resumed_s = record.last_token_s, end
+    if n_chunks > 0:
+        for i in range(batch - worker.joined, batch + worker.prefilling):
+            sequences[i].computed += sequences[i].chunk
+            sequences[i].todo -= sequences[i].chunk
+            sequences[i].chunk = 0
+        ended = ended or worker.filled > 0
+
+    row = logs[engines.pool_of[w]][pool.n_steps]
+    pool.n_steps += 1
+    row.start, row.end, row.context = worker.next_start, end, worker.context
+    row.worker = w - pool.first_worker
+    row.batch, row.joined = batch, worker.joined
+    row.active, row.busiest = scratch.active[w], scratch.busiest[w]
+    row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
+    worker.begun_tokens += worker.chunk_tokens
+
+    planned_ahead = worker.one_step or worker.blocked or n_chunks > 0
+    worker.one_step = worker.blocked = False
+    worker.joined = worker.chunk_tokens = worker.filled = 0
+    worker.next_start = end
+    if ended or planned_ahead:
+        worker.ended = ended
+        wake(clock, events, engines.workers, w)
+    else:
+        schedule_step(clock, events, engines.workers, w)
+
+
+# --- from outside ---
+
+
+@compiled()
+def _last_steps(log: Any, n: int, own: int) -> tuple[Any, Any]:
+    """Return the last two steps of a pool's engine that were not cut; -1 where there is none."""
+    last = np.int64(-1)
+    for i in range(n - 1, -1, -1):
+        if log[i].worker == own and log[i].end < np.inf:
+            if last >= 0:
+                return last, np.int64(i)
+            last = np.int64(i)
+    return last, np.int64(-1)
+
+
+@compiled()
+def move_end(
+    clock: Any, engines: Engines, w: int, seconds: float, logs: Any, gaps: Any
+) -> None:  # fmt: skip
+    """Let the step in progress end later; infinitely: nobody gets its tokens.
+
+    Notes when each sequence of a step that is cut, or has just ended, got its last token, and how
+    many it has generated.
+    """
+    worker, sequences, now = engines.workers[w], engines.sequences[w], clock[0].now
+    pool = engines.pools[engines.pool_of[w]]
+    log = logs[engines.pool_of[w]]
+    last, before = _last_steps(log, pool.n_steps, w - pool.first_worker)
+    if last < 0:
+        return
+    was, end, cut = log[last].end, log[last].end + seconds, seconds == np.inf
+    first_joined = worker.batch - log[last].joined
+    for i in range(worker.batch):
+        record = engines.requests[sequences[i].request]
+        if was <= now:
+            if cut:
+                record.last_token_s = was
+            continue
+        if cut:
+            sequences[i].tokens_left += 1
+        if i >= first_joined:
+            if record.first_token_s == was:
+                record.first_token_s = -1.0 if cut else end
+            else:
+                _move_gap(clock, gaps, record.last_token_s, was, end)
+        elif cut:
+            record.last_token_s = log[before].end
+    if was > now:
+        log[last].end = end
+    if cut and pool.role in (DECODE, COLOCATED):
+        for i in range(worker.batch + worker.prefilling):
+            record, left = engines.requests[sequences[i].request], sequences[i].tokens_left
+            if left > 0:
+                record.generated = record.output_len - left
+
+
+@compiled()
+def _move_gap(clock: Any, gaps: Any, last_token: float, resumed: float, other: float) -> None:
+    """Move the end of the gap that a sequence's last step closed."""
+    for i in range(clock[0].n_gaps - 1, -1, -1):
+        if gaps[i].last_token_s == last_token and gaps[i].resumed_s == resumed:
+            gaps[i].resumed_s = other
+            return
