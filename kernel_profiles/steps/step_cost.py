@@ -3,7 +3,7 @@
 The one place where the formula stands, compiled; the engine, the policies that predict, the
 planner's bounds and the comparisons with real engines all come here. A step computes
 
-- ``batch`` sequences' next tokens, which attend to ``context`` tokens together, and
+- ``tokens`` of ``sequences`` that decode, which attend to ``context`` tokens together, and
 - chunks of contexts: ``count[i]`` tokens after ``first[i]`` that are cached.
 
 Every weight is read once for all of them.
@@ -102,10 +102,10 @@ def rank_moe_s(layer: RankMoE, pairs: float, activated: float, prompts: bool) ->
 
 
 @njit()
-def decode_attention_s(cost: StepCost, batch: int, context: float) -> float:
-    """Return the attention time, s, of ``batch`` tokens at the mean context ``context / batch``."""
-    knots = cost.attention_s[batch]
-    x = context / batch / cost.context_stride
+def decode_attention_s(cost: StepCost, sequences: int, context: float) -> float:
+    """Return the attention time, s, of sequences at the mean context ``context / sequences``."""
+    knots = cost.attention_s[sequences]
+    x = context / sequences / cost.context_stride
     i = min(int(x), knots.shape[0] - 2)
     return float(knots[i] + (knots[i + 1] - knots[i]) * (x - i))
 
@@ -131,12 +131,12 @@ def chunk_attention_s(cost: StepCost, first: Any, count: Any, n_chunks: int) -> 
 
 @njit()
 def attention_s(
-    cost: StepCost, batch: int, context: float, first: Any, count: Any, n_chunks: int
+    cost: StepCost, sequences: int, context: float, first: Any, count: Any, n_chunks: int
 ) -> float:
     """Return the attention time of a step, s; see `step_parts`."""
     attention = 0.0
-    if batch > 0:
-        attention += decode_attention_s(cost, batch, context)
+    if sequences > 0:
+        attention += decode_attention_s(cost, sequences, context)
     if n_chunks > 0:
         attention += chunk_attention_s(cost, first, count, n_chunks)
     return attention
@@ -145,7 +145,8 @@ def attention_s(
 @njit()
 def step_parts(
     cost: StepCost,
-    batch: int,
+    sequences: int,
+    tokens: int,
     context: float,
     first: Any,
     count: Any,
@@ -160,13 +161,13 @@ def step_parts(
     ----------
     cost
         The worker's tables.
-    batch, context
-        Sequences that get their next token, and the tokens that these attend to, themselves
-        included.
+    sequences, tokens, context
+        Sequences that decode, their tokens in this step, and the tokens that these attend to,
+        themselves included.
     first, count, n_chunks
         int64 arrays: cached and new tokens of each chunk; ``n_chunks`` of them count.
     rows
-        Sequences that lm_head is computed for.
+        Tokens that lm_head is computed for.
     activated
         Activated experts of each MoE layer on its busiest rank, fractions where they are
         expectations; fewer layers than the model's stand for all of them in equal parts.
@@ -176,14 +177,15 @@ def step_parts(
     chunk_tokens = 0
     for i in range(n_chunks):
         chunk_tokens += count[i]
-    tokens = batch + chunk_tokens
+    computed = tokens + chunk_tokens
     if n_chunks > 0 and uniform:
-        moe = cost.n_moe_layers * cost.uniform_moe_s[tokens]
+        moe = cost.n_moe_layers * cost.uniform_moe_s[computed]
     else:
-        layer_s = cost.moe_s[batch] if n_chunks == 0 else cost.mixed_moe_s[tokens]
+        layer_s = cost.moe_s[tokens] if n_chunks == 0 else cost.mixed_moe_s[computed]
         moe = moe_layers_s(layer_s, activated) * (cost.n_moe_layers / activated.shape[0])
-    attention = attention_s(cost, batch, context, first, count, n_chunks)
-    dense, head, collectives = cost.dense_s[tokens], cost.head_s[rows], cost.collectives_s[tokens]
+    attention = attention_s(cost, sequences, context, first, count, n_chunks)
+    dense, collectives = cost.dense_s[computed], cost.collectives_s[computed]
+    head = cost.head_s[rows]
     # Without graphs the host launches the next kernel while the last one runs, but no faster.
     waits = cost.launch_s - (moe + attention + dense + head + collectives)
     return StepParts(

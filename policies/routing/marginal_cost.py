@@ -246,6 +246,7 @@ def expected_step_s(step_times: StepCost, load: int, context: int, activated: An
     parts = step_parts(
         step_times,
         batch,
+        batch,
         context / load * batch,
         _NO_CHUNKS,
         _NO_CHUNKS,

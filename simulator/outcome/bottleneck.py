@@ -156,10 +156,10 @@ def limits_of(record: RunRecord, spec: ClusterSpec) -> dict[str, Any]:
         whole = n * (end - start)
         use[f"{role}_busy"] = _share(time, whole)
         if role == "decode":
-            use["decode_seats"] = _share(time * steps["batch"], whole * engine.max_num_seqs)
+            use["decode_seats"] = _share(time * steps["sequences"], whole * engine.max_num_seqs)
             room = engine.n_blocks * spec.block_size
             windows = spec.block_size * float(np.mean(requests["window_blocks"]))
-            held = steps["context"] + steps["batch"] * windows
+            held = steps["context"] + steps["sequences"] * windows
             use["decode_kv"] = _share(time * held, whole * room)
     moved = requests[requests["transfer_start_s"] >= 0.0]
     if len(moved) and spec.n_decode and end > start:

@@ -126,9 +126,9 @@ def summarise(record: RunRecord, config: RunConfig, n_moe_layers: int) -> dict[s
     seconds = max(end - start, 1e-9)
     steps = record.decode_steps
     inside = (steps["start"] >= start) & (steps["start"] < end)
-    batch = steps["batch"][inside].astype(np.int64)
+    batch = steps["sequences"][inside].astype(np.int64)
     decoding = batch > 0
-    tokens = int(batch.sum())
+    tokens = int(steps["outputs"][inside].sum())
     # The last request may end the run, so its end belongs to it.
     finish = requests["finish_s"]
     finished = int((record.completed & (start <= finish) & (finish <= end)).sum())
@@ -211,11 +211,11 @@ def _activated_experts(steps: NDArray[np.void], n_moe_layers: int) -> dict[str, 
     """Return the activated experts of decode steps, means over MoE layers."""
     steps = steps if n_moe_layers else steps[:0]  # a dense model's: no figure
     active, busiest = (steps[field] / (n_moe_layers or 1) for field in ("active", "busiest"))
-    batch = steps["batch"].astype(float)
+    tokens = steps["tokens"].astype(float)
     return {
         "mean_active_experts_per_step": _mean(active),
         "mean_active_experts_per_token": (
-            float((active * batch).sum() / batch.sum()) if batch.sum() else None
+            float((active * tokens).sum() / tokens.sum()) if tokens.sum() else None
         ),
         "median_active_experts_per_step": _percentile(active, 50),
         "p99_active_experts_per_step": _percentile(active, 99),

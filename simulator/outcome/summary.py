@@ -276,10 +276,10 @@ def summary_of(
     started, window = record.decode_steps["start"], record.window
     steps = record.decode_steps[(started >= window[0]) & (started < window[1])]
     outside = {
-        "moe_batch": int((steps["batch"] > step_time.moe_batch_max).sum()),
-        "attention_batch": int((steps["batch"] > step_time.attention_batch_max).sum()),
+        "moe_batch": int((steps["tokens"] > step_time.moe_batch_max).sum()),
+        "attention_batch": int((steps["sequences"] > step_time.attention_batch_max).sum()),
         "attention_context": int(
-            (steps["context"] > step_time.context_max * np.maximum(steps["batch"], 1)).sum()
+            (steps["context"] > step_time.context_max * np.maximum(steps["sequences"], 1)).sum()
         ),
         "attention_tokens": int((steps["context"] > step_time.attention_tokens_max).sum()),
     }

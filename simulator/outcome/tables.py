@@ -122,9 +122,9 @@ def steps_table(record: RunRecord, n_moe_layers: int) -> pa.Table:
             "worker": both(prefill["worker"], decode["worker"], "int16"),
             "start_s": both(prefill["start"], decode["start"], "float64"),
             "end_s": both(prefill["end"], decode["end"], "float64"),
-            "batch": both(prefill["chunks"], decode["batch"], "int32"),
+            "batch": both(prefill["chunks"], decode["sequences"], "int32"),
             "tokens": both(
-                prefill["chunk_tokens"], decode["batch"] + decode["chunk_tokens"], "int32"
+                prefill["chunk_tokens"], decode["tokens"] + decode["chunk_tokens"], "int32"
             ),
             "joined": decode_only(decode["joined"], "int32"),
             "context_tokens": decode_only(decode["context"], "int64"),

@@ -33,7 +33,7 @@ def copies_met(
         np.maximum(np.clip(finish, begin, end), start),
         workload.decode_request[joined].astype(np.int64),
     )
-    batch = steps["batch"].astype(float)
+    batch = steps["sequences"].astype(float)
     shares = workload.description["domain_mix"]
     pools = {name: len(trace.requests_of([name], calibration=False)) for name in shares}
     # A request finds itself in a batch of this size: each batch counts once a member.

@@ -158,17 +158,22 @@ def publish_signals(engines: Engines, pool: int, signals: Any) -> None:
 @compiled()
 def _fits(engines: Engines, w: int, blocks: int) -> Any:
     """Whether ``blocks`` are free beside those that the batch needs for its next tokens."""
-    batch = engines.workers[w].batch
     spare = n_free(engines.workers, w) - blocks
-    if spare >= batch:  # a sequence needs one at most
+    if spare >= engines.workers[w].tokens:  # a token needs one at most
         return True
     if spare < 0:
         return False
-    need = 0
-    for i in range(batch):
-        if engines.sequences[w, i].free_slots == 0:
-            need += 1
-    return need <= spare
+    return blocks_needed(engines, w) <= spare
+
+
+@compiled()
+def blocks_needed(engines: Engines, w: int) -> Any:
+    """Return the KV blocks that the batch needs beside its own for the next step's tokens."""
+    sequences, size, needed = engines.sequences[w], engines.settings[0].block_size, _NONE
+    for i in range(engines.workers[w].batch):
+        if sequences[i].free_slots < sequences[i].tokens:
+            needed += blocks_of(sequences[i].tokens - sequences[i].free_slots, size)
+    return needed
 
 
 @compiled()
@@ -347,6 +352,7 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
                 record.prefill_end_s = record.decode_start_s = record.first_token_s
             context = record.prompt_len - 1 + record.output_len
             worker.context -= context
+            worker.tokens -= sequences[w, i].tokens
             _release_context(engines, w, request, context)
             leave(clock, engines, PENDING_END, request)
             continue
@@ -373,6 +379,7 @@ def _preempt(clock: Any, engines: Engines, w: int) -> None:
             release(engines.kv, engines.tables, engines.workers, w, pool, request)
         else:
             worker.batch -= 1
+            worker.tokens -= sequences[w, victim].tokens
             record.generated = record.output_len - sequences[w, victim].tokens_left
             record.last_token_s = clock[0].now
             context = record.prompt_len - 1 + record.generated
@@ -428,7 +435,7 @@ def _is_open(engines: Engines, w: int) -> Any:
     """Whether the next step has a place and a token of its budget left."""
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
     places = pool.max_num_seqs - worker.batch - worker.prefilling - worker.leaving
-    budget = pool.max_num_batched_tokens - worker.batch - worker.chunk_tokens
+    budget = pool.max_num_batched_tokens - worker.tokens - worker.chunk_tokens
     return bool(places > 0 and budget > 0)
 
 
@@ -526,6 +533,7 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.row = record.window_row + (record.window_offset + record.generated) % record.window_len
     sequence.row_end = record.window_row + record.window_len
     sequence.row_span = record.window_len
+    sequence.tokens = 1
     sequence.tokens_left = record.output_len - record.generated
     table = engines.tables[request, engines.pool_of[w]]
     held = table.listed + table.private - record.window_blocks
@@ -542,6 +550,7 @@ def _join(engines: Engines, w: int) -> None:
     sequence = engines.sequences[w, worker.batch]
     worker.context += sequence.computed + sequence.todo
     worker.batch += 1
+    worker.tokens += sequence.tokens
     worker.prefilling -= 1
     worker.joined += 1
 
@@ -553,7 +562,7 @@ def _fill(engines: Engines, w: int) -> None:
     only_prompts = _only_prompts(engines, w)
     while True:
         i = worker.filled if only_prompts else worker.batch
-        budget = pool.max_num_batched_tokens - worker.batch - worker.chunk_tokens
+        budget = pool.max_num_batched_tokens - worker.tokens - worker.chunk_tokens
         if i == worker.batch + worker.prefilling or budget <= 0:
             return
         sequence = engines.sequences[w, i]
@@ -566,7 +575,7 @@ def _fill(engines: Engines, w: int) -> None:
             return
         if only_prompts:
             worker.filled += 1
-        elif chunk == budget:  # none left for the token to decode
+        elif chunk + sequence.tokens > budget:  # too little left for what it decodes
             return
         else:
             _join(engines, w)
@@ -616,6 +625,7 @@ def remove(clock: Any, events: Any, engines: Engines, w: int, request: int) -> N
         if place < worker.batch:
             context = record.prompt_len - 1 + record.generated
             worker.batch -= 1
+            worker.tokens -= engines.sequences[w, place].tokens
             worker.context -= context
             table = engines.tables[request, engines.pool_of[w]]
             held = blocks_of(context, engines.settings[0].block_size)

@@ -162,6 +162,7 @@ WORKER = np.dtype(
         ("slowdown", np.float64),  # its steps take so many times as long: 1 but for stragglers
         ("one_step", np.bool_),  # the next step was scheduled ahead, without who came since
         ("blocked", np.bool_),  # who is next has no KV blocks, and another may soon be next
+        ("tokens", np.int64),  # of the batch, that the next step computes, chunks not among them
         ("joined", np.int64),  # last sequences of the batch, new since the last step
         ("filled", np.int64),  # prefill workers: sequences whose prompts end in the next step
         ("chunk_tokens", np.int64),  # tokens of contexts that the next step computes
@@ -208,6 +209,7 @@ SEQUENCE = np.dtype(
         ("row", np.int64),  # bit-set row of the token that the next step feeds
         ("row_end", np.int64),  # one past the last row of the replay window
         ("row_span", np.int64),  # length of the window: at row_end, go back by it
+        ("tokens", np.int64),  # from there on that a step computes when the sequence decodes: one
         ("tokens_left", np.int64),  # output tokens still to generate
         ("free_slots", np.int64),  # tokens that fit into the blocks already held
         ("computed", np.int64),  # tokens of its context that are in the KV cache
@@ -223,7 +225,9 @@ STEP = np.dtype(
         ("end", np.float64),  # s
         ("context", np.int64),  # KV tokens that decode attention read, summed over the batch
         ("worker", np.int32),  # of its pool
-        ("batch", np.int32),  # sequences that got their next token
+        ("sequences", np.int32),  # that decoded,
+        ("tokens", np.int32),  # tokens that it computed for them,
+        ("outputs", np.int32),  # and those that they got
         ("joined", np.int32),  # of which so many for the first time since they joined
         ("active", np.int32),  # activated experts, summed over the MoE layers
         ("busiest", np.int32),  # those of the layer's busiest rank, summed over the MoE layers

@@ -69,7 +69,7 @@ def test_output_tokens_per_cpu_second(benchmark, topology, policy, seconds):
         start = time.process_time()
         record = cluster.run()
         took.append(time.process_time() - start)
-        tokens = int(record.decode_steps["batch"].sum())
+        tokens = int(record.decode_steps["outputs"].sum())
         measured = int(record.requests["output_len"][record.requests["measured"]].sum())
         row_bytes = cluster.arrays.bits.shape[1] * 8
 

@@ -101,7 +101,7 @@ def test_the_parts_make_the_step(model, data, n_chunks):
     assert total_s(parts) == pytest.approx(sum(parts), rel=1e-12)
     # Fewer layers stand for all of them in equal parts, fractions are interpolated.
     half = np.full(2, 4.5)
-    few = step_parts(cost, max(batch, 1), 1.0, nothing, nothing, 0, 1, half, False)
+    few = step_parts(cost, max(batch, 1), max(batch, 1), 1.0, nothing, nothing, 0, 1, half, False)
     between = (cost.moe_s[max(batch, 1), 4] + cost.moe_s[max(batch, 1), 5]) / 2
     assert few.moe == pytest.approx(layers * between, rel=1e-12)
 

@@ -347,10 +347,10 @@ def test_oracle_sees_the_rows_that_the_worker_replays(run_watched, output_len, r
     arrays = cluster.arrays
 
     def note():
-        decoding = [(w, step) for w, step in new_steps(cluster, seen) if step["batch"] > 0]
+        decoding = [(w, step) for w, step in new_steps(cluster, seen) if step["sequences"] > 0]
         assert len(decoding) <= 1
         for worker, step in decoding:
-            members = arrays.engines.sequences["request"][worker, : step["batch"]]
+            members = arrays.engines.sequences["request"][worker, : step["sequences"]]
             for request, row in zip(members.tolist(), arrays.scratch.rows.tolist(), strict=False):
                 rows[request].append(row)
 

@@ -97,7 +97,7 @@ def test_every_request_ends_once_and_leaves_nothing(
     assert loads(cluster) == [[0] * n_prefill, [0] * n_decode]
     assert free_blocks(cluster) == [n_blocks] * (n_prefill + n_decode)
     workers = cluster.arrays.engines.workers
-    for name in ("batch", "prefilling", "context", "chunk_tokens", "joined", "filled"):
+    for name in ("batch", "tokens", "prefilling", "context", "chunk_tokens", "joined", "filled"):
         assert (workers[name] == 0).all()
     for name in ("new_head", "arrived_head", "preempted_head", "late_head"):
         assert (workers[name] == -1).all()
@@ -105,7 +105,7 @@ def test_every_request_ends_once_and_leaves_nothing(
         assert clock[name] == 0
 
     steps = record.decode_steps
-    assert steps["batch"].sum() == done["output_len"].sum()
+    assert steps["outputs"].sum() == done["output_len"].sum()
     # A request that is preempted joins again, unless it had not got that far.
     again = done["preemptions"].sum()
     assert len(done) <= steps["joined"].sum() <= len(done) + again
@@ -113,13 +113,13 @@ def test_every_request_ends_once_and_leaves_nothing(
     of_pools = (n_prefill, record.prefill_steps), (n_decode, steps)
     for mine in (all_[all_["worker"] == w] for n, all_ in of_pools for w in range(n)):
         assert (mine["start"][1:] >= mine["end"][:-1]).all()
-        assert (mine["batch"] + mine["chunks"] <= max_num_seqs + mine["joined"]).all()
-        assert (mine["batch"] <= max_num_seqs).all()
+        assert (mine["sequences"] + mine["chunks"] <= max_num_seqs + mine["joined"]).all()
+        assert (mine["sequences"] <= max_num_seqs).all()
         assert (mine["chunks"] <= max_num_seqs).all()
-        assert (mine["batch"] + mine["chunk_tokens"] <= 32).all()
+        assert (mine["tokens"] + mine["chunk_tokens"] <= 32).all()
     if n_prefill:
         assert record.prefill_steps["chunk_tokens"].sum() == done["prompt_len"].sum()
-        assert (record.prefill_steps["batch"] == 0).all()
+        assert (record.prefill_steps["sequences"] == 0).all()
     else:  # the last token of a prompt is decoded; what is preempted is computed again
         computed = steps["chunk_tokens"].sum()
         assert computed >= (done["prompt_len"] - 1).sum()

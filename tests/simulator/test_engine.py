@@ -52,7 +52,10 @@ TIMES = (
 NUMBERS = (
     "prefill_worker", "decode_worker", "preemptions", "cached_tokens", "decode_cached_tokens",
 )  # fmt: skip
-COUNTS = ("worker", "batch", "joined", "chunks", "chunk_tokens", "active", "busiest", "context")
+COUNTS = (
+    "worker", "sequences", "tokens", "outputs", "joined", "chunks", "chunk_tokens", "active",
+    "busiest", "context",
+)  # fmt: skip
 
 
 def assert_same(record, twin):

@@ -103,7 +103,7 @@ def test_preemption_by_hand(one_decode_worker):
     """
     record, _ = one_decode_worker([0.0, 0.0], 4, 6, n_blocks=4)
     assert record.requests["preemptions"].tolist() == [0, 1]
-    assert columns(record, "batch", "chunk_tokens", "joined", "chunks") == [
+    assert columns(record, "sequences", "chunk_tokens", "joined", "chunks") == [
         [2, 2, 2, 2, 2, 1, 1], [0, 0, 0, 0, 0, 0, 8], [2, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 1]
     ]  # fmt: skip
     assert record.requests["finish_s"].tolist() == [6.0, 6.0 + 1.0 + 4.0]
@@ -113,7 +113,7 @@ def test_preemption_by_hand(one_decode_worker):
 def test_recomputation_is_chunked_to_the_token_budget(one_decode_worker):
     """As above with 4 tokens a step: chunks of 4, 4 and 0 beside the token that is decoded."""
     record, _ = one_decode_worker([0.0, 0.0], 4, 6, n_blocks=4, max_num_batched_tokens=4)
-    assert columns(record, "batch", "chunk_tokens") == [
+    assert columns(record, "sequences", "chunk_tokens") == [
         [2, 2, 2, 2, 2, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0, 4, 4, 0]
     ]  # fmt: skip
     assert record.requests["finish_s"][1] == 6.0 + 2.0 + 2.0 + 1.0
@@ -179,7 +179,7 @@ def test_requests_of_one_time_share_a_step_whatever_the_order_of_events(
     )
     record = cluster.run()
     alive = [int((outputs > step).sum()) for step in range(outputs.max())]
-    assert columns(record, "batch", "joined") == [alive, [n] + [0] * (len(alive) - 1)]
+    assert columns(record, "sequences", "joined") == [alive, [n] + [0] * (len(alive) - 1)]
     assert columns(record, "start", "end") == [
         [0.25 + step + later for step in range(len(alive))] for later in (0.0, 1.0)
     ]

@@ -219,7 +219,7 @@ def test_a_death_at_any_event_loses_no_request(topology, each):
             _, record = run_with(arguments, FaultPlan((fault,), None, delay, "migrate"))
             assert record.completed.all(), (fault, delay)
             # Every request has got each of its tokens once.
-            assert record.decode_steps["batch"].sum() == lengths.sum(), (fault, delay)
+            assert record.decode_steps["outputs"].sum() == lengths.sum(), (fault, delay)
             assert record.retries.max() <= 1
             tried, again = tried + 1, again + int(record.retries.sum())
     assert again > tried / 2  # most of them hit requests
@@ -240,7 +240,8 @@ def test_a_client_that_gives_up_at_any_event_leaves_nothing():
         assert (record.requests["outcome"][gone] == state.CANCELLED).all()
         tokens = arguments["workload"].output_len[~gone].sum()
         assert (
-            record.decode_steps["batch"].sum() == tokens + record.requests["generated"][gone].sum()
+            record.decode_steps["outputs"].sum()
+            == tokens + record.requests["generated"][gone].sum()
         )
         # The loads of requests that ended last are still to be reported.
         assert free_of(cluster)[:4] == (False, 0, 0, 0)
@@ -303,7 +304,7 @@ def test_a_dead_workers_request_begins_anew_or_goes_on(make_cluster, make_worklo
         record = cluster.run()
         assert record.completed.all() == (retry == "migrate")
         assert record.requests["finish_s"].tolist() == [finish]
-        assert record.decode_steps["batch"].sum() == tokens
+        assert record.decode_steps["outputs"].sum() == tokens
         assert record.gaps.tolist() == ([(2.0, 3.5)] if retry == "migrate" else [])
 
 

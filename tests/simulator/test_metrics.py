@@ -76,7 +76,7 @@ def run_noting_tokens(run_watched):
         def note():
             """A step has just begun; who is in its batch leaves with its end at the earliest."""
             for worker, step in new_steps(cluster, seen):
-                for request in sequences["request"][worker, : step["batch"]].tolist():
+                for request in sequences["request"][worker, : step["sequences"]].tolist():
                     tokens[request].append(float(step["end"]))
 
         record = run_watched(cluster, note)
@@ -251,12 +251,13 @@ def a_record(requests, first, window=(0.0, np.inf), end_s=10.0, steps=(), gaps=(
     requests = np.array(requests, state.REQUEST)
     requests["first_token_s"] = first
     log = np.zeros(len(steps), state.STEP)
-    names = ["start", "end", "context", "worker", "batch", "joined", "active", "busiest"]
+    names = ["start", "end", "context", "worker", "sequences", "joined", "active", "busiest"]
     names.append("chunk_tokens")
     for row, values in zip(log, steps, strict=True):
         for name, value in zip(names, values, strict=True):
             row[name] = value
         row["chunks"] = row["chunk_tokens"] > 0
+        row["tokens"] = row["outputs"] = row["sequences"]
     nothing, gaps = np.zeros(0, state.STEP), np.array(list(gaps), state.GAP)
     groups = np.zeros(0, state.GROUP_STEP)
     moved = np.zeros(0, RELOCATION)

@@ -56,7 +56,7 @@ def test_prompts_are_computed_as_by_prefill_workers_alone(alone, decode):
     assert summary["slo_attainment"] == pytest.approx((ttft <= 0.4).mean())
     assert 0 < summary["weight_streaming"]["wait_share"] < 1
     steps = result.record.decode_steps
-    assert steps["batch"].sum() == 150 * 12
+    assert steps["outputs"].sum() == 150 * 12
     if "replica_choice" in decode:
         assert len(result.record.decode_group_steps)
 

@@ -217,7 +217,7 @@ def test_every_request_ends_once_whatever_the_order(
     )  # fmt: skip
     record = run_to_rest(cluster)
     assert record.completed.all()
-    assert record.decode_steps["batch"].sum() == outputs.sum()
+    assert record.decode_steps["outputs"].sum() == outputs.sum()
     workers = cluster.arrays.engines.workers
     for end in ("new_head", "oldest", "newest"):
         assert (workers[end] == -1).all()

@@ -66,7 +66,7 @@ def test_pairs_are_tokens_times_experts(backend):
         (record.prefill_steps, record.prefill_group_steps),
         (record.decode_steps, record.decode_group_steps),
     ):
-        tokens = steps["batch"].sum() + steps["chunk_tokens"].sum()
+        tokens = steps["tokens"].sum() + steps["chunk_tokens"].sum()
         assert groups["pairs"].sum() == tokens * MODEL.top_k * MODEL.n_moe_layers
         assert groups["n_busy"].sum() == len(steps)
 
@@ -114,7 +114,7 @@ def test_redundant_experts_cost_memory_and_activate_more():
     for result in (plain, eplb):
         groups = result.record.decode_group_steps
         steps = result.record.decode_steps
-        tokens = steps["batch"].sum() + steps["chunk_tokens"].sum()
+        tokens = steps["tokens"].sum() + steps["chunk_tokens"].sum()
         assert groups["pairs"].sum() == tokens * MODEL.top_k * MODEL.n_moe_layers
 
 
@@ -181,7 +181,7 @@ def test_unequal_ranks_leave_the_kv_blocks_of_the_fullest():
     assert more > 0
     assert fewer == pytest.approx(more * MODEL.bytes_per_expert / block, abs=1)
     groups, steps = grace.record.decode_group_steps, grace.record.decode_steps
-    tokens = steps["batch"].sum() + steps["chunk_tokens"].sum()
+    tokens = steps["tokens"].sum() + steps["chunk_tokens"].sum()
     assert groups["pairs"].sum() == tokens * MODEL.top_k * MODEL.n_moe_layers
 
 

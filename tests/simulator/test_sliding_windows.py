@@ -68,6 +68,6 @@ def test_more_requests_run_at_once_where_blocks_are_few():
     def batch(whole, blocks):
         config = {"disable_hybrid_kv_cache_manager": whole, "num_gpu_blocks_override": blocks}
         steps = simulate(make_config(fields | config)).record.decode_steps
-        return steps["batch"].mean()
+        return steps["sequences"].mean()
 
     assert batch(False, 2000) > 1.3 * batch(True, 1000)

@@ -51,10 +51,10 @@ def test_tiny_caches_end_and_give_every_block_back(
     assert free_blocks(cluster) == [n_blocks] * (n_prefill + 1)
     assert cluster.arrays.engines.workers["context"].tolist() == [0] * (n_prefill + 1)
     steps = record.decode_steps
-    assert steps["batch"].sum() == outputs.sum()  # preemption loses time, never a token
+    assert steps["outputs"].sum() == outputs.sum()  # preemption loses time, never a token
     assert (steps["start"][1:] >= steps["end"][:-1]).all()  # one step at a time
-    assert (steps["batch"] <= seqs).all()
-    assert (steps["batch"] + steps["chunk_tokens"] <= budget).all()
+    assert (steps["sequences"] <= seqs).all()
+    assert (steps["tokens"] + steps["chunk_tokens"] <= budget).all()
     if n_prefill:  # each prompt token once
         assert record.prefill_steps["chunk_tokens"].sum() == prompts.sum()
         assert (record.prefill_steps["chunk_tokens"] <= budget).all()

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.plane.compiled import compiled, execute
-from eldr_sim.simulator.plane.engine import Engines, wake
+from eldr_sim.simulator.plane.engine import Engines, blocks_needed, wake
 from eldr_sim.simulator.plane.events import schedule_step
-from eldr_sim.simulator.plane.kv_cache import n_free, take_blank
+from eldr_sim.simulator.plane.kv_cache import blocks_of, n_free, take_blank
 from eldr_sim.simulator.plane.state import COLOCATED, DECODE
 
 _NONE = np.int64(0)
@@ -30,7 +30,7 @@ _NONE = np.int64(0)
 class Scratch(NamedTuple):
     """Working memory of a step."""
 
-    rows: NDArray[np.int64]  #: ``[max_num_seqs]``
+    rows: NDArray[np.int64]  #: ``[tokens]``: of a batch
     cached: NDArray[np.int64]  #: ``[max_num_seqs]``
     new: NDArray[np.int64]  #: ``[max_num_seqs]``
     union: NDArray[np.uint64]  #: ``[layers * words]``
@@ -62,14 +62,14 @@ def run_step(world: Any, leader: int) -> Any:
         return True
     for w in engines_of:
         workers[w].next_start = clock[0].now
-        if _blocks_needed(engines, w) > n_free(workers, w):
+        if blocks_needed(engines, w) > n_free(workers, w):
             wake(clock, events, workers, w)  # this engine has to preempt, then all start
             short = True
     if short:
         schedule_step(clock, events, workers, leader)
         return True
     for w in engines_of:
-        needed = _blocks_needed(engines, w)
+        needed = blocks_needed(engines, w)
         if needed > 0:
             take_blank(engines.kv, workers, w, needed)
     end = execute(pool.executor, world, leader)
@@ -84,23 +84,29 @@ def run_step(world: Any, leader: int) -> Any:
 
 
 @compiled()
-def _blocks_needed(engines: Engines, w: int) -> Any:
-    """Return the KV blocks that a step's next tokens need."""
-    sequences, needed = engines.sequences[w], _NONE
+def list_rows(engines: Engines, w: int, scratch: Scratch) -> Any:
+    """List the bit-set rows of the batch's tokens; return how many there are."""
+    sequences, n = engines.sequences[w], _NONE
     for i in range(engines.workers[w].batch):
-        if sequences[i].free_slots == 0:
-            needed += 1
-    return needed
+        row = sequences[i].row
+        for _ in range(sequences[i].tokens):
+            scratch.rows[n] = row
+            n += 1
+            row += 1
+            if row == sequences[i].row_end:
+                row -= sequences[i].row_span
+    return n
 
 
 @compiled()
 def list_chunks(engines: Engines, w: int, scratch: Scratch) -> tuple[Any, Any]:
     """List the chunks of contexts that a step computes.
 
-    Returns how many there are, and the rows of lm_head: one a sequence of the step.
+    Returns how many there are, and the rows of lm_head: of each token to decode, and one of each
+    other sequence.
     """
     worker, sequences = engines.workers[w], engines.sequences[w]
-    n_chunks, rows = _NONE, worker.batch
+    n_chunks, rows = _NONE, worker.tokens
     if worker.chunk_tokens > 0:
         for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
             if sequences[i].chunk > 0:
@@ -120,20 +126,24 @@ def _finish(
     """Move worker ``w`` to the end of its step: tokens, contexts, log, and what comes next."""
     worker, sequences = engines.workers[w], engines.sequences[w]
     pool = engines.pools[engines.pool_of[w]]
-    batch, ended = worker.batch, False
+    batch, outputs, ended = worker.batch, _NONE, False
     n_chunks, _ = list_chunks(engines, w, scratch)
-    worker.context += batch
+    size = engines.settings[0].block_size
     for i in range(batch):
         sequence = sequences[i]
-        if sequence.free_slots == 0:
-            sequence.free_slots = engines.settings[0].block_size
-        sequence.free_slots -= 1
-        sequence.tokens_left -= 1
+        got = min(sequence.tokens, sequence.tokens_left)
+        outputs += got
+        if sequence.free_slots < sequence.tokens:
+            more = blocks_of(sequence.tokens - sequence.free_slots, size)
+            sequence.free_slots += more * size
+        sequence.free_slots -= got
+        sequence.tokens_left -= got
         if sequence.tokens_left == 0:
             ended = True
-        sequence.row += 1
-        if sequence.row == sequence.row_end:
+        sequence.row += got
+        if sequence.row >= sequence.row_end:
             sequence.row -= sequence.row_span
+    worker.context += outputs
     for i in range(batch - worker.joined, batch):
         record = engines.requests[sequences[i].request]
         if record.first_token_s < 0.0:
@@ -153,7 +163,8 @@ def _finish(
     pool.n_steps += 1
     row.start, row.end, row.context = worker.next_start, end, worker.context
     row.worker = w - pool.first_worker
-    row.batch, row.joined = batch, worker.joined
+    row.sequences, row.tokens, row.outputs = batch, worker.tokens, outputs
+    row.joined = worker.joined
     row.active, row.busiest = scratch.active[w], scratch.busiest[w]
     row.chunks, row.chunk_tokens = n_chunks, worker.chunk_tokens
     worker.begun_tokens += worker.chunk_tokens
@@ -208,7 +219,7 @@ def move_end(
                 record.last_token_s = was
             continue
         if cut:
-            sequences[i].tokens_left += 1
+            sequences[i].tokens_left += sequences[i].tokens
         if i >= first_joined:
             if record.first_token_s == was:
                 record.first_token_s = -1.0 if cut else end

@@ -118,11 +118,11 @@ def _count_group(engines: Engines, size: int, bits: Any, prompts: Any, c: Counti
     """Pass over the tokens of all engines."""
     tokens = np.int64(0)
     for w in range(c.leader, c.leader + size):
-        tokens += engines.workers[w].batch + engines.workers[w].chunk_tokens
+        tokens += engines.workers[w].tokens + engines.workers[w].chunk_tokens
     if c.counts == TOTALS:
         c.work.planes[: _n_planes(tokens)] = 0
     for w in range(c.leader, c.leader + size):
-        if engines.workers[w].batch + engines.workers[w].chunk_tokens > 0:
+        if engines.workers[w].tokens + engines.workers[w].chunk_tokens > 0:
             _count_engine(engines, w, bits, prompts, c)
 
 
@@ -174,7 +174,7 @@ def _count_engine(engines: Engines, w: int, bits: Any, prompts: Any, c: Counting
     Its ranks take equal runs of them, the last one perhaps fewer (sequence parallel MoE).
     """
     worker, sequences = engines.workers[w], engines.sequences[w]
-    work, tokens = c.work, worker.batch + worker.chunk_tokens
+    work, tokens = c.work, worker.tokens + worker.chunk_tokens
     per_engine = c.group.ranks_per_engine
     first = np.int64((w - c.leader) * per_engine)
     run = (tokens + per_engine - 1) // per_engine
@@ -185,10 +185,15 @@ def _count_engine(engines: Engines, w: int, bits: Any, prompts: Any, c: Counting
     alike = c.counts == TOTALS or c.replicas.multi.shape[0] == 0
     position = np.int64(0)
     for i in range(worker.batch):
-        _begin_token(c, first, position, run, n_planes)
-        _count_row(bits, sequences[i].row, np.int64(0), work.active.shape[1], c,
-                   first + position // run, position % run, np.int64(1))  # fmt: skip
-        position += 1
+        row = sequences[i].row
+        for _ in range(sequences[i].tokens):
+            _begin_token(c, first, position, run, n_planes)
+            _count_row(bits, row, np.int64(0), work.active.shape[1], c,
+                       first + position // run, position % run, np.int64(1))  # fmt: skip
+            position += 1
+            row += 1
+            if row == sequences[i].row_end:
+                row -= sequences[i].row_span
     for i in range(worker.batch - worker.joined, worker.batch + worker.prefilling):
         if sequences[i].chunk == 0:
             continue

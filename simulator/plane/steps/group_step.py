@@ -63,14 +63,19 @@ def execute(world: Any, leader: int) -> float:
     for w in range(leader, leader + size):
         worker = workers[w]
         n_chunks, rows = list_chunks(engines, w, scratch)
-        tokens = worker.batch + worker.chunk_tokens
+        tokens = worker.tokens + worker.chunk_tokens
         slowdown = max(slowdown, worker.slowdown)  # all wait for it, whether it has tokens or not
         if tokens == 0:
             continue
         n_busy += 1
         computes = computes or n_chunks > 0
         attention = attention_s(
-            cost, worker.batch, worker.context + worker.batch, scratch.cached, scratch.new, n_chunks
+            cost,
+            worker.batch,
+            worker.context + worker.tokens,
+            scratch.cached,
+            scratch.new,
+            n_chunks,
         )
         wait -= attention + cost.dense_s[tokens] + cost.head_s[rows] + cost.collectives_s[tokens]
         attention_max = max(attention_max, attention)

@@ -9,7 +9,7 @@ from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.engine import Engines
 from eldr_sim.simulator.plane.steps import expert_union
-from eldr_sim.simulator.plane.steps.executor import list_chunks
+from eldr_sim.simulator.plane.steps.executor import list_chunks, list_rows
 
 
 @njit(_nrt=False)
@@ -17,21 +17,20 @@ def execute(world: Any, w: int) -> float:
     """Return when the step of worker ``w`` ends that starts now, s: see `executor`."""
     run, engines, scratch = world.run, world.run.engines, world.run.scratch
     worker, pool = engines.workers[w], engines.pools[engines.pool_of[w]]
-    batch, cost = worker.batch, run.costs[engines.pool_of[w]]
+    tokens, cost = worker.tokens, run.costs[engines.pool_of[w]]
     n_chunks, rows = list_chunks(engines, w, scratch)
     scratch.active[w] = scratch.busiest[w] = 0
-    if batch > 0 or pool.own_experts:
-        for i in range(batch):
-            scratch.rows[i] = engines.sequences[w, i].row
-        expert_union.union_rows(run.bits, scratch.rows, batch, scratch.union)
+    if tokens > 0 or pool.own_experts:
+        list_rows(engines, w, scratch)
+        expert_union.union_rows(run.bits, scratch.rows, tokens, scratch.union)
         if n_chunks > 0 and pool.own_experts:
             add_chunks(engines, w, run.bits, run.prompts, scratch.union)
         scratch.active[w], scratch.busiest[w] = expert_union.count_experts(
             scratch.union, run.masks[w], scratch.activated
         )
     parts = step_parts(
-        cost, batch, worker.context + batch, scratch.cached, scratch.new, n_chunks, rows,
-        scratch.activated, not pool.own_experts,
+        cost, worker.batch, tokens, worker.context + tokens, scratch.cached, scratch.new, n_chunks,
+        rows, scratch.activated, not pool.own_experts,
     )  # fmt: skip
     return float(worker.next_start + (total_s(parts) + pool.capture_s) * worker.slowdown)
 

@@ -405,7 +405,8 @@ class Worker:
         twin = self.twin
         twin.steps.append(
             {"start": twin.now, "end": end, "context": sum(s.context + 1 for s in batch)}
-            | {"worker": self.number, "batch": len(batch), "joined": len(self.joined)}
+            | {"worker": self.number, "joined": len(self.joined), "sequences": len(batch)}
+            | {"tokens": len(batch), "outputs": len(batch)}
             | {"active": active, "busiest": busiest, "chunks": len(chunked)}
             | {"chunk_tokens": sum(s.chunk for s in chunked)}
         )
