@@ -97,6 +97,7 @@ LINKED = (
     "simulator.plane.network",
     "simulator.plane.steps.streamed",
     "simulator.plane.queues",
+    "simulator.plane.removal",
     "simulator.setup.replay",
     "simulator.plane.state",
     "simulator.plane.steps.plain",

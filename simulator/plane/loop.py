@@ -46,12 +46,10 @@ from eldr_sim.simulator.plane.engine import (
     PENDING_HAND_OVER,
     Engines,
     boundary,
-    give_back,
     leave,
     leave_stages,
     publish_signals,
     publish_tokens,
-    remove,
     take,
     wake,
 )
@@ -65,6 +63,7 @@ from eldr_sim.simulator.plane.front_end import (
     send,
 )
 from eldr_sim.simulator.plane.kv_cache import blocks_of, release
+from eldr_sim.simulator.plane.removal import give_back, remove
 from eldr_sim.simulator.plane.state import (
     ARRIVAL,
     BOUNDARY,

@@ -28,7 +28,7 @@ def possible_s(model, step, cached, new, activated, own_experts):
 
     The log does not say which chunks end the context of a sequence that decodes in the step.
     """
-    batch, chunks = int(step["batch"]), list(zip(cached, new, strict=True))
+    batch, chunks = int(step["sequences"]), list(zip(cached, new, strict=True))
     counts = activated if own_experts or not chunks else None
     rows = range(max(batch, len(chunks)), batch + len(chunks) + 1)
     return [sum(model.parts(batch, step["context"], chunks, counts, n)) for n in rows if n <= SEATS]

@@ -20,7 +20,7 @@ from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement.base import EMPTY, Placement
 from eldr_sim.policies.replicas.base import HASH_MULTIPLIER
 from eldr_sim.simulator.control.cluster import Cluster
-from eldr_sim.simulator.plane.steps.group_counting import _instance, settle_totals
+from eldr_sim.simulator.plane.steps.group_counting import settle_totals
 from eldr_sim.simulator.plane.steps.group_state import (
     ALL,
     EXPERT,
@@ -32,6 +32,7 @@ from eldr_sim.simulator.plane.steps.group_state import (
     GroupCost,
     make_group_scratch,
 )
+from eldr_sim.simulator.plane.steps.replica_choice import choose_instance
 from eldr_sim.simulator.setup.replay import make_replicas, rank_masks
 
 from ..random_rows import random_prompts
@@ -368,7 +369,7 @@ def compiled_ranks(counting, layer, experts, homes, places, by_count):
             else:
                 home, place = homes[token], places[token]
                 replicas = counting.replicas
-                j = _instance(
+                j = choose_instance(
                     counting.choice, replicas.rank[0, layer, expert],
                     replicas.weight[0, layer, expert], replicas.n_instances[0, layer, expert],
                     counting.group.gpus_per_node, home, (place * HASH_MULTIPLIER) & 0xFFFFFFFF,

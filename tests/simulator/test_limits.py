@@ -153,7 +153,7 @@ def test_utilisation_by_hand():
     times = ("arrival_s", "transfer_start_s", "transfer_end_s", "finish_s")
     request = [("measured", bool), ("outcome", int), ("window_blocks", int)]
     request += [(name, float) for name in times]
-    step = [("start", float), ("end", float), ("batch", int), ("context", int)]
+    step = [("start", float), ("end", float), ("sequences", int), ("context", int)]
     record = SimpleNamespace(
         # One transfer began before the window, one has not ended, one has not begun.
         requests=np.array([(True, COMPLETED, 3, 0.0, 5.0, 15.0, 16.0),

@@ -18,7 +18,6 @@ import numpy as np
 from eldr_sim.jit import popcount
 from eldr_sim.kernel_profiles.kernels.all_to_all_cost import add_direct, add_forwarded, add_to_node
 from eldr_sim.policies.replicas.base import HASH_MULTIPLIER
-from eldr_sim.policies.replicas.weighted import SPLITMIX
 from eldr_sim.simulator.plane.compiled import compiled
 from eldr_sim.simulator.plane.engine import Engines
 from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, add_counts
@@ -28,20 +27,16 @@ from eldr_sim.simulator.plane.steps.group_state import (
     COPIES,
     EVEN,
     EXPERT,
-    HASH,
-    LOCAL_FIRST,
     NODE,
     RANK,
     TOTALS,
-    WEIGHTED,
     Counting,
     GroupScratch,
 )
-from eldr_sim.simulator.plane.steps.replica_choice import choose_instances
+from eldr_sim.simulator.plane.steps.replica_choice import choose_instance, choose_instances
 
 #: Ranks from which on that of an expert is looked up; fewer are searched 64 experts at once.
 _WIDE = 16
-_ADD, _FIRST, _SECOND = (np.uint64(constant) for constant in SPLITMIX)
 
 
 @compiled()
@@ -424,7 +419,7 @@ def _count_row(
                 expert = (k - layer * words) * 64 + _place(bit)
                 at = layer % replicas.n_instances.shape[1]
                 n = np.int64(replicas.n_instances[leader, at, expert])
-                j = _instance(
+                j = choose_instance(
                     c.choice, replicas.rank[leader, at, expert],
                     replicas.weight[leader, at, expert], n, c.group.gpus_per_node, home, hashed,
                     (place << 40) | (home << 28) | (at << 16) | expert,
@@ -533,80 +528,3 @@ def _add_word(planes: Any, plane: int, k: int, word: Any) -> None:
         planes[plane, k] ^= word
         word = both
         plane += 1
-
-
-@compiled()
-def _instance(
-    choice: int, ranks: Any, weight: Any, n: int, nodes: int, home: int, hashed: int, counter: int
-) -> Any:
-    """Return which instance of an expert computes a token; see `policies.replicas.base`.
-
-    It takes numbers and two rows: to hand `Counting` to a function takes longer than all of this.
-
-    Parameters
-    ----------
-    choice
-        HASH, SOURCE, WEIGHTED or LOCAL_FIRST.
-    ranks, weight, n
-        Of the expert's instances, and how many there are.
-    nodes, home
-        GPUs of a node, and the token's rank.
-    hashed, counter
-        vLLM's hash of the token's place, and what it draws by, see `policies.replicas.weighted`.
-    """
-    if choice == HASH:
-        return np.int64(hashed % n)
-    if choice == WEIGHTED:
-        return _drawn(ranks, weight, n, nodes, home, counter, np.int64(2), False)
-    nearest, n_nearest = np.int64(2), 0
-    for i in range(n):
-        away = _away(np.int64(ranks[i]), home, nodes)
-        if away < nearest:
-            nearest, n_nearest = away, 0
-        if away == nearest:
-            n_nearest += 1
-    if choice == LOCAL_FIRST:
-        return _drawn(ranks, weight, n, nodes, home, counter, nearest, True)
-    skip = hashed % n_nearest
-    for i in range(n):
-        if _away(np.int64(ranks[i]), home, nodes) == nearest:
-            if skip == 0:
-                return np.int64(i)
-            skip -= 1
-    return np.int64(-1)  # not reached
-
-
-@compiled()
-def _drawn(
-    ranks: Any, weight: Any, n: int, nodes: int, home: int, counter: int, nearest: int, local: bool
-) -> Any:
-    """Return the instance drawn by weight among all; ``local``: those as near as ``nearest``."""
-    total = 0.0
-    for i in range(n):
-        if not local or _away(np.int64(ranks[i]), home, nodes) == nearest:
-            total += weight[i]
-    wanted, total, last = _draw(np.uint64(counter)) * total, 0.0, np.int64(-1)
-    for i in range(n):
-        if not local or _away(np.int64(ranks[i]), home, nodes) == nearest:
-            total += weight[i]
-            last = np.int64(i)
-            if total > wanted:
-                return last
-    return last  # not reached
-
-
-@compiled()
-def _draw(counter: Any) -> Any:
-    """Return a number from 0 to 1 by a counter, see `policies.replicas.weighted.draws`."""
-    z = counter + _ADD
-    z = (z ^ (z >> np.uint64(30))) * _FIRST
-    z = (z ^ (z >> np.uint64(27))) * _SECOND
-    return float((z ^ (z >> np.uint64(31))) >> np.uint64(32)) / 2.0**32
-
-
-@compiled()
-def _away(rank: int, home: int, gpus_per_node: int) -> Any:
-    """Return 0 for a token's own rank, 1 for its node, 2 elsewhere."""
-    if rank == home:
-        return 0
-    return 1 if rank // gpus_per_node == home // gpus_per_node else 2

@@ -1,7 +1,8 @@
-"""Choices of instances by tokens an expert, compiled: see `replicas.base`, `replicas.metro`.
+"""Choices of instances, compiled: see `replicas.base`, `replicas.metro` and `replicas.weighted`.
 
-For each layer of a step they say which ranks compute an expert's tokens in turn. The numpy classes
-there are the reference; a test holds the two equal.
+By the tokens of an expert: for each layer of a step they say which ranks compute them in turn. By
+the token: which instance computes it. The numpy classes there are the reference; a test holds the
+two equal.
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ import numpy as np
 from eldr_sim.jit import popcount
 from eldr_sim.kernel_profiles.steps.step_cost import rank_moe_s
 from eldr_sim.policies.replicas.metro import WALK_MULTIPLIER
+from eldr_sim.policies.replicas.weighted import SPLITMIX
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.steps.group_state import EVEN, METRO, METRO_SORTED, OPTIMAL, Counting
+from eldr_sim.simulator.plane.steps.group_state import (
+    EVEN,
+    HASH,
+    LOCAL_FIRST,
+    METRO,
+    METRO_SORTED,
+    OPTIMAL,
+    WEIGHTED,
+    Counting,
+)
 
 _MIX, _HALF = np.uint64(WALK_MULTIPLIER), np.uint64(32)
 _ONE = np.uint64(1)
+_ADD, _FIRST, _SECOND = (np.uint64(constant) for constant in SPLITMIX)
 
 
 @compiled()
@@ -214,3 +226,83 @@ def _split(c: Counting, layer: int, at: int, expert: int) -> None:
         rank = work.chosen[layer, expert, j]
         work.load[rank] += (tokens - j + n_best - 1) // n_best
         work.n_active[rank] += 1
+
+
+# --- by the token ---
+
+
+@compiled()
+def choose_instance(
+    choice: int, ranks: Any, weight: Any, n: int, nodes: int, home: int, hashed: int, counter: int
+) -> Any:
+    """Return which instance of an expert computes a token; see `policies.replicas.base`.
+
+    It takes numbers and two rows: to hand `Counting` to a function takes longer than all of this.
+
+    Parameters
+    ----------
+    choice
+        HASH, SOURCE, WEIGHTED or LOCAL_FIRST.
+    ranks, weight, n
+        Of the expert's instances, and how many there are.
+    nodes, home
+        GPUs of a node, and the token's rank.
+    hashed, counter
+        vLLM's hash of the token's place, and what it draws by, see `policies.replicas.weighted`.
+    """
+    if choice == HASH:
+        return np.int64(hashed % n)
+    if choice == WEIGHTED:
+        return _drawn(ranks, weight, n, nodes, home, counter, np.int64(2), False)
+    nearest, n_nearest = np.int64(2), 0
+    for i in range(n):
+        away = _away(np.int64(ranks[i]), home, nodes)
+        if away < nearest:
+            nearest, n_nearest = away, 0
+        if away == nearest:
+            n_nearest += 1
+    if choice == LOCAL_FIRST:
+        return _drawn(ranks, weight, n, nodes, home, counter, nearest, True)
+    skip = hashed % n_nearest
+    for i in range(n):
+        if _away(np.int64(ranks[i]), home, nodes) == nearest:
+            if skip == 0:
+                return np.int64(i)
+            skip -= 1
+    return np.int64(-1)  # not reached
+
+
+@compiled()
+def _drawn(
+    ranks: Any, weight: Any, n: int, nodes: int, home: int, counter: int, nearest: int, local: bool
+) -> Any:
+    """Return the instance drawn by weight among all; ``local``: those as near as ``nearest``."""
+    total = 0.0
+    for i in range(n):
+        if not local or _away(np.int64(ranks[i]), home, nodes) == nearest:
+            total += weight[i]
+    wanted, total, last = _draw(np.uint64(counter)) * total, 0.0, np.int64(-1)
+    for i in range(n):
+        if not local or _away(np.int64(ranks[i]), home, nodes) == nearest:
+            total += weight[i]
+            last = np.int64(i)
+            if total > wanted:
+                return last
+    return last  # not reached
+
+
+@compiled()
+def _draw(counter: Any) -> Any:
+    """Return a number from 0 to 1 by a counter, see `policies.replicas.weighted.draws`."""
+    z = counter + _ADD
+    z = (z ^ (z >> np.uint64(30))) * _FIRST
+    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    return float((z ^ (z >> np.uint64(31))) >> np.uint64(32)) / 2.0**32
+
+
+@compiled()
+def _away(rank: int, home: int, gpus_per_node: int) -> Any:
+    """Return 0 for a token's own rank, 1 for its node, 2 elsewhere."""
+    if rank == home:
+        return 0
+    return 1 if rank // gpus_per_node == home // gpus_per_node else 2

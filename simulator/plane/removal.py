@@ -1,0 +1,102 @@
+"""Taking a request out of an engine between two steps: its worker died, or its client left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.engine import Engines, wake
+from eldr_sim.simulator.plane.kv_cache import blocks_of, release
+from eldr_sim.simulator.plane.queues import line_remove, queue_remove
+from eldr_sim.simulator.plane.state import COLOCATED, DECODE
+
+
+@compiled()
+def give_back(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
+    """Give a request's KV blocks back, and let the engine look who can have them."""
+    pool = engines.pool_of[w]
+    release(engines.kv, engines.tables, engines.workers, w, pool, request)
+    if engines.workers[w].next_start < np.inf:
+        wake(clock, events, engines.workers, w)
+
+
+@compiled()
+def remove(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
+    """Take a request out of an engine, between two of its steps: its queues, batch and KV blocks.
+
+    What it has generated is noted, so that another engine can go on from there.
+    """
+    worker, record = engines.workers[w], engines.requests[request]
+    role = engines.pools[engines.pool_of[w]].role
+    decodes = role in (DECODE, COLOCATED)
+    n = worker.batch + worker.prefilling
+    place: Any = np.int64(0)
+    while place < n and engines.sequences[w, place].request != request:
+        place += 1
+    if place < n:
+        if decodes:
+            record.generated = record.output_len - engines.sequences[w, place].tokens_left
+        if place < worker.batch:
+            context = record.prompt_len - 1 + record.generated
+            worker.batch -= 1
+            worker.tokens -= engines.sequences[w, place].tokens
+            worker.context -= context
+            table = engines.tables[request, engines.pool_of[w]]
+            held = blocks_of(context, engines.settings[0].block_size)
+            table.private = held + record.window_blocks - table.listed
+        else:
+            worker.prefilling -= 1
+        for i in range(place, n - 1):
+            engines.sequences[w, i] = engines.sequences[w, i + 1]
+    else:
+        _leave_queues(engines, w, request, decodes)
+    give_back(clock, events, engines, w, request)
+
+
+@compiled()
+def _leave_queues(engines: Engines, w: int, request: int, decodes: bool) -> None:
+    """Take a request out of whichever queue of an engine it stands in, or of its later stages."""
+    worker, requests = engines.workers[w], engines.requests
+    record = requests[request]
+    worker.late_head, before = _unlink(requests, worker.late_head, request)
+    queued = before > -2
+    if queued and worker.late_tail == request:
+        worker.late_tail = before
+    if not queued:
+        worker.arrived_head, before = _unlink(requests, worker.arrived_head, request)
+        queued = before > -2
+    if not queued:
+        worker.preempted_head, before = _unlink(requests, worker.preempted_head, request)
+        queued = before > -2
+    begun = record.prefill_start_s >= 0.0
+    if engines.pools[engines.pool_of[w]].role == DECODE:
+        begun = record.transfer_start_s >= 0.0
+    if not queued and not begun:
+        worker.new_head = queue_remove(requests, worker.new_head, request)
+        line_remove(requests, worker, request)
+    if queued or decodes or not begun:
+        worker.n_waiting -= 1
+        worker.waiting_tokens -= record.prompt_len + record.generated
+    else:
+        worker.leaving -= 1
+        worker.leaving_tokens -= record.prompt_len + record.generated
+
+
+@compiled()
+def _unlink(requests: Any, head: int, request: int) -> Any:
+    """Take a request out of a linked queue.
+
+    Returns the queue's head, and who came before it: -1 nobody, -2 it is not there.
+    """
+    before: Any = np.int64(-1)
+    at = head
+    while at >= 0 and at != request:
+        before, at = at, requests[at].next
+    if at < 0:
+        return head, np.int64(-2)
+    if before < 0:
+        return requests[at].next, before
+    requests[before].next = requests[at].next
+    return head, before

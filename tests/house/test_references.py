@@ -1,0 +1,100 @@
+"""Named tuples by reference: `_eldr_sim/references.py`."""
+
+import gc
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from numba import typeof
+from numba.core.registry import cpu_target
+
+from eldr_sim.jit import njit
+from eldr_sim.references import Reference
+from eldr_sim.simulator.plane.compiled import Callback, ask
+
+RECORD = np.dtype([("n", np.int64), ("x", np.float64)])
+
+
+class Inner(NamedTuple):
+    scale: float
+    flag: bool
+    rows: np.ndarray
+
+
+class Outer(NamedTuple):
+    flag: bool
+    other: bool
+    number: int
+    table: np.ndarray
+    inner: Inner
+    pair: tuple
+    last: float
+    records: np.ndarray
+
+
+@njit(_nrt=False)
+def _read(outer, i, k):
+    inner, row = outer.pair[i], outer.records[k]
+    row.n += outer.number
+    flags = 8 * outer.flag + 4 * outer.other + 2 * outer.inner.flag + inner.flag
+    return flags, outer.table[k, i] + inner.scale * inner.rows[k] + outer.last + outer.inner.scale
+
+
+@njit(_nrt=False)
+def _asks(address, one, other):
+    return ask(address, one, other)
+
+
+def an_outer(table):
+    rows = np.arange(4.0)
+    pair = Inner(0.5, False, rows), Inner(2.0, True, 10 * rows)
+    return Outer(
+        True, False, 7, table, Inner(0.25, True, rows), pair, 100.0, np.zeros(4, RECORD)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("i", [0, 1])
+@pytest.mark.parametrize("k", range(4))
+@pytest.mark.parametrize("strided", [False, True])
+def test_members_are_what_the_tuple_has(i, k, strided):
+    table = np.arange(16.0).reshape(4, 4)[:, ::2] if strided else np.arange(8.0).reshape(4, 2)
+    outer = an_outer(table)
+    flags, value = _read(Reference(outer), i, k)
+    inner = outer.pair[i]
+    assert flags == 8 + 2 + inner.flag
+    assert value == table[k, i] + inner.scale * inner.rows[k] + 100.0 + 0.25
+    assert outer.records["n"].tolist() == [7 * (place == k) for place in range(4)]
+
+
+def test_memory_is_laid_out_as_numba_has_it():
+    """The oracle is numba's own size of the tuple."""
+    outer = an_outer(np.zeros((4, 2)))
+    context = cpu_target.target_context
+    reference = Reference(outer)
+    kind = context.get_data_type(typeof(outer))
+    assert len(reference._memory) == context.get_abi_sizeof(kind)
+
+
+def test_types_follow_arrays_not_values():
+    one, other = Reference(an_outer(np.zeros((4, 2)))), Reference(an_outer(np.ones((9, 5))))
+    assert one.type is other.type
+    assert Reference(an_outer(np.zeros((4, 2), np.float32))).type != one.type
+    assert Reference(an_outer(np.zeros((4, 2), order="F"))).type != one.type
+
+
+def test_python_is_called_by_address():
+    callback = Callback(lambda one, other: 10 * one + other)
+    assert _asks(callback.address, 4, 2) == 42
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_of_cycles_is_left_as_it_was(on):
+    def fresh(x):
+        return x + 1
+
+    try:
+        (gc.enable if on else gc.disable)()
+        assert njit(_nrt=False)(fresh)(1) == 2
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()
