@@ -45,35 +45,36 @@ MORE_METRICS = {
         "gpu_hours_per_million_output_tokens",
     )
 }
-#: Headings of a plan's clusters by key, in the order of the table; prices only if one is known.
-CLUSTER_PRICES = {
+#: Headings of a plan's clusters by key, in the order of its tables.
+PLAN_COLUMNS = {
+    "policy": "policy",
+    "gpu": "GPU",
+    "name": "cluster",
+    "chunks": "tokens a step",
+    "gpus": label("gpus"),
     "price_per_hour": "$/hour",
-    "cost_per_million_output_tokens": label("cost_per_million_output_tokens"),
-}
-_EXPERTS = ("per_step", "per_token")
-CLUSTER_FIGURES = {
-    "gpus": label("gpus"),
-    **CLUSTER_PRICES,
+    "cost_per_million_output_tokens": "$ per M tokens",
+    "price_per_million_prompt_tokens": "$ per M prompt tokens",
+    "kv_blocks_per_worker": label("kv_blocks_per_worker"),
+    "figure": "",
+    "by_seed": "seed by seed",
     "slo_attainment": "SLO attainment, %",
-    "p99_ttft_ms": METRICS["p99_ttft_ms"],
-    "p99_tpot_ms": METRICS["p99_tpot_ms"],
-    "tokens_per_s_per_user": label("tokens_per_s_per_user"),
-    "tokens_per_s_per_gpu": label("tokens_per_s_per_gpu"),
-    **{f"mean_active_experts_{of}": METRICS[f"mean_active_experts_{of}"] for of in _EXPERTS},
-    "weakest_provenance": "Step times",
-    "seeds": "Seeds",
-}
-#: Of prefill workers alone.
-PROMPT_CLUSTER_FIGURES = {
-    "max_num_batched_tokens": "Tokens a step",
-    "gpus": label("gpus"),
-    "price_per_hour": CLUSTER_PRICES["price_per_hour"],
-    "slo_attainment": CLUSTER_FIGURES["slo_attainment"],
-    "p99_ttft_ms": METRICS["p99_ttft_ms"],
-    "prefill_throughput": label("prefill_throughput"),
-    "prefill_mfu": label("prefill_mfu"),
-    "weakest_provenance": "Step times",
-    "seeds": "Seeds",
+    "seeds": "seeds",
+    **{
+        tag: label(tag)
+        for tag in (
+            "p99_ttft_ms",
+            "p99_tpot_ms",
+            "tokens_per_s_per_user",
+            "tokens_per_s_per_gpu",
+            "prefill_throughput",
+            "prefill_mfu",
+            "mean_active_experts_per_step",
+            "mean_active_experts_per_token",
+        )
+    },
+    "weakest_provenance": "step times",
+    "verdict": "verdict",
 }
 _PARAMETER_UNITS = {
     "request_rate": "requests/s",

@@ -1,184 +1,244 @@
-"""Section of a plan: the cheapest cluster within an objective, or the highest rate of a cluster."""
+"""What a plan answered, in words, tables and pictures: for its page, and for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eldr_sim.reports.basis import Basis, basis
-from eldr_sim.reports.cells import (
-    Table,
-    Value,
-    difference,
-    interval,
-    measured,
-    nan,
-    number,
-    plain,
-    table,
-)
+from eldr_sim.reports.basis import basis
+from eldr_sim.reports.cells import Table, Value, interval, measured, nan, number, plain, table
 from eldr_sim.reports.folders import Folder
-from eldr_sim.reports.headings import (
-    CLUSTER_FIGURES,
-    CLUSTER_PRICES,
-    PROMPT_CLUSTER_FIGURES,
-    bounds_in_words,
-)
+from eldr_sim.reports.headings import PLAN_COLUMNS
 from eldr_sim.reports.pictures import Colours, Picture, intervals, pareto_picture
-from eldr_sim.simulator.outcome.catalogue import label
-from eldr_sim.simulator.outcome.metrics import table_warnings
 
 Record = Mapping[str, Any]
+
+#: What `figure` of a row is, and how its picture is called.
+_FIGURES = {
+    "rate": ("requests/s", "Highest rate"),
+    "split": ("requests/s", "Highest rate"),
+    "fastest": ("prompt tokens/s", "Speed of prompts at once"),
+}
+_TITLES = {
+    "cluster": "Cheapest cluster of each candidate, {by} first",
+    "rate": "Highest rate of each candidate, mean over seeds",
+    "split": "Highest rates of the splits, mean over seeds",
+    "fastest": "Fastest token budget of each strategy, {by} first",
+}
+#: Columns that say nothing of a kind: a cluster at its highest rate just attains the target.
+_WITHOUT = {
+    "rate": {"slo_attainment", "verdict"},
+    "split": {"slo_attainment", "verdict"},
+    "fastest": {"slo_attainment", "verdict", "p99_ttft_ms", "prefill_throughput"},
+}
+#: Columns for which a terminal has no room.
+_WIDE = {"mean_active_experts_per_step", "mean_active_experts_per_token", "by_seed", "verdict"}
 
 
 def plan_section(folder: Folder, colours: Colours) -> dict[str, Any]:
     """Return the content of ``plan.html``."""
     document = folder.documents["plan"]
     fields = [[name, plain(value)] for name, value in document["config"].items()]
-    objective = ""
-    if document["kind"] != "fastest":
-        bounds = ", ".join(bounds_in_words(document["slo_ms"]))
-        objective = f"{bounds} for {100 * document['attainment']:g}% of the requests"
-    section = {"rate": _rates, "fastest": _fastest}.get(document["kind"], _cluster)
-    return section(document, colours) | {
+    known = document["assumptions"]
+    tried = document["clusters"]
+    return plan_words(document) | {
         "plan": document,
-        "objective": objective,
+        "basis": basis({} if known is None else {"": known}, lambda _: document["warnings"]),
+        "pictures": _pictures(document, colours),
+        "shapes": shapes_table(document),
+        "tried": _clusters("Clusters tried", document, tried) if tried else None,
         "configuration": table("Configuration", ["field", "value"], fields),
     }
 
 
-def _basis(document: Record, notes: Sequence[str]) -> Basis:
-    known = document["assumptions"]
-    return basis({} if known is None else {"": known}, table_warnings, notes)
+def plan_words(document: Record, *, narrow: bool = False) -> dict[str, Any]:
+    """Return what ``plan.json`` says: its title, question, answer and tables.
 
-
-# The cheapest cluster -----------------------------------------------------------------------------
-
-
-def _cluster(document: Record, colours: Colours) -> dict[str, Any]:
-    answer, front = document["answer"], document["pareto_front"]
-    candidates = document["candidates"]
-    notes = [
-        f"{each['policy']} on {each['gpu']}, {note}"
-        for each in candidates
-        for note in each["notes"]
-    ]
-    found = [each["cluster"] for each in candidates if each["cluster"] is not None]
-    labels = sorted({cluster["weakest_provenance"] for cluster in found})
-    if len(labels) > 1:
-        mixed = f"The candidates' step times are {' and '.join(labels)}: differences between them "
-        notes.insert(0, mixed + "are also differences between sources.")
-    without = [
-        [each["policy"], each["gpu"], reason]
-        for each in candidates
-        if each["cluster"] is None
-        for reason in each["reasons"]
-    ]
-    why = ["policy", "GPU", "why"]
+    Parameters
+    ----------
+    document
+        The record of an answer.
+    narrow
+        Leave out the columns for which a terminal has no room.
+    """
+    answer, kind = document["answer"], document["kind"]
+    nothing = {"cluster": "No cluster meets the objective", "fastest": "No strategy has memory"}
+    title = nothing.get(kind, "No rate is within the objective")
+    if answer is not None:
+        title = f"Plan: {_name(answer)}"
+    by = "lowest price" if document["cheapest_by"] == "price_per_hour" else "fewest GPUs"
+    if kind == "fastest":
+        by = "cheapest tokens"
+    front = document["pareto_front"]
+    best = _TITLES[kind].format(by=by)
     meeting = "Pareto front of the clusters that meet the objective"
     return {
-        "title": "No cluster meets the objective" if answer is None else f"Plan: {_name(answer)}",
-        "answer": _answer(document) if answer is not None else (),
-        "basis": _basis(document, notes),
-        "losses": _losses(document) if document["margin"] is not None else None,
-        "found": _clusters("Cheapest cluster of each policy and GPU", found) if found else None,
-        "without": table("Policies and GPUs without a cluster", why, without) if without else None,
-        "savings": _savings(document["savings"]) if document["savings"] else None,
-        "pictures": [
-            *([] if _prompts_alone(document) else [_front(document, colours)]),
-            _attained(found, document, colours),
-        ],
-        "front": _clusters(meeting, front) if front else None,
-        "tried": _clusters("Clusters tried", document["clusters"]),
+        "title": title,
+        "question": _question(document),
+        "answer": _answer(document) if answer is not None else [],
+        "rows": _clusters(best, document, _rows(document), narrow),
+        "front": _clusters(meeting, document, front, narrow) if front else None,
     }
+
+
+def _rows(document: Record) -> list[dict[str, Any]]:
+    """Return the rows with the fields of their clusters."""
+    rows = []
+    for row in document["rows"]:
+        seeds = {"seeds": len(row["by_seed"])} if row["by_seed"] else {}
+        rows.append({**(row["cluster"] or {}), **row, **seeds})
+    return rows
+
+
+def _question(document: Record) -> str:
+    kind, most = document["kind"], document["max_gpus"]
+    of = "" if most is None else f", up to {most} GPUs"
+    if kind == "fastest":
+        return f"Prompts at once{of}"
+    bounds = ", ".join(f"{name.upper()} {ms:g} ms" for name, ms in document["slo_ms"].items())
+    goal = f"within {bounds} for {100 * document['attainment']:g}% of requests"
+    if kind == "cluster":
+        return f"{document['request_rate']:g} requests/s {goal}{of}"
+    return f"Highest rate {goal}{of}"
 
 
 def _answer(document: Record) -> list[tuple[str, str]]:
     """Return the lines of the answer: name and value."""
-    rows = [
-        (what, "none" if cluster is None else _name(cluster) + _price(cluster))
-        for what, cluster in (
-            ("Cluster", document["answer"]),
-            ("Runner-up", document["runner_up"]),
-        )
-    ]
-    margin = document["margin"]
+    margin, other, kind = document["margin"], document["runner_up"], document["kind"]
+    figures = [
+        f": {_interval(row['figure'])} {_FIGURES[kind][0]}"
+        for row in document["rows"]
+        if row["figure"] is not None
+    ] or ["", ""]
+    lines = [("Answer", _name(document["answer"]) + _price(document["answer"]) + figures[0])]
+    if other is not None:
+        lines.append(("Runner-up", _name(other) + _price(other) + figures[1]))
     if margin is not None:
         least = "at least " if margin["highest_rate_is_a_lower_bound"] else ""
-        rate = _interval(margin["highest_rate"])
         load = _interval(margin["percent_above_load"], signs=True)
-        rows.append(("Margin", f"carries {least}{rate} requests/s: {load}% of the load"))
-    for each in document["savings"]:
-        gpus = f"{_interval(each['gpus_saved'])} GPUs"
-        against = f"against {each['reference']} on {each['gpu']}"
-        rows.append(("Saving", f"{each['policy']} saves {gpus} {against}"))
-    return rows
+        rate = f"{_interval(margin['highest_rate'])} requests/s: {load}% of the load"
+        lines.append(("Margin", f"carries {least}{rate}"))
+        together = str(document["answer"]["topology"]).endswith("C")
+        for role in ("decode", "prefill"):
+            lost = margin[f"one_{role}_worker_lost"]
+            if role == "decode" or not together:
+                which = "" if together else f"{role} "
+                lines.append((f"One {which}worker less", _lost(lost)))
+        if "chunks" in document["answer"]:  # prefill workers alone
+            del lines[-2]
+    for each in document["gains"]:
+        against = f"{each['reference']} on {each['gpu']} ({len(each['by_seed'])} paired seeds)"
+        if kind == "cluster":
+            text = f"{each['policy']} saves {_interval(each['gain'])} GPUs against {against}"
+        else:
+            percent = _interval(each["gain"], signs=True)
+            text = f"{each['policy']} carries {percent}% against {against}"
+        lines.append(("Gain", text))
+    return lines
 
 
-def _prompts_alone(document: Record) -> bool:
-    """Whether the clusters of a plan are prefill workers alone."""
-    return str(document["config"]["topology"]).upper().endswith("P")
-
-
-def _losses(document: Record) -> Table:
-    margin = document["margin"]
-    cases = [
-        ("as planned", document["answer"]),
-        ("one decode worker lost", margin["one_decode_worker_lost"]),
-        ("one prefill worker lost", margin["one_prefill_worker_lost"]),
+def _lost(cluster: Record | None) -> str:
+    if cluster is None:
+        return "serves nothing"
+    share = f"{100 * cluster['slo_attainment']['mean']:.1f}%"
+    latencies = [
+        f", {name.upper()} p99 {number(cluster[f'p99_{name}_ms'])} ms"
+        for name in ("ttft", "tpot")
+        if cluster[f"p99_{name}_ms"] is not None
     ]
-    if _prompts_alone(document):
-        del cases[1]
-    keys = ("slo_attainment", "p99_ttft_ms", "p99_tpot_ms")
-    rows: list[list[Value]] = [
-        [what, "no worker is left", *[None] * len(keys)]
-        if cluster is None
-        else [what, cluster["topology"], *(_figure(cluster, key) for key in keys)]
-        for what, cluster in cases
+    tail = ", under one seed" if cluster["hopeless"] else ""
+    return f"{cluster['topology']} attains {share}{''.join(latencies)}{tail}"
+
+
+def _clusters(
+    title: str, document: Record, clusters: Sequence[Record], narrow: bool = False
+) -> Table:
+    """Return a table of clusters, of the columns that some of them have a value for."""
+    kind, redundant = document["kind"], [each.get("num_redundant_experts") for each in clusters]
+    left = _WITHOUT.get(kind, set()) | (_WIDE if narrow else set())
+    if len(set(redundant) - {None}) < 2:  # they are paid for in KV blocks
+        left |= {"kv_blocks_per_worker"}
+    columns = [
+        key
+        for key in PLAN_COLUMNS
+        if key not in left
+        and (any(each.get(key) not in (None, []) for each in clusters) or key == _asked(kind))
     ]
-    columns = ["case", "cluster", *(CLUSTER_FIGURES[key] for key in keys)]
-    return table("Loss of a worker", columns, rows)
+    heads = PLAN_COLUMNS | {"figure": f"{_FIGURES.get(kind, ('',))[0]} [95% interval]"}
+    if any("chunks" in each for each in clusters):
+        heads["policy"] = "strategy"
+    cells = [[_cell(each, key) for key in columns] for each in clusters]
+    return table(title, [heads[key] for key in columns], cells)
 
 
-def _clusters(title: str, clusters: Sequence[Record]) -> Table:
-    priced = any(cluster["price_per_hour"] is not None for cluster in clusters)
-    figures = CLUSTER_FIGURES
-    if clusters and "prefill_mfu" in clusters[0]:
-        figures = PROMPT_CLUSTER_FIGURES
-    shown = {k: v for k, v in figures.items() if priced or k not in CLUSTER_PRICES}
+def _asked(kind: str) -> str:
+    """Return the column that shows why a cluster has no figure."""
+    return "figure" if kind in ("rate", "split") else "name"
+
+
+def _cell(cluster: Record, key: str) -> Value:
+    value: Any = cluster.get(key)
+    if key == "name" and (value is None or cluster.get("without")):
+        without = str(cluster.get("without") or "none")
+        return without if value is None else str(value)
+    if key == "figure" and value is None and cluster.get("cluster"):
+        reason = cluster["reasons"][0]
+        return reason if cluster["without"] == "beaten" else f"none: {reason}"
+    if key == "verdict" and cluster.get("hopeless"):
+        return "hopeless under one seed"
+    if key == "by_seed":
+        return ", ".join(map(number, value))
+    if key == "slo_attainment" and value is not None:
+        mean, *ends = (100.0 * end for end in _ends(value))
+        known = " [{:.2f}, {:.2f}]".format(*ends) if ends[0] == ends[0] else ""
+        return measured(mean, f"{mean:.2f}{known}")
+    if isinstance(value, dict):
+        return measured(nan(value["mean"]), _interval(value))
+    return value if value is not None else measured(None, "")
+
+
+def shapes_table(document: Record) -> Table | None:
+    """Return what became of every shape of clusters; None where none was searched."""
     rows: list[list[Value]] = [
         [
-            cluster["policy"],
-            cluster["gpu"],
-            _workers(cluster),
-            *(_figure(cluster, key) for key in shown),
-            "hopeless under one seed" if cluster["hopeless"] else cluster["verdict"],
+            row["policy"],
+            row["gpu"],
+            each["shape"],
+            each["least_cost"],
+            each["estimated_cost"],
+            each["topology"] or "-",
+            each["reason"],
         ]
-        for cluster in clusters
+        for row in document["rows"]
+        for each in row["shapes"]
     ]
-    return table(title, ["policy", "GPU", "cluster", *shown.values(), "verdict"], rows)
+    title = "Shapes of clusters in the order of the search; each must be cheaper than those before"
+    columns = ["policy", "GPU", "shape", "at least", "estimated", "cheapest", "why none"]
+    return table(title, columns, rows) if rows else None
 
 
-def _figure(cluster: Record, key: str) -> Value:
-    value: Value = cluster[key]
-    return _interval_cell(cluster[key], 100.0) if key == "slo_attainment" else value
-
-
-def _savings(savings: Sequence[Record]) -> Table:
-    rows: list[list[Value]] = [
-        [
-            each["policy"],
-            each["reference"],
-            each["gpu"],
-            _interval_cell(each["gpus_saved"]),
-            plain(each["gpus_by_seed"]),
-            plain(each["reference_gpus_by_seed"]),
-        ]
-        for each in savings
+def _pictures(document: Record, colours: Colours) -> list[Picture]:
+    """Draw the figures of the rows, what policies gain, and the Pareto front."""
+    kind, pictures = document["kind"], []
+    key, title = "slo_attainment", "Attainment of the cheapest clusters"
+    if kind == "cluster":
+        unit = f"SLO attainment, % of the requests (asked for: {100 * document['attainment']:g}%)"
+    else:
+        (unit, title), key = _FIGURES[kind], "figure"
+    dots = [
+        _dot(row, row[key], colours, 100.0 if kind == "cluster" else 1.0)
+        for row in _rows(document)
+        if row.get(key) is not None
     ]
-    columns = ["policy", "against", "GPU", "GPUs saved [95% interval]"]
-    columns += ["GPUs, seed by seed", "GPUs of the reference"]
-    return table("GPUs that a policy saves, paired over seeds", columns, rows)
+    if document["pareto_front"]:
+        pictures.append(_front(document, colours))
+    if dots:
+        pictures.append(intervals(title, unit, dots, differences=False))
+    if gains := document["gains"]:
+        what = "GPUs saved" if kind == "cluster" else "gain in rate, %"
+        drawn = [_dot(each, each["gain"], colours) for each in gains]
+        pictures.append(intervals("Gain", f"{what}, against {gains[0]['reference']}", drawn))
+    return pictures
 
 
 def _front(document: Record, colours: Colours) -> Picture:
@@ -201,119 +261,16 @@ def _front(document: Record, colours: Colours) -> Picture:
     )
 
 
-def _attained(found: Sequence[Record], document: Record, colours: Colours) -> Picture:
-    rows = [_dot(c, c["slo_attainment"], colours, 100.0) for c in found]
-    target = f"SLO attainment, % of the requests (asked for: {100 * document['attainment']:g}%)"
-    return intervals("Attainment of the cheapest clusters", target, rows, differences=False)
-
-
 def _name(cluster: Record) -> str:
-    where = f"on {cluster['gpu']} under {cluster['policy']}"
-    return f"{_workers(cluster)} {where}, {cluster['gpus']} GPUs"
-
-
-def _workers(cluster: Record) -> str:
-    """Return xPyD or xC, and the sizes of the workers."""
-    size = cluster["tensor_parallel_size"]
-    prefill = cluster.get("prefill_tensor_parallel_size", size)  # older plans have none
-    budget, ranks = cluster.get("max_num_batched_tokens"), cluster.get("enable_expert_parallel")
-    text = str(cluster["topology"])
-    if text.endswith("C"):
-        prefill = size
-    if max(size, prefill) > 1:
-        sizes = f"{size} GPUs each" if size == prefill else f"{prefill} and {size} GPUs"
-        text += f" of {sizes}" + (", EP" if ranks else "")
-    return text + (f", {budget} tokens a step" if budget else "")
+    chunks = f", {cluster['chunks']} tokens a step" if "chunks" in cluster else ""
+    n = cluster["gpus"]
+    where = f"{cluster['name']} on {cluster['gpu']} under {cluster['policy']}"
+    return f"{where}{chunks}, {n} GPU{'s' if n > 1 else ''}"
 
 
 def _price(cluster: Record) -> str:
     price = cluster["price_per_hour"]
     return "" if price is None else f", ${number(float(price))} an hour"
-
-
-# Prompts at once ---------------------------------------------------------------------------------
-
-
-def _fastest(document: Record, colours: Colours) -> dict[str, Any]:
-    rows: list[list[Value]] = []
-    dots = []
-    for each in document["clusters"]:
-        known = each["cluster"] or {}
-        rate = each["prefill_throughput"]
-        rows.append(
-            [
-                *(each[key] for key in ("strategy", "gpu")),
-                known.get("topology", "refused"),
-                *(known.get(key) for key in ("max_num_batched_tokens", "gpus")),
-                None if rate is None else _interval_cell(rate),
-                each["prefill_mfu"],
-                each["price_per_million_tokens"],
-                each["weakest_provenance"],
-                "; ".join(each["reasons"]),
-            ]
-        )
-        if rate is not None:
-            dots.append(_dot({"policy": each["strategy"], "gpu": each["gpu"]}, rate, colours))
-    columns = ["strategy", "GPU", "cluster", "tokens a step", "GPUs"]
-    columns += [f"{label('prefill_throughput')} [95% interval]", label("prefill_mfu")]
-    columns += ["$ per million tokens", "step times", "refused"]
-    best = document["clusters"][0] if document["clusters"] else None
-    title = "No strategy has memory"
-    if best is not None and best["cluster"] is not None:
-        title = f"Prompts at once: {best['cluster']['topology']} on {best['gpu']}"
-    pictures = [intervals("Prompt tokens a second", "tokens/s", dots, differences=False)]
-    return {
-        "title": title,
-        "basis": _basis(document, ()),
-        "clusters": table("Strategies, the cheapest tokens first", columns, rows),
-        "pictures": pictures if dots else [],
-    }
-
-
-# The highest rate ---------------------------------------------------------------------------------
-
-
-def _rates(document: Record, colours: Colours) -> dict[str, Any]:
-    rates, gains = document["rates"], document["gains"]
-    topologies = ", ".join(dict.fromkeys(each["topology"] for each in rates))
-    rows: list[list[Value]] = [
-        [
-            each["policy"],
-            each["gpu"],
-            _workers(each),
-            each["gpus"],
-            None if each["highest_rate"] is None else _interval_cell(each["highest_rate"]),
-            ", ".join(number(rate) for rate in each["by_seed"]),
-            each["reason"],
-        ]
-        for each in rates
-    ]
-    columns = ["policy", "GPU", "cluster", "GPUs", "requests/s [95% interval]"]
-    columns += ["seed by seed, requests/s", "why none"]
-    drawn = [
-        _dot(each, each["highest_rate"], colours)
-        for each in rates
-        if each["highest_rate"] is not None
-    ]
-    pictures = [intervals("Highest rate", "highest rate, requests/s", drawn, differences=False)]
-    if gains:
-        dots = [_dot(gain, gain["percent"], colours) for gain in gains]
-        text = f"difference from {gains[0]['reference']}, %"
-        pictures.append(intervals("Gain", text, dots))
-    gained = [
-        [gain["policy"], gain["reference"], gain["gpu"], difference(*_ends(gain["percent"]))]
-        for gain in gains
-    ]
-    against = ["policy", "against", "GPU", "rate, % [95% interval]"]
-    title = "Gain of a policy, paired over seeds"
-    return {
-        "title": f"Highest rate of {topologies}",
-        "topologies": topologies,
-        "basis": _basis(document, ()),
-        "rates": table("Highest rate within the objective", columns, rows),
-        "gains": table(title, against, gained) if gains else None,
-        "pictures": pictures,
-    }
 
 
 def _ends(of: Record) -> tuple[float, float, float]:
@@ -332,7 +289,3 @@ def _dot(
 def _interval(figure: Record, factor: float = 1.0, signs: bool = False) -> str:
     mean, low, high = (factor * value for value in _ends(figure))
     return interval(mean, low, high, signs=signs)
-
-
-def _interval_cell(figure: Record, factor: float = 1.0) -> Value:
-    return measured(factor * nan(figure["mean"]), _interval(figure, factor))

@@ -134,9 +134,20 @@ def cost(config: RunConfig) -> float:
     return config.n_gpus if config.price_per_hour is None else config.price_per_hour
 
 
-def worker_gpus(config: RunConfig) -> int:
-    """Return the GPUs of a decode (or co-located, or only prefill) worker: all its engines'."""
-    return config.pool("prefill" if config.prefill_only else "decode").parallelism.n_gpus
+def cluster_label(config: RunConfig) -> str:
+    """Return the workers of a cluster: numbers, GPUs, and tokens a step of co-located ones.
+
+    The GPUs of prefill workers alone are in their `policy_label`.
+    """
+    pools = [config.pool(role).parallelism for role in ("prefill", "decode")]
+    sizes = list(dict.fromkeys(pool.n_gpus for pool in pools[1 if config.colocated else 0 :]))
+    text = config.topology
+    if max(sizes) > 1 and not config.prefill_only:
+        engines = f"{config.data_parallel_size} engines, " if config.data_parallel_size > 1 else ""
+        ranks = f", EP {sizes[-1]}" if config.enable_expert_parallel and sizes[-1] > 1 else ""
+        text += f" of {engines}{' + '.join(map(str, sizes))} GPUs{ranks}"
+    budget = config.max_num_batched_tokens
+    return text + (f", {budget} tokens a step" if config.colocated and budget else "")
 
 
 def shape_label(config: RunConfig) -> str:

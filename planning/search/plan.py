@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
-from eldr_sim.planning.intervals import Interval, t_interval
+from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
+from eldr_sim.planning.search.answer import (
+    Answer,
+    Gain,
+    Margin,
+    Question,
+    Row,
+    ShapeResult,
+    policy_pairs,
+    rank,
+)
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
     Candidate,
@@ -25,12 +33,9 @@ from eldr_sim.planning.search.candidates import (
 )
 from eldr_sim.planning.search.prefill import by_speed, prefill_candidates
 from eldr_sim.planning.search.rates import carried_by_seed, check_requests
-from eldr_sim.planning.search.savings import PAIRED_SEEDS, Saving, savings_of
 from eldr_sim.planning.search.search import SearchState, cheapest, fewest
-from eldr_sim.planning.search.trial import Trial, try_cluster
+from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial, attains, try_cluster
 from eldr_sim.planning.slo import Objective, Verdict
-from eldr_sim.simulator.outcome.catalogue import label
-from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.setup.config import RunConfig
 
 #: Shapes that are estimated to cost more than the best cluster costs, or was estimated to, by this
@@ -44,77 +49,20 @@ _RUNS_OF_CANDIDATE, _RUNS_OF_MARGIN = 35, 21
 _LARGER = (1.25, 1.5, 2.0)
 
 
-@dataclass(frozen=True)
-class ShapeResult:
-    """What became of a shape of a candidate's clusters.
-
-    Attributes
-    ----------
-    shape
-        Sizes of its workers, and whether prefill is apart.
-    least_cost, estimated_cost
-        By arithmetic and by the estimate: price per hour, or GPUs.
-    cost
-        Of its cheapest cluster that meets the objective and is cheaper than those of the shapes
-        before it, or None.
-    topology
-        That cluster; empty where there is none.
-    reason
-        Why there is none; where the shape was not simulated, why not.
-    is_searched
-        Whether it was simulated, or ruled out by arithmetic.
-    """
-
-    shape: str
-    least_cost: float
-    estimated_cost: float
-    cost: float | None
-    topology: str
-    reason: str
-    is_searched: bool
-
-
 @dataclass
-class CandidateResult:
-    """The cheapest cluster of one candidate, and how the search found it.
+class CandidateRow(Row):
+    """The cheapest cluster of a candidate, and how the search found it.
 
     Attributes
     ----------
-    gpu, policy
-        The candidate; of prefill workers alone, how they share the model.
-    refused
-        Whether no worker of the candidate has memory.
     template
         Size and policy of the workers; None if no cluster meets the objective.
     search
         State of the search over xPyD at its end.
-    trials
-        Every cluster tried, of all worker sizes.
-    trial
-        The cheapest cluster that meets the objective, or None.
-    reasons
-        Why no cluster, or none of some worker size, meets the objective.
-    notes
-        Verdicts that contradict monotonicity, and cheaper clusters that stayed undecided.
-    shapes
-        What became of every shape.
     """
 
-    gpu: str
-    policy: str
-    refused: bool = False
     template: ClusterTemplate | None = None
-    search: SearchState = field(default_factory=SearchState)
-    trials: list[Trial] = field(default_factory=list)
-    trial: Trial | None = None
-    reasons: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    shapes: list[ShapeResult] = field(default_factory=list)
-
-    @property
-    def cost(self) -> float:
-        """Price per hour, or GPUs; infinite if there is no cluster."""
-        return math.inf if self.trial is None else cost(self.trial.config)
+    search: SearchState = dataclasses.field(default_factory=SearchState)
 
     def beside(self, prefill: int = 0, decode: int = 0) -> Trial | None:
         """Return the trial of the cluster with this many more workers, or None if not tried."""
@@ -125,119 +73,6 @@ class CandidateResult:
         pools = [n > 0 for n in (x, y)] == [n > 0 for n in before]  # neither is lost
         wanted = self.template.at(x, y) if pools and min(x, y) >= 0 else None
         return next((trial for trial in self.trials if trial.config == wanted), None)
-
-
-@dataclass(frozen=True)
-class Margin:
-    """Extra load and lost workers that the best cluster tolerates.
-
-    Attributes
-    ----------
-    rate
-        Highest rate within the objective, requests per second, mean over seeds with its 95%
-        interval.
-    percent
-        The same rate relative to the planned load, less 1, in percent.
-    is_bounded
-        Whether a seed met the objective at the highest rate tried: the true rate is then higher.
-    lost_decode, lost_prefill
-        The cluster with one worker less; None if the pool has a single worker.
-    """
-
-    rate: Interval
-    percent: Interval
-    is_bounded: bool
-    lost_decode: Trial | None
-    lost_prefill: Trial | None
-
-
-@dataclass(frozen=True, repr=False)
-class Plan(Shown):
-    """Result of :func:`plan`.
-
-    Attributes
-    ----------
-    config, objective, rate, max_gpus
-        The question; ``rate`` in requests per second.
-    candidates
-        The cheapest cluster of every policy and GPU, cheapest first.
-    margin
-        Margin of the cheapest cluster; None if no cluster meets the objective.
-    front
-        Pareto front over tokens/s per user and tokens/s per GPU of the clusters that meet the
-        objective, fastest first.
-    savings
-        GPUs that policies save compared with the first one.
-    runs
-        All simulated runs.
-    """
-
-    config: RunConfig
-    objective: Objective
-    rate: float
-    max_gpus: int
-    candidates: list[CandidateResult]
-    margin: Margin | None
-    front: list[Trial]
-    savings: list[Saving]
-    runs: Runs
-
-    def headline(self) -> Headline:
-        """Return the cheapest cluster of each candidate."""
-        rows = []
-        last = "prefill_mfu" if self.config.prefill_only else "p99_tpot_ms"
-        tags = ("slo_attainment", "p99_ttft_ms", last)
-        for result in self.candidates:
-            trial, cells = result.trial, ["none", "", "", "", ""]
-            if trial is not None:
-                cells = [trial.config.topology, number(trial.config.n_gpus)]
-                cells += [number(trial.mean(tag)) for tag in tags]
-            rows.append((result.policy, result.gpu, *cells))
-        heads = map(label, ("gpus", *tags))
-        title = f"{self.rate:g} requests/s, up to {self.max_gpus} GPUs, cheapest first"
-        return Headline(title, ("policy", "GPU", "cluster", *heads), rows)
-
-    @property
-    def best(self) -> CandidateResult | None:
-        """The candidate with the cheapest cluster; None if no cluster meets the objective."""
-        return self.candidates[0] if self.candidates and self.candidates[0].trial else None
-
-    @property
-    def runner_up(self) -> Trial | None:
-        """The best cluster of another policy or GPU, or else the next cheapest of the same."""
-        if self.best is None:
-            return None
-        others = [result.trial for result in self.candidates[1:] if result.trial is not None]
-        if others:
-            return others[0]
-        within = [t for t in self.best.trials if t.verdict is Verdict.MEETS]
-        within = [t for t in within if t.config.n_gpus <= self.max_gpus]
-        return min((t for t in within if t is not self.best.trial), key=_rank, default=None)
-
-    @property
-    def has_prices(self) -> bool:
-        """Whether clusters are ranked by price; if not, by GPUs."""
-        trials = [trial for result in self.candidates for trial in result.trials]
-        return bool(trials) and trials[0].config.price_per_hour is not None
-
-    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write ``plan.json`` and ``points.parquet`` into a folder, whole or not at all.
-
-        Parameters
-        ----------
-        out
-            Folder to make.
-        force
-            Replace an earlier plan.
-
-        Raises
-        ------
-        InputError
-            If ``out`` exists and may not be replaced, or cannot be written.
-        """
-        from eldr_sim.planning.search.plan_files import plan_record, write_plan
-
-        write_plan(Path(out), plan_record(self), self.runs, force)
 
 
 def plan(
@@ -253,12 +88,12 @@ def plan(
     strategies: Sequence[str] = (),
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Plan:
+) -> Answer:
     """Find the cheapest xPyD or xC cluster that meets an objective, for every policy and GPU.
 
     The shapes of clusters (see `shapes`) are searched in the order of an estimate. Those whose
     arithmetic bound is above the best cluster, or whose estimate is by more than
-    ``ESTIMATE_FACTOR``, are not simulated: `CandidateResult.shapes` says which.
+    ``ESTIMATE_FACTOR``, are not simulated: `Row.shapes` says which.
 
     With prefill workers alone (a topology such as 1P), the cheapest xP for every way in which the
     GPUs of a worker may share the model, over its token budgets.
@@ -310,16 +145,17 @@ def plan(
         runs.expected = _RUNS_OF_CANDIDATE * len(candidates) + _RUNS_OF_MARGIN
         results = runs.together([_search_sizes(each, objective) for each in candidates])
         runs.expected = len(runs) + _RUNS_OF_MARGIN + (10 * len(results) if results[1:] else 0)
-        ranked = sorted(results, key=lambda result: (result.cost, _rank(result.trial)))
+        ranked = sorted(results, key=lambda result: (result.cost, rank(result.trial)))
         further: list[Search[Any]] = [
             _margin(ranked[0], objective, rate),
-            savings_of([] if config.prefill_only else results, objective),
+            _savings([] if config.prefill_only else results, objective),
             side_by_side([search for each in results for search in _larger(each, objective)]),
         ]
         margin, savings, larger = runs.together(further)
     trials = [trial for result in results for trial in result.trials] + larger
-    front = [] if config.prefill_only else _front(trials, max_gpus)
-    return Plan(asked, objective, rate, max_gpus, ranked, margin, front, savings, runs)
+    front = () if config.prefill_only else _front(trials, max_gpus)
+    question = Question("cluster", asked, objective, max_gpus, rate)
+    return Answer(question, tuple(ranked), runs, margin, savings, front)
 
 
 def _candidates(
@@ -350,18 +186,10 @@ def _check_workers(config: RunConfig) -> None:
                 raise InputError(f"{role}.{name}", problem, name)
 
 
-def _rank(trial: Trial | None) -> tuple[float, float, float]:
-    """Return a sort key: cheapest, then fewest GPUs, then highest attainment."""
-    if trial is None:
-        return (math.inf, math.inf, 0.0)
-    return cost(trial.config), trial.config.n_gpus, -trial.attainment.mean
-
-
-def _search_sizes(candidate: Candidate, objective: Objective) -> Search[CandidateResult]:
+def _search_sizes(candidate: Candidate, objective: Objective) -> Search[CandidateRow]:
     """Search the shapes, the likely cheapest first; each must beat those before it."""
-    result = CandidateResult(
-        candidate.gpu, candidate.policy, refused=not candidate.templates, reasons=[]
-    )
+    without = "none" if candidate.templates else "refused"
+    result = CandidateRow(candidate.gpu, candidate.policy, without=without)
     templates = list(candidate.templates)
     if templates and templates[0].config.prefill_only:
         templates = yield from by_speed(templates)
@@ -374,7 +202,7 @@ def _search_sizes(candidate: Candidate, objective: Objective) -> Search[Candidat
 
 
 def _search_shape(
-    result: CandidateResult, template: ClusterTemplate, objective: Objective
+    result: CandidateRow, template: ClusterTemplate, objective: Objective
 ) -> Search[None]:
     """Search one shape, unless arithmetic or its estimate says that it is not the cheapest."""
     reason, searched, found = template.bounds.impossible, True, None
@@ -391,6 +219,7 @@ def _search_shape(
         if state.best is not None:
             found = trials[state.best]
             result.template, result.search, result.trial = template, state, found
+            result.without = ""
         result.notes += _notes(template, state, trials, result.cost)
     if reason and result.trial is None:
         result.reasons.append(_of_size(template, reason))
@@ -407,14 +236,14 @@ def _search_shape(
     )
 
 
-def _near(result: CandidateResult) -> float:
+def _near(result: CandidateRow) -> float:
     """Return the cost of the best cluster so far, or its estimate where that is higher."""
     return (
         result.cost if result.template is None else max(result.cost, result.template.estimated_cost)
     )
 
 
-def _other_budgets(result: CandidateResult) -> list[ClusterTemplate]:
+def _other_budgets(result: CandidateRow) -> list[ClusterTemplate]:
     """Return the best co-located workers with other token budgets."""
     template = result.template
     if template is None or not template.config.colocated:
@@ -519,7 +348,7 @@ def _notes(
     return notes
 
 
-def _margin(result: CandidateResult, objective: Objective, rate: float) -> Search[Margin | None]:
+def _margin(result: CandidateRow, objective: Objective, rate: float) -> Search[Margin | None]:
     """Find the highest rate of a cluster under each seed, up to four times the planned rate."""
     if result.trial is None:
         return None
@@ -538,7 +367,7 @@ def _margin(result: CandidateResult, objective: Objective, rate: float) -> Searc
     )
 
 
-def _larger(result: CandidateResult, objective: Objective) -> list[Search[Trial]]:
+def _larger(result: CandidateRow, objective: Objective) -> list[Search[Trial]]:
     """Return searches that try a result with more decode workers: faster per user, but dearer."""
     if result.trial is None or result.template is None or result.trial.config.prefill_only:
         return []
@@ -552,26 +381,55 @@ def _larger(result: CandidateResult, objective: Objective) -> list[Search[Trial]
     ]
 
 
-def per_user(trial: Trial) -> float:
-    """Return the output tokens per second of the median request."""
-    tpot_ms = trial.mean("median_tpot_ms")
-    return 1e3 / tpot_ms if tpot_ms else math.nan
-
-
-def per_gpu(trial: Trial) -> float:
-    """Return the output tokens per second per GPU."""
-    return (trial.mean("output_throughput") or 0.0) / trial.config.n_gpus
-
-
-def _front(trials: Sequence[Trial], max_gpus: int) -> list[Trial]:
+def _front(trials: Sequence[Trial], max_gpus: int) -> tuple[Trial, ...]:
     good = {
         trial.config.model_dump_json(): trial
         for trial in trials
         if trial.verdict is Verdict.MEETS and trial.config.n_gpus <= max_gpus
     }
-    ordered = sorted(good.values(), key=lambda trial: (-per_user(trial), -per_gpu(trial)))
     front: list[Trial] = []
-    for trial in ordered:
-        if not front or per_gpu(trial) > per_gpu(front[-1]):
+    for trial in sorted(good.values(), key=lambda trial: (-trial.per_user, -trial.per_gpu)):
+        if not front or trial.per_gpu > front[-1].per_gpu:
             front.append(trial)
-    return front
+    return tuple(front)
+
+
+def _savings(results: Sequence[CandidateRow], objective: Objective) -> Search[tuple[Gain, ...]]:
+    """Find the GPUs of the cheapest cluster under each seed, and pair policies on the same GPU."""
+    seeds = range(min(PAIRED_SEEDS, objective.seeds))
+    pairs = list(policy_pairs(results))
+    asked = {id(result): result for pair in pairs for result in pair}
+    searches = [_fewest_gpus(each, seed, objective) for each in asked.values() for seed in seeds]
+    gpus = iter((yield from side_by_side(searches)))
+    by_seed = {key: [next(gpus) for _ in seeds] for key in asked}
+    savings = []
+    for reference, other in pairs:
+        both = zip(by_seed[id(reference)], by_seed[id(other)], strict=True)
+        kept = [(a, b) for a, b in both if a is not None and b is not None]
+        if kept:
+            theirs, ours = zip(*kept, strict=True)
+            saved = t_interval([float(a - b) for a, b in kept])
+            savings.append(Gain(other.gpu, other.policy, reference.policy, ours, theirs, saved))
+    return tuple(savings)
+
+
+def _fewest_gpus(result: CandidateRow, seed: int, objective: Objective) -> Search[int | None]:
+    """Return the GPUs of the cheapest cluster that meets the objective under one seed."""
+    template = result.template
+    assert template is not None
+
+    def judge(x: int, y: int) -> Search[Verdict]:
+        good = yield from attains(template.at(x, y), seed, objective)
+        return Verdict.MEETS if good else Verdict.MISSES
+
+    # A seed differs by a worker or two: far larger clusters need not be tried.
+    space = template.search_space(1.5 * result.cost + 2 * template.unit)
+    assert result.search.best is not None
+    x, y = result.search.best
+    if template.config.colocated:
+        state = yield from fewest(space, judge, y)
+    else:
+        state = yield from cheapest(space, judge, (x, y), around=False)
+    if state.best is None:
+        return None
+    return template.at(*state.best).n_gpus

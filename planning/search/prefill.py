@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
@@ -21,9 +18,10 @@ from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.parallel import NODE_GPUS, Backend
-from eldr_sim.planning.intervals import Interval, t_interval
+from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.points import with_seed
-from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
+from eldr_sim.planning.runs.shared_runs import Runs, Search
+from eldr_sim.planning.search.answer import Answer, Question, Row
 from eldr_sim.planning.search.bounds import Bounds, Load, bounds
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
@@ -31,7 +29,6 @@ from eldr_sim.planning.search.candidates import (
     Candidate,
     ClusterTemplate,
     clusters_to_plan,
-    cost,
     gpu_label,
 )
 from eldr_sim.planning.search.prefill_strategy import (
@@ -39,12 +36,11 @@ from eldr_sim.planning.search.prefill_strategy import (
     KINDS,
     Kind,
     PrefillStrategy,
-    chunk_label,
     prefill_label,
 )
 from eldr_sim.planning.search.shapes import BUSY
+from eldr_sim.planning.search.trial import found_by_seed
 from eldr_sim.planning.slo import Objective
-from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.config_groups import NO_PART
@@ -273,81 +269,6 @@ def _refusal(config: RunConfig, longest: int) -> str:
     return "" if longest <= room else f"{what} of {room} tokens holds no prompt of {longest}"
 
 
-@dataclass(frozen=True)
-class FastestCluster:
-    """A candidate at its fastest token budget, on as many GPUs as there may be.
-
-    Attributes
-    ----------
-    gpu, strategy
-        The candidate.
-    config
-        Its cluster; None where no budget has memory.
-    rate, mfu
-        Prompt tokens a second (cached ones counted), mean over seeds with its 95% interval, and
-        the share of the GPUs' peak.
-    summary
-        Of the first seed.
-    reasons
-        Why budgets, or all of them, are refused.
-    """
-
-    gpu: str
-    strategy: str
-    config: RunConfig | None
-    rate: Interval | None
-    mfu: float | None
-    summary: Summary | None
-    reasons: tuple[str, ...]
-
-    @property
-    def cost_of_tokens(self) -> float:
-        """Price (or GPUs) for as many tokens a second; infinite where there is no cluster."""
-        if self.config is None or self.rate is None:
-            return math.inf
-        return cost(self.config) / self.rate.mean
-
-    @property
-    def price_of_tokens(self) -> float | None:
-        """Price of a million prompt tokens; None without prices."""
-        if self.config is None or self.config.price_per_hour is None:
-            return None
-        return 1e6 * self.cost_of_tokens / 3600
-
-
-@dataclass(frozen=True, repr=False)
-class FastestPlan(Shown):
-    """How fast each strategy computes prompts that come at once; ``clusters`` cheapest first."""
-
-    config: RunConfig
-    max_gpus: int
-    clusters: list[FastestCluster]
-    runs: Runs
-
-    @property
-    def best(self) -> FastestCluster | None:
-        """The cluster whose tokens cost least; None if none has memory."""
-        return self.clusters[0] if self.clusters and self.clusters[0].config else None
-
-    def headline(self) -> Headline:
-        """Return the fastest budget of each candidate."""
-        rows = []
-        for each in self.clusters:
-            cells = [each.reasons[0] if each.reasons else "", "", "", ""]
-            if each.config is not None and each.rate is not None:
-                cells = [each.config.topology, chunk_label(each.config)]
-                cells += [number(each.rate.mean), number(each.mfu)]
-            rows.append((each.strategy, each.gpu, *cells))
-        heads = ("strategy", "GPU", "cluster", "tokens a step", "prompt tokens/s", "MFU")
-        return Headline(f"Up to {self.max_gpus} GPUs, cheapest tokens first", heads, rows)
-
-    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write ``plan.json`` and ``points.parquet``; as `Plan.write`."""
-        from eldr_sim.planning.search.plan_files import fastest_record, write_plan
-
-        write_plan(Path(out), fastest_record(self), self.runs, force)
-
-
 def plan_fastest(
     config: RunConfig,
     *,
@@ -359,7 +280,7 @@ def plan_fastest(
     seeds: int = 3,
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> FastestPlan:
+) -> Answer:
     """Find how prefill workers alone compute prompts that come at once at the least cost.
 
     Every strategy on every GPU and worker size is run with each token budget that has memory, on
@@ -396,11 +317,11 @@ def plan_fastest(
     ]
     runs = Runs(jobs, progress)
     found = runs.together([_fastest(each, seeds) for each in candidates])
-    found.sort(key=lambda each: each.cost_of_tokens)
-    return FastestPlan(asked, max_gpus, found, runs)
+    found.sort(key=lambda row: row.cost / row.figure.mean if row.figure else math.inf)
+    return Answer(Question("fastest", asked, None, max_gpus), tuple(found), runs)
 
 
-def _fastest(candidate: Candidate, seeds: int) -> Search[FastestCluster]:
+def _fastest(candidate: Candidate, seeds: int) -> Search[Row]:
     """Find the fastest budget of a candidate; of those that compute the most prompts."""
     config, made = None, []
     if candidate.templates:
@@ -416,11 +337,10 @@ def _fastest(candidate: Candidate, seeds: int) -> Search[FastestCluster]:
         made = [*(yield [with_seed(config, seed) for seed in range(seeds)])]
     known = [summary["prefill_throughput"] for summary in made if summary["completed"]]
     if not known:
-        reasons = candidate.reasons or ("no prompt can be computed",)
-        return FastestCluster(candidate.gpu, candidate.policy, None, None, None, None, reasons)
+        reasons = list(candidate.reasons) or ["no prompt can be computed"]
+        return Row(candidate.gpu, candidate.policy, without="refused", reasons=reasons)
     assert config is not None
-    mfu = sum(summary["prefill_mfu"] for summary in made) / len(made)
-    return FastestCluster(
-        candidate.gpu, prefill_label(config), config, t_interval(known), mfu, made[0],
-        candidate.reasons,
+    return Row(
+        candidate.gpu, prefill_label(config), found_by_seed(config, made), t_interval(known),
+        tuple(known), reasons=list(candidate.reasons),
     )  # fmt: skip

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
-from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
-from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary, side_by_side
+from eldr_sim.planning.intervals import paired_percent, t_interval
+from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
+from eldr_sim.planning.search.answer import Answer, Gain, Question, Row, policy_pairs
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import clusters_to_plan, gpu_label, policy_label
 from eldr_sim.planning.search.search import RateRange, highest_rate
 from eldr_sim.planning.search.shapes import capacity
-from eldr_sim.planning.search.trial import attains
+from eldr_sim.planning.search.trial import attains, found_by_seed
 from eldr_sim.planning.slo import Objective
-from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.config_groups import NO_PART
@@ -34,84 +31,6 @@ NEAR = 1.02
 FROM_ESTIMATE = 1.25
 
 
-@dataclass(frozen=True)
-class CarriedRate:
-    """The highest rate of one cluster.
-
-    Attributes
-    ----------
-    config
-        The cluster.
-    gpu
-        GPU of the cluster, or of its two pools.
-    by_seed
-        Highest rate under each seed, requests per second; None if even the lowest rate misses.
-    rate
-        Mean over the seeds with its 95% interval; None unless every seed has a rate.
-    summary
-        Summary of the first seed's run at its highest rate.
-    reason
-        Why there is no rate.
-    is_beaten
-        Whether there is none because other clusters carry more.
-    """
-
-    config: RunConfig
-    gpu: str
-    by_seed: tuple[float | None, ...]
-    rate: Interval | None
-    summary: Summary | None
-    reason: str = ""
-    is_beaten: bool = False
-
-
-@dataclass(frozen=True)
-class RateGain:
-    """Gain in a cluster's highest rate under a policy, compared with the first policy.
-
-    ``percent`` is the mean over seeds of the paired ratio less 1, with its 95% interval.
-    """
-
-    gpu: str
-    policy: str
-    reference: str
-    percent: Interval
-
-
-@dataclass(frozen=True, repr=False)
-class RatePlan(Shown):
-    """Highest rates of a cluster by GPU and policy, and the gains of the policies.
-
-    ``config`` and ``objective`` are the question.
-    """
-
-    config: RunConfig
-    objective: Objective
-    rates: list[CarriedRate]
-    gains: list[RateGain]
-    runs: Runs
-
-    def headline(self) -> Headline:
-        """Return the highest rate of each candidate."""
-        rows = [
-            (
-                policy_label(each.config),
-                each.gpu,
-                each.config.topology,
-                each.reason if each.rate is None else number(each.rate.mean),
-            )
-            for each in self.rates
-        ]
-        title = f"Highest rate, mean over seeds ({self.objective.seeds})"
-        return Headline(title, ("policy", "GPU", "cluster", "requests/s"), rows)
-
-    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write ``plan.json`` and ``points.parquet``; as `Plan.write`."""
-        from eldr_sim.planning.search.plan_files import rate_record, write_plan
-
-        write_plan(Path(out), rate_record(self), self.runs, force)
-
-
 def plan_rate(
     config: RunConfig,
     objective: Objective,
@@ -121,7 +40,7 @@ def plan_rate(
     prices: Mapping[str, float] | None = None,
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> RatePlan:
+) -> Answer:
     """Find the highest rate that a cluster carries within its objective, seed by seed.
 
     The highest rate of each seed is found by bisection to 1%, those of further seeds from that of
@@ -163,11 +82,19 @@ def plan_rate(
             for start in possible
         ]
         found = iter(runs.together(searches))
-        rates = []
+        rows = []
         for each, why in zip(configs, impossible, strict=True):
             by_seed = () if why else tuple(next(found))
-            rates.append(_carried_rate(each, by_seed, why or f"{low:.3g} req/s is too much", runs))
-    return RatePlan(asked, objective, rates, _gains(rates), runs)
+            why = why or f"{low:.3g} req/s is too much"
+            rows.append(runs.ended(carried_row(each, by_seed, why)))
+    gains = tuple(
+        Gain(
+            row.gpu, row.policy, reference.policy, row.by_seed, reference.by_seed,
+            paired_percent(row.by_seed, reference.by_seed),
+        )
+        for reference, row in policy_pairs(rows)
+    )  # fmt: skip
+    return Answer(Question("rate", asked, objective), fastest_first(rows), runs, gains=gains)
 
 
 def _likely(config: RunConfig, objective: Objective, low: float) -> float:
@@ -268,23 +195,22 @@ def carried_by_seed(
     return [None if found is None else found.good for found in [first, *others]]
 
 
-def _carried_rate(
-    config: RunConfig, by_seed: tuple[float | None, ...], reason: str, runs: Runs
-) -> CarriedRate:
+def carried_row(
+    config: RunConfig, by_seed: Sequence[float | None], reason: str, *, beaten: bool = False
+) -> Search[Row]:
+    """Return the highest rate of a cluster; where a seed has none, or others carry more, why."""
     known = [rate for rate in by_seed if rate is not None]
-    if not known or len(known) < len(by_seed):
-        return CarriedRate(config, gpu_label(config), by_seed, None, None, reason)
-    (summary,) = runs.summaries([_at(config, known[0])])
-    return CarriedRate(config, gpu_label(config), by_seed, t_interval(known), summary)
+    if beaten or not known or len(known) < len(by_seed):
+        without = "beaten" if beaten else "none"
+        return Row(
+            gpu_label(config), policy_label(config), None, None, tuple(by_seed), without, [reason],
+            config,
+        )  # fmt: skip
+    best = _at(config, known[0])
+    trial = found_by_seed(best, (yield [best]))
+    return Row(gpu_label(config), policy_label(config), trial, t_interval(known), tuple(by_seed))
 
 
-def _gains(rates: Sequence[CarriedRate]) -> list[RateGain]:
-    references: dict[str, CarriedRate] = {}
-    gains = []
-    for each in rates:
-        reference = references.setdefault(each.gpu, each)
-        if reference is each or reference.rate is None or each.rate is None:
-            continue
-        percent = paired_percent(each.by_seed, reference.by_seed)
-        gains.append(RateGain(each.gpu, each.config.policy, reference.config.policy, percent))
-    return gains
+def fastest_first(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Return rows, the highest rate or speed first."""
+    return tuple(sorted(rows, key=lambda row: -(row.figure.mean if row.figure else 0.0)))

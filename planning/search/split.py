@@ -9,28 +9,26 @@ from itertools import count
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import within
-from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Runs, Search, side_by_side
+from eldr_sim.planning.search.answer import Answer, Question, Row
 from eldr_sim.planning.search.candidates import (
     MOST_GPUS,
     Candidate,
     ClusterTemplate,
     clusters_to_plan,
-    gpu_label,
     make_candidate,
 )
 from eldr_sim.planning.search.rates import (
     FROM_ESTIMATE,
     NEAR,
     TOLERANCE,
-    CarriedRate,
-    RatePlan,
     carried,
+    carried_row,
+    fastest_first,
     lowest_rate,
 )
-from eldr_sim.planning.search.savings import PAIRED_SEEDS
 from eldr_sim.planning.search.search import highest_rate
-from eldr_sim.planning.search.trial import attains
+from eldr_sim.planning.search.trial import PAIRED_SEEDS, attains
 from eldr_sim.planning.slo import Objective
 from eldr_sim.simulator.setup.config import RunConfig
 
@@ -50,7 +48,7 @@ def plan_split(
     tensor_parallel_sizes: Sequence[int] = (),
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> RatePlan:
+) -> Answer:
     """Find the clusters of up to so many GPUs that carry the highest rates within an objective.
 
     The estimate of `shapes.capacity` ranks every split of every shape. The first eight of each
@@ -67,11 +65,6 @@ def plan_split(
         Most GPUs of the cluster.
     policies, gpus, prices, tensor_parallel_sizes, jobs, progress
         As `plan`.
-
-    Returns
-    -------
-    RatePlan
-        The best clusters of each candidate, highest rate first.
 
     Raises
     ------
@@ -94,9 +87,8 @@ def plan_split(
             raise InputError("gpus", f"{n_gpus}: {candidates[0].reasons[-1]}", "more GPUs")
         runs.expected = len(candidates) * _RUNS_OF_RATE * (_TRIED + 2 + _COMPARED * PAIRED_SEEDS)
         found = runs.together([_best(each, objective, n_gpus, low) for each in candidates])
-    rates = [rate for each in found for rate in each]
-    rates.sort(key=lambda each: -(each.rate.mean if each.rate else 0.0))
-    return RatePlan(asked, objective, rates, [], runs)
+    rows = fastest_first([row for each in found for row in each])
+    return Answer(Question("split", asked, objective, n_gpus), rows, runs)
 
 
 @dataclass
@@ -131,9 +123,7 @@ class _Split:
         return config.model_copy(update={"request_rate": rate})
 
 
-def _best(
-    candidate: Candidate, objective: Objective, n_gpus: int, low: float
-) -> Search[list[CarriedRate]]:
+def _best(candidate: Candidate, objective: Objective, n_gpus: int, low: float) -> Search[list[Row]]:
     """Find the best splits of a candidate."""
     splits = [
         _split(template, x, y)
@@ -168,7 +158,7 @@ def _best(
         if split in _compared(tried):
             found = (next(others) for _ in seeds)
             by_seed += [None if each is None else each.good for each in found]
-        result.append((yield from _carried_rate(split, by_seed, low)))
+        result.append((yield from _row(split, by_seed, low)))
     return result
 
 
@@ -206,21 +196,13 @@ def _race(
     split.bad = low if found is None else found.bad
 
 
-def _carried_rate(
-    split: _Split, by_seed: Sequence[float | None], low: float
-) -> Search[CarriedRate]:
+def _row(split: _Split, by_seed: Sequence[float | None], low: float) -> Search[Row]:
     """Return what is known of a split."""
     config = split.template.at(split.x, split.y)
-    values = [value for value in by_seed if value is not None]
     if split.bad > max(low, split.good * (1.0 + TOLERANCE)) and split.bad < math.inf:
         reason = f"{split.good:.3g} to {split.bad:.3g}, less than the best"
-        return CarriedRate(config, gpu_label(config), (), None, None, reason, is_beaten=True)
-    if len(values) < len(by_seed):
-        reason = f"{low:.3g} req/s is too much"
-        return CarriedRate(config, gpu_label(config), tuple(by_seed), None, None, reason)
-    summary = (yield [split.at(values[0])])[0]
-    interval = t_interval(values)
-    return CarriedRate(config, gpu_label(config), tuple(by_seed), interval, summary)
+        return (yield from carried_row(config, (), reason, beaten=True))
+    return (yield from carried_row(config, by_seed, f"{low:.3g} req/s is too much"))
 
 
 def _full_splits(template: ClusterTemplate, n_gpus: int) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eldr_sim.planning.intervals import Interval, mean_known
@@ -10,6 +11,9 @@ from eldr_sim.planning.runs.points import with_seed
 from eldr_sim.planning.runs.shared_runs import Search, Summary
 from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.setup.config import RunConfig
+
+#: Seeds of what is searched seed by seed: margins, savings, the best splits.
+PAIRED_SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Trial:
     verdict
         Whether it meets the objective.
     attainment
-        Share of good requests with its interval at the last look.
+        Share of good requests with its interval at the last look; NaN where no bound was given.
     summaries
         Summary of each seed's run; of the first alone if that was hopeless.
     hopeless
@@ -34,7 +38,7 @@ class Trial:
     verdict: Verdict
     attainment: Interval
     summaries: tuple[Summary, ...]
-    hopeless: bool
+    hopeless: bool = False
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a metric over the seeds, see `mean_known`."""
@@ -44,6 +48,24 @@ class Trial:
         """Return the mean attainment of one bound alone."""
         shares = [summary["slo_attainment_by_metric"][metric] for summary in self.summaries]
         return math.fsum(shares) / len(shares)
+
+    @property
+    def per_user(self) -> float:
+        """Output tokens per second of the median request."""
+        tpot_ms = self.mean("median_tpot_ms")
+        return 1e3 / tpot_ms if tpot_ms else math.nan
+
+    @property
+    def per_gpu(self) -> float:
+        """Output tokens per second per GPU."""
+        return (self.mean("output_throughput") or 0.0) / self.config.n_gpus
+
+
+def found_by_seed(config: RunConfig, summaries: Sequence[Summary]) -> Trial:
+    """Return a cluster whose runs are good by the question, seed by seed, as a trial."""
+    share = mean_known([summary["slo_attainment"] for summary in summaries])
+    alone = Interval(math.nan if share is None else share, math.nan, math.nan)
+    return Trial(config, Verdict.MEETS, alone, tuple(summaries))
 
 
 def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
@@ -74,7 +96,7 @@ def try_cluster(config: RunConfig, objective: Objective) -> Search[Trial]:
         verdict = objective.verdict(attainment)
         if verdict is not Verdict.UNDECIDED or objective.is_out_of_reach(shares):
             break
-    return Trial(config, verdict, attainment, tuple(summaries), hopeless=False)
+    return Trial(config, verdict, attainment, tuple(summaries))
 
 
 def attains(config: RunConfig, seed: int, objective: Objective) -> Search[bool]:

@@ -65,6 +65,7 @@ class Analytic:
             "p99_tpot_ms": 12.0 * (1 + busy),
             "output_throughput": tokens,
             "mean_decode_batch": 8.0,
+            "kv_blocks_per_worker": 1000.0,
             "mean_active_experts_per_step": 80.0,
             "mean_active_experts_per_token": 80.0,
             "cost_per_million_output_tokens": price and price / 3600 / tokens * 1e6,

@@ -65,9 +65,7 @@ def test_plans():
     options = {"policies": ["jsq"], "jobs": 1}
     planned = plan(load, objective, max_gpus=3, tensor_parallel_sizes=[1], **options)
     check(planned, "10 requests/s", "jsq", "H100", "1C", "SLO attainment")
-    none = dataclasses.replace(
-        planned, candidates=[dataclasses.replace(planned.candidates[0], trial=None)]
-    )
+    none = dataclasses.replace(planned, rows=(dataclasses.replace(planned.rows[0], trial=None),))
     check(none, "none")
     carried = plan_rate(SHORT.replace(request_rate=None, duration=5), objective, **options)
     check(carried, "requests/s", "jsq", "1P2D")

@@ -13,14 +13,12 @@ from scipy.optimize import brentq
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.intervals import Interval
-from eldr_sim.planning.search import plan_files
 from eldr_sim.planning.search.bounds import bounds
 from eldr_sim.planning.search.candidates import ClusterTemplate
-from eldr_sim.planning.search.plan import CandidateResult, per_gpu, per_user, plan
+from eldr_sim.planning.search.plan import CandidateRow, plan
 from eldr_sim.planning.search.rates import plan_rate
-from eldr_sim.planning.search.savings import PAIRED_SEEDS
 from eldr_sim.planning.search.split import plan_split
-from eldr_sim.planning.search.trial import Trial
+from eldr_sim.planning.search.trial import PAIRED_SEEDS, Trial
 from eldr_sim.planning.slo import Objective, Verdict, parse_slo
 from eldr_sim.simulator.run import simulate_summary
 from eldr_sim.simulator.setup.config import make_config
@@ -53,14 +51,14 @@ def brute_force(gpu, policy, cost, target=0.9, sizes=(1, 1), max_gpus=32):
 
 def test_the_cheapest_cluster_is_that_of_the_whole_grid():
     found = ask()
-    assert {(a.gpu, a.policy) for a in found.candidates} == {
+    assert {(a.gpu, a.policy) for a in found.rows} == {
         (gpu, policy) for gpu in SPEED for policy in LOCALITY
     }
-    for answer in found.candidates:
+    for answer in found.rows:
         least = brute_force(answer.gpu, answer.policy, lambda x, y: x + y)
         assert answer.trial.config.n_gpus == answer.cost == least
         assert not answer.notes
-    assert [a.cost for a in found.candidates] == sorted(a.cost for a in found.candidates)
+    assert [a.cost for a in found.rows] == sorted(a.cost for a in found.rows)
     assert (found.best.gpu, found.best.policy) == ("MI300X", "eldr")
     assert found.runner_up.config.gpu == "MI300X" or found.runner_up.config.policy == "eldr"
 
@@ -70,7 +68,7 @@ def test_prices_decide_where_there_are_some():
     found = ask(prices={"h100": 1.0, "MI300X": 2.0})
     assert found.has_prices
     assert found.best.gpu == "H100"
-    for answer in found.candidates:
+    for answer in found.rows:
         price = {"H100": 1.0, "MI300X": 2.0}[answer.gpu]
         least = brute_force(answer.gpu, answer.policy, lambda x, y, p=price: p * (x + y))
         assert answer.cost == pytest.approx(least)
@@ -80,12 +78,12 @@ def test_a_pool_may_keep_its_gpu_and_its_price():
     evaluate = Analytic()
     prices = {"h100": 1.0, "mi300x": 2.0, "a100": 0.5}
     found = ask(evaluate, prices=prices, config={"prefill": {"gpu": "a100"}})
-    assert [answer.gpu for answer in found.candidates[:2]] == ["A100 + H100", "A100 + H100"]
+    assert [answer.gpu for answer in found.rows[:2]] == ["A100 + H100", "A100 + H100"]
     config = found.best.trial.config
     assert config.price_per_hour == config.n_prefill * 0.5 + config.n_decode * 1.0
     # Both pools fixed: what --gpu lists makes no difference, and one candidate a policy is left.
     found = ask(config={"prefill": {"gpu": "h100"}, "decode": {"gpu": "h100"}})
-    assert len(found.candidates) == 2
+    assert len(found.rows) == 2
 
 
 def test_the_sizes_of_both_pools_are_searched():
@@ -125,7 +123,7 @@ class Together(Analytic):
 
 def test_colocated_workers_and_their_token_budget_are_searched():
     found = ask(Together(), gpus=["h100"], config={"request_rate": 19}, policies=["jsq", "eldr"])
-    by_policy = {each.policy: each for each in found.candidates}
+    by_policy = {each.policy: each for each in found.rows}
     best = by_policy["jsq"].trial.config  # eldr needs prefill workers, which make signatures
     assert (best.topology, best.max_num_batched_tokens) == ("3C", 2048)
     assert by_policy["jsq"].beside(decode=-1).config.topology == "2C"
@@ -167,12 +165,12 @@ def test_margin_is_the_rate_at_which_the_target_is_just_attained():
 
 def test_savings_are_paired_over_seeds():
     found = ask(Analytic(0.04), gpus=["h100"], looks=(3, 5))
-    (saving,) = found.savings
+    (saving,) = found.gains
     assert (saving.policy, saving.reference) == ("eldr", "jsq")
     assert len(saving.by_seed) == PAIRED_SEEDS
     differences = np.subtract(saving.reference_by_seed, saving.by_seed)
-    assert saving.gpus.mean == pytest.approx(differences.mean())
-    assert saving.gpus.low <= saving.gpus.mean <= saving.gpus.high
+    assert saving.gain.mean == pytest.approx(differences.mean())
+    assert saving.gain.low <= saving.gain.mean <= saving.gain.high
     for seed, gpus in enumerate(saving.by_seed):
         luck = 0.04 * np.random.default_rng([seed, 5]).normal()
         least = min(
@@ -194,16 +192,16 @@ def test_savings_are_paired_over_seeds():
 def test_the_front_holds_what_no_other_cluster_beats():
     found = ask()
     good = [
-        t for a in found.candidates for t in a.trials
+        t for a in found.rows for t in a.trials
         if t.verdict is Verdict.MEETS and t.config.n_gpus <= 32
     ]  # fmt: skip
     assert found.front
     for trial in good:
         assert any(
-            per_user(f) >= per_user(trial) - 1e-9 and per_gpu(f) >= per_gpu(trial) - 1e-9
+            f.per_user >= trial.per_user - 1e-9 and f.per_gpu >= trial.per_gpu - 1e-9
             for f in found.front
         )
-    speeds = [(per_user(f), per_gpu(f)) for f in found.front]
+    speeds = [(f.per_user, f.per_gpu) for f in found.front]
     assert speeds == sorted(speeds, key=lambda s: (-s[0], s[1]))
     assert found.best.trial.config.n_gpus == min(f.config.n_gpus for f in found.front)
 
@@ -213,12 +211,12 @@ def test_no_cluster_is_large_enough():
     assert found.best is None
     assert found.margin is None
     assert found.runner_up is None
-    for answer in found.candidates:
+    for answer in found.rows:
         assert any(
             "needs 5 prefill and" in reason or "even 7P7D attains" in reason
             for reason in answer.reasons
         )
-    json.dumps(plan_files.plan_record(found), allow_nan=False)
+    json.dumps(found.record(), allow_nan=False)
 
 
 def test_arithmetic_alone_rules_out_what_it_can():
@@ -229,16 +227,16 @@ def test_arithmetic_alone_rules_out_what_it_can():
             tensor_parallel_sizes=[1], jobs=1,
         )  # fmt: skip
     assert found.best is None
-    assert "more than the TPOT bound of 2 ms" in found.candidates[0].reasons[0]
+    assert "more than the TPOT bound of 2 ms" in found.rows[0].reasons[0]
     with simulated_by(evaluate):
         found = plan(
             make_config(BASE), Objective(parse_slo(["ttft:1"]), 0.9), gpus=["h100"], jobs=1
         )
-    assert "takes longer than the TTFT bound of 1 ms" in found.candidates[0].reasons[0]
+    assert "takes longer than the TTFT bound of 1 ms" in found.rows[0].reasons[0]
     found = ask(evaluate, config={"request_rate": 2_000}, max_gpus=4)
-    assert "at full speed, more than 4 GPUs" in found.candidates[0].reasons[0]
+    assert "at full speed, more than 4 GPUs" in found.rows[0].reasons[0]
     found = ask(evaluate, config={"model": "Qwen3-235B-A22B"}, tensor_parallel_sizes=[1, 2])
-    reasons = [reason.split(":")[0] for reason in found.candidates[0].reasons]
+    reasons = [reason.split(":")[0] for reason in found.rows[0].reasons]
     assert {"xPyD TP1", "xPyD TP2", "xC TP1", "xC TP2"} <= set(reasons)
     assert evaluate.configs == []
 
@@ -246,7 +244,7 @@ def test_arithmetic_alone_rules_out_what_it_can():
 def test_a_model_takes_the_workers_that_hold_it():
     """Qwen3-235B-A22B in bfloat16 does not fit on four H100, see docs/parallelism.md."""
     found = ask(config={"model": "Qwen3-235B-A22B"}, tensor_parallel_sizes=[], gpus=["H100"])
-    assert {t.config.tensor_parallel_size for a in found.candidates for t in a.trials} == {8}
+    assert {t.config.tensor_parallel_size for a in found.rows for t in a.trials} == {8}
 
 
 def test_bounds_hold_in_simulations():
@@ -278,8 +276,8 @@ def test_the_highest_rate_of_a_cluster():
         found = plan_rate(
             config, objective, policies=["jsq", "eldr"], gpus=["h100", "mi300x"], jobs=1
         )
-    assert len(found.rates) == 4
-    for each in found.rates:
+    assert len(found.rows) == 4
+    for each in found.rows:
         for seed, rate in enumerate(each.by_seed):
             luck = 0.03 * np.random.default_rng([seed, 5]).normal()
 
@@ -288,7 +286,7 @@ def test_the_highest_rate_of_a_cluster():
                 return math.prod(attained(at, luck)) - 0.9
 
             assert rate == pytest.approx(brentq(above, 1.7, 200.0), rel=0.011)
-        assert each.rate.low < each.rate.mean < each.rate.high
+        assert each.figure.low < each.figure.mean < each.figure.high
     assert [(g.gpu, g.policy, g.reference) for g in found.gains] == [
         ("H100", "eldr", "jsq"),
         ("MI300X", "eldr", "jsq"),
@@ -296,19 +294,19 @@ def test_the_highest_rate_of_a_cluster():
     ours, theirs = (
         np.array(r.by_seed)
         for policy in ("eldr", "jsq")
-        for r in found.rates
-        if (r.gpu, r.config.policy) == ("H100", policy)
+        for r in found.rows
+        if (r.gpu, r.policy) == ("H100", policy)
     )
-    assert found.gains[0].percent.mean == pytest.approx(100 * np.mean(ours / theirs - 1))
+    assert found.gains[0].gain.mean == pytest.approx(100 * np.mean(ours / theirs - 1))
 
 
 def test_a_cluster_that_carries_nothing():
     objective = Objective(parse_slo(["tpot:2"]), 0.9)
     with simulated_by(Analytic()):
         found = plan_rate(make_config(BASE | {"topology": "1P1D"}), objective, jobs=1)
-    assert found.rates[0].rate is None
-    assert "more than the TPOT bound" in found.rates[0].reason
-    json.dumps(plan_files.rate_record(found), allow_nan=False)
+    assert found.best is None
+    assert "more than the TPOT bound" in found.rows[0].reasons[0]
+    json.dumps(found.record(), allow_nan=False)
 
 
 def test_the_best_split_is_that_of_all_splits():
@@ -327,10 +325,10 @@ def test_the_best_split_is_that_of_all_splits():
         return brentq(above, 1e-6, 200.0)
 
     best = max(range(1, 12), key=highest)
-    assert found.rates[0].config.topology == f"{best}P{12 - best}D"
-    assert found.rates[0].rate.mean == pytest.approx(highest(best), rel=0.011)
-    assert len(found.rates[0].by_seed) == 3
-    assert all(each.config.n_gpus <= 12 for each in found.rates)
+    assert found.best.config.topology == f"{best}P{12 - best}D"
+    assert found.best.figure.mean == pytest.approx(highest(best), rel=0.011)
+    assert len(found.best.by_seed) == 3
+    assert all(each.config.n_gpus <= 12 for each in found.rows)
     with pytest.raises(InputError, match="gpus: 1: xPyD TP1: 2 GPUs are more than 1"):
         plan_split(make_config(BASE | {"policy": "eldr"}), objective, 1, tensor_parallel_sizes=[1])
 
@@ -404,7 +402,7 @@ def test_a_plan_chooses_redundant_experts():
         make_config(GROUPS), objective, max_gpus=8, redundant_experts=(0, 32), jobs=1,
         tensor_parallel_sizes=(1,),
     )  # fmt: skip
-    trials = {each.policy: each.trial for each in found.candidates}
+    trials = {each.policy: each.trial for each in found.rows}
     assert set(trials) == {"jsq", "jsq, 32 redundant experts"}
     assert len({(trial.config.topology, trial.config.n_gpus) for trial in trials.values()}) == 1
     blocks = [t.summaries[0]["kv_blocks_per_worker"] for t in trials.values()]
@@ -433,8 +431,8 @@ def test_redundant_experts_need_engines_that_share_experts():
 def test_a_pool_s_last_worker_cannot_be_lost(topology):
     config = make_config({"topology": topology, "request_rate": 1, "goodput": {"tpot": 50}})
     template = ClusterTemplate(config, bounds(config, Objective(LEVEL)), 8)
-    trial = Trial(config, Verdict.MEETS, Interval(1.0, 1.0, 1.0), (), hopeless=False)
-    found = CandidateResult("H100", "jsq", template=template, trial=trial, trials=[trial])
+    trial = Trial(config, Verdict.MEETS, Interval(1.0, 1.0, 1.0), ())
+    found = CandidateRow("H100", "jsq", template=template, trial=trial, trials=[trial])
     assert found.beside() is trial
     for less in ({"prefill": -1}, {"decode": -1}):
         assert found.beside(**less) is None

@@ -66,7 +66,7 @@ def test_no_cluster_is_exit_code_1_and_still_written(analytic_cli, tmp_path):
     assert "No cluster meets the objective." in out
     record = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert record["answer"] is None
-    assert record["candidates"][0]["reasons"]
+    assert record["rows"][0]["reasons"]
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,11 @@ def evaluate(config):
         "median_ttft_ms": 100.0, "median_tpot_ms": None, "p99_tpot_ms": None,
         "output_throughput": 0.0, "mean_decode_batch": None, "mean_active_experts_per_step": None,
         "mean_active_experts_per_token": None,
-        "cost_per_million_output_tokens": None, "weakest_provenance": "measured",
+        "cost_per_million_output_tokens": None, "kv_blocks_per_worker": 9,
+        "weakest_provenance": "measured",
         "provenance": {}, "lookups_outside_tables": {}, "decode_steps": 0, "latency_warnings": [],
         "latency_notes": [],
-        "kv_transfer": "none", "trace": {},
+        "failed_reasons": {}, "kv_transfer": "none", "trace": {},
     }  # fmt: skip
 
 
@@ -92,15 +93,13 @@ def test_the_cheapest_cluster_is_that_of_the_whole_grid(tmp_path):
     for kind, _, config in every_cluster(8, (1, 4), BUDGETS):
         if attained(config) >= 0.9:
             least[kind] = min(config.n_gpus, least.get(kind, math.inf))
-    mine = {
-        strategy_of(each.trial.config).kind: each.cost for each in found.candidates if each.trial
-    }
+    mine = {strategy_of(each.trial.config).kind: each.cost for each in found.rows if each.trial}
     assert mine == least
     assert found.best.cost == min(least.values())
-    assert found.candidates == sorted(found.candidates, key=lambda each: each.cost)
+    assert list(found.rows) == sorted(found.rows, key=lambda each: each.cost)
     assert found.margin.lost_prefill is None or found.margin.lost_prefill.attainment.mean < 0.9
     assert found.margin.rate.mean >= 40 * 0.99
-    assert (found.front, found.savings) == ([], [])
+    assert (found.front, found.gains) == ((), ())
     with analytic():
         priced = plan(
             make_config(BASE), Objective(LEVEL, 0.9, (3,)), max_gpus=8, jobs=1,
@@ -121,11 +120,11 @@ def test_the_fastest_is_that_of_the_whole_grid():
     for kind, size, each in every_cluster(4, (2, 4), BUDGETS):
         if each.n_gpus == 4:
             best[kind, size] = max(best.get((kind, size), 0.0), 101 * speed(each) * each.n_prefill)
-    assert [each.rate.mean for each in found.clusters] == pytest.approx(
+    assert [each.figure.mean for each in found.rows] == pytest.approx(
         sorted(best.values(), reverse=True)
     )
     assert found.best.config.max_num_batched_tokens == 32_768
-    assert found.best.strategy == "AsyncEP on 2 GPUs"
+    assert found.best.policy == "AsyncEP on 2 GPUs"
 
 
 def test_what_has_no_memory_is_refused_and_other_ways_are_found():
@@ -209,10 +208,10 @@ def test_the_command(run_cli, tmp_path):
     code, out, _ = run_cli(*asked, *slo, "--request-rate", "20", "--num-requests", "120",
                            "--out", tmp_path / "slo")  # fmt: skip
     assert code == 0
-    assert "1P on H100 under one GPU, 8192 tokens a step: 1 GPUs" in out
+    assert "1P on H100 under one GPU, 8192 tokens a step, 1 GPU" in out
     code, out, _ = run_cli(*asked, "--num-requests", "100", "--out", tmp_path / "fast")
     assert code == 0
-    assert "1P on H100, one GPU, 8192 tokens a step: 1 GPUs" in out
+    assert "1P on H100 under one GPU, 8192 tokens a step, 1 GPU" in out
     code, _, err = run_cli(*asked, "--num-requests", "100", "--model", "Qwen3-235B-A22B")
     assert (code, err) == (1, "")
     code, _, err = run_cli("plan", "--request-rate", "9")
@@ -231,9 +230,9 @@ def test_the_highest_rate_of_prefill_workers(topology):
     config = make_config(BASE | {"topology": topology, "max_num_batched_tokens": 8192})
     config = config.model_copy(update={"goodput": LEVEL})
     with analytic():
-        (found,) = plan_rate(config, Objective(LEVEL, 0.9, (2,)), jobs=1).rates
+        (found,) = plan_rate(config, Objective(LEVEL, 0.9, (2,)), jobs=1).rows
     at, above = (
-        attained(config.model_copy(update={"request_rate": share * found.rate.mean}))
+        attained(config.model_copy(update={"request_rate": share * found.figure.mean}))
         for share in (1.0, 1.011)
     )
     assert at >= 0.9 > above

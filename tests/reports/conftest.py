@@ -87,6 +87,7 @@ def _write_plans(folder, result):
     def cluster(policy, decode, tpot_ms, verdict="meets"):
         share = {"mean": 0.995, "low": 0.99, "high": 1.0}
         return {
+            "name": f"2P{decode}D",
             "policy": policy,
             "gpu": "H100",
             "topology": f"2P{decode}D",
@@ -124,13 +125,17 @@ def _write_plans(folder, result):
         "looks": [3, 5],
         "config": result.config["config"],
         "assumptions": {key: summary[key] for key in keys},
+        "warnings": ["the candidates' step times are derived and published"],
         "simulated_runs": 42,
         "versions": {"eldr-sim": "0.1.0"},
     }
     eldr, larger, jsq = cluster("eldr", 3, 10.0), cluster("eldr", 5, 8.0), cluster("jsq", 4, 11.0)
     lost = cluster("eldr", 2, 14.0, "misses")
     span = {"mean": 1.25, "low": 0.5, "high": 2.0}
-    candidate = {"gpu": "H100", "notes": []}
+    row = {"gpu": "H100", "figure": None, "by_seed": [], "without": "", "reasons": []}
+    row |= {"notes": [], "shapes": []}
+    gain = {"gpu": "H100", "policy": "eldr", "reference": "jsq", "by_seed": [5, 5]}
+    gain |= {"reference_by_seed": [6, 7], "gain": span}
     plan = common | {
         "kind": "cluster",
         "request_rate": 20.0,
@@ -145,35 +150,30 @@ def _write_plans(folder, result):
             "one_decode_worker_lost": lost,
             "one_prefill_worker_lost": None,
         },
-        "candidates": [
-            {"policy": "eldr", "cluster": eldr, "reasons": [], "notes": ["not monotone"]},
-            {"policy": "jsq", "cluster": jsq, "reasons": [], "notes": []},
-            {"policy": "random", "cluster": None, "reasons": ["too <slow>"], "notes": []},
+        "rows": [
+            row | {"policy": "eldr", "cluster": eldr, "notes": ["not monotone"]},
+            row | {"policy": "jsq", "cluster": jsq},
+            row | {"policy": "random", "cluster": None, "without": "none"},
         ],
-        "savings": [
-            {
-                "gpu": "H100",
-                "policy": "eldr",
-                "reference": "jsq",
-                "gpus_saved": span,
-                "gpus_by_seed": [5, 5],
-                "reference_gpus_by_seed": [6, 7],
-            }
-        ],
+        "gains": [gain],
         "pareto_front": [larger, eldr],
         "clusters": [eldr, larger, lost, jsq],
+        "notes": ["eldr on H100: not monotone", "random on H100: too <slow>"],
     }
-    plan["candidates"] = [candidate | each for each in plan["candidates"]]
-    named = ("policy", "gpu", "topology", "tensor_parallel_size", "gpus")
-    rates = common | {
+    rates = plan | {
         "kind": "rate",
-        "rates": [
-            {k: eldr[k] for k in named}
-            | {"highest_rate": span, "by_seed": [1.0, 1.5], "reason": ""},
-            {k: jsq[k] for k in named}
-            | {"highest_rate": None, "by_seed": [None, 1.0], "reason": "seed 0 carries none"},
+        "max_gpus": None,
+        "margin": None,
+        "rows": [
+            row | {"policy": "eldr", "cluster": eldr, "figure": span, "by_seed": [1.0, 1.5]},
+            row
+            | {"policy": "jsq", "cluster": jsq, "by_seed": [None, 1.0], "without": "none"}
+            | {"reasons": ["seed 0 carries none"]},
         ],
-        "gains": [{"gpu": "H100", "policy": "eldr", "reference": "jsq", "percent": span}],
+        "runner_up": None,
+        "pareto_front": [],
+        "clusters": [],
+        "notes": [],
     }
     for name, document in (("plan", plan), ("rates", rates)):
         (folder / name).mkdir()

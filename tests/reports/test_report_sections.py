@@ -147,16 +147,22 @@ def test_every_number_of_a_plan_is_the_sources(pages, report_folders):
         "2P3D on H100 under eldr, 5 GPUs, $12.50 an hour",
         "2P4D on H100 under jsq, 6 GPUs, $15.00 an hour",
         "carries 24.00 [22.00, 26.00] requests/s: +20.00 [+10.00, +30.00]% of the load",
-        "eldr saves 1.25 [0.50, 2.00] GPUs against jsq on H100",
+        "2P2D attains 99.5%, TTFT p99 90.00 ms, TPOT p99 15.40 ms",
+        "serves nothing",
+        "eldr saves 1.25 [0.50, 2.00] GPUs against jsq on H100 (2 paired seeds)",
     ]
     warned = next(page.root.all("section", "warnings")).text
-    assert "eldr on H100, not monotone" in warned
     assert "step times are derived and published" in warned
     tables = page.tables()
-    reasons = tables["Policies and GPUs without a cluster"][1:]
-    assert [[cell.text for cell in row] for row in reasons] == [["random", "H100", "too <slow>"]]
+    notes = [item.text for item in page.root.all("li")]
+    assert {"eldr on H100: not monotone", "random on H100: too <slow>"} <= set(notes)
+    rows = tables["Cheapest cluster of each candidate, lowest price first"]
+    assert [cell.text for cell in rows.pop()[:3]] == ["random", "H100", "none"]
     for caption, clusters in (
-        ("Cheapest cluster of each policy and GPU", [document["answer"], document["runner_up"]]),
+        (
+            "Cheapest cluster of each candidate, lowest price first",
+            [document["answer"], document["runner_up"]],
+        ),
         ("Pareto front of the clusters that meet the objective", document["pareto_front"]),
         ("Clusters tried", document["clusters"]),
     ):
@@ -173,7 +179,7 @@ def test_every_number_of_a_plan_is_the_sources(pages, report_folders):
             ):
                 assert float(row[column].attributes["data-value"]) == cluster[key]
             assert row["verdict"].text == cluster["verdict"]
-            assert row["SLO attainment, %"].text == "99.5 [99.0, 100.0]"
+            assert row["SLO attainment, %"].text == "99.50 [99.00, 100.00]"
     front = marks(page.pictures()["Throughput of a GPU against speed for a user"])
     assert [said for name, *_, said in front if name == "Pareto front"] == [
         "<br>2P3D on H100 under eldr, 5 GPUs",
@@ -187,24 +193,27 @@ def test_a_plan_without_a_cluster_says_why(report_folders, tmp_path):
     shutil.copytree(report_folders / "plan", folder)
     document = json.loads((folder / "plan.json").read_text())
     document |= dict.fromkeys(("answer", "runner_up", "margin", "assumptions"))
-    document |= {"pareto_front": [], "savings": [], "clusters": []}
-    document["candidates"] = document["candidates"][2:]
+    document |= {"pareto_front": [], "gains": [], "clusters": [], "rows": document["rows"][2:]}
     write_json(folder / "plan.json", document)
     page = Page(report([folder]))
     assert next(page.root.all("h1")).text == "No cluster meets the objective"
-    assert page.tables()["Policies and GPUs without a cluster"][1][2].text == "too <slow>"
+    assert "random on H100: too <slow>" in [item.text for item in page.root.all("li")]
 
 
 def test_a_plan_of_rates_shows_rates_and_gains(pages):
     page = pages["rates"]
-    rows = page.tables()["Highest rate within the objective"][1:]
-    assert [cell.text for cell in rows[0]] == [
-        *("eldr", "H100", "2P3D", "5", "1.25 [0.50, 2.00]", "1.00, 1.50", "")
+    head, *rows = page.tables()["Highest rate of each candidate, mean over seeds"]
+    columns = ["policy", "GPU", "cluster", "GPUs", "requests/s [95% interval]", "seed by seed"]
+    shown = [[row[[c.text for c in head].index(c)].text for c in columns] for row in rows]
+    assert shown == [
+        ["eldr", "H100", "2P3D", "5", "1.25 [0.50, 2.00]", "1.00, 1.50"],
+        ["jsq", "H100", "2P4D", "6", "none: seed 0 carries none", "–, 1.00"],
     ]
-    assert [cell.text for cell in rows[1]][4:] == ["–", "–, 1.00", "seed 0 carries none"]
     assert marks(page.pictures()["Highest rate"]) == [
         ("eldr on H100", 1.25, "eldr on H100", [0.5, 2.0])
     ]
-    assert page.tables()["Gain of a policy, paired over seeds"][1][3].text == (
-        "+1.25 [+0.50, +2.00]"
-    )
+    answer = next(page.root.all("section", "answer"))
+    assert [d.text for d in answer.all("dd")] == [
+        "2P3D on H100 under eldr, 5 GPUs, $12.50 an hour: 1.25 [0.50, 2.00] requests/s",
+        "eldr carries +1.25 [+0.50, +2.00]% against jsq on H100 (2 paired seeds)",
+    ]

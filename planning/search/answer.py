@@ -1,0 +1,541 @@
+"""What every plan answers: a question, rows, the best of them, notes, and the runs behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pyarrow as pa
+
+from eldr_sim.planning.intervals import Interval
+from eldr_sim.planning.runs.shared_runs import Runs
+from eldr_sim.planning.search.candidates import (
+    cluster_label,
+    cost,
+    gpu_label,
+    policy_label,
+)
+from eldr_sim.planning.search.prefill_strategy import chunk_label
+from eldr_sim.planning.search.trial import Trial
+from eldr_sim.planning.slo import Objective, Verdict
+from eldr_sim.simulator.outcome.catalogue import label
+from eldr_sim.simulator.outcome.headline import Headline, Shown, number
+from eldr_sim.simulator.outcome.metrics import warnings_of
+from eldr_sim.simulator.results import result_folder, write_json, write_table
+from eldr_sim.simulator.setup.config import RunConfig
+from eldr_sim.simulator.setup.paths import portable
+
+#: A folder with this file holds a plan, which ``force`` replaces.
+MARKER = "plan.json"
+#: Metrics of a run in ``points.parquet`` and, as means over seeds, of a cluster in ``plan.json``.
+FIGURES = (
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "median_tpot_ms",
+    "p99_tpot_ms",
+    "output_throughput",
+    "mean_decode_batch",
+    "mean_active_experts_per_step",
+    "mean_active_experts_per_token",
+    "kv_blocks_per_worker",
+    "cost_per_million_output_tokens",
+)
+#: More of them where prompts are all that is computed.
+PROMPT_FIGURES = ("prefill_throughput", "computed_prompt_throughput", "prefill_mfu")
+#: What a plan of prefill workers alone chooses beside their GPUs.
+_PROMPT_FIELDS = (
+    "pipeline_parallel_size",
+    "all2all_backend",
+    "expert_gather",
+    "offload_window",
+    "kv_cache_free",
+)
+_ASSUMED = (
+    "weakest_provenance",
+    "provenance",
+    "lookups_outside_tables",
+    "decode_steps",
+    "latency_warnings",
+    "latency_notes",
+    "kv_transfer",
+    "trace",
+)
+
+Kind = Literal["cluster", "rate", "split", "fastest"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan asks.
+
+    Attributes
+    ----------
+    kind
+        ``cluster``: the cheapest cluster for a load; ``rate``: the highest rate of a cluster;
+        ``split``: of any cluster of so many GPUs; ``fastest``: the cheapest way to compute prompts
+        that come at once.
+    config
+        The configuration as given.
+    objective
+        Service level and attainment; None for ``fastest``.
+    max_gpus
+        Most GPUs of a cluster; None for ``rate``.
+    rate
+        The load of ``cluster``, requests per second.
+    """
+
+    kind: Kind
+    config: RunConfig
+    objective: Objective | None = None
+    max_gpus: int | None = None
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class ShapeResult:
+    """What became of a shape of a candidate's clusters.
+
+    Attributes
+    ----------
+    shape
+        Sizes of its workers, and whether prefill is apart.
+    least_cost, estimated_cost
+        By arithmetic and by the estimate: price per hour, or GPUs.
+    cost
+        Of its cheapest cluster that meets the objective and is cheaper than those of the shapes
+        before it, or None.
+    topology
+        That cluster; empty where there is none.
+    reason
+        Why there is none; where the shape was not simulated, why not.
+    is_searched
+        Whether it was simulated, or ruled out by arithmetic.
+    """
+
+    shape: str
+    least_cost: float
+    estimated_cost: float
+    cost: float | None
+    topology: str
+    reason: str
+    is_searched: bool
+
+
+@dataclass
+class Row:
+    """The best cluster of a candidate, or why it has none.
+
+    Attributes
+    ----------
+    gpu, policy
+        The candidate; of prefill workers alone, how they share the model.
+    trial
+        Its cluster with the runs that show it best; None if there is none.
+    figure
+        What ``rate`` and ``split`` (requests per second) and ``fastest`` (prompt tokens per second,
+        cached ones counted) ask for: mean over seeds with its 95% interval; None unless every seed
+        has one.
+    by_seed
+        The same under each seed; None where a seed has none.
+    without
+        ``none``, ``refused`` for lack of memory, or ``beaten`` by clusters that carry more; empty
+        where there is a cluster.
+    reasons
+        Why there is no cluster, or none of some size.
+    given
+        The cluster, where the question names one that carries nothing.
+    trials, shapes
+        Every cluster tried, of all sizes of workers, and what became of every shape.
+    notes
+        Verdicts that contradict monotonicity, and cheaper clusters that stayed undecided.
+    """
+
+    gpu: str
+    policy: str
+    trial: Trial | None = None
+    figure: Interval | None = None
+    by_seed: tuple[float | None, ...] = ()
+    without: str = ""
+    reasons: list[str] = dataclasses.field(default_factory=list)
+    given: RunConfig | None = None
+    trials: list[Trial] = dataclasses.field(default_factory=list)
+    shapes: list[ShapeResult] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The cluster; None if there is none."""
+        return self.given if self.trial is None else self.trial.config
+
+    @property
+    def cost(self) -> float:
+        """Price per hour, or GPUs; infinite if there is no cluster."""
+        return math.inf if self.trial is None else cost(self.trial.config)
+
+    def record(self) -> dict[str, Any]:
+        """Return the row as plain values, ready for JSON."""
+        known = None if self.given is None else _cluster_of(self.given)
+        return {
+            "gpu": self.gpu,
+            "policy": self.policy,
+            "cluster": known if self.trial is None else cluster(self.trial),
+            "figure": interval(self.figure),
+            "by_seed": list(self.by_seed),
+            "without": self.without,
+            "reasons": list(self.reasons),
+            "notes": list(self.notes),
+            "shapes": [dataclasses.asdict(shape) for shape in self.shapes],
+        }
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a policy gains on the first one on the same GPU, paired over seeds.
+
+    ``by_seed`` and ``reference_by_seed`` hold the GPUs of the cheapest cluster (``cluster``), or
+    the highest rate, requests per second, under each seed. ``gain`` has a 95% interval: GPUs saved,
+    or the rate in percent of the reference's, less 100.
+    """
+
+    gpu: str
+    policy: str
+    reference: str
+    by_seed: tuple[float | None, ...]
+    reference_by_seed: tuple[float | None, ...]
+    gain: Interval
+
+
+@dataclass(frozen=True)
+class Margin:
+    """Extra load and lost workers that the best cluster tolerates.
+
+    Attributes
+    ----------
+    rate
+        Highest rate within the objective, requests per second, mean over seeds with its 95%
+        interval.
+    percent
+        The same rate relative to the planned load, less 1, in percent.
+    is_bounded
+        Whether a seed met the objective at the highest rate tried: the true rate is then higher.
+    lost_decode, lost_prefill
+        The cluster with one worker less; None if the pool has a single worker.
+    """
+
+    rate: Interval
+    percent: Interval
+    is_bounded: bool
+    lost_decode: Trial | None
+    lost_prefill: Trial | None
+
+
+@dataclass(frozen=True, repr=False)
+class Answer(Shown):
+    """What a plan found.
+
+    Attributes
+    ----------
+    question
+        What was asked.
+    rows
+        The best cluster of each candidate, the best first; of ``split``, every split simulated.
+    runs
+        All simulated runs.
+    margin
+        Margin of the cheapest cluster; None without one, and of other questions.
+    gains
+        What policies gain on the first one.
+    front
+        Pareto front over tokens/s per user and tokens/s per GPU of the clusters that meet the
+        objective, fastest first.
+    """
+
+    question: Question
+    rows: tuple[Row, ...]
+    runs: Runs
+    margin: Margin | None = None
+    gains: tuple[Gain, ...] = ()
+    front: tuple[Trial, ...] = ()
+
+    @property
+    def best(self) -> Row | None:
+        """The row that answers the question; None if no cluster does."""
+        return self.rows[0] if self.rows and self.rows[0].trial is not None else None
+
+    @property
+    def runner_up(self) -> Trial | None:
+        """The best cluster of another candidate, or else the next cheapest of the same."""
+        if self.best is None:
+            return None
+        others = [row.trial for row in self.rows[1:] if row.trial is not None]
+        if others:
+            return others[0]
+        most = self.question.max_gpus or math.inf
+        tried = [t for t in self.best.trials if t.verdict is Verdict.MEETS]
+        tried = [t for t in tried if t.config.n_gpus <= most]
+        return min((t for t in tried if t is not self.best.trial), key=rank, default=None)
+
+    @property
+    def has_prices(self) -> bool:
+        """Whether clusters are ranked by price; if not, by GPUs."""
+        configs = [trial.config for row in self.rows for trial in row.trials]
+        configs += [row.config for row in self.rows if row.config is not None]
+        return bool(configs) and configs[0].price_per_hour is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was not searched or found, and why, a line each."""
+        said = [*_of_shapes(self)] if self.question.kind == "cluster" else []
+        for row in self.rows:
+            known = self.question.kind in ("rate", "split")  # they stand in the rows
+            if not known and (row.trial is None or self.question.kind == "fastest"):
+                said += [f"{row.policy} on {row.gpu}: {reason}" for reason in row.reasons]
+            said += [f"{row.policy} on {row.gpu}: {note}" for note in row.notes]
+        return tuple(said)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the figures must know, a line each."""
+        if self.best is None or self.best.trial is None:
+            return ()
+        found = {row.trial.summaries[0]["weakest_provenance"] for row in self.rows if row.trial}
+        mixed = f"the candidates' step times are {' and '.join(sorted(found))}: differences "
+        mixed += "between them are also differences between sources"
+        # What one cluster has no use for may have decided between others.
+        summary = self.best.trial.summaries[0]
+        everywhere = [set(made.get("without_effect", ())) for _, made in self.runs.made()]
+        idle = [
+            line for line in summary.get("without_effect", ()) if all(line in w for w in everywhere)
+        ]
+        own = warnings_of({**summary, "without_effect": idle})
+        return (*([mixed] if len(found) > 1 else []), *own)
+
+    def headline(self) -> Headline:
+        """Return the best cluster of each candidate."""
+        question, rows = self.question, []
+        tags = ["slo_attainment", "p99_ttft_ms", "p99_tpot_ms"]
+        if question.config.prefill_only or question.kind == "fastest":
+            tags = [*tags[:2], "prefill_mfu"]
+        asked = [FIGURE_NAMES[question.kind]] if question.kind in FIGURE_NAMES else []
+        for row in self.rows:
+            cells = [(row.reasons or ["none"])[0], *[""] * (1 + len(asked) + len(tags))]
+            if row.trial is not None:
+                cells = [row.trial.config.topology, number(row.trial.config.n_gpus)]
+                cells += [number(row.figure.mean)] if row.figure is not None else []
+                cells += [number(row.trial.mean(tag)) for tag in tags]
+            rows.append((row.policy, row.gpu, *cells))
+        title = f"{question.rate:g} requests/s, " if question.rate is not None else ""
+        title += "cheapest first" if question.kind == "cluster" else "best first"
+        title += "" if question.max_gpus is None else f", up to {question.max_gpus} GPUs"
+        heads = (label("gpus"), *asked, *map(label, tags))
+        return Headline(title, ("policy", "GPU", "cluster", *heads), rows)
+
+    def record(self) -> dict[str, Any]:
+        """Return the answer without its runs, ready for JSON."""
+        question, margin, best = self.question, self.margin, self.best
+        known = best.trial.summaries[0] if best is not None and best.trial is not None else None
+        known = known or next((summary for _, summary in self.runs.made()), None)
+        return {
+            "kind": question.kind,
+            **_asked(question.objective),
+            "config": question.config.model_dump(mode="json"),
+            "request_rate": question.rate,
+            "max_gpus": question.max_gpus,
+            "cheapest_by": "price_per_hour" if self.has_prices else "gpus",
+            "answer": None if best is None else _maybe(best.trial),
+            "runner_up": _maybe(self.runner_up),
+            "margin": None
+            if margin is None
+            else {
+                "highest_rate": interval(margin.rate),
+                "percent_above_load": interval(margin.percent),
+                "highest_rate_is_a_lower_bound": margin.is_bounded,
+                "one_decode_worker_lost": _maybe(margin.lost_decode),
+                "one_prefill_worker_lost": _maybe(margin.lost_prefill),
+            },
+            "rows": [row.record() for row in self.rows],
+            "gains": [
+                dataclasses.asdict(each) | {"gain": interval(each.gain)} for each in self.gains
+            ],
+            "pareto_front": [cluster(trial) for trial in self.front],
+            "clusters": [cluster(trial) for row in self.rows for trial in row.trials],
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+            "assumptions": None if known is None else {key: known[key] for key in _ASSUMED},
+            "simulated_runs": len(self.runs),
+            "versions": {name: version(name) for name in ("eldr-sim", "numpy", "scipy", "pyarrow")},
+        }
+
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write ``plan.json`` and ``points.parquet`` into a folder, whole or not at all.
+
+        Parameters
+        ----------
+        out
+            Folder to make.
+        force
+            Replace an earlier plan.
+
+        Raises
+        ------
+        InputError
+            If ``out`` exists and may not be replaced, or cannot be written.
+        """
+        with result_folder(Path(out), force, MARKER) as folder:
+            write_json(folder / MARKER, portable(self.record(), out))
+            write_table(folder / "points.parquet", points_table(self.runs))
+
+
+#: What `Row.figure` is, by the kind of question.
+FIGURE_NAMES: dict[Kind, str] = {
+    "rate": "requests/s", "split": "requests/s", "fastest": "prompt tokens/s",
+}  # fmt: skip
+
+R = TypeVar("R", bound=Row)
+
+
+def rank(trial: Trial | None) -> tuple[float, float, float]:
+    """Return a sort key: cheapest, then fewest GPUs, then highest attainment."""
+    if trial is None:
+        return (math.inf, math.inf, 0.0)
+    return cost(trial.config), trial.config.n_gpus, -trial.attainment.mean
+
+
+def policy_pairs(rows: Sequence[R]) -> Iterator[tuple[R, R]]:
+    """Yield the row of the first policy on a GPU and of every other one, if both have a cluster."""
+    first: dict[str, R] = {}
+    for row in rows:
+        reference = first.setdefault(row.gpu, row)
+        if reference is not row and reference.trial is not None and row.trial is not None:
+            yield reference, row
+
+
+def points_table(runs: Runs) -> pa.Table:
+    """Return every run of a plan, a row each, in an order independent of the processes.
+
+    Columns: the fields of a cluster in ``plan.json``, duration, num_requests, seed, num_prompts,
+    slo_attainment, attainment of each bound, and the metrics.
+    """
+    rows = [
+        {
+            **_cluster_of(config),
+            "duration": config.duration_s,
+            "num_requests": config.num_requests,
+            "seed": config.seed,
+            "num_prompts": summary["num_prompts"],
+            "slo_attainment": summary["slo_attainment"],
+            **{
+                f"slo_attainment_{metric}": share
+                for metric, share in (summary["slo_attainment_by_metric"] or {}).items()
+            },
+            **_figures(config, summary.__getitem__),
+            "weakest_provenance": summary["weakest_provenance"],
+        }
+        for config, summary in runs.made()
+    ]
+    rows.sort(key=lambda row: json.dumps(list(row.values())))
+    return pa.Table.from_pylist(rows)
+
+
+def cluster(trial: Trial) -> dict[str, Any]:
+    """Return a cluster, its verdict and its metrics (means over its seeds)."""
+    bounds = trial.config.goodput.model_dump(exclude_none=True)
+    return {
+        **_cluster_of(trial.config),
+        "verdict": trial.verdict.value,
+        "weakest_provenance": trial.summaries[0]["weakest_provenance"],
+        "hopeless": trial.hopeless,
+        "seeds": len(trial.summaries),
+        "slo_attainment": interval(trial.attainment),
+        "slo_attainment_by_metric": {metric: trial.attained(metric) for metric in bounds},
+        **_figures(trial.config, trial.mean),
+    }
+
+
+def interval(value: Interval | None) -> dict[str, float | None] | None:
+    """Return a mean and the ends of its interval; None for what does not exist."""
+    if value is None or math.isnan(value.mean):
+        return None
+    return {name: end if math.isfinite(end) else None for name, end in value._asdict().items()}
+
+
+def _asked(objective: Objective | None) -> dict[str, Any]:
+    if objective is None:
+        return dict.fromkeys(("slo_ms", "attainment", "confidence", "looks"))
+    return {
+        "slo_ms": objective.level.model_dump(exclude_none=True),
+        "attainment": objective.attainment,
+        "confidence": objective.confidence,
+        "looks": list(objective.looks),
+    }
+
+
+def _maybe(trial: Trial | None) -> dict[str, Any] | None:
+    return None if trial is None else cluster(trial)
+
+
+def _cluster_of(config: RunConfig) -> dict[str, Any]:
+    prompts = config.prefill_only
+    return {
+        "name": cluster_label(config),
+        "policy": policy_label(config) if prompts else config.policy,
+        "gpu": gpu_label(config),
+        "topology": config.topology,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "prefill_tensor_parallel_size": config.pool("prefill").tensor_parallel_size,
+        "enable_expert_parallel": config.enable_expert_parallel,
+        "data_parallel_size": config.data_parallel_size,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "num_redundant_experts": config.num_redundant_experts,
+        "gpus": config.n_gpus,
+        "price_per_hour": config.price_per_hour,
+        "request_rate": config.request_rate,
+        **({name: getattr(config, name) for name in _PROMPT_FIELDS} if prompts else {}),
+        **({"chunks": chunk_label(config)} if prompts else {}),
+    }
+
+
+def _figures(config: RunConfig, of: Callable[[str], float | None]) -> dict[str, float | None]:
+    """Return the metrics of a cluster, and the axes of the Pareto front."""
+    prompts, tpot_ms, price = config.prefill_only, of("median_tpot_ms"), config.price_per_hour
+    figures = {name: of(name) for name in FIGURES + (PROMPT_FIGURES if prompts else ())}
+    tokens = None if prompts else of("output_throughput")
+    figures["tokens_per_s_per_gpu"] = None if tokens is None else tokens / config.n_gpus
+    figures["tokens_per_s_per_user"] = 1e3 / tpot_ms if tpot_ms else None
+    if prompts:
+        speed = figures["prefill_throughput"]
+        figures["price_per_million_prompt_tokens"] = None
+        if price is not None and speed:
+            figures["price_per_million_prompt_tokens"] = 1e6 * price / 3600 / speed
+    return figures
+
+
+def _of_shapes(answer: Answer) -> Iterator[str]:
+    """Say what became of the shapes of the clusters, and what was left out."""
+    shapes = [shape for row in answer.rows for shape in row.shapes]
+    cheaper = sum(bool(each.topology) for each in shapes)
+    dear = sum(not each.is_searched for each in shapes)
+    yield (
+        f"{len(shapes)} shapes of clusters: {cheaper} each cheaper than those before, "
+        f"{len(shapes) - cheaper - dear} without a cheaper cluster that meets the objective, "
+        f"{dear} estimated too dear (--verbose lists them)"
+    )
+    config, left = answer.question.config, []
+    if config.prefill_only:
+        left.append("other token budgets (--max-num-batched-tokens)")
+    else:
+        if config.data_parallel_size == 1:
+            left.append("engines that share experts (--data-parallel-size)")
+        left.append("expert parallelism in one pool alone")
+        if config.max_num_batched_tokens is None:
+            left.append("token budgets of prefill workers (--max-num-batched-tokens)")
+    if dear:
+        left.append("the shapes estimated too dear")
+    yield f"Not searched: {', '.join(left)}"
