@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.cli.console import print_table, progress_bar, task_bar
@@ -27,19 +28,18 @@ from eldr_sim.validation.live.report import write_report
 from eldr_sim.validation.live.report_text import headline_table
 from eldr_sim.validation.live.servers import EngineOptions
 from eldr_sim.validation.live.setups import SETUPS
-from eldr_sim.validation.published.mixtral import median_errors, predict_mixtral
-from eldr_sim.validation.published.pd import predict_runs
-from eldr_sim.validation.published.pd_rows import ASSUMED
+from eldr_sim.validation.published.mixtral import OTHERS, mixtral_rows, predict_mixtral
+from eldr_sim.validation.published.pd import ASSUMED, pd_rows, predict_pd
+from eldr_sim.validation.published.predictions import Errors, errors_of
 from eldr_sim.validation.published.silicon import (
     AICONFIGURATOR,
+    GROUPS,
     REPEATABILITY,
-    Errors,
+    forms_table,
     growth_error,
     predict_rows,
-    silicon_errors,
     worst_rows,
 )
-from eldr_sim.validation.published.silicon_forms import forms_table
 from eldr_sim.validation.published.silicon_rows import (
     GPUS,
     MEASURED_MODELS,
@@ -112,7 +112,7 @@ def silicon(
         return
     with progress_bar("silicon") as update:
         table = predict_rows(rows, target=target, moe_kernel=moe_kernel, progress=update)
-    found = silicon_errors(table)
+    found = errors_of(table, GROUPS)
     columns = [
         "rows",
         "metric",
@@ -165,28 +165,18 @@ def pd(out: Path | None, force: bool) -> None:
     """
     check_out(out, force, "runs.csv")
     with progress_bar("runs") as update:
-        table = predict_runs(progress=update)
-    cells, parts = [], {}
-    for row in table.to_pylist():
-        figures = (
-            f"{row['measured_ms']:.4g}",
-            f"{row['predicted_ms']:.4g}",
-            f"{row['error']:+.0f}",
-        )
-        cells.append([row["run"], row["handover"], row["metric"], *figures])
-        shares = [value for name, value in row.items() if name.endswith("_ms")][2:]
-        parts[row["run"], row["handover"]] = ["" if v is None else f"{v:.1f}" for v in shares]
-    columns = ["run", "hand-over", "metric", "measured, ms", "predicted, ms", "error, %"]
-    print_table("Published runs", columns, cells)
-    names = [name.removesuffix("_ms") for name in table.column_names if name.endswith("_ms")][2:]
-    rows = [[*key, *values] for key, values in parts.items()]
-    print_table("Parts of the predicted mean TTFT, ms", ["run", "hand-over", *names], rows)
+        table = predict_pd(pd_rows(), progress=update)
+    names = _print_runs("Published runs", table, ["run", "handover"])
+    known = {(row["run"], row["handover"]): row for row in table.to_pylist()}
+    parts = [
+        [*key, *("" if row[name] is None else f"{row[name]:.1f}" for name in names)]
+        for key, row in known.items()
+    ]
+    columns = ["run", "handover", *(name.removesuffix("_ms") for name in names)]
+    print_table("Parts of the predicted mean TTFT, ms", columns, parts)
     for line in ASSUMED:
         click.echo(f"Assumed: {line}")
-    if out is not None:
-        with result_folder(out, force, "runs.csv") as folder:
-            csv.write_csv(table, folder / "runs.csv")
-        click.echo(f"Wrote {out}")
+    _write(out, force, "runs.csv", table)
 
 
 @validate.command()
@@ -207,24 +197,37 @@ def mixtral(requests: Path, out: Path | None, force: bool) -> None:
     """
     check_out(out, force, "stages.csv")
     with progress_bar("stages") as update:
-        table = predict_mixtral(requests, progress=update)
-    errors = [name for name in table.column_names if name.endswith("error")]
+        table = predict_mixtral(requests, mixtral_rows(), progress=update)
+    labels = ["model", "tensor_parallel_size", "load", "stage"]
+    _print_runs("Published stages, means", table, labels)
+    medians = []
+    for name in ("", *OTHERS):
+        errors = errors_of(table, column=f"{name}_error" if name else "error")
+        medians.append([name or "eldr-sim", *(f"{each.median:.1f}" for each in errors)])
+    print_table("Median absolute error, %", ["estimator", "TTFT", "TPOT", "E2E"], medians)
+    _write(out, force, "stages.csv", table)
+
+
+def _print_runs(title: str, table: pa.Table, labels: list[str]) -> list[str]:
+    """Print measured beside predicted figures; return the columns of parts that are left."""
+    others = [name for name in table.column_names if name.endswith("_error")]
+    names = [name.removesuffix("_error").replace("_", " ") for name in others]
     cells = [
-        [row["model"], str(row["tensor_parallel_size"]), f"{row['load']} {row['stage']}",
-         row["metric"].upper(), f"{row['measured_ms']:.4g}", f"{row['predicted_ms']:.4g}",
-         *(f"{row[name]:+.1f}" for name in errors)]
+        [*(str(row[name]) for name in [*labels, "metric"]),
+         f"{row['measured_ms']:.4g}", f"{row['predicted_ms']:.4g}",
+         *(f"{row[name]:+.1f}" for name in ("error", *others))]
         for row in table.to_pylist()
     ]  # fmt: skip
-    names = [name.removesuffix("_error").replace("_", " ") for name in errors]
-    names[0] = "error, %"
-    columns = ["model", "GPUs", "load", "metric", "measured, ms", "predicted, ms", *names]
-    print_table("Published stages, means", columns, cells)
-    medians = [[str(cell if isinstance(cell, str) else f"{cell:.1f}") for cell in row.values()]
-               for row in median_errors(table).to_pylist()]  # fmt: skip
-    print_table("Median absolute error, %", ["estimator", "TTFT", "TPOT", "E2E"], medians)
+    columns = [*labels, "metric", "measured, ms", "predicted, ms", "error, %", *names]
+    print_table(title, columns, cells)
+    shown = ("measured_ms", "predicted_ms")
+    return [name for name in table.column_names if name.endswith("_ms") and name not in shown]
+
+
+def _write(out: Path | None, force: bool, name: str, table: pa.Table) -> None:
     if out is not None:
-        with result_folder(out, force, "stages.csv") as folder:
-            csv.write_csv(table, folder / "stages.csv")
+        with result_folder(out, force, name) as folder:
+            csv.write_csv(table, folder / name)
         click.echo(f"Wrote {out}")
 
 
@@ -241,10 +244,7 @@ def _forms(
     ]  # fmt: skip
     columns = ["form", "rows", "metric", "n", "median | p90", "signed median"]
     print_table("Absolute error, %", columns, cells)
-    if out is not None:
-        with result_folder(out, force, "forms.csv") as folder:
-            csv.write_csv(found, folder / "forms.csv")
-        click.echo(f"Wrote {out}")
+    _write(out, force, "forms.csv", found)
 
 
 def _error(error: Errors, others: dict[str, dict[str, tuple[float, float]]]) -> list[str]:

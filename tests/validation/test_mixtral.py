@@ -1,6 +1,7 @@
 """Published Mixtral runs: their requests are read as recorded, prompts repeat."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -9,12 +10,12 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.validation.published.mixtral import (
     BLOCK,
-    median_errors,
+    mixtral_rows,
     predict_mixtral,
     read_requests,
     repeating_workload,
 )
-from eldr_sim.validation.published.mixtral_rows import RUNS, Means
+from eldr_sim.validation.published.predictions import errors_of
 from eldr_sim.validation.published.silicon import Form
 
 
@@ -56,8 +57,8 @@ def test_every_hundredth_prompt_is_the_same(folder):
 
 def test_a_warm_cache_shortens_ttft_and_measurements_do_not_matter(folder):
     """The second stage is one request whose prompt is known; the first one's are not."""
-    runs = [r for r in RUNS if (r.tensor_parallel_size, r.load) == (2, "general")]
-    other = [r._replace(measured=Means(1.0, 2.0, 3.0)) for r in runs]
+    runs = [r for r in mixtral_rows() if r.case[1:3] == (2, "general")]
+    other = [replace(r, measured=dict.fromkeys(r.measured, 1.0)) for r in runs]
     form = Form(routing="uniform", frontend=None)
     once, again = (predict_mixtral(folder, r, form=form) for r in (runs, other))
     assert once["predicted_ms"].to_pylist() == again["predicted_ms"].to_pylist()
@@ -71,5 +72,15 @@ def test_median_errors_by_hand():
          "blis_roofline_error": 50.0, "llm_optimizer_error": -90.0}
         for e in (-1.0, 4.0, -3.0)
     ]  # fmt: skip
-    found = median_errors(pa.Table.from_pylist(rows)).to_pylist()
-    assert [row["ttft"] for row in found] == [3.0, 6.0, 7.0, 50.0, 90.0]
+    table = pa.Table.from_pylist(rows)
+    names = ("error", "blis_trained_error", "blis_evolved_error", "blis_roofline_error")
+    medians = [errors_of(table, column=name)[0].median for name in names]
+    assert medians == [3.0, 6.0, 7.0, 50.0]
+
+
+def test_every_stage_has_its_figures():
+    rows = mixtral_rows()
+    assert len({row.case for row in rows}) == len(rows) == 12
+    for row in rows:
+        assert list(row.measured) == ["ttft", "tpot", "e2e"]
+        assert all(list(other) == list(row.measured) for other in row.others.values())

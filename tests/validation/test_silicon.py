@@ -16,12 +16,8 @@ from eldr_sim.kernel_profiles.steps.step_time import build_step_time_model
 from eldr_sim.kernel_profiles.tables.format import moe_shape
 from eldr_sim.kernel_profiles.tables.library import find_table
 from eldr_sim.validation.published import silicon, silicon_routing
-from eldr_sim.validation.published.silicon import (
-    growth_error,
-    predict_rows,
-    silicon_errors,
-    worst_rows,
-)
+from eldr_sim.validation.published.predictions import errors_of
+from eldr_sim.validation.published.silicon import growth_error, predict_rows, worst_rows
 from eldr_sim.validation.published.silicon_rows import (
     MEASURED_MODELS,
     Case,
@@ -127,11 +123,11 @@ def assert_measurements_do_not_matter(rows, **options):
         replace(r, ttft_ms=float(rng.uniform(1, 1e3)), tpot_ms=9.0, excluded="x") for r in rows
     ]
     again = predict_rows(other, **options)
-    for name in ("predicted_ttft_ms", "predicted_tpot_ms"):
-        assert once[name].to_pylist() == again[name].to_pylist()
-    ttft = once["predicted_ttft_ms"][0].as_py()
-    assert once["ttft_error"][0].as_py() == pytest.approx(100 * (ttft / rows[0].ttft_ms - 1))
-    assert once["predicted_tpot_ms"][1].as_py() > once["predicted_tpot_ms"][0].as_py()
+    assert once["predicted_ms"].to_pylist() == again["predicted_ms"].to_pylist()
+    tpot, ttft, slower, _ = once.to_pylist()
+    assert [tpot["metric"], ttft["metric"], slower["metric"]] == ["tpot", "ttft", "tpot"]
+    assert ttft["error"] == pytest.approx(100 * (ttft["predicted_ms"] / rows[0].ttft_ms - 1))
+    assert slower["predicted_ms"] > tpot["predicted_ms"]
 
 
 def test_predictions_do_not_see_the_measured_figures(monkeypatch):
@@ -427,31 +423,28 @@ def predicted(c, tpot, guess, excluded="", gpu="H200"):
     row |= {"concurrency": c, "date": "2026-01-01", "excluded": excluded}
     row |= {"expert_parallel": False, "data_parallel_size": 1}
     row |= {"decode_workers": 1, "prefill_workers": 0, "kind": "experts cut"}
-    for metric in ("ttft", "tpot"):
-        row |= {f"{metric}_ms": tpot, f"predicted_{metric}_ms": guess}
-        row[f"{metric}_error"] = 100 * (guess / tpot - 1)
-    return row
+    row |= {"measured_ms": tpot, "predicted_ms": guess, "error": 100 * (guess / tpot - 1)}
+    return [row | {"metric": metric} for metric in ("tpot", "ttft")]
 
 
 def test_errors_by_hand():
-    table = pa.Table.from_pylist(
-        [predicted(4, 10.0, 11.0), predicted(8, 10.0, 7.0), predicted(16, 10.0, 30.0, "doubtful")]
-    )
-    tpot, ttft = silicon_errors(table, groups=((),))
+    rows = [*predicted(4, 10.0, 11.0), *predicted(8, 10.0, 7.0)]
+    table = pa.Table.from_pylist([*rows, *predicted(16, 10.0, 30.0, "doubtful")])
+    tpot, ttft = errors_of(table)
     assert (tpot.metric, ttft.metric) == ("tpot", "ttft")
     assert (tpot.rows, tpot.all_rows) == (2, 3)
     assert tpot.median == pytest.approx(20.0)
     assert tpot.p90 == pytest.approx(28.0)
     assert tpot.bias == tpot.middle == pytest.approx(-10.0)
     assert tpot.all_median == pytest.approx(30.0)
-    by_gpu = silicon_errors(table, groups=(("gpu",),))
+    by_gpu = errors_of(table, (("gpu",),))
     assert [e.group for e in by_gpu] == ["gpu H200", "gpu H200"]
     assert worst_rows(table, 2)["concurrency"].to_pylist() == [8, 4]
     assert worst_rows(table, 1)["why"].to_pylist() == [""]
 
 
 def test_growth_compares_with_the_lowest_concurrency():
-    table = pa.Table.from_pylist([predicted(4, 10.0, 20.0), predicted(8, 20.0, 44.0)])
+    table = pa.Table.from_pylist([*predicted(4, 10.0, 20.0), *predicted(8, 20.0, 44.0)])
     assert growth_error(table, "tpot") == pytest.approx(10.0)  # 2.2 x for 2.0 x
 
 
@@ -491,8 +484,8 @@ def test_forms_change_what_they_say(monkeypatch):
 
     def predicted(**changes):
         form = replace(bare, **changes)
-        (row,) = predict_rows([make_row(24)], moe_kernel="newest", form=form).to_pylist()
-        return row["predicted_ttft_ms"], row["predicted_tpot_ms"]
+        table = predict_rows([make_row(24)], moe_kernel="newest", form=form)
+        return table["predicted_ms"].to_pylist()[::-1]
 
     ttft, tpot = predicted()
     fronted = predicted(frontend="xeon-emerald-rapids")

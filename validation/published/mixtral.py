@@ -1,9 +1,17 @@
 """Predictions of published Mixtral runs from their recorded requests; nothing is fitted on them.
 
-Runs whose requests are not published take those of the run with the same load on 2 GPUs: the same
-generator at the same rate. vLLM 0.15.1 tokenised in sequential micro-batches; its kernels are those
-of the shipped tables (a later version's), routing is drawn for the model. The runs kept KV blocks
-that fell out of the cache in host memory, too, which is not simulated; none falls out here.
+inference-sim/training and inference-sim/sim-to-real-accuracy-validation publish means of
+inference-perf's stages, ``rows/mixtral.csv``: vLLM 0.15.1, H100, bfloat16, 128 seats, 2,048 tokens
+a step, prefix cache on, 100 different prompts in turn. Figures alone, their files have no licence.
+Time per output token is mean E2E less mean TTFT over the mean of the files' output tokens, less
+one. The requests of four runs of Mixtral-8x7B on 2 GPUs (when they came, their lengths) lie in the
+former's history, ``replay_data`` of commit c4f0340; one of these, ``reasoning``, is of no use:
+3,294 of its 4,800 requests failed. Runs whose requests are not published take those of the run
+with the same load on 2 GPUs (``recorded``: no): the same generator at the same rate.
+
+vLLM 0.15.1 tokenised in sequential micro-batches; its kernels are those of the shipped tables (a
+later version's), routing is drawn for the model. The runs kept KV blocks that fell out of the cache
+in host memory, too, which is not simulated; none falls out here.
 """
 
 from __future__ import annotations
@@ -11,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,19 +28,55 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import parse_json, read_text
 from eldr_sim.simulator.outcome.metrics import request_times
-from eldr_sim.simulator.run import build_cluster
-from eldr_sim.simulator.setup.config import make_config
-from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published import silicon_routing
-from eldr_sim.validation.published.mixtral_rows import COMMIT, OUTPUT, RUNS, STAGE_S, MixtralRun
-from eldr_sim.validation.published.silicon import Form
+from eldr_sim.validation.published.predictions import (
+    PublishedRow,
+    predict,
+    shipped_rows,
+    simulate,
+)
+from eldr_sim.validation.published.silicon import Form, front_end
 from eldr_sim.validation.published.silicon_rows import MeasuredModel
 
+#: Commit whose ``replay_data`` holds the requests.
+COMMIT = "c4f0340"
+#: Other estimators that are published beside the runs.
+OTHERS = ("blis_trained", "blis_evolved", "blis_roofline", "llm_optimizer")
 PROMPTS = 100  # different ones, sent in turn
 BLOCK = 16
-_OTHERS = ("blis_trained", "blis_evolved", "blis_roofline", "llm_optimizer")
+#: Requests of stage 0 came within so many seconds.
+_STAGE_S = {"general": 600.0, "codegen": 600.0, "roleplay": 1200.0}
+#: Tokens that each request generated, with end-of-sequence ignored. The files count those of its
+#: text, tokenised again.
+_OUTPUT = {"general": 248, "codegen": 247, "roleplay": 251}
 Requests = tuple[NDArray[np.float64], NDArray[np.int32], NDArray[np.int32]]
+
+
+class Stage(NamedTuple):
+    """A stage of a run."""
+
+    model: str
+    tensor_parallel_size: int
+    load: str
+    stage: int
+
+
+def mixtral_rows() -> list[PublishedRow[Stage]]:
+    """Return the published stages."""
+    rows = []
+    for lines in shipped_rows("mixtral"):
+        one = lines[0]
+        stage = Stage(
+            one["model"], int(one["tensor_parallel_size"]), one["load"], int(one["stage"])
+        )
+        measured, *others = (
+            {line["metric"]: float(line[f"{name}_ms"]) for line in lines}
+            for name in ("measured", *OTHERS)
+        )
+        labels = stage._asdict() | {"recorded": one["recorded"] == "yes"}
+        rows.append(PublishedRow(stage, labels, measured, dict(zip(OTHERS, others, strict=True))))
+    return rows
 
 
 def read_requests(folder: Path, load: str) -> Requests:
@@ -88,113 +131,68 @@ def repeating_workload(requests: Requests, seed: int = 0) -> Workload:
 
 def predict_mixtral(
     folder: Path,
-    runs: Sequence[MixtralRun] = RUNS,
+    rows: Sequence[PublishedRow[Stage]],
     *,
     form: Form | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> pa.Table:
-    """Predict the published stages.
+    """Predict published stages; see `predictions.predict`.
 
     Parameters
     ----------
     folder
-        The published requests, see :mod:`~eldr_sim.validation.published.mixtral_rows`.
-    runs
+        The published requests.
+    rows
         The stages.
     form
         What to take into account; everything when not given, graphs padded as vLLM 0.15 did.
     progress
         Called with the share of stages done.
 
-    Returns
-    -------
-    table
-        A row a stage and metric (``ttft``, ``tpot``, ``e2e``): measured and predicted mean, ms, the
-        error in %, and those of published estimators.
-
     Raises
     ------
     InputError
         If the folder lacks requests.
     """
-    form, rows = form or Form(graphs="experts"), []
-    with TemporaryDirectory() as work:
+    form = form or Form(graphs="experts")
 
+    def begin(work: Path) -> Callable[[Stage], dict[str, float]]:
         @lru_cache
         def simulated(model: str, size: int, load: str) -> tuple[NDArray[Any], ...]:
-            return _simulate(Path(work), folder, model, size, load, form)
+            return _simulate(work, folder, model, size, load, form)
 
-        for done, run in enumerate(runs, 1):
-            arrival, counted, ttft, e2e = simulated(run.model, run.tensor_parallel_size, run.load)
-            stage = arrival < STAGE_S[run.load]
-            here = stage if run.stage == 0 else ~stage
-            means = [1e3 * float(times[here].mean()) for times in (ttft, e2e)]
-            means.insert(1, (means[1] - means[0]) / (float(counted[here].mean()) - 1.0))
-            for k, metric in enumerate(("ttft", "tpot", "e2e")):
-                measured, predicted = run.measured[k], means[k]
-                others = {
-                    f"{name}_error": 100.0 * (getattr(run, name)[k] / measured - 1.0)
-                    for name in _OTHERS
-                }
-                rows.append(
-                    {
-                        "model": run.model,
-                        "tensor_parallel_size": run.tensor_parallel_size,
-                        "load": run.load,
-                        "stage": run.stage,
-                        "recorded": run.recorded,
-                        "metric": metric,
-                        "measured_ms": measured,
-                        "predicted_ms": predicted,
-                        "error": 100.0 * (predicted / measured - 1.0),
-                        **others,
-                    }
-                )
-            progress(done / len(runs))
-    return pa.Table.from_pylist(rows)
+        def predicted(stage: Stage) -> dict[str, float]:
+            arrival, counted, ttft, e2e = simulated(*stage[:3])
+            here = (arrival < _STAGE_S[stage.load]) == (stage.stage == 0)
+            first, last = (1e3 * float(times[here].mean()) for times in (ttft, e2e))
+            tpot = (last - first) / (float(counted[here].mean()) - 1.0)
+            return {"ttft": first, "tpot": tpot, "e2e": last}
+
+        return predicted
+
+    return predict(rows, begin, progress)
 
 
 def _simulate(
     work: Path, folder: Path, model: str, size: int, load: str, form: Form
 ) -> tuple[NDArray[Any], ...]:
     """Return arrival, s, counted output tokens, TTFT and E2E, s, of each request of a run."""
-    target = MeasuredModel(model, model, ("newest",), "bf16")
     trace = work / model
     if not trace.exists():
+        target = MeasuredModel(model, model, ("newest",), "bf16")
         silicon_routing.make_routing(trace, form.routing, target)
-    requests = read_requests(folder, load)
-    config = make_config(
-        {
-            "topology": "1C",
-            "policy": "round_robin",
-            "model": model,
-            "gpu": "H100",
-            "tensor_parallel_size": size,
-            "trace": str(trace),
-            "num_requests": len(requests[0]),
-            "max_model_len": 4096,
-            "max_num_seqs": 128,
-            "max_num_batched_tokens": 2048,
-            "gpu_memory_utilization": 0.9,
-            "cudagraph_padding": form.graphs,
-            "frontend": form.frontend,
-            **({"tokenizer_mode": "microbatch_sequential"} if form.frontend else {}),
-        }
-    )
-    arrival, prompt, counted = requests
-    workload = repeating_workload((arrival, prompt, np.full_like(counted, OUTPUT[load])))
-    record = build_cluster(config, prepare(config), workload, (0.0, np.inf)).run()
-    times = request_times(record)
+    arrival, prompt, counted = read_requests(folder, load)
+    fields = {
+        "topology": "1C",
+        "model": model,
+        "gpu": "H100",
+        "tensor_parallel_size": size,
+        "max_model_len": 4096,
+        "max_num_seqs": 128,
+        "max_num_batched_tokens": 2048,
+        "cudagraph_padding": form.graphs,
+        **front_end(form, "microbatch_sequential"),
+    }
+    workload = repeating_workload((arrival, prompt, np.full_like(counted, _OUTPUT[load])))
+    times = request_times(simulate(fields, trace, workload))
     return arrival, counted, times["ttft"], times["e2el"]
-
-
-def median_errors(table: pa.Table) -> pa.Table:
-    """Return the median absolute errors of all stages by estimator and metric, %."""
-    frame = table.to_pandas()
-    names = ["error", *(f"{name}_error" for name in _OTHERS)]
-    sizes = frame[names].abs().groupby(frame["metric"], sort=False).median()
-    labels = ["eldr-sim", *_OTHERS]
-    rows = [
-        {"estimator": label} | sizes[n].to_dict() for label, n in zip(labels, names, strict=True)
-    ]
-    return pa.Table.from_pylist(rows)

@@ -1,5 +1,9 @@
 """Predictions of published runs with prefill and decode workers; nothing is fitted on them.
 
+``rows/pd.csv`` holds llm-d's guide ``pd-disaggregation``, and a run beside it without a hand-over:
+GPT-OSS-120B on 16 H200, prompts of 5,000 and outputs of 250 tokens, 45 requests/s. Figures alone
+(``derived``: those that follow from others); what the guide does not say is in :data:`ASSUMED`.
+
 Each is predicted without a hand-over, a bound from below, and with every preset, so that no TTFT
 stands without its preset. The parts of the predicted TTFT show which one a miss can come from.
 """
@@ -8,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,17 +23,27 @@ from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 from eldr_sim.kernel_profiles.tables.format import table_name
 from eldr_sim.simulator.control.cluster import RunRecord
 from eldr_sim.simulator.outcome.metrics import request_times
-from eldr_sim.simulator.run import build_cluster
-from eldr_sim.simulator.setup.config import RunConfig, make_config
-from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.simulator.setup.transfer import HAND_OVERS
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published import silicon_routing
-from eldr_sim.validation.published.pd_rows import OUTPUT, PROMPT, RATE, RUNS, PublishedRun
-from eldr_sim.validation.published.silicon import Form, tokenizer_mode
+from eldr_sim.validation.published.predictions import (
+    PublishedRow,
+    predict,
+    shipped_rows,
+    simulate,
+)
+from eldr_sim.validation.published.silicon import Form, front_end, tokenizer_mode
 from eldr_sim.validation.published.silicon_rows import MEASURED_MODELS
 
+#: What the guide leaves open, and what is taken for it.
+ASSUMED = (
+    "arrivals are Poisson, all prompts differ, lengths are exact",
+    "vLLM's server defaults for the GPU, bfloat16 KV cache, 0.9 of its memory",
+    "the earlier vLLM ran Marlin and tokenised in sequential micro-batches (0.15 to 0.18)",
+    "requests go to workers in turn",
+)
 GPU, MODEL = "H200", "gpt-oss-120b"
+PROMPT, OUTPUT, RATE = 5000, 250, 45.0
 #: Requests that are sent, and those at the beginning that do not count.
 _SENT, _WARM_UP = 4000, 900
 #: Parts of TTFT by the times that bound them, prefill and decode workers.
@@ -44,67 +57,75 @@ _PARTS = (
 )
 
 
-def predict_runs(
-    runs: Sequence[PublishedRun] = RUNS,
+class Workers(NamedTuple):
+    """A published configuration, under a hand-over preset.
+
+    ``version`` of vLLM is empty where it is not given; ``moe_kernel`` is ``marlin``, or ``newest``
+    for the shipped table of a later kernel.
+    """
+
+    topology: str
+    prefill_size: int
+    decode_size: int
+    version: str
+    moe_kernel: str
+    handover: str
+
+
+def pd_rows() -> list[PublishedRow[Workers]]:
+    """Return the published runs, each under every preset."""
+    rows = []
+    for lines in shipped_rows("pd"):
+        one = lines[0]
+        sizes = int(one["prefill_size"]), int(one["decode_size"])
+        measured = {line["metric"]: float(line["measured_ms"]) for line in lines}
+        for name in HAND_OVERS if "D" in one["topology"] else ("none",):
+            case = Workers(one["topology"], *sizes, one["version"], one["moe_kernel"], name)
+            rows.append(PublishedRow(case, {"run": one["run"], "handover": name}, measured, {}))
+    return rows
+
+
+def predict_pd(
+    rows: Sequence[PublishedRow[Workers]],
     *,
     requests: int = _SENT,
     seed: int = 0,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> pa.Table:
-    """Predict published runs.
+    """Predict published runs; see `predictions.predict`. The parts are those of the mean TTFT."""
+    target, warm_up = MEASURED_MODELS[MODEL], min(_WARM_UP, requests // 4)
 
-    Returns
-    -------
-    table
-        A row a run, hand-over preset and metric: measured and predicted value, ms, the error in %,
-        and the parts of the predicted mean TTFT, ms.
-    """
-    rows: list[dict[str, Any]] = []
-    target = MEASURED_MODELS[MODEL]
-    wanted = [
-        (run, name) for run in runs for name in (HAND_OVERS if "D" in run.topology else ("none",))
-    ]
-    with TemporaryDirectory() as folder:
-        trace = silicon_routing.drawn_trace(Path(folder) / "trace", target=target)
-        for done, (run, handover) in enumerate(wanted, 1):
-            tables = _tables(Path(folder) / run.moe_kernel, run)
-            config = _config(run, handover, trace, tables)
-            workload = _workload(requests, seed)
-            record = build_cluster(config, prepare(config), workload, (0.0, np.inf)).run()
-            rows += _rows(run, handover, record, min(_WARM_UP, requests // 4))
-            progress(done / len(wanted))
-    return pa.Table.from_pylist(rows)
+    def begin(work: Path) -> Callable[[Workers], dict[str, float | None]]:
+        trace = silicon_routing.drawn_trace(work / "trace", target=target)
 
+        def predicted(case: Workers) -> dict[str, float | None]:
+            pool = {"tensor_parallel_size": case.prefill_size} if "D" in case.topology else {}
+            tables = _tables(work / case.moe_kernel, case)
+            fields = {
+                "topology": case.topology,
+                "prefill_policy": "round_robin",
+                "model": target.model,
+                "gpu": GPU,
+                "tensor_parallel_size": case.decode_size,
+                "prefill": pool,
+                "handover": case.handover,
+                "tables": None if tables is None else str(tables),
+                "enable_prefix_caching": False,
+                **front_end(Form(), tokenizer_mode(case.version or "0.18")),
+            }
+            return _figures(simulate(fields, trace, _workload(requests, seed)), warm_up)
 
-def _config(run: PublishedRun, handover: str, trace: Path, tables: Path | None) -> RunConfig:
-    form, disaggregated = Form(), "D" in run.topology
-    return make_config(
-        {
-            "topology": run.topology,
-            "policy": "round_robin",
-            "prefill_policy": "round_robin",
-            "model": MEASURED_MODELS[MODEL].model,
-            "gpu": GPU,
-            "tensor_parallel_size": run.decode_size,
-            "prefill": {"tensor_parallel_size": run.prefill_size} if disaggregated else {},
-            "handover": handover,
-            "trace": str(trace),
-            "tables": None if tables is None else str(tables),
-            "num_requests": 1,
-            "gpu_memory_utilization": 0.9,
-            "enable_prefix_caching": False,
-            "frontend": form.frontend,
-            "tokenizer_mode": tokenizer_mode(run.version or "0.18"),
-        }
-    )
+        return predicted
+
+    return predict(rows, begin, progress)
 
 
-def _tables(folder: Path, run: PublishedRun) -> Path | None:
+def _tables(folder: Path, case: Workers) -> Path | None:
     """Write Marlin's tables of a run's workers; None where the shipped tables are of its kernel."""
-    if run.moe_kernel != "marlin":
+    if case.moe_kernel != "marlin":
         return None
     model = MEASURED_MODELS[MODEL].dims()
-    for size in {run.prefill_size, run.decode_size}:
+    for size in {case.prefill_size, case.decode_size}:
         table = derive_marlin_table(GPU, model, Parallelism(size))
         folder.mkdir(exist_ok=True)
         table.save(folder / table_name(table.metadata))
@@ -124,39 +145,21 @@ def _workload(n: int, seed: int) -> Workload:
     )
 
 
-def _rows(
-    run: PublishedRun, handover: str, record: RunRecord, warm_up: int
-) -> list[dict[str, Any]]:
-    """Return measured beside predicted figures, of the requests behind the warm-up."""
+def _figures(record: RunRecord, warm_up: int) -> dict[str, float | None]:
+    """Return figures and the parts of TTFT, ms, of the requests behind the warm-up."""
     requests, times = record.requests[warm_up:], request_times(record)
-    parts = {
-        f"{name}_ms": _mean_ms(requests[end] - requests[at], requests[at], requests[end])
-        for name, at, end in _PARTS
-    }
-    rows = []
-    for metric, measured in run.measured.items():
-        statistic, _, latency = metric.partition("_")
+    figures: dict[str, float | None] = {}
+    for latency in ("ttft", "tpot", "e2el"):
         values = 1e3 * times[latency][warm_up:]
-        predicted = (
-            float(np.nanmean(values))
-            if statistic == "mean"
-            else float(np.nanpercentile(values, float(statistic[1:])))
-        )
-        rows.append(
-            {
-                "run": run.name,
-                "handover": handover,
-                "metric": metric,
-                "measured_ms": float(measured),
-                "predicted_ms": predicted,
-                "error": 100.0 * (predicted / measured - 1.0),
-                **parts,
-            }
-        )
-    return rows
+        figures[f"mean_{latency}"] = float(np.nanmean(values))
+        figures[f"p99_{latency}"] = float(np.nanpercentile(values, 99.0))
+    for name, at, end in _PARTS:
+        part = _mean_ms(requests[end] - requests[at], requests[at], requests[end])
+        figures[f"part_{name}"] = part
+    return figures
 
 
 def _mean_ms(seconds: NDArray[np.float64], *known: NDArray[np.float64]) -> float | None:
-    """Return the mean of a part over the requests that have it; None without any."""
+    """Return the mean, ms, over the requests whose times are known; None without any."""
     there = np.logical_and.reduce([times >= 0.0 for times in known])
     return 1e3 * float(seconds[there].mean()) if there.any() else None

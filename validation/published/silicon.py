@@ -1,8 +1,5 @@
 """Prediction of measured serving runs, the rows of `validation.published.silicon_rows`.
 
-Each run is predicted from its configuration alone. Nothing is fitted to the measurements:
-:func:`predict` gets a :class:`Case`, which holds no measured value.
-
 The load of a row: closed loop at the row's concurrency, ten times as many prompts (5,120 at most,
 which only rows beyond concurrency 512 notice), input and output lengths uniform on [0.8 L, L],
 end-of-sequence ignored, no prefix cache, 8,192 tokens a step, GPU memory 0.9. Prompts are text that
@@ -24,11 +21,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -45,14 +40,16 @@ from eldr_sim.kernel_profiles.sources.aiconfigurator import (
 from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 from eldr_sim.kernel_profiles.steps.parts import bytes_alone
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, table_name
-from eldr_sim.simulator.control.cluster import RunRecord
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.plane.front_end import Mode
-from eldr_sim.simulator.run import build_cluster
-from eldr_sim.simulator.setup.config import make_config
-from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.workload import Workload
 from eldr_sim.validation.published import silicon_routing
+from eldr_sim.validation.published.predictions import (
+    PublishedRow,
+    errors_of,
+    predict,
+    simulate,
+)
 from eldr_sim.validation.published.silicon_routing import Routing
 from eldr_sim.validation.published.silicon_rows import (
     MEASURED_MODELS,
@@ -117,85 +114,62 @@ class Form:
     graphs: Padding = "none"
 
 
-def predict(
-    case: Case,
-    trace: Path | None,
-    tables: Path | None,
-    target: MeasuredModel = _GPT_OSS,
-    form: Form | None = None,
-    tokenizer_mode: Mode = "microbatch_sequential",
-) -> tuple[float, float]:
-    """Return the predicted mean TTFT and TPOT of a configuration, ms; see `simulate_case`."""
-    times = request_times(simulate_case(case, trace, tables, target, form, tokenizer_mode))
-    return 1e3 * float(times["ttft"].mean()), 1e3 * float(np.nanmean(times["tpot"]))
+_BARE = Form(routing="uniform", frontend=None, padding=False)
+
+#: Predictions by what they take into account. The last ones vary the complete one.
+FORMS: dict[str, Form] = {
+    "neither": _BARE,
+    "padding": Form(routing="uniform", frontend=None),
+    "drawn routing": Form(frontend=None, padding=False),
+    "padding, drawn routing": Form(frontend=None),
+    "front end": Form(routing="uniform", padding=False),
+    "front end, padding": Form(routing="uniform"),
+    "all": Form(),
+    "all, CPU x 0.7": Form(cpu_slowdown=0.7),
+    "all, CPU x 1.3": Form(cpu_slowdown=1.3),
+    "all, norms by bytes alone": Form(norms=False),
+    "all, padded graphs": Form(graphs="dense"),
+    "all, padded graphs and experts": Form(graphs="experts"),
+}
 
 
-def simulate_case(
-    case: Case,
-    trace: Path | None,
-    tables: Path | None,
-    target: MeasuredModel = _GPT_OSS,
-    form: Form | None = None,
-    tokenizer_mode: Mode = "microbatch_sequential",
-) -> RunRecord:
-    """Simulate a configuration.
+class Load(NamedTuple):
+    """A configuration with what its engine's version says of its API servers."""
 
-    Parameters
-    ----------
-    case
-        The configuration.
-    trace
-        Routing trace folder that its tokens replay; None for a dense model.
-    tables
-        Folder of latency tables that take precedence; None uses the shipped ones only.
-    target
-        The model.
-    form
-        What to take into account; everything when not given. Its front end and graphs are used
-        here, the rest is in the trace and the tables.
-    tokenizer_mode
-        How the API server tokenises.
-    """
-    form = form or Form()
-    concurrency = case.concurrency
+    case: Case
+    tokenizer_mode: Mode
+
+
+def case_fields(case: Case, target: MeasuredModel, form: Form) -> dict[str, Any]:
+    """Return the fields of a configuration's run, less its tables and API servers."""
     pool = case.prefill
-    config = make_config(
-        {
-            "topology": f"{pool.count}P{case.decode_workers}D" if pool.count else "1C",
-            "policy": "round_robin",
-            "model": target.model,
-            "gpu": case.gpu,
-            "tensor_parallel_size": case.tensor_parallel_size,
-            "enable_expert_parallel": case.expert_parallel,
-            "data_parallel_size": case.data_parallel_size,
-            "prefill": {
-                "tensor_parallel_size": pool.tensor_parallel_size,
-                "enable_expert_parallel": pool.expert_parallel,
-                "data_parallel_size": pool.data_parallel_size,
-            }
-            if pool.count
-            else {},
-            "prefill_policy": "round_robin" if pool.count else "prefix_hash",
-            "gpus_per_node": 72 if case.gpu == "GB200" else 8,
-            "trace": None if trace is None else str(trace),
-            "tables": None if tables is None else str(tables),
-            "num_requests": _n_prompts(case),
-            "request_rate": "inf",
-            "max_concurrency": concurrency,
-            "max_num_seqs": _seats(case, target),
-            "max_num_batched_tokens": 8192,
-            "kv_cache_dtype": "fp8" if target.kv_cache_dtype == "fp8" else "auto",
-            "gpu_memory_utilization": 0.9,
-            "enable_prefix_caching": False,
-            "cudagraph_padding": form.graphs,
-            **_front_end(form, tokenizer_mode),
+    return {
+        "topology": f"{pool.count}P{case.decode_workers}D" if pool.count else "1C",
+        "model": target.model,
+        "gpu": case.gpu,
+        "tensor_parallel_size": case.tensor_parallel_size,
+        "enable_expert_parallel": case.expert_parallel,
+        "data_parallel_size": case.data_parallel_size,
+        "prefill": {
+            "tensor_parallel_size": pool.tensor_parallel_size,
+            "enable_expert_parallel": pool.expert_parallel,
+            "data_parallel_size": pool.data_parallel_size,
         }
-    )
-    workload = _closed_loop(case, target)
-    return build_cluster(config, prepare(config), workload, (0.0, np.inf)).run()
+        if pool.count
+        else {},
+        "prefill_policy": "round_robin" if pool.count else "prefix_hash",
+        "gpus_per_node": 72 if case.gpu == "GB200" else 8,
+        "request_rate": "inf",
+        "max_concurrency": case.concurrency,
+        "max_num_seqs": _seats(case, target),
+        "max_num_batched_tokens": 8192,
+        "kv_cache_dtype": "fp8" if target.kv_cache_dtype == "fp8" else "auto",
+        "enable_prefix_caching": False,
+        "cudagraph_padding": form.graphs,
+    }
 
 
-def _front_end(form: Form, mode: Mode) -> dict[str, Any]:
+def front_end(form: Form, mode: Mode) -> dict[str, Any]:
     """Return the fields of the API servers; a host of these GPUs has cores for each of a batch."""
     if form.frontend is None:
         return {}
@@ -225,10 +199,6 @@ def tokenizer_mode(version: str, backend: str = "vllm") -> Mode:
     return "microbatch_sequential" if number < (0, 24) else "thread_pool"
 
 
-def _n_prompts(case: Case) -> int:
-    return min(_PROMPTS_PER_SLOT * case.concurrency, _MOST_PROMPTS)
-
-
 def _seats(case: Case, target: MeasuredModel) -> int | None:
     """Return max_num_seqs: the scripts' on Hopper, GPT-OSS and Llama, vLLM's default elsewhere."""
     if not target.inferencex:
@@ -239,7 +209,7 @@ def _seats(case: Case, target: MeasuredModel) -> int | None:
 
 
 def _closed_loop(case: Case, target: MeasuredModel) -> Workload:
-    n = _n_prompts(case)
+    n = min(_PROMPTS_PER_SLOT * case.concurrency, _MOST_PROMPTS)
     rng = np.random.default_rng([case.input_len, case.output_len, case.concurrency])
 
     def lengths(longest: int) -> np.ndarray:
@@ -339,8 +309,8 @@ def predict_rows(
     Returns
     -------
     table
-        One row a measured run, in order: the fields of :class:`Case` and :class:`MeasuredRun`,
-        ``predicted_ttft_ms``, ``predicted_tpot_ms``, and ``ttft_error``, ``tpot_error`` in %.
+        From `predictions.predict`, ``tpot`` and ``ttft`` of each run; its labels are the fields of
+        :class:`Case` and :class:`MeasuredRun`.
 
     Raises
     ------
@@ -352,102 +322,32 @@ def predict_rows(
         allowed = ", ".join(target.moe_kernels)
         raise InputError("moe_kernel", f"{moe_kernel!r} with {target.model_path}", allowed)
     form = form or Form()
-    modes = {row: tokenizer_mode(row.version, target.backend) for row in rows}
-    wanted = sorted({(row.case, modes[row]) for row in rows})
-    predicted: dict[tuple[Case, Mode], tuple[float, float]] = {}
-    with ExitStack() as stack:
-        work = Path(stack.enter_context(TemporaryDirectory()))
+
+    def begin(work: Path) -> Callable[[Load], dict[str, float]]:
         trace = None
         if not target.dims().is_dense:
             trace = silicon_routing.make_routing(work / "trace", form.routing, target)
-        cases = [case for case, _ in wanted]
+        cases = sorted({row.case for row in rows})
         tables = case_tables(work / "tables", cases, moe_kernel, target, form)
-        for done, (case, mode) in enumerate(wanted, 1):
-            predicted[case, mode] = predict(case, trace, tables, target, form, mode)
-            progress(done / len(wanted))
-    records: list[dict[str, Any]] = []
-    for row in rows:
-        ttft, tpot = predicted[row.case, modes[row]]
-        measured = {k: v for k, v in vars(row).items() if k != "case"}
-        records.append(
-            {k: v for k, v in vars(row.case).items() if k != "prefill"}
-            | {"kind": row.case.kind, "prefill_workers": row.case.prefill.count}
-            | {"tokenizer_mode": modes[row] if form.frontend else ""}
-            | measured
-            | {
-                "predicted_ttft_ms": ttft,
-                "predicted_tpot_ms": tpot,
-                "ttft_error": 100.0 * (ttft / row.ttft_ms - 1.0),
-                "tpot_error": 100.0 * (tpot / row.tpot_ms - 1.0),
-            }
-        )
-    return pa.Table.from_pylist(records)
+
+        def predicted(load: Load) -> dict[str, float]:
+            fields = case_fields(load.case, target, form) | front_end(form, load.tokenizer_mode)
+            fields |= {} if tables is None else {"tables": str(tables)}
+            times = request_times(simulate(fields, trace, _closed_loop(load.case, target)))
+            return {name: 1e3 * float(np.nanmean(times[name])) for name in ("tpot", "ttft")}
+
+        return predicted
+
+    return predict([_published(row, target, form) for row in rows], begin, progress)
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Absolute relative errors of a group of rows, %.
-
-    Attributes
-    ----------
-    group, metric
-        Name of the group; ``tpot`` or ``ttft``.
-    rows, median, p90, bias, middle
-        Number of unmarked rows, and their errors; ``bias`` is the signed mean, ``middle`` the
-        signed median.
-    all_rows, all_median, all_p90
-        The same including marked rows.
-    """
-
-    group: str
-    metric: str
-    rows: int
-    median: float
-    p90: float
-    bias: float
-    middle: float
-    all_rows: int
-    all_median: float
-    all_p90: float
-
-
-def silicon_errors(table: pa.Table, groups: Sequence[Sequence[str]] = GROUPS) -> list[Errors]:
-    """Return the errors of groups of rows.
-
-    Parameters
-    ----------
-    table
-        From :func:`predict_rows`.
-    groups
-        Sets of columns; each combination of their values is a group.
-    """
-    frame = table.to_pandas()
-    found = []
-    for by in groups:
-        parts = frame.groupby(list(by), sort=True) if by else [((), frame)]
-        for key, every in parts:
-            kept = every[every.excluded == ""]
-            if kept.empty:
-                continue
-            values = key if isinstance(key, tuple) else (key,)
-            name = ", ".join(f"{k} {v}" for k, v in zip(by, values, strict=True)) or "all"
-            for metric in ("tpot", "ttft"):
-                sizes = {len(rows): rows[f"{metric}_error"].abs() for rows in (kept, every)}
-                found.append(
-                    Errors(
-                        name,
-                        metric,
-                        len(kept),
-                        float(sizes[len(kept)].median()),
-                        float(sizes[len(kept)].quantile(0.9)),
-                        float(kept[f"{metric}_error"].mean()),
-                        float(kept[f"{metric}_error"].median()),
-                        len(every),
-                        float(sizes[len(every)].median()),
-                        float(sizes[len(every)].quantile(0.9)),
-                    )
-                )
-    return found
+def _published(row: MeasuredRun, target: MeasuredModel, form: Form) -> PublishedRow[Load]:
+    case, mode = row.case, tokenizer_mode(row.version, target.backend)
+    labels = {k: v for k, v in vars(case).items() if k != "prefill"}
+    labels |= {"kind": case.kind, "prefill_workers": case.prefill.count}
+    labels |= {"tokenizer_mode": mode if form.frontend else "", "version": row.version}
+    labels |= {"date": row.date, "excluded": row.excluded}
+    return PublishedRow(Load(case, mode), labels, {"tpot": row.tpot_ms, "ttft": row.ttft_ms}, {})
 
 
 def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
@@ -456,13 +356,12 @@ def worst_rows(table: pa.Table, n: int = 10) -> pa.Table:
     ``why`` names runs of an older vLLM (the tables are of 0.24); if empty, the error is not
     explained.
     """
-    frame = table.to_pandas()
-    frame = frame[frame.excluded == ""]
-    frame = frame.reindex(frame.tpot_error.abs().sort_values(ascending=False).index)[:n].copy()
+    frame = _unmarked(table, "tpot")
+    frame = frame.reindex(frame.error.abs().sort_values(ascending=False).index)[:n].copy()
     old = frame.date.between("2025", "2026")
     frame["why"] = old.map({True: "run of 2025, vLLM 0.10 or 0.11", False: ""})
     columns = ["gpu", "tensor_parallel_size", "input_len", "output_len", "concurrency"]
-    columns += ["date", "tpot_ms", "predicted_tpot_ms", "tpot_error", "why"]
+    columns += ["date", "measured_ms", "predicted_ms", "error", "why"]
     return pa.Table.from_pandas(frame[columns], preserve_index=False)
 
 
@@ -472,14 +371,55 @@ def growth_error(table: pa.Table, metric: str) -> float:
     Growth is relative to the lowest concurrency of each setting (GPU, parallelism, lengths) of the
     unmarked rows; NaN if no setting has two concurrencies.
     """
-    frame = table.to_pandas()
-    frame = frame[frame.excluded == ""]
+    frame = _unmarked(table, metric)
     sizes: list[float] = []
     worker = ["gpu", "tensor_parallel_size", "expert_parallel", "data_parallel_size"]
     worker += ["decode_workers", "prefill_workers"]
     for _, rows in frame.groupby([*worker, "input_len", "output_len"]):
-        mean = rows.groupby("concurrency")[[f"{metric}_ms", f"predicted_{metric}_ms"]].mean()
+        mean = rows.groupby("concurrency")[["measured_ms", "predicted_ms"]].mean()
         grown = mean / mean.iloc[0]
-        ratio = grown[f"predicted_{metric}_ms"] / grown[f"{metric}_ms"]
+        ratio = grown["predicted_ms"] / grown["measured_ms"]
         sizes += (100.0 * (ratio.iloc[1:] - 1.0)).abs().tolist()
     return float(np.mean(sizes)) if sizes else float("nan")
+
+
+def _unmarked(table: pa.Table, metric: str) -> Any:
+    frame = table.to_pandas()
+    return frame[(frame.excluded == "") & (frame.metric == metric)]
+
+
+def forms_table(
+    rows: Sequence[MeasuredRun],
+    target: MeasuredModel,
+    moe_kernel: str | None = None,
+    progress: Callable[[float], None] = lambda _share: None,
+) -> pa.Table:
+    """Predict all rows in every form.
+
+    Returns
+    -------
+    table
+        A row a form, group (all, each GPU, each GPU and tensor-parallel size) and metric: the
+        number of unmarked rows, and the median, 90th percentile and signed median of their errors.
+    """
+    records = []
+    for done, (name, form) in enumerate(FORMS.items()):
+
+        def part(share: float, done: int = done) -> None:
+            progress((done + share) / len(FORMS))
+
+        table = predict_rows(rows, target=target, moe_kernel=moe_kernel, form=form, progress=part)
+        groups = ((), ("gpu",), ("gpu", "tensor_parallel_size"))
+        records += [
+            {
+                "form": name,
+                "group": error.group,
+                "metric": error.metric,
+                "rows": error.rows,
+                "median": error.median,
+                "p90": error.p90,
+                "signed_median": error.middle,
+            }
+            for error in errors_of(table, groups)
+        ]
+    return pa.Table.from_pylist(records)

@@ -1,0 +1,190 @@
+"""Published runs beside their predictions: rows, one way to predict them, one table of errors.
+
+A row says what was run and what was measured. A source says how its configurations are simulated;
+it is given the configuration alone, so nothing can be fitted on what was measured.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.run import build_cluster
+from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.traces.workload import Workload
+
+C = TypeVar("C", bound=Hashable)
+#: Predicted figures of a configuration, ms, by name.
+Figures: TypeAlias = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class PublishedRow(Generic[C]):
+    """A published run.
+
+    Attributes
+    ----------
+    case
+        Its configuration: all that its prediction sees.
+    labels
+        What names it in a table.
+    measured
+        Figures, ms, by name.
+    others
+        Predictions of others: figures by name of the estimator.
+    """
+
+    case: C
+    labels: Mapping[str, Any]
+    measured: Mapping[str, float]
+    others: Mapping[str, Mapping[str, float]]
+
+
+def predict(
+    rows: Sequence[PublishedRow[C]],
+    begin: Callable[[Path], Callable[[C], Figures]],
+    progress: Callable[[float], None] = lambda _share: None,
+) -> pa.Table:
+    """Predict published runs.
+
+    Parameters
+    ----------
+    rows
+        The runs; those of one configuration are simulated once.
+    begin
+        Given a folder to work in, returns what predicts the figures of a configuration. Of these,
+        parts of another figure begin with ``part_``.
+    progress
+        Called with the share of configurations done.
+
+    Returns
+    -------
+    table
+        A row a run and figure: the labels, ``metric``, ``measured_ms``, ``predicted_ms``, ``error``
+        in %, the error of each other estimator, and the predicted parts, ms.
+    """
+    cases, found = list(dict.fromkeys(row.case for row in rows)), {}
+    with TemporaryDirectory() as folder:
+        figures_of = begin(Path(folder))
+        for done, case in enumerate(cases, 1):
+            found[case] = figures_of(case)
+            progress(done / len(cases))
+    records: list[dict[str, Any]] = []
+    for row in rows:
+        figures = found[row.case]
+        parts = {f"{k.removeprefix('part_')}_ms": v for k, v in figures.items() if "part_" in k}
+        for metric, measured in row.measured.items():
+            predicted = figures[metric]
+            assert predicted is not None
+            records.append(
+                {
+                    **row.labels,
+                    "metric": metric,
+                    "measured_ms": float(measured),
+                    "predicted_ms": predicted,
+                    "error": 100.0 * (predicted / measured - 1.0),
+                    **{
+                        f"{name}_error": 100.0 * (their[metric] / measured - 1.0)
+                        for name, their in row.others.items()
+                    },
+                    **parts,
+                }
+            )
+    return pa.Table.from_pylist(records)
+
+
+def shipped_rows(name: str) -> Iterator[list[dict[str, str]]]:
+    """Yield the lines of each run of a table of the package, one a figure.
+
+    They are next to each other and agree in what stands before ``metric``.
+    """
+    text = (files(__package__) / "rows" / f"{name}.csv").read_text(encoding="utf-8")
+    lines = list(csv.DictReader(text.splitlines()))
+    keys = list(lines[0])[: list(lines[0]).index("metric")]
+    for _, run in groupby(lines, key=lambda line: [line[key] for key in keys]):
+        yield list(run)
+
+
+def simulate(fields: Mapping[str, Any], trace: Path, workload: Workload) -> RunRecord:
+    """Return the run of requests on a configuration that replays a routing trace."""
+    common = {"policy": "round_robin", "gpu_memory_utilization": 0.9, "trace": str(trace)}
+    config = make_config({"num_requests": len(workload), **common, **fields})
+    return build_cluster(config, prepare(config), workload, (0.0, np.inf)).run()
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Absolute relative errors of a group of rows, %.
+
+    Attributes
+    ----------
+    group, metric
+        Name of the group, and of the figure.
+    rows, median, p90, bias, middle
+        Number of unmarked rows, and their errors; ``bias`` is the signed mean, ``middle`` the
+        signed median.
+    all_rows, all_median, all_p90
+        The same of all rows.
+    """
+
+    group: str
+    metric: str
+    rows: int
+    median: float
+    p90: float
+    bias: float
+    middle: float
+    all_rows: int
+    all_median: float
+    all_p90: float
+
+
+def errors_of(
+    table: pa.Table, groups: Sequence[Sequence[str]] = ((),), column: str = "error"
+) -> list[Errors]:
+    """Return the errors of groups of rows.
+
+    Parameters
+    ----------
+    table
+        From :func:`predict`; rows that its column ``excluded``, if any, names a reason for are
+        marked.
+    groups
+        Sets of columns; each combination of their values is a group.
+    column
+        The errors: ``error``, or another estimator's.
+    """
+    frame = table.to_pandas()
+    kept = frame["excluded"] == "" if "excluded" in frame else frame["metric"] != ""
+    found = []
+    for by in groups:
+        parts = frame.groupby(list(by), sort=True) if by else [((), frame)]
+        for key, every in parts:
+            values = key if isinstance(key, tuple) else (key,)
+            name = ", ".join(f"{k} {v}" for k, v in zip(by, values, strict=True)) or "all"
+            for metric, rows in every.groupby("metric", sort=False):
+                of, of_all = rows.loc[kept[rows.index], column], rows[column].abs()
+                if len(of):
+                    found.append(
+                        Errors(
+                            name, str(metric), len(of), *_size(of.abs()), float(of.mean()),
+                            float(of.median()), len(of_all), *_size(of_all),
+                        )
+                    )  # fmt: skip
+    return found
+
+
+def _size(errors: Any) -> tuple[float, float]:
+    """Return median and 90th percentile."""
+    return float(errors.median()), float(errors.quantile(0.9))
