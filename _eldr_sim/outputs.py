@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from eldr_sim.errors import InputError
 
-__all__ = ["whole_file", "whole_folder"]
+__all__ = ["whole_file", "whole_folder", "write_rows"]
 
 
 @contextmanager
@@ -86,3 +88,11 @@ def _named(out: Path, temporary: Path, field: str) -> Iterator[None]:
             raise
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise InputError(field, f"cannot write {out}: {reason}") from None
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows of equal keys, at least one, as CSV."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from eldr_sim.pictures import write_picture
+
 PLOTS = ("ttft_tpot_cdf", "tpot_over_time", "active_experts", "decoder_load")
 
 
@@ -26,17 +28,8 @@ def plot_writers(
 
     def writer(name: str) -> Callable[[Path], None]:
         def write(path: Path) -> None:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-
-            figure = Figure(figsize=(8.0, 4.0), layout="constrained")
-            FigureCanvasAgg(figure)
-            draw[name](figure)
-            figure.suptitle(
-                f"{summary['label']} (weakest provenance: {summary['weakest_provenance']})",
-                fontsize=10,
-            )
-            figure.savefig(path, dpi=120, metadata={"Software": None})
+            title = f"{summary['label']} (weakest provenance: {summary['weakest_provenance']})"
+            write_picture(path, draw[name], (8.0, 4.0), title=title)
 
         return write
 
@@ -74,7 +67,6 @@ def _cdfs(figure: Any, requests: pa.Table) -> None:
                     fontsize=8,
                 )
         axes.set(xlabel=f"{name}, ms", ylim=(0, 1))
-        axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("share of requests")
 
 
@@ -90,9 +82,7 @@ def _tpot_over_time(figure: Any, requests: pa.Table) -> None:
         for q, style in ((50, "-"), (99, "--")):
             line = [np.percentile(tpot[bins == b], q) for b in np.unique(bins)]
             axes.plot(middle, line, style, color="black", label=f"p{q}")
-        axes.legend()
     axes.set(xlabel="finish time, s", ylabel="TPOT, ms")
-    axes.grid(alpha=0.3)
 
 
 def _active_experts(figure: Any, steps: pa.Table) -> None:
@@ -103,8 +93,6 @@ def _active_experts(figure: Any, steps: pa.Table) -> None:
     sizes = np.unique(batch)
     axes.plot(sizes, [active[batch == b].mean() for b in sizes], color="black", label="mean")
     axes.set(xlabel="batch, requests", ylabel="distinct experts a MoE layer")
-    axes.legend()
-    axes.grid(alpha=0.3)
 
 
 def _decoder_load(figure: Any, requests: pa.Table, steps: pa.Table) -> None:

@@ -7,7 +7,6 @@ are rounded to 1e-6.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import write_rows
+from eldr_sim.pictures import write_picture
 from eldr_sim.policies.eldr.artifact import RoutingArtifact, fit_like
 from eldr_sim.policies.eldr.signature import TRANSFORMS, score_of
 from eldr_sim.policies.eldr.signature_quality import SignatureQuality, signature_quality
@@ -99,14 +100,14 @@ def signature_report(
         If ``out`` exists and may not be replaced, or cannot be written.
     """
     with result_folder(out, force) as folder:
-        parts: dict[str, tuple[list[Row], tuple[int, int], Callable[[Any], None]]] = {
-            "rho_by_transform": (transform_rows(fits), (1, 1), lambda f: draw_transforms(f, fits)),
-            "rho_by_layers": (layer_rows(fits), (1, 1), lambda f: draw_layers(f, fits)),
-            "signature_pca": (pca_rows(fits), (len(fits), 1), lambda f: draw_pca(f, fits)),
+        parts: dict[str, tuple[list[Row], int, Callable[[Any], None]]] = {
+            "rho_by_transform": (transform_rows(fits), 1, lambda f: draw_transforms(f, fits)),
+            "rho_by_layers": (layer_rows(fits), 1, lambda f: draw_layers(f, fits)),
+            "signature_pca": (pca_rows(fits), len(fits), lambda f: draw_pca(f, fits)),
         }
         for name, (rows, panels, draw) in parts.items():
-            _write_csv(folder / f"{name}.csv", rows)
-            _write_png(folder / f"{name}.png", panels, draw)
+            write_rows(folder / f"{name}.csv", rows)
+            write_picture(folder / f"{name}.png", draw, (6.5 * panels, 4.5))
         summary = {name: fit.artifact.summary() for name, fit in fits.items()}
         write_json(folder / "summary.json", summary)
         yield
@@ -177,23 +178,6 @@ def pca_rows(fits: Mapping[str, SignatureQuality]) -> list[Row]:
     return rows
 
 
-def _write_csv(path: Path, rows: list[Row]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _write_png(path: Path, panels: tuple[int, int], draw: Callable[[Any], None]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.5 * panels[0], 4.5 * panels[1]), layout="constrained")
-    FigureCanvasAgg(figure)
-    draw(figure)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-
-
 def draw_transforms(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
     """Draw a bar of rho for each transform and workload (Fig. 7)."""
     axes = figure.subplots()
@@ -212,8 +196,6 @@ def draw_transforms(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
     missing = [t for t in TRANSFORMS if t not in shown]
     note = f" (the trace has no scores for {' and '.join(missing)})" if missing else ""
     axes.set_title(f"Signature quality by transform, all layers{note}", fontsize=9)
-    axes.legend()
-    axes.grid(axis="y", alpha=0.3)
 
 
 def draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
@@ -242,8 +224,6 @@ def draw_layers(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
     axes.set(xlabel="layers kept by the greedy selection", ylabel="rho")
     transform = next(iter(fits.values())).artifact.transform
     axes.set_title(f"Signature quality by layers kept, {transform}", fontsize=9)
-    axes.legend()
-    axes.grid(alpha=0.3)
 
 
 def draw_pca(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
@@ -270,5 +250,3 @@ def draw_pca(figure: Any, fits: Mapping[str, SignatureQuality]) -> None:
             f"{own.transform}, {own.clustering}",
             fontsize=9,
         )
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)

@@ -7,7 +7,6 @@ the model.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.outputs import write_rows
+from eldr_sim.pictures import write_picture
 from eldr_sim.policies.eldr.signature import (
     decode_overlap,
     idf_weights,
@@ -275,44 +276,39 @@ def twin_report(
     """
     with result_folder(out, force) as folder:
         write_json(folder / "summary.json", about)
-        with (folder / "statistics.csv").open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["kind", "statistic", "real", "synthetic"])
-            for row in rows:
-                kind = "fitted" if row.fitted else "checked"
-                writer.writerow([kind, row.name, f"{row.real:.6g}", f"{row.synthetic:.6g}"])
+        lines = [
+            {
+                "kind": "fitted" if row.fitted else "checked",
+                "statistic": row.name,
+                "real": f"{row.real:.6g}",
+                "synthetic": f"{row.synthetic:.6g}",
+            }
+            for row in rows
+        ]
+        write_rows(folder / "statistics.csv", lines)
         _draw(folder / "distinct_experts.png", rows)
         yield
 
 
 def _draw(path: Path, rows: Sequence[TwinStatistic]) -> None:
-    from matplotlib.figure import Figure
-
     values = {row.name: row for row in rows}
     groups = [
         group
         for group in (*DOMAIN_MIXES, "all")
         if any(name.startswith(f"distinct experts, {group},") for name in values)
     ]
-    if not groups:
-        return
-    figure = Figure(figsize=(5 * len(groups), 4), layout="constrained")
-    for axes, group in zip(
-        np.atleast_1d(figure.subplots(1, len(groups), sharey=True)), groups, strict=True
-    ):
-        for name, colour in (("mixed", "C1"), ("one domain", "C0")):
-            own = [
-                (batch, values[key])
-                for batch in BATCH_SIZES
-                if (key := f"distinct experts, {group}, batch {batch}, {name}") in values
-            ]
-            batches = [batch for batch, _ in own]
-            axes.plot(batches, [r.real for _, r in own], f"{colour}o-", label=f"{name}, real")
-            axes.plot(
-                batches, [r.synthetic for _, r in own], f"{colour}x--", label=f"{name}, synthetic"
-            )
-        axes.set(xlabel="batch", ylabel="distinct experts a layer", title=group, xscale="log")
-        axes.set_xticks(BATCH_SIZES, [str(batch) for batch in BATCH_SIZES])
-        axes.legend()
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+        for axes, group in zip(panels, groups, strict=True):
+            for name, colour in (("mixed", "C1"), ("one domain", "C0")):
+                keys = {b: f"distinct experts, {group}, batch {b}, {name}" for b in BATCH_SIZES}
+                own = {batch: values[key] for batch, key in keys.items() if key in values}
+                for which, line in (("real", "o-"), ("synthetic", "x--")):
+                    at = [getattr(row, which) for row in own.values()]
+                    axes.plot(list(own), at, f"{colour}{line}", label=f"{name}, {which}")
+            axes.set(xlabel="batch", ylabel="distinct experts a layer", title=group, xscale="log")
+            axes.set_xticks(BATCH_SIZES, [str(batch) for batch in BATCH_SIZES])
+
+    if groups:
+        write_picture(path, draw, (5.0 * len(groups), 4.0))

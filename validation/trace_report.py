@@ -26,7 +26,6 @@ A folder, written whole or not at all: ``statistics.json`` (manifest, all of
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +34,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eldr_sim.outputs import write_rows
+from eldr_sim.pictures import write_picture
 from eldr_sim.policies.eldr.artifact import calibration_pairs
 from eldr_sim.policies.eldr.signature import idf_weights, select_layers, transformed
 from eldr_sim.policies.placement.grace import equal_groups
@@ -201,12 +202,9 @@ def write_trace_report(
         for name, (rows, draw) in parts.items():
             if not rows:
                 continue
-            with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
+            write_rows(folder / f"{name}.csv", rows)
             if plot:
-                _draw(folder / f"{name}.png", draw)
+                write_picture(folder / f"{name}.png", draw)
         write_json(folder / MARKER, report.as_dict())
 
 
@@ -285,8 +283,6 @@ def _draw_coactivation(figure: Any, found: dict[str, list[float]]) -> None:
         axes.plot(values, ".-", label=name)
     axes.set(xlabel="layer", ylabel=f"pairs inside {N_GROUPS} equal groups", ylim=(0, 1))
     axes.set_title("Pairs of a token's experts in one group")
-    axes.legend()
-    axes.grid(alpha=0.3)
 
 
 def _load_rows(statistics: TraceStatistics) -> list[Row]:
@@ -357,16 +353,6 @@ def _js(statistics: TraceStatistics) -> dict[tuple[str, str], float]:
     }
 
 
-def _draw(path: Path, draw: Callable[[Any], None]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    draw(figure)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-
-
 def _draw_heat(figure: Any, use: _Use, groups: dict[str, list[str]]) -> None:
     panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
     for axes, (group, names) in zip(panels, groups.items(), strict=True):
@@ -406,9 +392,7 @@ def _draw_distinct(figure: Any, statistics: TraceStatistics) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(batch, [str(b) for b in batch])
         axes.set(xlabel="batch", title=group)
-        axes.grid(alpha=0.3)
     panels[0].set_ylabel("distinct experts of a layer")
-    panels[0].legend()
 
 
 def _draw_copies(figure: Any, statistics: TraceStatistics) -> None:
@@ -422,8 +406,6 @@ def _draw_copies(figure: Any, statistics: TraceStatistics) -> None:
     axes.set(
         xlabel="batch", ylabel="requests beside a copy", title="Copies of a request in a batch"
     )
-    axes.legend()
-    axes.grid(alpha=0.3)
 
 
 def _draw_layers(figure: Any, statistics: TraceStatistics) -> None:
@@ -435,8 +417,6 @@ def _draw_layers(figure: Any, statistics: TraceStatistics) -> None:
         axes.plot(layers, found.conditional, f"C{i}o-", label=label)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="MoE layer", ylabel="entropy, bits", ylim=(0, None), title="Next layer")
-    axes.legend()
-    axes.grid(alpha=0.3)
 
 
 def _draw_js(figure: Any, statistics: TraceStatistics) -> None:
@@ -462,5 +442,3 @@ def _draw_phases(figure: Any, use: _Use, pearson: dict[str, float]) -> None:
     axes.axline((0, 0), slope=1, color="black", linewidth=0.8)
     axes.set(xlabel="share of prompt tokens", ylabel="share of generated tokens")
     axes.set_title("Prefill against decode (an untrained model is high here too)")
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from eldr_sim.kernel_profiles.profile.grid import FORCED, MoEPoint, held_out
 from eldr_sim.kernel_profiles.profile.table_fit import even_rows, expert_bytes
 from eldr_sim.kernel_profiles.tables.format import LatencyTable, load_table
+from eldr_sim.pictures import write_picture
 
 _BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -32,33 +34,28 @@ def plot_profile(out: Path, paths: Sequence[Path], summary: Mapping[str, Any]) -
     list of Path
         A picture a MoE table, named like it.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     written = []
     for path in paths:
         table = load_table(path)
         if table.metadata.kind != "moe":
             continue
-        figure = Figure(figsize=(12.0, 10.0), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots(3, 2)
-        _by_experts(axes[0, 0], table)
-        _by_batch(axes[0, 1], table)
-        _bandwidth(axes[1, 0], table, summary["copy_bandwidth"])
-        _roofline(axes[1, 1], table, summary["copy_bandwidth"], summary["gemm_flops"])
-        _coverage(axes[2, 0], table)
-        _skew(axes[2, 1], table)
-        meta = table.metadata
-        figure.suptitle(
-            f"{meta.device}: {meta.kernel_source}, {meta.dtype}, "
-            + ", ".join(f"{name} {value}" for name, value in meta.shape.items()),
-            fontsize=10,
-        )
-        target = out / f"{path.stem}.png"
-        figure.savefig(target, dpi=110, metadata={"Software": None})
+        meta, target = table.metadata, out / f"{path.stem}.png"
+        shape = ", ".join(f"{name} {value}" for name, value in meta.shape.items())
+        title = f"{meta.device}: {meta.kernel_source}, {meta.dtype}, {shape}"
+        draw = partial(_draw, table=table, summary=summary)
+        write_picture(target, draw, (12.0, 10.0), title=title, dpi=110)
         written.append(target)
     return written
+
+
+def _draw(figure: Any, table: LatencyTable, summary: Mapping[str, Any]) -> None:
+    axes = figure.subplots(3, 2)
+    _by_experts(axes[0, 0], table)
+    _by_batch(axes[0, 1], table)
+    _bandwidth(axes[1, 0], table, summary["copy_bandwidth"])
+    _roofline(axes[1, 1], table, summary["copy_bandwidth"], summary["gemm_flops"])
+    _coverage(axes[2, 0], table)
+    _skew(axes[2, 1], table)
 
 
 def _by_experts(axes: Any, table: LatencyTable) -> None:
@@ -69,7 +66,6 @@ def _by_experts(axes: Any, table: LatencyTable) -> None:
             order = np.argsort(distinct[at])
             axes.plot(distinct[at][order], latency[at][order] * 1e6, ".-", label=f"batch {tokens}")
     axes.set(xlabel="Distinct experts", ylabel="MoE layer, µs", title="Latency and experts")
-    axes.legend(fontsize=7)
 
 
 def _by_batch(axes: Any, table: LatencyTable) -> None:
@@ -81,7 +77,6 @@ def _by_batch(axes: Any, table: LatencyTable) -> None:
         axes.plot(batch[at][order], latency[at][order] * 1e6, ".-", label=f"{count:g} experts")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="Batch, tokens", ylabel="MoE layer, µs", title="Latency and batch")
-    axes.legend(fontsize=7)
 
 
 def _bandwidth(axes: Any, table: LatencyTable, roof: float) -> None:
@@ -95,7 +90,6 @@ def _bandwidth(axes: Any, table: LatencyTable, roof: float) -> None:
     axes.axhline(roof / 1e9, color="black", linewidth=0.8, label="copy bandwidth")
     axes.axhline(0.85 * roof / 1e9, color="black", linewidth=0.8, linestyle=":", label="85% of it")
     axes.set(xlabel="Distinct experts", ylabel="Weights read, GB/s", title="Achieved bandwidth")
-    axes.legend(fontsize=7)
 
 
 def _roofline(axes: Any, table: LatencyTable, bandwidth: float, flops: float) -> None:
@@ -140,7 +134,6 @@ def _coverage(axes: Any, table: LatencyTable) -> None:
     axes.plot(reach, np.minimum(owned, shape["top_k"] * reach), color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="Batch, tokens", ylabel="Distinct experts", title="Coverage (line: reachable)")
-    axes.legend(fontsize=7)
 
 
 def _skew(axes: Any, table: LatencyTable) -> None:
@@ -159,4 +152,3 @@ def _skew(axes: Any, table: LatencyTable) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="Batch, tokens", ylabel="Time over even load", title="Skewed load")
-    axes.legend(fontsize=7)

@@ -20,7 +20,6 @@ A folder, written whole or not at all:
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from typing import Any
 import pyarrow as pa
 
 from eldr_sim.errors import InputError
+from eldr_sim.outputs import write_rows
 from eldr_sim.simulator.results import result_folder
 from eldr_sim.validation.live.comparison import LiveComparison, compare_runs
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, read_calibration
@@ -96,7 +96,7 @@ def write_report(
             ("orders", document["orders"]),
         ):
             if rows:
-                _write_csv(folder / f"{name}.csv", rows)
+                write_rows(folder / f"{name}.csv", rows)
         (folder / "README.md").write_text(markdown(document), encoding="utf-8")
         progress(1.0)
     return document
@@ -208,10 +208,3 @@ def _json(value: Any, indent: str = "") -> str:
         lines = [inner + json.dumps(item, allow_nan=False) for item in value]
         return "[\n" + ",\n".join(lines) + f"\n{indent}]"
     return json.dumps(value, allow_nan=False)
-
-
-def _write_csv(path: Path, rows: Sequence[Row]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from eldr_sim.pictures import write_picture
 from eldr_sim.planning.intervals import mean_known
 from eldr_sim.validation.live.comparison import LiveComparison
 from eldr_sim.validation.live.engine_calibration import EngineCalibration, model_of
@@ -101,16 +102,11 @@ def draw_pictures(
 
 def _save(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
     """Draw a figure of ``size`` inches; write a PNG of 128 colours, coarser if it is large."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from PIL import Image
 
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    draw(figure)
     for dpi in (100, 80, 60):
         buffer, packed = io.BytesIO(), io.BytesIO()
-        figure.savefig(buffer, dpi=dpi, metadata={"Software": None})
+        write_picture(buffer, draw, size, dpi=dpi)
         picture = Image.open(buffer).convert("RGB")
         picture = picture.quantize(128, dither=Image.Dither.NONE)
         picture.save(packed, format="PNG", optimize=True)
@@ -137,7 +133,6 @@ def _cdfs(figure: Any, loads: Sequence[tuple[str, pd.DataFrame]]) -> None:
                 axes.set_xscale("log")
                 _plain_numbers(axes.xaxis, float(np.ptp(positive) / positive.min()))
             axes.set_ylim(0, 1)
-            axes.grid(alpha=0.3)
             axes.tick_params(labelsize=7)
         row[0].set_ylabel("share of requests", fontsize=8)
         row[len(_METRICS) // 2].set_title(load, fontsize=9)
@@ -176,8 +171,6 @@ def _steps(figure: Any, kinds: Sequence[tuple[str, pd.DataFrame, str, str]]) -> 
         said = f"error: median {median:.1f}%, p90 {most:.1f}%"
         above.set_title(f"{title}: {len(error):,} steps\n{said}", fontsize=9)
         figure.colorbar(dots, ax=[above, below], label=size_name)
-        for axes in (above, below):
-            axes.grid(alpha=0.3)
         for axis in (above.xaxis, above.yaxis):
             _plain_numbers(axis, high / low)
     grid[0, 0].set_ylabel("predicted step, ms")
@@ -215,7 +208,6 @@ def _components(figure: Any, rows: Sequence[Row]) -> None:
         axes.set_xticks(range(len(loads)), [str(i + 1) for i in range(len(loads))], fontsize=7)
         axes.tick_params(labelsize=7)
         axes.set_title("E2E" if name == "sum" else name, fontsize=9)
-        axes.grid(axis="y", alpha=0.3)
     panels[components[0]].set_ylabel("simulated less live, ms a request", fontsize=8)
     names = ",  ".join(f"{i}: {load}" for i, load in enumerate(loads, 1))
     figure.supxlabel(textwrap.fill(names, 150), fontsize=8)
@@ -267,8 +259,6 @@ def _distinct(
         ylim=(0, 1.05 * axes.get_ylim()[1]),
     )
     axes.title.set_fontsize(9)
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
 
 
 def _plain_numbers(axis: Any, ratio: float) -> None:

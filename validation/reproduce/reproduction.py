@@ -11,6 +11,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from eldr_sim.errors import InputError
+from eldr_sim.pictures import write_picture
 from eldr_sim.planning.runs.shared_runs import Runs, Search, Summary
 from eldr_sim.simulator.setup.config import make_config
 
@@ -186,12 +187,6 @@ def claims_table(reproductions: list[Reproduction]) -> pa.Table:
 
 def write_reproduction(folder: Path, reproduction: Reproduction) -> None:
     """Write a figure's picture (PNG) and table (CSV) into a folder."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.0, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    reproduction.draw(figure)
-    figure.suptitle(f"{reproduction.name.replace('_', ' ')}: {reproduction.title}", fontsize=10)
-    figure.savefig(folder / f"{reproduction.name}.png", dpi=120, metadata={"Software": None})
+    title = f"{reproduction.name.replace('_', ' ')}: {reproduction.title}"
+    write_picture(folder / f"{reproduction.name}.png", reproduction.draw, (10.0, 4.0), title=title)
     csv.write_csv(reproduction.table, folder / f"{reproduction.name}.csv")

@@ -68,8 +68,6 @@ def figure_2(model: str, gpu: str) -> Reproduction:
                 label=f"batch {b}",
             )
         axes.set(xlabel="active experts", ylabel="MoE layer, us", title=f"{model} on {gpu}")
-        axes.legend()
-        axes.grid(alpha=0.3)
 
     return Reproduction(
         "figure_2", "MoE latency by active experts", pa.Table.from_pylist(rows), claims, draw
@@ -111,8 +109,6 @@ def figure_3(trace: RoutingTrace) -> Reproduction:
         for domain, p, d, r in points:
             axes.plot(p, d, ".", markersize=3, alpha=0.5, label=f"{domain} r = {r:.2f}")
         axes.set(xlabel="share of prompt tokens", ylabel="share of generated tokens")
-        axes.legend(fontsize=8)
-        axes.grid(alpha=0.3)
 
     table = pa.table({"domain": [name for name, *_ in points], "pearson": [r for *_, r in points]})
     return Reproduction("figure_3", "Prefill against decode activation", table, claims, draw)
@@ -156,8 +152,6 @@ def figure_4(trace: RoutingTrace) -> Reproduction:
             for column in ("uniform", "mixed", "same_domain"):
                 axes.plot([r["batch"] for r in own], [r[column] for r in own], ".-", label=column)
             axes.set(xlabel="batch", title=group)
-            axes.legend()
-            axes.grid(alpha=0.3)
         figure.axes[0].set_ylabel("distinct experts a layer")
 
     return Reproduction(

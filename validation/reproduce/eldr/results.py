@@ -68,8 +68,6 @@ def _draw_lines(figure: Any, rows: list[dict[str, Any]], metrics: Sequence[str])
             name = metric.removesuffix("_ms").replace("_", " ")
             axes.set(title=f"{model}: {name}, ms")
             axes.title.set_fontsize(7)
-            axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=6)
 
 
 #: Policy, what it is compared with, metric, and the paper's range over its models, by workload.
@@ -169,8 +167,6 @@ def figure_13(runner: Runner, rates: Sequence[float]) -> Reproduction:
                 [s["mean_decode_batch"] for s in own], [s[ACTIVE] for s in own], ".-", label=policy
             )
         axes.set(xlabel="mean batch", ylabel="distinct experts a layer")
-        axes.legend()
-        axes.grid(alpha=0.3)
 
     return Reproduction("figure_13", "Active experts", pa.Table.from_pylist(rows), claims, draw)
 
@@ -241,9 +237,7 @@ def draw_variants(figure: Any, rows: list[dict[str, Any]]) -> None:
         axes.set_xticks(range(len(names)), names)
         axes.set(title=f"{metric.removesuffix('_tpot_ms')} TPOT")
         axes.axhline(0.0, color="black", linewidth=0.8)
-        axes.grid(alpha=0.3, axis="y")
     figure.axes[0].set_ylabel("% against round_robin")
-    figure.axes[0].legend(fontsize=6)
 
 
 def figure_14(
@@ -392,8 +386,6 @@ def table_2(runner: Runner, rates: Sequence[float]) -> Reproduction:
             axes.plot(range(len(rows)), [r[column] for r in rows], "o-", label=column)
         axes.set_xticks(range(len(rows)), [r["topology"] for r in rows])
         axes.set(ylabel="% against round_robin")
-        axes.legend()
-        axes.grid(alpha=0.3)
 
     return Reproduction(
         "table_2", "Topology generalisation", pa.Table.from_pylist(rows), claims, draw

@@ -81,7 +81,6 @@ def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
         axes = figure.subplots()
         axes.barh([row["component"] for row in rows], [row["ms"] for row in rows])
         axes.set(xlabel="ms", xscale="log")
-        axes.grid(alpha=0.3)
 
     return Reproduction("table_1", "Overheads", pa.Table.from_pylist(rows), claims, draw)
 
@@ -232,8 +231,6 @@ def figure_18(runner: Runner, rates: Sequence[float]) -> Reproduction:
                     label=f"{placement} placement",
                 )
             axes.set(xlabel="requests/s", ylabel=f"{metric.removesuffix('_ms')}, % of round_robin")
-            axes.grid(alpha=0.3)
-        figure.axes[0].legend()
 
     return Reproduction(
         "figure_18", "235B under expert parallelism", pa.Table.from_pylist(rows), claims, draw
@@ -288,9 +285,7 @@ def beyond(runner: Runner, rates: Sequence[float], seeds: Sequence[int]) -> Repr
                 )
             axes.set(xlabel="requests/s", title=workload)
             axes.axhline(0.0, color="black", linewidth=0.8)
-            axes.grid(alpha=0.3)
         figure.axes[0].set_ylabel("median TPOT, % of eldr")
-        figure.axes[0].legend()
 
     return Reproduction(
         "beyond", "marginal_cost and the oracle against eldr", pa.Table.from_pylist(rows), [], draw

@@ -83,7 +83,6 @@ def _draw_rates(figure: Any, pairs: Sequence[Pair]) -> None:
                 axes.plot(rates, [ours(s, metric) for _, s in own], "--", color=f"C{at}")
             axes.set(title=f"{model}: {_NAMES[metric]}, ms")
             axes.title.set_fontsize(7)
-            axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=6, title="measured; ours dashed", title_fontsize=6)
 
 
@@ -99,9 +98,7 @@ def _draw_variants(figure: Any, pairs: Sequence[Pair]) -> None:
         axes.bar(at + 0.2, [mine for mine, _ in both], 0.4, label="ours")
         axes.set(ylabel=f"{_NAMES[metric]}, % of rr")
         axes.axhline(0.0, color="black", linewidth=0.8)
-        axes.grid(alpha=0.3, axis="y")
     figure.axes[1].set_xticks(range(len(own)), names, fontsize=4)
-    figure.axes[0].legend()
 
 
 def errors(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
@@ -215,5 +212,3 @@ def _draw_errors(figure: Any, pairs: Sequence[Pair]) -> None:
         ends = [*axes.get_xlim(), *axes.get_ylim()]
         axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color="black", linewidth=0.8)
         axes.set(title=_NAMES[metric], xlabel="measured, ms", ylabel="ours, ms")
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=6)

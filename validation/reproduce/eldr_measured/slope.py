@@ -178,7 +178,6 @@ def slope(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
                     markersize=4,
                 )
             axes.set(title=model, xlabel="difference in distinct experts, all layers")
-            axes.grid(alpha=0.3)
         figure.axes[0].set_ylabel("difference in measured TPOT, ms (x: tiles differ)")
 
     return Reproduction(
@@ -239,8 +238,6 @@ def locality(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
         names = [f"{row['dataset']}\n{row['model']}\n{row['rate']:g}/s" for row in rows]
         axes.set_xticks(at, names, fontsize=4)
         axes.set(ylabel="median TPOT, eldr against rr, %")
-        axes.legend(fontsize=6)
-        axes.grid(alpha=0.3, axis="y")
 
     return Reproduction(
         "locality",

@@ -90,7 +90,6 @@ def _by_trace(
             own = [row for row in rows if row["trace"] == name]
             axes.plot([r[x[0]] for r in own], [r[y[0]] for r in own], ".-", label=name)
         axes.set(xlabel=x[1], ylabel=y[1])
-        axes.legend(fontsize=8)
 
     return draw
 

@@ -148,7 +148,6 @@ def _by_rate(
                 axes.plot([r["share"] for r in own], [r[metric] for r in own], ".-", label=system)
             axes.set(title=shape, xlabel="share of the knee")
         figure.axes[0].set_ylabel(f"{metric}, ms")
-        figure.axes[-1].legend(fontsize=6)
 
     heading = f"{title}; {experiment.source}"
     return Reproduction(name, heading, pa.Table.from_pylist(rows), claims, draw)
@@ -203,7 +202,6 @@ def paired_figure(
         axes.plot(np.arange(len(known)) + 0.12, known, "k_", markersize=20, label="paper")
         axes.set_xticks(np.arange(len(known)), list(experiment.scale.shapes))
         axes.set_ylabel("change against vLLM, %")
-        axes.legend(fontsize=8)
 
     return Reproduction(name, title, pa.Table.from_pylist(rows), claims, draw)
 

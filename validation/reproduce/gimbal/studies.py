@@ -161,7 +161,6 @@ def old_signals(experiment: Experiment) -> Reproduction:
                 own = [row for row in rows if row["policy"] == policy]
                 axes.plot([r["age_ms"] for r in own], [r[key] for r in own], ".-", label=policy)
             axes.set(xlabel="age of signals and completions, ms", ylabel=key, xscale="symlog")
-        figure.axes[1].legend(fontsize=6)
 
     title = "Old signals and the lock-step tax by balancer, 4 decode engines"
     return Reproduction("old_signals", title, pa.Table.from_pylist(rows), [], draw)

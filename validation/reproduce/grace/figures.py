@@ -440,9 +440,7 @@ def _draw_copied(figure: Any, rows: list[dict[str, Any]]) -> None:
             axes.plot([r["experts"] for r in own], [r["std_change"] for r in own], ".-", label=name)
         axes.set(xlabel="experts copied")
         axes.set_title(trace, fontsize=7)
-        axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("std of load against HG, %")
-    figure.axes[0].legend(fontsize=8)
 
 
 def _draw_groups(figure: Any, rows: list[dict[str, Any]]) -> None:
@@ -469,4 +467,3 @@ def _draw_cross(figure: Any, rows: list[dict[str, Any]]) -> None:
             axes.bar(np.arange(len(judged)) + i / 6, bars, 0.15, label=fitted)
         axes.set_xticks(np.arange(len(judged)), judged, fontsize=7)
         axes.set_title(f"{trace}: copies a token and layer", fontsize=7)
-        axes.legend(fontsize=6)

@@ -315,8 +315,6 @@ def _draw_lines(
         axes.plot([row[x] for row in own], [row[y] for row in own], ".-",
                   label=", ".join(map(str, key)))  # fmt: skip
     axes.set(xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
 
 
 def _draw_bars(figure: Any, rows: list[dict[str, Any]], x: str) -> None:

@@ -192,7 +192,6 @@ def figure_3() -> Reproduction:
         for name, gpu in gpus.items():
             axes.axhline(gpu_intensity(gpu), ls="--", label=name)
         axes.set(xlabel="tokens of a step", ylabel="FLOPs a byte")
-        axes.legend(fontsize=8)
 
     return Reproduction(
         "figure_3", "operational intensity of decode steps", pa.Table.from_pylist(rows), claims,
@@ -241,7 +240,6 @@ def figure_6(routings: list[Routing], n_batches: int) -> Reproduction:
             axes.plot([row["this_machine_us"] for row in own], ".-", label=choice)
         axes.axhline(116.3, ls="--", color="k", label="maximum flow, CPU (paper)")
         axes.set(xlabel="routing and ratio", ylabel="us a layer", yscale="log")
-        axes.legend(fontsize=8)
 
     return Reproduction(
         "figure_6", "what an optimal choice takes", pa.Table.from_pylist(rows), claims, draw

@@ -219,8 +219,6 @@ def _lines(ax: Any, found: Sequence[Point]) -> None:
                     ms=3, label=choice if ratio == 1.0 else f"{choice} {ratio}x",
                 )  # fmt: skip
     ax.set(xlabel="1 / TPOT, tokens/s", ylabel="tokens/s a GPU")
-    ax.legend(fontsize=6)
-    ax.grid(alpha=0.3)
 
 
 def figure_13(setup: Setup, routing: Routing, n_batches: int) -> Reproduction:

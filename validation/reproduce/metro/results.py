@@ -205,7 +205,6 @@ def _draw_bars(rows: Sequence[dict[str, Any]]) -> Any:
                     own = color.get(row["choice"], "tab:cyan")
                     ax.bar(at, row[metric] / base, 0.75 / len(mine), color=own)
             ax.set_ylabel(f"{_SHORT[metric]}, vs none")
-            ax.grid(alpha=0.3, axis="y")
         axes[0].set_title(
             "gray: no replicas; orange EPLB; blue METRO; cyan METRO, 26 us; by ratio", fontsize=8
         )
@@ -252,7 +251,6 @@ def figure_5(runner: Runner, case: Case, bursts: Sequence[int]) -> Reproduction:
         for ratio in (RATIOS[0], RATIOS[-1]):
             axes[0].plot(bursts, [ttft[b, ratio] for b in bursts], ".-", label=f"{ratio}x")
         axes[0].set(xlabel="prompts a GPU", ylabel="TTFT, ms")
-        axes[0].legend(fontsize=8)
         for ax, metric in zip(axes[1:], (TPOT, THROUGHPUT, BUSIEST), strict=True):
             ax.bar([f"{r['ratio']}x" for r in rows], [r[metric] for r in rows])
             ax.set_title(metric.replace("_", " "), fontsize=7)
@@ -360,7 +358,6 @@ def figure_11(runner: Runner, case: Case, ratios: Sequence[float]) -> Reproducti
             axes.bar(names, values, bottom=below, label=part)
             below = [b + v for b, v in zip(below, values, strict=True)]
         axes.set_ylabel("us a layer")
-        axes.legend(fontsize=8)
 
     return Reproduction(
         "figure_11", f"parts of a MoE layer: {case.name}", pa.Table.from_pylist(rows), claims, draw

@@ -191,7 +191,6 @@ def figure_8(routings: Sequence[Routing], n_batches: int) -> Reproduction:
             ax.set_xticks(range(len(mine)), [key[0] for key in mine], rotation=60, fontsize=6)
             ax.set_title(f"{ratio}x instances")
         axes[0].set_ylabel("activated experts, busiest GPU")
-        axes[0].legend(fontsize=8)
 
     return Reproduction(
         "figure_8", "activated experts of the busiest GPU, 32 tokens", pa.Table.from_pylist(rows),
@@ -270,9 +269,7 @@ def against_none(
                 ax.fill_between(at, low, high, alpha=0.12)
             ax.set(xscale="log", xlabel="tokens of the step", title=f"{ratio}x instances")
             ax.axhline(0, color="k", lw=0.5)
-            ax.grid(alpha=0.3)
         axes[0].set_ylabel("MoE time against one instance an expert, %")
-        axes[0].legend(fontsize=8)
 
     return Reproduction(
         name, "every choice against no replication (not in the paper)",

@@ -247,7 +247,6 @@ def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
             ax.bar(np.arange(3) + i / (len(labels) + 1), means, 1 / (len(labels) + 2), label=label)
         ax.set_xticks(range(3), ["sharing 0", "0.5", "1"])
         ax.set(ylabel="tokens/s", title=H100_FP8.name)
-        ax.legend(fontsize=6)
 
     return Reproduction(
         "figure_10", "routers on AsyncEP, 8 GPUs", pa.Table.from_pylist(rows), claims, draw
@@ -398,7 +397,6 @@ def figure_12(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
                         ".-", label=label)  # fmt: skip
             ax.set(title=regime, xlabel="GPUs")
         axes[0].set_ylabel("MFU, %")
-        axes[0].legend(fontsize=5)
 
     return Reproduction(
         "figure_12", "MFU by GPUs, H100 FP8 (no row: refused)", pa.Table.from_pylist(rows), claims,

@@ -143,7 +143,6 @@ def routers(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
                             [r["interval"] for r in own], label=label)  # fmt: skip
             ax.set(title=f"sharing {sharing:g}", xlabel="age of signals, ms", xscale="symlog")
         axes[0].set_ylabel("tokens/s")
-        axes[0].legend(fontsize=6)
 
     return _plain("routers", "routers by unit, sharing and age of signals; 8 H100 FP8", rows, draw)
 

@@ -85,7 +85,6 @@ def table_1() -> Reproduction:
                         label=strategy)  # fmt: skip
             ax.set(xscale="log", yscale="log", xlabel="tokens a GPU", title=precision)
         axes[0].set_ylabel("MB a GPU and layer")
-        axes[0].legend(fontsize=6)
 
     return Reproduction(
         "table_1", "bytes that a GPU sends for a layer, Qwen3-235B-A22B",
@@ -141,7 +140,6 @@ def figure_3() -> Reproduction:
                 ax.plot(BUDGETS, values, ".-", label=strategy.label)
             ax.set(xscale="log", xlabel="tokens of a step", title=cell.name)
         axes[0].set_ylabel("MFU, %")
-        axes[0].legend(fontsize=5)
 
     return Reproduction(
         "figure_3", "MFU by tokens of a step, 8 GPUs in closed form", pa.Table.from_pylist(rows),
