@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -94,14 +94,21 @@ class Claim:
 class Reproduction:
     """One figure or table of a paper, reproduced.
 
-    ``draw`` draws on a matplotlib figure; ``table`` holds its numbers.
+    ``draw`` draws on a matplotlib figure; ``rows`` hold its numbers.
     """
 
     name: str
     title: str
-    table: pa.Table
-    claims: list[Claim]
+    rows: Sequence[Mapping[str, Any]] | pa.Table
+    claims: Sequence[Claim]
     draw: Callable[[Any], None]
+
+    @property
+    def table(self) -> pa.Table:
+        """The rows."""
+        return (
+            self.rows if isinstance(self.rows, pa.Table) else pa.Table.from_pylist(list(self.rows))
+        )
 
 
 class Runner:

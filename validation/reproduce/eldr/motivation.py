@@ -69,9 +69,7 @@ def figure_2(model: str, gpu: str) -> Reproduction:
             )
         axes.set(xlabel="active experts", ylabel="MoE layer, us", title=f"{model} on {gpu}")
 
-    return Reproduction(
-        "figure_2", "MoE latency by active experts", pa.Table.from_pylist(rows), claims, draw
-    )
+    return Reproduction("figure_2", "MoE latency by active experts", rows, claims, draw)
 
 
 def figure_3(trace: RoutingTrace) -> Reproduction:
@@ -154,6 +152,4 @@ def figure_4(trace: RoutingTrace) -> Reproduction:
             axes.set(xlabel="batch", title=group)
         figure.axes[0].set_ylabel("distinct experts a layer")
 
-    return Reproduction(
-        "figure_4", "Same-domain against mixed batches", pa.Table.from_pylist(rows), claims, draw
-    )
+    return Reproduction("figure_4", "Same-domain against mixed batches", rows, claims, draw)

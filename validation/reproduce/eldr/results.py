@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pyarrow as pa
-
 from eldr_sim.planning.compare.policies import LOAD_BALANCERS
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.reproduction import Claim, Reproduction, Runner, percent
@@ -106,7 +104,7 @@ def main_results(
     return Reproduction(
         {"task": "figure_11", "language": "figure_12"}[workload],
         f"TPOT and TTFT, {workload} workload",
-        pa.Table.from_pylist(rows),
+        rows,
         claims,
         lambda figure: _draw_lines(figure, rows, (P50, P99, TTFT)),
     )
@@ -168,7 +166,7 @@ def figure_13(runner: Runner, rates: Sequence[float]) -> Reproduction:
             )
         axes.set(xlabel="mean batch", ylabel="distinct experts a layer")
 
-    return Reproduction("figure_13", "Active experts", pa.Table.from_pylist(rows), claims, draw)
+    return Reproduction("figure_13", "Active experts", rows, claims, draw)
 
 
 Cells = dict[tuple[str, str], list[float]]
@@ -215,9 +213,7 @@ def _of_variants(
     name: str, title: str, rows: list[dict[str, Any]], claims: list[Claim]
 ) -> Reproduction:
     """Return a figure of ELDR's variants."""
-    return Reproduction(
-        name, title, pa.Table.from_pylist(rows), claims, lambda figure: draw_variants(figure, rows)
-    )
+    return Reproduction(name, title, rows, claims, lambda figure: draw_variants(figure, rows))
 
 
 def draw_variants(figure: Any, rows: list[dict[str, Any]]) -> None:
@@ -387,6 +383,4 @@ def table_2(runner: Runner, rates: Sequence[float]) -> Reproduction:
         axes.set_xticks(range(len(rows)), [r["topology"] for r in rows])
         axes.set(ylabel="% against round_robin")
 
-    return Reproduction(
-        "table_2", "Topology generalisation", pa.Table.from_pylist(rows), claims, draw
-    )
+    return Reproduction("table_2", "Topology generalisation", rows, claims, draw)

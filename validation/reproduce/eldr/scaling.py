@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
@@ -82,7 +81,7 @@ def table_1(runner: Runner, trace: RoutingTrace) -> Reproduction:
         axes.barh([row["component"] for row in rows], [row["ms"] for row in rows])
         axes.set(xlabel="ms", xscale="log")
 
-    return Reproduction("table_1", "Overheads", pa.Table.from_pylist(rows), claims, draw)
+    return Reproduction("table_1", "Overheads", rows, claims, draw)
 
 
 def _decision_ms(trace: RoutingTrace) -> float:
@@ -165,13 +164,7 @@ def figure_17(runner: Runner) -> Reproduction:
             axes.set_xticks(range(len(rows)), names, fontsize=7)
             axes.set(ylabel=metric.removesuffix("_ms").replace("_", " ") + ", ms")
 
-    return Reproduction(
-        "figure_17",
-        "Prefix cache, GPT-OSS-120B",
-        pa.Table.from_pylist(rows),
-        claims,
-        draw,
-    )
+    return Reproduction("figure_17", "Prefix cache, GPT-OSS-120B", rows, claims, draw)
 
 
 def figure_18(runner: Runner, rates: Sequence[float]) -> Reproduction:
@@ -232,9 +225,7 @@ def figure_18(runner: Runner, rates: Sequence[float]) -> Reproduction:
                 )
             axes.set(xlabel="requests/s", ylabel=f"{metric.removesuffix('_ms')}, % of round_robin")
 
-    return Reproduction(
-        "figure_18", "235B under expert parallelism", pa.Table.from_pylist(rows), claims, draw
-    )
+    return Reproduction("figure_18", "235B under expert parallelism", rows, claims, draw)
 
 
 def beyond(runner: Runner, rates: Sequence[float], seeds: Sequence[int]) -> Reproduction:
@@ -287,6 +278,4 @@ def beyond(runner: Runner, rates: Sequence[float], seeds: Sequence[int]) -> Repr
             axes.axhline(0.0, color="black", linewidth=0.8)
         figure.axes[0].set_ylabel("median TPOT, % of eldr")
 
-    return Reproduction(
-        "beyond", "marginal_cost and the oracle against eldr", pa.Table.from_pylist(rows), [], draw
-    )
+    return Reproduction("beyond", "marginal_cost and the oracle against eldr", rows, [], draw)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.policies.eldr.artifact import fit
 from eldr_sim.policies.eldr.signature import Transform
@@ -73,7 +72,7 @@ def figure_7(fits: Fits) -> Reproduction:
     return Reproduction(
         "figure_7",
         "Signature quality by transform",
-        pa.Table.from_pylist(transform_rows(fits)),
+        transform_rows(fits),
         claims,
         lambda figure: draw_transforms(figure, fits),
     )
@@ -110,7 +109,7 @@ def figure_8(fits: Fits) -> Reproduction:
     return Reproduction(
         "figure_8",
         "Cumulative rho over layers",
-        pa.Table.from_pylist(layer_rows(fits)),
+        layer_rows(fits),
         claims,
         lambda figure: draw_layers(figure, fits),
     )
@@ -136,7 +135,7 @@ def figure_9(fits: Fits) -> Reproduction:
     return Reproduction(
         "figure_9",
         "Signatures and centroids",
-        pa.Table.from_pylist(pca_rows(fits)),
+        pca_rows(fits),
         claims,
         lambda figure: draw_pca(figure, fits),
     )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.validation.reproduce.eldr_measured.cells import (
     METRICS,
@@ -129,7 +128,7 @@ def errors(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
     return Reproduction(
         "errors",
         f"errors of the cells that nothing was fitted to, % ({kernels} kernels)",
-        pa.Table.from_pylist(rows),
+        rows,
         claims,
         lambda drawn: _draw_errors(drawn, pairs),
     )

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import ModelDims, load_model
@@ -183,7 +182,7 @@ def slope(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
     return Reproduction(
         "slope",
         "time of a distinct expert, from measured cells and the experts of our routing",
-        pa.Table.from_pylist(rows),
+        rows,
         claims,
         draw,
     )
@@ -239,10 +238,4 @@ def locality(runner: Runner, kernels: Kernels, quick: bool) -> Reproduction:
         axes.set_xticks(at, names, fontsize=4)
         axes.set(ylabel="median TPOT, eldr against rr, %")
 
-    return Reproduction(
-        "locality",
-        "locality and tiles in ELDR's measured gain",
-        pa.Table.from_pylist(rows),
-        [],
-        draw,
-    )
+    return Reproduction("locality", "locality and tiles in ELDR's measured gain", rows, [], draw)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.policies.placement.gimbal import anchored, linked_experts
 from eldr_sim.traces.routing.format import RoutingTrace, open_trace
@@ -76,7 +75,7 @@ def figure_3() -> Reproduction:
 
     draw = _by_trace(rows, ("layer", "layer"), ("cv", "variation of the experts' load"))
     title = "Expert activation by layer"
-    return Reproduction("figure_3", title, pa.Table.from_pylist(rows), claims, draw)
+    return Reproduction("figure_3", title, rows, claims, draw)
 
 
 def _by_trace(
@@ -134,7 +133,7 @@ def figure_4() -> Reproduction:
     load_of = "busier_gpu", "load of the busier GPU over the mean"
     draw = _by_trace(rows, ("pairs", "pairs of M a layer"), load_of)
     title = "Inter-layer affinity"
-    return Reproduction("figure_4", title, pa.Table.from_pylist(rows), claims, draw)
+    return Reproduction("figure_4", title, rows, claims, draw)
 
 
 def crossings(quick: bool) -> Reproduction:
@@ -183,4 +182,4 @@ def crossings(quick: bool) -> Reproduction:
         axes.legend(title="GPUs")
 
     title = "Crossings of token-expert pairs"
-    return Reproduction("crossings", title, pa.Table.from_pylist(rows), claims, draw)
+    return Reproduction("crossings", title, rows, claims, draw)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.planning.intervals import Interval
 from eldr_sim.planning.runs.shared_runs import Summary
@@ -150,7 +149,7 @@ def _by_rate(
         figure.axes[0].set_ylabel(f"{metric}, ms")
 
     heading = f"{title}; {experiment.source}"
-    return Reproduction(name, heading, pa.Table.from_pylist(rows), claims, draw)
+    return Reproduction(name, heading, rows, claims, draw)
 
 
 def paired_figure(
@@ -203,7 +202,7 @@ def paired_figure(
         axes.set_xticks(np.arange(len(known)), list(experiment.scale.shapes))
         axes.set_ylabel("change against vLLM, %")
 
-    return Reproduction(name, title, pa.Table.from_pylist(rows), claims, draw)
+    return Reproduction(name, title, rows, claims, draw)
 
 
 def figure_10(
@@ -226,7 +225,7 @@ def figure_10(
         axes.bar([r["shape"] for r in rows], [r["change_%"] for r in rows])
         axes.set_ylabel("output tokens/s against vLLM, %")
 
-    return Reproduction("figure_10", "Throughput", pa.Table.from_pylist(rows), claims, draw)
+    return Reproduction("figure_10", "Throughput", rows, claims, draw)
 
 
 def few_blocks(experiment: Experiment) -> Reproduction:
@@ -257,7 +256,7 @@ def few_blocks(experiment: Experiment) -> Reproduction:
 
     return Reproduction(
         "few_blocks", f"All systems with {FEW_BLOCKS} KV blocks an engine",
-        pa.Table.from_pylist(rows), [], draw,
+        rows, [], draw,
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.planning.intervals import t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
@@ -135,4 +134,4 @@ def _figure(
             axes.set_ylabel(column)
             axes.tick_params(axis="x", labelrotation=20, labelsize=7)
 
-    return Reproduction(name, title, pa.Table.from_pylist(rows), claims, draw)
+    return Reproduction(name, title, rows, claims, draw)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.planning.intervals import Interval, t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
@@ -95,7 +94,7 @@ def sjf_sign(experiment: Experiment) -> Reproduction:
             axes.set_title(f"{order}: wait / fcfs", fontsize=8)
 
     title = "Mean wait by queue order, by what binds and correlation of prompt and output"
-    return Reproduction("sjf_sign", title, pa.Table.from_pylist(rows), [], draw)
+    return Reproduction("sjf_sign", title, rows, [], draw)
 
 
 def _waits(requests: Any) -> tuple[float, float, float, float]:
@@ -163,7 +162,7 @@ def old_signals(experiment: Experiment) -> Reproduction:
             axes.set(xlabel="age of signals and completions, ms", ylabel=key, xscale="symlog")
 
     title = "Old signals and the lock-step tax by balancer, 4 decode engines"
-    return Reproduction("old_signals", title, pa.Table.from_pylist(rows), [], draw)
+    return Reproduction("old_signals", title, rows, [], draw)
 
 
 _TOGETHER = ("round_robin", "vllm_dp", "vllm_dp_kv", "gimbal:reading=prose", "marginal_cost")
@@ -204,7 +203,7 @@ def colocated(experiment: Experiment) -> Reproduction:
             axes.tick_params(labelsize=5)
 
     title = "Balancers of co-located engines that step together"
-    return Reproduction("colocated", title, pa.Table.from_pylist(rows), [], draw)
+    return Reproduction("colocated", title, rows, [], draw)
 
 
 #: Placements of one instance of every expert, and whether experts move.
@@ -260,7 +259,7 @@ def placements(experiment: Experiment) -> Reproduction:
             axes.tick_params(labelsize=6)
 
     title = "Placements at equal slots, and what relocation costs"
-    return Reproduction("placements", title, pa.Table.from_pylist(rows), [], draw)
+    return Reproduction("placements", title, rows, [], draw)
 
 
 def _group(runs: list[Summary], key: str) -> float:

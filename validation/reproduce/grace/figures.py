@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import Placement
@@ -107,7 +106,7 @@ def figure_1a(evaluation: Evaluation) -> Reproduction:
     return Reproduction(
         "figure_1a",
         "Strictness of groups and traffic",
-        pa.Table.from_pylist(rows),
+        rows,
         claims,
         lambda figure: _draw_bars(figure, rows, "grouping", ("between", "inside", "load_max")),
     )
@@ -151,7 +150,7 @@ def figure_1b(evaluation: Evaluation) -> Reproduction:
     return Reproduction(
         "figure_1b",
         "Which experts to copy to every GPU",
-        pa.Table.from_pylist(rows),
+        rows,
         claims,
         lambda figure: _draw_copied(figure, rows),
     )
@@ -218,7 +217,7 @@ def figure_3(evaluation: Evaluation) -> Reproduction:
     return Reproduction(
         "figure_3",
         "Load of groups after hierarchical grouping",
-        pa.Table.from_pylist(rows),
+        rows,
         claims,
         lambda figure: _draw_groups(figure, rows),
     )
@@ -309,7 +308,7 @@ def figure_5(evaluation: Evaluation) -> Reproduction:
     return Reproduction(
         "figure_5",
         "Components at 2 nodes x 2 GPUs",
-        pa.Table.from_pylist(rows),
+        rows,
         claims,
         lambda figure: _draw_bars(
             figure,
@@ -410,7 +409,7 @@ def figure_6(evaluation: Evaluation) -> Reproduction:
     return Reproduction(
         "figure_6",
         "Placements on other data sets",
-        pa.Table.from_pylist(rows),
+        rows,
         claims,
         lambda figure: _draw_cross(figure, rows),
     )

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
@@ -86,7 +85,7 @@ def homes(seeds: Sequence[int], quick: bool = False) -> Reproduction:
     return Reproduction(
         "homes",
         "Experts placed by the home of their requests, 2x2 H100",
-        pa.Table.from_pylist(rows),
+        rows,
         [],
         lambda figure: _draw(figure, rows),
     )

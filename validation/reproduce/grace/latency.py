@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.planning.runs.shared_runs import Summary
@@ -93,7 +92,7 @@ def figure_4(evaluation: Evaluation, runner: Runner) -> Reproduction:
     return Reproduction(
         "figure_4",
         "Ablation in one engine: MoE layer and end to end",
-        pa.Table.from_pylist(rows),
+        rows,
         claims,
         lambda figure: _draw_ladder(figure, rows),
     )
@@ -144,7 +143,7 @@ def pools(evaluation: Evaluation, runner: Runner) -> Reproduction:
     return Reproduction(
         "pools",
         "Prefill and decode workers placed apart, 2x2 + 2x2",
-        pa.Table.from_pylist(rows),
+        rows,
         [],
         lambda figure: _draw_pools(figure, rows[: len(words) ** 2]),
     )

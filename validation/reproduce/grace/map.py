@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll, build_all_to_all
@@ -78,7 +77,7 @@ def placement_map(evaluation: Evaluation) -> Reproduction:
     return Reproduction(
         "map",
         "Fastest placement by tokens a GPU and network, 2x2 H100",
-        pa.Table.from_pylist(rows),
+        rows,
         [],
         lambda figure: _draw_map(figure, rows),
     )
@@ -97,7 +96,7 @@ def bottleneck(evaluation: Evaluation) -> Reproduction:
     return Reproduction(
         "bottleneck",
         "Experts placed by the time of a layer, 2x2 H100",
-        pa.Table.from_pylist(rows),
+        rows,
         [],
         lambda figure: _draw_map(figure, rows),
     )

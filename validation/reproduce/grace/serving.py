@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.simulator.outcome.summary import summary_of
@@ -103,7 +102,7 @@ def replicas(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Repro
     return Reproduction(
         "replicas",
         "Redundant experts against KV blocks, 2x2 A100-40GB",
-        pa.Table.from_pylist(rows),
+        rows,
         [],
         lambda figure: _draw_lines(figure, rows, "redundant", "goodput", ("choice",)),
     )
@@ -136,7 +135,7 @@ def shared_nic(seeds: Sequence[int]) -> Reproduction:
     return Reproduction(
         "shared_nic",
         "KV transfers and expert traffic on one NIC, 2x2 + 2x2 RTX 4090",
-        pa.Table.from_pylist(table),
+        table,
         [],
         lambda figure: _draw_bars(figure, table, "node_gbit_s"),
     )
@@ -264,7 +263,7 @@ def relocation(runner: Runner, seeds: Sequence[int], quick: bool = False) -> Rep
     return Reproduction(
         "relocation",
         "Experts moved after a drift of domains, 2x2 RTX 4090",
-        pa.Table.from_pylist(rows),
+        rows,
         [],
         lambda figure: _draw_lines(figure, rows, "placement", "time_change", ("node_gbit_s",)),
     )

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pyarrow as pa
-
 from eldr_sim.planning.intervals import paired_percent
 from eldr_sim.traces.routing.format import REFERENCE_TRACE
 from eldr_sim.validation.reproduce.metro.results import BUSIEST, CHARGED, REAL, TPOT
@@ -68,6 +66,4 @@ def drift(runner: Runner, seeds: Sequence[int], waves: int) -> Reproduction:
         axes.barh([row["variant"] for row in rows], values, xerr=error)
         axes.set_xlabel("mean TPOT against EPLB's stale placement, %")
 
-    return Reproduction(
-        "drift", "a placement gone stale (not in the paper)", pa.Table.from_pylist(rows), [], draw
-    )
+    return Reproduction("drift", "a placement gone stale (not in the paper)", rows, [], draw)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.intensity import (
@@ -194,7 +193,7 @@ def figure_3() -> Reproduction:
         axes.set(xlabel="tokens of a step", ylabel="FLOPs a byte")
 
     return Reproduction(
-        "figure_3", "operational intensity of decode steps", pa.Table.from_pylist(rows), claims,
+        "figure_3", "operational intensity of decode steps", rows, claims,
         draw,
     )  # fmt: skip
 
@@ -241,9 +240,7 @@ def figure_6(routings: list[Routing], n_batches: int) -> Reproduction:
         axes.axhline(116.3, ls="--", color="k", label="maximum flow, CPU (paper)")
         axes.set(xlabel="routing and ratio", ylabel="us a layer", yscale="log")
 
-    return Reproduction(
-        "figure_6", "what an optimal choice takes", pa.Table.from_pylist(rows), claims, draw
-    )
+    return Reproduction("figure_6", "what an optimal choice takes", rows, claims, draw)
 
 
 def _microseconds(own: Routing, ratio: float, choice: str, batches: Any) -> float:

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-
 from eldr_sim.planning.intervals import Interval, paired_percent, t_interval
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.reproduction import Reproduction, Runner
@@ -98,7 +96,7 @@ def locality(runner: Runner, quick: bool = False) -> Reproduction:
     return Reproduction(
         "beyond_locality",
         "ELDR between groups, METRO inside them (Qwen3-30B-A3B, 4 groups of 8 H100)",
-        pa.Table.from_pylist(rows),
+        rows,
         [],
         lambda figure: _draw(figure, rows),
     )

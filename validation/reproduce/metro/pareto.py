@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.kernels.all_to_all import build_all_to_all, uniform_copies
@@ -191,9 +190,7 @@ def figure_12(cases: Sequence[tuple[Setup, Routing]], n_batches: int) -> Reprodu
             _lines(ax, found)
             ax.set_title(case, fontsize=8)
 
-    return Reproduction(
-        "figure_12", "decode throughput against latency", pa.Table.from_pylist(rows), claims, draw
-    )
+    return Reproduction("figure_12", "decode throughput against latency", rows, claims, draw)
 
 
 def _against_none(
@@ -245,5 +242,5 @@ def figure_13(setup: Setup, routing: Routing, n_batches: int) -> Reproduction:
 
     return Reproduction(
         "figure_13", f"layouts along the frontier: {setup.model}",
-        pa.Table.from_pylist([p._asdict() for p in line]), claims, draw,
+        [p._asdict() for p in line], claims, draw,
     )  # fmt: skip

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.validation.reproduce.metro.routing import Routing
@@ -256,9 +254,7 @@ def figure_5(runner: Runner, case: Case, bursts: Sequence[int]) -> Reproduction:
             ax.set_title(metric.replace("_", " "), fontsize=7)
 
     every = [{"prompts_a_gpu": None, **row} for row in rows]
-    return Reproduction(
-        "figure_5", f"EPLB's split: {case.name}", pa.Table.from_pylist(every + table), claims, draw
-    )
+    return Reproduction("figure_5", f"EPLB's split: {case.name}", every + table, claims, draw)
 
 
 def figure_9(runner: Runner, cases: Sequence[Case], ratios: Sequence[float]) -> Reproduction:
@@ -278,7 +274,7 @@ def figure_9(runner: Runner, cases: Sequence[Case], ratios: Sequence[float]) -> 
     ]  # fmt: skip
     return Reproduction(
         "figure_9", "Qwen3-30B on 8 A100-40GB (derived tables), 256 in flight",
-        pa.Table.from_pylist(rows), claims, _draw_bars(rows),
+        rows, claims, _draw_bars(rows),
     )  # fmt: skip
 
 
@@ -306,7 +302,7 @@ def figure_10(runner: Runner, cases: Sequence[Case], ratios: Sequence[float]) ->
     ]  # fmt: skip
     return Reproduction(
         "figure_10", "Qwen3-235B and DeepSeek-V3 on B200, 1,024 in flight",
-        pa.Table.from_pylist(rows), claims, _draw_bars(rows),
+        rows, claims, _draw_bars(rows),
     )  # fmt: skip
 
 
@@ -325,7 +321,7 @@ def figure_1(shown: Sequence[Reproduction]) -> Reproduction:
               "ratios)", -22, -11, max(tpot.values()), "%", 2.0, _span(tpot, True)),
     ]  # fmt: skip
     return Reproduction(
-        "figure_1", "METRO against EPLB's split at 1.5x", pa.Table.from_pylist(rows), claims,
+        "figure_1", "METRO against EPLB's split at 1.5x", rows, claims,
         _draw_bars(rows),
     )  # fmt: skip
 
@@ -359,6 +355,4 @@ def figure_11(runner: Runner, case: Case, ratios: Sequence[float]) -> Reproducti
             below = [b + v for b, v in zip(below, values, strict=True)]
         axes.set_ylabel("us a layer")
 
-    return Reproduction(
-        "figure_11", f"parts of a MoE layer: {case.name}", pa.Table.from_pylist(rows), claims, draw
-    )
+    return Reproduction("figure_11", f"parts of a MoE layer: {case.name}", rows, claims, draw)

@@ -8,7 +8,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.gpus import load_gpu
@@ -193,7 +192,7 @@ def figure_8(routings: Sequence[Routing], n_batches: int) -> Reproduction:
         axes[0].set_ylabel("activated experts, busiest GPU")
 
     return Reproduction(
-        "figure_8", "activated experts of the busiest GPU, 32 tokens", pa.Table.from_pylist(rows),
+        "figure_8", "activated experts of the busiest GPU, 32 tokens", rows,
         claims, draw,
     )  # fmt: skip
 
@@ -273,7 +272,7 @@ def against_none(
 
     return Reproduction(
         name, "every choice against no replication (not in the paper)",
-        pa.Table.from_pylist(rows), claims, draw,
+        rows, claims, draw,
     )  # fmt: skip
 
 

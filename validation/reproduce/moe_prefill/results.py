@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.planning.search.prefill import BUDGETS
@@ -155,7 +154,7 @@ def figure_9(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
 
     return Reproduction(
         "figure_9", "throughput of Table 2's requests (synthetic prefixes), 8 GPUs",
-        pa.Table.from_pylist(rows), claims, draw,
+        rows, claims, draw,
     )  # fmt: skip
 
 
@@ -248,9 +247,7 @@ def figure_10(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
         ax.set_xticks(range(3), ["sharing 0", "0.5", "1"])
         ax.set(ylabel="tokens/s", title=H100_FP8.name)
 
-    return Reproduction(
-        "figure_10", "routers on AsyncEP, 8 GPUs", pa.Table.from_pylist(rows), claims, draw
-    )
+    return Reproduction("figure_10", "routers on AsyncEP, 8 GPUs", rows, claims, draw)
 
 
 def _regime_rows(
@@ -340,7 +337,7 @@ def figure_11(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
         axes[0].set_ylabel("tokens/s")
 
     return Reproduction(
-        "figure_11", "prompts without shared prefixes, 8 H100 FP8", pa.Table.from_pylist(rows),
+        "figure_11", "prompts without shared prefixes, 8 H100 FP8", rows,
         claims, draw,
     )  # fmt: skip
 
@@ -399,6 +396,6 @@ def figure_12(runner: Runner, logs: Workloads, sizes: Sizes) -> Reproduction:
         axes[0].set_ylabel("MFU, %")
 
     return Reproduction(
-        "figure_12", "MFU by GPUs, H100 FP8 (no row: refused)", pa.Table.from_pylist(rows), claims,
+        "figure_12", "MFU by GPUs, H100 FP8 (no row: refused)", rows, claims,
         draw,
     )  # fmt: skip

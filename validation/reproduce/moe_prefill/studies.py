@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.traces.routing.bitsets import count_rows
@@ -28,7 +27,7 @@ _ASYNC = Strategy("async_ep").fields(8)
 def _plain(name: str, title: str, rows: Sequence[dict[str, Any]], draw: Callable[[Any], None]
            ) -> Reproduction:  # fmt: skip
     """Return a study: a table without claims."""
-    return Reproduction(name, title, pa.Table.from_pylist(list(rows)), [], draw)
+    return Reproduction(name, title, list(rows), [], draw)
 
 
 def _bars(rows: Sequence[dict[str, Any]], label: Callable[[dict[str, Any]], str], value: str
