@@ -200,7 +200,7 @@ def _row(split: _Split, by_seed: Sequence[float | None], low: float) -> Search[R
     """Return what is known of a split."""
     config = split.template.at(split.x, split.y)
     if split.bad > max(low, split.good * (1.0 + TOLERANCE)) and split.bad < math.inf:
-        reason = f"{split.good:.3g} to {split.bad:.3g}, less than the best"
+        reason = f"{split.good:.4g} to {split.bad:.4g}, less than the best"
         return (yield from carried_row(config, (), reason, beaten=True))
     return (yield from carried_row(config, by_seed, f"{low:.3g} req/s is too much"))
 
