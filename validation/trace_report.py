@@ -26,7 +26,7 @@ A folder, written whole or not at all: ``statistics.json`` (manifest, all of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ from eldr_sim.validation.grouping_gain import GroupingGain, grouping_gain, rho_b
 
 __all__ = ["TraceReport", "inspect_trace", "write_trace_report"]
 
-Row = dict[str, str | int | float]
+Row = dict[str, Any]
 #: A folder with this file holds a report, which ``force`` replaces.
 MARKER = "statistics.json"
 #: Groups that co-activation is measured in, as GPUs of one node would be.
@@ -180,12 +180,15 @@ def write_trace_report(
     """
     trace, statistics = report.trace, report.statistics
     groups = domain_groups(trace)
-    use = _Use.of(trace)
+    use, copies = _Use.of(trace), [asdict(each) for each in statistics.copies]
     parts: dict[str, tuple[list[Row], Callable[[Any], None]]] = {
         "expert_heatmap": (use.heat_rows(groups), lambda f: _draw_heat(f, use, groups)),
         "load_skew": (_load_rows(statistics), lambda f: _draw_load(f, statistics)),
         "distinct_experts": (_distinct_rows(statistics), lambda f: _draw_distinct(f, statistics)),
-        "copies": (_copy_rows(statistics), lambda f: _draw_copies(f, statistics)),
+        "copies": (
+            [asdict(each) for each in statistics.copies],
+            lambda f: _draw_copies(f, statistics),
+        ),
         "coactivation": (
             _coactivation_rows(report.coactivation),
             lambda f: _draw_coactivation(f, report.coactivation),
@@ -202,7 +205,11 @@ def write_trace_report(
         for name, (rows, draw) in parts.items():
             if not rows:
                 continue
-            write_rows(folder / f"{name}.csv", rows)
+            shown = [
+                {k: round(float(v), 6) if isinstance(v, float) else v for k, v in row.items()}
+                for row in rows
+            ]
+            write_rows(folder / f"{name}.csv", shown)
             if plot:
                 write_picture(folder / f"{name}.png", draw)
         write_json(folder / MARKER, report.as_dict())
@@ -239,42 +246,30 @@ class _Use:
         return ratio
 
     def heat_rows(self, groups: dict[str, list[str]]) -> list[Row]:
-        rows: list[Row] = []
-        for group, names in groups.items():
-            ratio = self.over_mean(names)
-            for (d, layer, expert), value in np.ndenumerate(ratio):
-                share = self.decode[self.names.index(names[d]), layer, expert]
-                rows.append(
-                    {
-                        "group": group,
-                        "domain": names[d],
-                        "layer": layer,
-                        "expert": expert,
-                        "share": round(float(share), 6),
-                        "over_mean": round(float(value), 4),
-                    }
-                )
-        return rows
+        return [
+            {"group": group, "domain": names[d], "layer": layer, "expert": expert}
+            | {"share": self.decode[self.names.index(names[d]), layer, expert], "over_mean": value}
+            for group, names in groups.items()
+            for (d, layer, expert), value in np.ndenumerate(self.over_mean(names))
+        ]
 
     def phase_rows(self) -> list[Row]:
         assert self.prompt is not None
         return [
-            {
-                "domain": self.names[d],
-                "layer": layer,
-                "expert": expert,
-                "prompt": round(float(value), 6),
-                "decode": round(float(self.decode[d, layer, expert]), 6),
-            }
+            {"domain": self.names[d], "layer": layer, "expert": expert, "prompt": value}
+            | {"decode": self.decode[d, layer, expert]}
             for (d, layer, expert), value in np.ndenumerate(self.prompt)
         ]
 
 
-def _coactivation_rows(found: dict[str, list[float]]) -> list[Row]:
+def _rows_of(**columns: Sequence[Any]) -> list[Row]:
     return [
-        {"layer": layer, **{name: round(values[layer], 6) for name, values in found.items()}}
-        for layer in range(len(found.get("affinity", [])))
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
+
+
+def _coactivation_rows(found: dict[str, list[float]]) -> list[Row]:
+    return _rows_of(layer=range(len(found["affinity"])), **found) if found else []
 
 
 def _draw_coactivation(figure: Any, found: dict[str, list[float]]) -> None:
@@ -286,21 +281,13 @@ def _draw_coactivation(figure: Any, found: dict[str, list[float]]) -> None:
 
 
 def _load_rows(statistics: TraceStatistics) -> list[Row]:
-    pairs = zip(statistics.load_max_over_mean, statistics.unused_experts, strict=True)
-    return [
-        {"layer": layer, "busiest_over_mean": round(load, 4), "unused_experts": unused}
-        for layer, (load, unused) in enumerate(pairs)
-    ]
+    load, unused = statistics.load_max_over_mean, statistics.unused_experts
+    return _rows_of(layer=range(len(load)), busiest_over_mean=load, unused_experts=unused)
 
 
 def _distinct_rows(statistics: TraceStatistics) -> list[Row]:
     return [
-        {
-            "group": entry.group,
-            "batch": entry.batch,
-            "batches_of": kind,
-            "distinct_experts": round(value, 4),
-        }
+        {"group": entry.group, "batch": entry.batch, "batches_of": kind, "distinct_experts": value}
         for entry in statistics.distinct_experts
         for kind, value in {
             "uniform": entry.uniform,
@@ -310,38 +297,21 @@ def _distinct_rows(statistics: TraceStatistics) -> list[Row]:
     ]
 
 
-def _copy_rows(statistics: TraceStatistics) -> list[Row]:
-    return [
-        {
-            "group": entry.group,
-            "batch": entry.batch,
-            "mixed": round(entry.mixed, 6),
-            "one_domain": round(entry.one_domain, 6),
-        }
-        for entry in statistics.copies
-    ]
-
-
 def _layer_rows(statistics: TraceStatistics) -> list[Row]:
     return [
-        {
-            "of": found.of,
-            "layer": layer,
-            "entropy_bits": round(entropy, 4),
-            "given_layer_before_bits": round(conditional, 4),
-        }
+        {"of": found.of} | row
         for found in statistics.next_layer
-        for layer, (entropy, conditional) in enumerate(
-            zip(found.entropy, found.conditional, strict=True), start=1
+        for row in _rows_of(
+            layer=range(1, len(found.entropy) + 1),
+            entropy_bits=found.entropy,
+            given_layer_before_bits=found.conditional,
         )
     ]
 
 
 def _js_rows(statistics: TraceStatistics) -> list[Row]:
-    return [
-        {"domain": a, "other": b, "js_bits": round(value, 6)}
-        for (a, b), value in _js(statistics).items()
-    ]
+    pairs = _js(statistics).items()
+    return [{"domain": a, "other": b, "js_bits": value} for (a, b), value in pairs]
 
 
 def _js(statistics: TraceStatistics) -> dict[tuple[str, str], float]:
