@@ -185,10 +185,7 @@ def write_trace_report(
         "expert_heatmap": (use.heat_rows(groups), lambda f: _draw_heat(f, use, groups)),
         "load_skew": (_load_rows(statistics), lambda f: _draw_load(f, statistics)),
         "distinct_experts": (_distinct_rows(statistics), lambda f: _draw_distinct(f, statistics)),
-        "copies": (
-            [asdict(each) for each in statistics.copies],
-            lambda f: _draw_copies(f, statistics),
-        ),
+        "copies": (copies, lambda f: _draw_copies(f, statistics)),
         "coactivation": (
             _coactivation_rows(report.coactivation),
             lambda f: _draw_coactivation(f, report.coactivation),
