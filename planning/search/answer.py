@@ -28,6 +28,7 @@ from eldr_sim.planning.slo import Objective, Verdict
 from eldr_sim.simulator.outcome.catalogue import label
 from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.outcome.metrics import warnings_of
+from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
 from eldr_sim.simulator.results import result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
@@ -312,7 +313,9 @@ class Answer(Shown):
         summary = self.best.trial.summaries[0]
         everywhere = [set(made.get("without_effect", ())) for _, made in self.runs.made()]
         idle = [
-            line for line in summary.get("without_effect", ()) if all(line in w for w in everywhere)
+            line
+            for line in summary.get("without_effect", ())
+            if all(line in each for each in everywhere) and not line.endswith(NO_TOKEN)
         ]
         own = warnings_of({**summary, "without_effect": idle})
         return (*([mixed] if len(found) > 1 else []), *own)
