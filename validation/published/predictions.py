@@ -116,9 +116,10 @@ def shipped_rows(name: str) -> Iterator[list[dict[str, str]]]:
         yield list(run)
 
 
-def simulate(fields: Mapping[str, Any], trace: Path, workload: Workload) -> RunRecord:
-    """Return the run of requests on a configuration that replays a routing trace."""
-    common = {"policy": "round_robin", "gpu_memory_utilization": 0.9, "trace": str(trace)}
+def simulate(fields: Mapping[str, Any], trace: Path | None, workload: Workload) -> RunRecord:
+    """Return the run of requests that replay a routing trace; None for a dense model."""
+    path = None if trace is None else str(trace)
+    common = {"policy": "round_robin", "gpu_memory_utilization": 0.9, "trace": path}
     config = make_config({"num_requests": len(workload), **common, **fields})
     return build_cluster(config, prepare(config), workload, (0.0, np.inf)).run()
 
