@@ -67,7 +67,7 @@ def test_bottom_up_tpot_of_gpt_oss_on_h200(concurrency, tpot_ms):
 
 def test_small_gemms_match_published_times():
     """H100, batch up to 128: QKV 10 us, O 10-11, router 5.1-5.4, lm_head 220-250."""
-    table = find_table("gemm", "H100")
+    table = find_table("gemm", "H100", dtype="bfloat16")
     assert table is not None
     gemm = GemmLatency.from_table(table)
     rows = np.array([1, 8, 64, 128])
@@ -98,7 +98,7 @@ def test_gemm_grids_meet_their_rows(shipped):
 
 
 def test_gemm_goes_on_past_its_grid_like_the_matrix_grows():
-    table = find_table("gemm", "H200")
+    table = find_table("gemm", "H200", dtype="bfloat16")
     assert table is not None
     gemm = GemmLatency.from_table(table)
     assert gemm.time_s(131072, 4096, 64) == pytest.approx(2 * gemm.time_s(65536, 4096, 64), rel=0.1)
@@ -265,7 +265,7 @@ def test_shared_experts_have_three_matrices():
     model = load_model("Qwen1.5-MoE-A2.7B")
     without = model.model_copy(update={"shared_intermediate_size": 0})
     more = _build(model).cost.dense_s - _build(without).cost.dense_s
-    gemm = GemmLatency.from_table(find_table("gemm", "H100"))
+    gemm = GemmLatency.from_table(find_table("gemm", "H100", dtype="bfloat16"))
     hidden, width, rows = model.hidden_size, model.shared_intermediate_size, np.array([1, 16, 64])
     pair = gemm.time_s(2 * width, hidden, rows) + gemm.time_s(hidden, width, rows)
     np.testing.assert_allclose(more[rows], model.n_moe_layers * pair)

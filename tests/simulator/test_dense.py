@@ -72,7 +72,7 @@ def test_a_dense_model_is_one_whose_experts_cost_nothing(
             np.testing.assert_array_equal(records[0].requests[name], records[1].requests[name])
     for pool in ("prefill_steps", "decode_steps"):
         moe, plain = (getattr(record, pool) for record in records)
-        for name in ("start", "end", "batch", "context", "chunk_tokens"):
+        for name in ("start", "end", "sequences", "context", "chunk_tokens"):
             np.testing.assert_array_equal(moe[name], plain[name])
 
 

@@ -326,7 +326,7 @@ def _in_rows(
                 float(row["end"]),
                 m,
                 int(row["active"]),
-                int(row["batch"]),
+                int(row["sequences"]),
             )
             for row, m in zip(rows, members, strict=True)
         ]
