@@ -82,7 +82,7 @@ def test_a_view_counts_prompts_that_are_computed_and_no_blocks_that_are_only_cac
     watcher, workload = Watcher(), make_workload([0.0, 2.5, 900.0], 33, 2)
     workload = replace(
         workload, prefix_block_tokens=4, prefix_hash=np.arange(24, dtype=np.uint64) + 1,
-        prefix_indptr=np.array([0, 8, 16, 24]), prefix_trace_request=np.zeros(24, np.int32),
+        prefix_indptr=np.array([0, 8, 16, 24]), prefix_text=np.zeros(24, np.int32),
     )  # fmt: skip
     cluster = make_cluster(
         workload, n_prefill=0, n_decode=1, decode_policy=watcher, max_num_batched_tokens=8,
