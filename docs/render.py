@@ -33,6 +33,7 @@ import click
 
 import eldr_sim
 from eldr_sim.cli.main import cli
+from eldr_sim.outputs import write_rows
 from eldr_sim.validation.reproduce.reproduction import Claim
 
 DOCS = Path(__file__).parent
@@ -83,14 +84,6 @@ def read() -> list[Row]:
     """Read the table."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def write(rows: list[Row]) -> None:
-    """Write the table."""
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def figure(text: str) -> str:
@@ -323,7 +316,7 @@ def main() -> None:
         take(rows, sys.argv[2], [Path(folder) for folder in sys.argv[3:]])
     for row in rows:
         row["direction"], row["size"] = judged(row)
-    write(rows)
+    write_rows(TABLE, rows)
     for page in pages():
         text = page.read_text(encoding="utf-8")
         page.write_text(page_with_tables(text, rows), encoding="utf-8")

@@ -111,7 +111,7 @@ def execute(world: Any, leader: int) -> float:
     row.busiest_pairs, row.pairs = np.int64(shared.busiest_pairs), np.int64(shared.pairs)
     for w in range(leader, leader + size):
         scratch.active[w], scratch.busiest[w] = shared.active, shared.busiest
-    return end  # type: ignore[no-any-return]
+    return float(end)
 
 
 class SharedLayers(NamedTuple):

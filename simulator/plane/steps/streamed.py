@@ -92,7 +92,7 @@ def execute(world: Any, leader: int) -> float:
         pool.streamed_s += end - start
         for w in range(leader, leader + size):
             workers[w].exit_s = end
-    return end  # type: ignore[no-any-return]
+    return float(end)
 
 
 @compiled()
