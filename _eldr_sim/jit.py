@@ -80,6 +80,7 @@ LINKED = (
     "policies.replicas.weighted",
     "policies.routing.marginal_cost",
     "policies.routing.unions",
+    "simulator.plane.choose",
     "simulator.plane.compiled",
     "simulator.plane.engine",
     "simulator.plane.events",

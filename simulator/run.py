@@ -34,7 +34,8 @@ from eldr_sim.policies.registry import (
     prefill_policy,
     queue_order,
 )
-from eldr_sim.simulator.control.cluster import Cluster, RunRecord
+from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import (
     MovableGroup,
     RelocationRule,

@@ -30,9 +30,11 @@ import simpy
 
 from eldr_sim.errors import InputError
 from eldr_sim.simulator.control.actions import Actions
+from eldr_sim.simulator.control.arrays import check_tables
 from eldr_sim.simulator.control.clock import Clock
-from eldr_sim.simulator.control.cluster import Cluster, RunRecord, check_tables
+from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.fault_processes import start_faults
+from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.plane import loop, state
 from eldr_sim.simulator.run import Result, build_cluster, offered_load, result_of
 from eldr_sim.simulator.setup.config import RunConfig
@@ -40,6 +42,9 @@ from eldr_sim.simulator.setup.fault_plan import POOLS, FaultPlan
 from eldr_sim.simulator.setup.prepare import prepare
 
 __all__ = ["Ended", "Pool", "Simulation", "Worker"]
+
+#: A worker that is to leave its pool is looked at so often whether it has nothing left, s.
+_LOOK_S = 0.01
 
 
 class Worker(NamedTuple):
@@ -82,7 +87,7 @@ class Pool:
     """The workers of a pool as they are now, by their engines where several are a worker."""
 
     def __init__(self, cluster: Cluster, number: int) -> None:
-        self._cluster, self._number = cluster, number
+        self._cluster = cluster
         pool = cluster.arrays.engines.pools[number]
         self._size = int(pool["group_size"])
         first, n = int(pool["first_worker"]), int(pool["n_workers"])
@@ -101,7 +106,7 @@ class Pool:
     @property
     def serving(self) -> list[Worker]:
         """The workers that routers may choose."""
-        healthy = self._cluster.routers[self._number].arrays.healthy[:: self._size]
+        healthy = self._cluster.arrays.routers[0].healthy[self._engines][:: self._size]
         return [Worker(self.name, number) for number in np.flatnonzero(healthy).tolist()]
 
     @property
@@ -117,7 +122,7 @@ class Pool:
     @property
     def loads(self) -> list[int]:
         """Requests in flight to each engine, as the router knows."""
-        loads: list[int] = self._cluster.routers[self._number].arrays.loads.tolist()
+        loads: list[int] = self._cluster.arrays.routers[0].loads[self._engines].tolist()
         return loads
 
     @property
@@ -136,6 +141,7 @@ class Control:
         self.acted = bool(plan.faults) or plan.cancel_s is not None
         self._waited: dict[int, simpy.Event] = {}
         self._drained: set[Worker] = set()
+        self._switching: set[Worker] = set()  # workers that leave their pool, and places kept
         cluster.on_end = self._ended
 
     def request(
@@ -197,6 +203,8 @@ class Control:
         Routers know of a new one ``health_delay_ms`` later.
         """
         engines = self._engines(worker)
+        if worker in self._switching:
+            raise InputError("start", f"{worker} is part of a switch", "a worker that is not")
         if worker in self._drained:
             self._drained.remove(worker)
             self.acts.avoid(engines, -1)
@@ -225,6 +233,69 @@ class Control:
         self._check_may_go("fail", worker)
         self.acts.die(engines)
         self.acts.later(self.acts.hear_of_death, engines)
+
+    def switch(self, worker: Worker, pool: str, seconds: float = 0.0) -> simpy.Event:
+        """Let a worker drain, and serve in another pool ``seconds`` after it has nothing left.
+
+        It has nothing left when its requests have ended or, where it hands them over, when their
+        KV caches have been fetched, which is looked at every 10 ms. It takes the first place of
+        the other pool where nobody is, and leaves its own; its KV cache is empty then.
+
+        Returns
+        -------
+        simpy.Event
+            Its value is the `Worker` that it is in the other pool, which serves; None if it has
+            died on the way.
+
+        Raises
+        ------
+        InputError
+            If it does not serve, the other pool has no place or workers of other GPUs, or a worker
+            that leaves is not simulated (as in `fail`).
+        """
+        engines, other = self._engines(worker), self.pool(pool)
+        if not 0.0 <= seconds < math.inf:
+            raise InputError("switch", f"{seconds:g} s", "0 s or more")
+        if worker.pool == pool:
+            raise InputError("switch", f"{worker} is in {pool}", "another pool")
+        spec = self._cluster.spec
+        sizes = {
+            (engine.step_time.gpu.name, engine.parallelism.n_gpus)
+            for engine in (spec.prefill, spec.decode)
+        }
+        if len(sizes) > 1:
+            raise InputError("switch", f"workers of {pool} have other GPUs than {worker}")
+        self._check_may_go("switch", worker)
+        free = [place for place in other if self._is_free(place)]
+        if not free:
+            raise InputError("switch", f"{pool} has no place free", 'absent=("decode:4",)')
+        self.drain(worker)
+        self._switching |= {worker, free[0]}
+        return self._env.process(self._switch(worker, engines, free[0], seconds))
+
+    def _is_free(self, place: Worker) -> bool:
+        return self._engines(place)[0] in self.acts.dead and place not in self._switching
+
+    def _switch(
+        self, worker: Worker, engines: range, place: Worker, seconds: float
+    ) -> Generator[simpy.Event, Any, Worker | None]:
+        try:
+            while engines[0] not in self.acts.dead and not self.acts.is_empty(engines):
+                yield self._env.timeout(_LOOK_S)
+            if engines[0] in self.acts.dead:
+                return None
+            self._drained.remove(worker)
+            self.acts.avoid(engines, -1)
+            self.acts.die(engines)
+            self.acts.hear_of_death(engines)
+            self._switching.remove(worker)
+            yield self._env.timeout(seconds)
+            target = self._engines(place)
+            self.acts.start(target)
+            self.acts.avoid(target, -1)
+            return place
+        finally:
+            self._switching -= {worker, place}
 
     def link(self, worker: Worker, share: float) -> None:
         """Let a worker's link for KV transfers have a share of its bandwidth, above 0."""
@@ -360,9 +431,5 @@ class Simulation:
         return result
 
     def _record(self) -> RunRecord:
-        live = self._cluster.requests
-        record = self._cluster.record(float(self.env.now))
-        record = replace(record, requests=record.requests.copy())
-        still = live["outcome"]
-        still[(still == state.OVERLOADED) | (still == state.AFTER_WINDOW)] = state.OPEN
+        record = self._cluster.record(float(self.env.now), self.cluster.acts)
         return self.cluster.acts.recorded(record) if self.cluster.acted else record

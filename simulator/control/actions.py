@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
-from eldr_sim.simulator.plane import events, loop, network, state
+from eldr_sim.simulator.plane import choose, events, loop, network, state
 from eldr_sim.simulator.plane.engine import make_workers
 from eldr_sim.simulator.plane.kv_cache import forget_blocks
 from eldr_sim.simulator.plane.router import with_more
@@ -29,7 +29,8 @@ from eldr_sim.simulator.plane.steps.group_step import move_group_end
 from eldr_sim.simulator.setup.fault_plan import FaultPlan
 
 if TYPE_CHECKING:
-    from eldr_sim.simulator.control.cluster import Cluster, RunRecord
+    from eldr_sim.simulator.control.cluster import Cluster
+    from eldr_sim.simulator.control.record import RunRecord
 
 _OF_REQUESTS = state.DISPATCH, state.TRANSFER_START, state.PROMPT_END
 _OF_ENGINES = state.BOUNDARY, state.STEP_START
@@ -42,8 +43,8 @@ def _detach(world: Any, request: int) -> None:
 
 
 @njit(_nrt=False)
-def _submit(world: Any, pool: int, request: int) -> None:
-    loop.submit(world.run.routers[pool], world.run.engines.requests, request)
+def _submit(world: Any, router: int, request: int) -> None:
+    choose.submit(world.run.routers[router], world.run.engines.requests, request)
 
 
 @njit(_nrt=False)
@@ -56,9 +57,8 @@ def _move_end(world: Any, first: int, n: int, seconds: float) -> None:
 
 
 @njit(_nrt=False)
-def _scale_link(world: Any, link: int, share: float) -> None:
-    run, settings = world.run, world.run.engines.settings[0]
-    network.scale(run.clock, run.events, run.net, link, share, settings.egress, settings.ingress)
+def _scale(world: Any, w: int, share: float) -> None:
+    network.scale(world.run.clock, world.run.events, world.run.net, w, share)
 
 
 class Actions:
@@ -115,12 +115,11 @@ class Actions:
 
     def avoid(self, engines: range, more: int) -> None:
         """Let the router of a worker avoid it for one reason more, or less."""
-        pool = int(self.pool_of[engines[0]])
-        router = self.cluster.routers[pool].arrays
+        router = self._router_of(engines[0])
         for w in engines:
             self.troubles[w] += more
-            router.healthy[w - self.pools[pool]["first_worker"]] = self.troubles[w] == 0
-        self._ask_again(pool)
+            router.healthy[w] = self.troubles[w] == 0
+        self._ask_again(router)
 
     def slow(self, engines: range, factor: float) -> None:
         """Let a worker's steps take so many times as long."""
@@ -128,11 +127,16 @@ class Actions:
             self.workers[w]["slowdown"] = factor
 
     def scale(self, engines: range, share: float) -> None:
-        """Let a worker's link have a share of its bandwidth."""
-        n_prefill, n_decode = self.pools["n_workers"].tolist()
+        """Let a worker's links have a share of their bandwidth."""
         for w in engines:
-            link = w + n_decode if w < n_prefill else w - n_prefill
-            _scale_link(self.cluster.world(), link, float(share))
+            _scale(self.cluster.world(), w, float(share))
+
+    def is_empty(self, engines: range) -> bool:
+        """Whether a worker has nothing to do, and no KV cache that a request needs."""
+        workers = self.workers[engines.start : engines.stop]
+        free = workers["n_blank"] + workers["n_idle"]
+        full = self.pools["n_blocks"][self.pool_of[engines.start]]
+        return bool((workers["n_waiting"] == 0).all() and (free == full).all())
 
     def hang(self, engines: range, seconds: float) -> None:
         """Let a worker stand still: whatever it does ends later."""
@@ -153,17 +157,17 @@ class Actions:
 
     def die(self, engines: range) -> None:
         """Let a worker lose all it has."""
-        cluster, pool = self.cluster, int(self.pool_of[engines[0]])
+        cluster = self.cluster
         self.make_room()
         if cluster.prefill_reports is not None:
             cluster.prefill_reports.tell(at_once=True)
         self._move_end(engines, np.inf)
         for request in [request for w in engines for request in self._done(w)]:
-            self._complete(request, pool)
+            self._complete(request)
         self._lose(engines)
         for w in engines:
             self._empty(w)
-        self._tell_lost_work(engines, pool)
+        self._tell_lost_work(engines)
         self.dead.add(engines[0])
 
     def hear_of_death(self, engines: range) -> None:
@@ -203,18 +207,15 @@ class Actions:
 
     def _lose_again(self, engines: range) -> None:
         """Take out the requests that have come to a worker since it died."""
-        self._tell_lost_work(engines, int(self.pool_of[engines[0]]))
+        self._tell_lost_work(engines)
         self._lose(engines)
 
     def _bound_to(self, engines: range) -> list[int]:
         """Return the requests that a worker's death takes along."""
-        pool = int(self.pool_of[engines[0]])
         sent = self.requests[: int(self.clock["sent"][0])]
-        worker = sent["decode_worker"] if pool else sent["prefill_worker"]
-        first = int(self.pools[pool]["first_worker"])
-        bound = (sent["outcome"] == state.OPEN) & np.isin(worker + first, engines) & (worker >= 0)
-        if pool == 0:
-            bound &= ~sent["kv_here"]
+        bound = np.isin(sent["worker"], engines)
+        bound |= np.isin(sent["source"], engines) & ~sent["kv_here"]
+        bound &= sent["outcome"] == state.OPEN
         return [r for r in np.flatnonzero(bound).tolist() if r not in self.lost]
 
     def _empty(self, w: int) -> None:
@@ -227,10 +228,10 @@ class Actions:
         forget_blocks(self.cluster.arrays.engines.kv, w)
         self._forget(_OF_ENGINES, (w,))
 
-    def _tell_lost_work(self, engines: range, pool: int) -> None:
-        """Let a prefill router that counts tokens know that a worker has none to compute."""
+    def _tell_lost_work(self, engines: range) -> None:
+        """Let a router that counts tokens know that a worker has none to compute."""
         reports = self.cluster.prefill_reports
-        if pool == 0 and reports is not None:
+        if reports is not None and self.pools["reports"][self.pool_of[engines[0]]]:
             reports.tell(at_once=True)
             for w in engines:
                 reports.listener.on_tokens(w, 1 << 40)
@@ -266,10 +267,7 @@ class Actions:
 
     def _place(self, request: int) -> tuple[int, int]:
         """Return the engine that runs a request, and its place there; -1: it does not run."""
-        record = self.requests[request]
-        w = int(record["prefill_worker"])
-        if record["decode_worker"] >= 0:
-            w = int(self.pools[1]["first_worker"] + record["decode_worker"])
+        w = int(self.requests["worker"][request])
         if w < 0:
             return w, -1
         n = int(self.workers[w]["batch"] + self.workers[w]["prefilling"])
@@ -279,10 +277,10 @@ class Actions:
     def _is_done(self, w: int, place: int) -> bool:
         """Whether a running sequence has got its last token with the step that ends now."""
         sequence = self.cluster.arrays.engines.sequences[w, place]
-        role = self.pools[self.pool_of[w]]["role"]
-        if role in (state.DECODE, state.COLOCATED):
+        then = self._then(w)
+        if then == state.HERE:
             return bool(sequence["tokens_left"] == 0)
-        return bool(role == state.PREFILL_ONLY and sequence["todo"] == 0)
+        return bool(then == state.NOBODY and sequence["todo"] == 0)
 
     def _done(self, w: int) -> list[int]:
         """Return the requests that have got their last token, if an engine's step ends now."""
@@ -292,44 +290,52 @@ class Actions:
         requests = self.cluster.arrays.engines.sequences[w]["request"][:n].tolist()
         return [request for place, request in enumerate(requests) if self._is_done(w, place)]
 
-    def _complete(self, request: int, pool: int) -> None:
+    def _complete(self, request: int) -> None:
         """End a request with the step whose last token it got."""
         record = self.requests[request]
         record["finish_s"] = self.now
-        role = self.pools[pool]["role"]
-        if role == state.COLOCATED:
-            record["prefill_end_s"] = record["decode_start_s"] = record["first_token_s"]
-        if role == state.PREFILL_ONLY:
+        if self._then(record["worker"]) == state.NOBODY:
             record["prefill_end_s"] = record["first_token_s"] = record["finish_s"]
-        self._hear_one(request, pool)
+        elif record["source"] < 0:
+            record["prefill_end_s"] = record["decode_start_s"] = record["first_token_s"]
+        self._hear_one(request, int(record["worker"]))
         self._give_up(request, state.COMPLETED)
 
-    def _ask_again(self, pool: int) -> None:
-        held = self.cluster.routers[pool].arrays.held[0]
-        held["to_ask"] = held["n"]
+    def _then(self, w: int) -> int:
+        """Return who goes on when a worker has computed a prompt."""
+        return int(self.pools["then"][self.pool_of[w]])
 
-    def _hear_one(self, request: int, pool: int) -> None:
+    def _router_of(self, w: int) -> choose.Router:
+        router: choose.Router = self.cluster.arrays.routers[
+            int(self.pools["router"][self.pool_of[w]])
+        ]
+        return router
+
+    def _ask_again(self, router: choose.Router) -> None:
+        router.record["to_ask"] = router.record["n"]
+
+    def _hear_one(self, request: int, w: int) -> None:
         """Let a router know now that a worker has one request less."""
-        record, arrays = self.requests[request], self.cluster.arrays
-        worker = record["decode_worker"] if pool else record["prefill_worker"]
-        arrays.routers[pool].loads[worker] -= 1
-        self._ask_again(pool)
-        if pool and arrays.engines.settings[0]["listens"]:
-            arrays.reported[int(self.clock["n_reported"][0])] = request, worker
+        router = self._router_of(w)
+        router.loads[w] -= 1
+        self._ask_again(router)
+        if router.record["hears_ends"][0]:
+            self.cluster.arrays.reported[int(self.clock["n_reported"][0])] = request, w
             self.clock["n_reported"] += 1
 
     def _hear(self, request: int) -> None:
         """Let the routers know that a request is nowhere any more."""
         record = self.requests[request]
-        if self.pools[0]["n_workers"] and record["prefill_worker"] >= 0:
-            n = int(self.clock["n_events"][0])
-            waiting = self.cluster.arrays.events[:n]
-            reports = (waiting["kind"] == state.REPORT) & (waiting["subject"] == 2 * request)
-            if record["prefill_end_s"] < 0.0 or reports.any():
-                self._forget((state.REPORT,), (2 * request,))
-                self._hear_one(request, 0)
-        if record["decode_worker"] >= 0:
-            self._hear_one(request, 1)
+        for w in (int(record["source"]), int(record["worker"])):
+            if w < 0:
+                continue
+            report = request * len(self.workers) + w  # of a prompt that it has computed
+            waiting = self.cluster.arrays.events[: int(self.clock["n_events"][0])]
+            reports = (waiting["kind"] == state.REPORT) & (waiting["subject"] == report)
+            handed_over = self._then(w) >= 0 and record["prefill_end_s"] >= 0.0
+            if not handed_over or reports.any():
+                self._forget((state.REPORT,), (report,))
+                self._hear_one(request, w)
 
     def _end(self, request: int, outcome: np.integer[Any]) -> None:
         record = self.requests[request]
@@ -346,7 +352,7 @@ class Actions:
 
     def _send_again(self, first: int) -> None:
         """Send the requests again that a worker has lost, or give them up."""
-        pool = 0 if self.pools[0]["n_workers"] else 1
+        entry = int(self.cluster.arrays.engines.settings["entry"][0])
         for request in sorted(r for r, by in self.lost.items() if by == first):
             del self.lost[request]
             self._hear(request)
@@ -359,14 +365,14 @@ class Actions:
             for name in state.TRY:
                 record[name] = -1
             record["kv_here"] = False
-            _submit(self.cluster.world(), pool, request)
+            _submit(self.cluster.world(), entry, request)
 
     def _keep_first_try(self, request: int) -> None:
         """Note the workers and times of a request that has its first token, once."""
         record = self.requests[request]
         if record["first_token_s"] < 0.0 or request in self.first_try:
             return
-        if not self.pools[0]["n_workers"]:  # a co-located worker notes them with the last token
+        if record["source"] < 0:  # who stays notes them with the last token
             record["prefill_end_s"] = record["decode_start_s"] = record["first_token_s"]
         self.first_try[request] = tuple(record[name] for name in state.TRY)
 
@@ -379,7 +385,8 @@ class Actions:
             return False
         size = self.cluster.arrays.engines.settings[0]["block_size"]
         context = record["prompt_len"] + record["generated"]
-        return bool(context <= self.pools[0]["n_blocks"] * size)
+        entry = self.pools["router"] == self.cluster.arrays.engines.settings["entry"][0]
+        return bool(context <= self.pools["n_blocks"][entry].min() * size)
 
     # --- the end of the run ---
 
@@ -393,27 +400,25 @@ class Actions:
             self._end(request, state.NO_WORKER)
         return bool(waits)
 
-    def recorded(self, record: RunRecord) -> RunRecord:
-        """Return a run's record without the steps that were cut, and with what was sent again.
-
-        Workers and times of a request up to its first token are those of the try that gave it.
-        """
-        requests = record.requests.copy()
+    def restore(self, requests: NDArray[np.void]) -> None:
+        """Give requests the workers and times of the try that gave their first token."""
         for request, progress in self.first_try.items():
             for name, value in zip(state.TRY, progress, strict=True):
                 requests[name][request] = value
+
+    def recorded(self, record: RunRecord) -> RunRecord:
+        """Return a run's record without the steps that were cut, and with how often it retried."""
 
         def whole(log: NDArray[np.void], end: str) -> NDArray[np.void]:
             return np.asarray(log[np.isfinite(log[end])])
 
         return replace(
             record,
-            requests=requests,
             prefill_steps=whole(record.prefill_steps, "end"),
             decode_steps=whole(record.decode_steps, "end"),
             prefill_group_steps=whole(record.prefill_group_steps, "end"),
             decode_group_steps=whole(record.decode_group_steps, "end"),
             gaps=whole(record.gaps, "resumed_s"),
-            retries=np.array([self.retries[r] for r in range(len(requests))], np.int32),
+            retries=np.array([self.retries[r] for r in range(len(record.requests))], np.int32),
             faults=self.plan.faults,
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.base import (
-    CompletionListener,
     DecodePolicy,
     PrefillListener,
     PrefillPolicy,
@@ -26,17 +24,24 @@ from eldr_sim.policies.base import (
 )
 from eldr_sim.references import Reference
 from eldr_sim.simulator.control.actions import Actions
+from eldr_sim.simulator.control.arrays import (
+    check_tables,
+    link_rates,
+    make_pools,
+    make_requests,
+)
 from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
+from eldr_sim.simulator.control.record import RunRecord, with_columns
 from eldr_sim.simulator.control.relocation import RELOCATION, Relocations
-from eldr_sim.simulator.plane import loop, state
+from eldr_sim.simulator.plane import choose, loop, state
 from eldr_sim.simulator.plane.compiled import Callback, address_of
 from eldr_sim.simulator.plane.engine import Engines, make_workers
 from eldr_sim.simulator.plane.front_end import make_front_end, most_at_once, no_front_end
 from eldr_sim.simulator.plane.kv_cache import make_kv_cache
 from eldr_sim.simulator.plane.network import make_network
 from eldr_sim.simulator.plane.prefill_reports import PrefillReports
-from eldr_sim.simulator.plane.router import PolicyRouter, with_more, with_room
+from eldr_sim.simulator.plane.router import PolicyRouter, make_fleet, with_more, with_room
 from eldr_sim.simulator.plane.steps import group_step, plain, streamed
 from eldr_sim.simulator.plane.steps.executor import Scratch
 from eldr_sim.simulator.plane.steps.expert_loads import make_expert_loads
@@ -49,8 +54,8 @@ from eldr_sim.simulator.plane.steps.group_state import (
     no_groups,
     no_replicas,
 )
-from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
-from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
+from eldr_sim.simulator.setup.fault_plan import FaultPlan
 from eldr_sim.simulator.setup.replay import Replay
 from eldr_sim.simulator.setup.streaming import make_prompt_layers
 from eldr_sim.traces.requests.prefixes import Ranges, clip_ranges, join_ranges
@@ -58,58 +63,6 @@ from eldr_sim.traces.workload import Workload
 
 #: Events after which the loop comes back for progress and Ctrl-C.
 _EVENTS_A_CALL = 1 << 17
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What happened.
-
-    Attributes
-    ----------
-    requests
-        ``state.REQUEST``, every request that arrived, in order of arrival.
-    prefill_steps, decode_steps
-        ``state.STEP``, in the order in which they began: the steps of prefill workers that ended,
-        and those of decode (or co-located) workers.
-    prefill_group_steps, decode_group_steps
-        ``state.GROUP_STEP``: the steps of engines that share experts. ``n_busy`` records of
-        ``prefill_steps`` or ``decode_steps`` belong to each, in order.
-    gaps
-        ``state.GAP``, where preemption came between two tokens.
-    relocations
-        ``relocation.RELOCATION``: whenever experts moved.
-    streamed_s, stall_s
-        Seconds that steps took which streamed weights, and of which they waited for these.
-    retries, faults
-        How often each request was sent again, None where nothing went wrong; what did.
-    window
-        The measured window, s.
-    end_s
-        When the run ended.
-    """
-
-    requests: NDArray[np.void]
-    prefill_steps: NDArray[np.void]
-    decode_steps: NDArray[np.void]
-    prefill_group_steps: NDArray[np.void]
-    decode_group_steps: NDArray[np.void]
-    gaps: NDArray[np.void]
-    relocations: NDArray[np.void]
-    window: tuple[float, float]
-    end_s: float
-    streamed_s: float = 0.0
-    stall_s: float = 0.0
-    retries: NDArray[np.int32] | None = None
-    faults: tuple[Fault, ...] = ()
-
-    @property
-    def completed(self) -> NDArray[np.bool_]:
-        """Which requests generated all their tokens."""
-        return np.asarray(self.requests["outcome"] == state.COMPLETED)
-
-    def outcomes(self) -> list[str]:
-        """Return how each request ended, see `state.OUTCOMES`."""
-        return [state.OUTCOMES[code] for code in self.requests["outcome"].tolist()]
 
 
 class Cluster:
@@ -171,15 +124,15 @@ class Cluster:
         self.signatures = signatures
         self.window = window
         self.time_limit_s = time_limit_s
-        self.requests = _requests(spec, workload, replay, window)
+        self.requests = make_requests(spec, workload, replay, window)
         if queue_keys is not None:
             self.requests["queue_key"] = queue_keys
+        n, fleet = spec.n_prefill, make_fleet(spec.n_prefill + spec.n_decode)
         self.routers = (
-            PolicyRouter(prefill_policy, spec.n_prefill, workload),
-            PolicyRouter(decode_policy, spec.n_decode, workload),
+            PolicyRouter(prefill_policy, fleet, range(n), workload),
+            PolicyRouter(decode_policy, fleet, range(n, n + spec.n_decode), workload),
         )
-        self._listener = decode_policy if isinstance(decode_policy, CompletionListener) else None
-        self._prefill_listens = isinstance(prefill_policy, PrefillListener)
+        self._listens = any(router.arrays.record["hears_ends"][0] for router in self.routers)
         self._heard = 0
         self._failure: BaseException | None = None
         #: The control plane's environment, and what it is told of requests that it watches.
@@ -187,7 +140,7 @@ class Cluster:
         self.on_end: Callable[[int], None] | None = None
         # A weak reference: the callback must not keep the cluster, and its arrays, alive.
         myself = weakref.ref(self)
-        self._callback = Callback(lambda pool, request: _decided(myself, pool, request))
+        self._callback = Callback(lambda asked, request: _decided(myself, asked, request))
         self.logs: tuple[NDArray[np.void], ...] = (
             np.zeros(1 << 14, state.STEP),
             np.zeros(1 << 16, state.STEP),
@@ -196,6 +149,7 @@ class Cluster:
         self.group_logs = tuple(np.zeros(1 << (12 if g else 0), state.GROUP_STEP) for g in grouped)
         self.gaps = np.zeros(1 << 12, state.GAP)
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
+        self._takes_over = frozenset(self.arrays.engines.pools["then"].tolist())
         self.prefill_reports: PrefillReports | None = None
         if isinstance(prefill_policy, PrefillListener):
             stale = spec.signal_interval_s > 0
@@ -208,7 +162,7 @@ class Cluster:
             relocations.bind(self.arrays.masks, replicas)
         self.groups = self._groups(replicas) if any(grouped) else None
         layout, steps, self.layers = spec.prefill.layout, spec.prefill.step_time, None
-        if spec.n_prefill and layout is not None and layout.has_steps_of_its_own:
+        if layout is not None and self.arrays.engines.pools["by_layers"].any():
             self.layers = make_prompt_layers(
                 layout, steps.n_moe_layers, spec.n_prefill, steps.cost.n_experts
             )
@@ -233,7 +187,10 @@ class Cluster:
             check_tables(engine, min(longest, spec.max_model_len))
         n_requests, width = len(self.requests), replay.bits.shape[1]
         self._most_seqs = most_seqs = max(spec.prefill.max_num_seqs, spec.decode.max_num_seqs)
-        pools = _pools(spec, self.workload, prompts is not None)
+        pools = make_pools(spec, self.workload, prompts is not None)
+        for pool in pools:
+            pool["reports"] = isinstance(self.routers[pool["router"]].policy, PrefillListener)
+        last = pools["first_worker"] + pools["n_workers"]
         pool_of = np.repeat([0, 1], [spec.n_prefill, spec.n_decode])
         clock = np.zeros(1, state.CLOCK)
         clock["open_measured"] = int(self.requests["measured"].sum())
@@ -262,13 +219,13 @@ class Cluster:
                     spec.block_size,
                     max(spec.prefill.n_blocks, spec.decode.n_blocks),
                     n_workers if pools["prefix_caching"].any() else 0,
-                    spec.n_prefill if self._prefill_listens else 0,
+                    int(last[pools["reports"]].max(initial=0)),
                 ),
                 pending=np.zeros((most_seqs + most_at_once(spec.front_end) + 1, 2), np.int64),
             ),
-            routers=(self.routers[0].arrays, self.routers[1].arrays),
-            net=make_network(n_requests, n_workers),
-            reported=np.zeros((n_requests, 2), np.int32),
+            routers=tuple(router.arrays for router in self.routers),
+            net=make_network(n_requests, link_rates(spec)),
+            reported=np.zeros((n_requests * len(self.routers), 2), np.int32),
             bits=replay.bits,
             masks=masks,
             prompts=no_prompts() if prompts is None else prompts,
@@ -314,10 +271,9 @@ class Cluster:
         settings["n_kv_tensors"] = model.n_kv_tensors
         settings["setup_s"] = spec.transfer.setup_s
         settings["descriptor_s"] = spec.transfer.descriptor_s
-        settings["egress"], settings["ingress"] = spec.transfer.bandwidth, spec.transfer.ingress
         settings["prefix_block_tokens"] = workload.prefix_block_tokens
-        settings["listens"] = self._listener is not None
-        settings["prefill_listens"] = self._prefill_listens
+        settings["n_routers"] = len(self.routers)
+        settings["entry"] = 0 if spec.n_prefill else 1
         settings["front_end"] = spec.front_end is not None
         settings["decide"] = self._callback.address
         return settings
@@ -343,7 +299,7 @@ class Cluster:
                 end_s = float(clock["now"][0])
         if progress is not None:
             progress(1.0)
-        record = self.record(end_s)
+        record = self.record(end_s, acts)
         return record if acts is None else acts.recorded(record)
 
     def check_left(self, acts: Actions | None) -> None:
@@ -399,7 +355,7 @@ class Cluster:
     def _check_held(self) -> None:
         """Raise InputError if a router holds requests that nothing will make it ask for again."""
         for router in self.routers:
-            if n := int(router.arrays.held["n"][0]):
+            if n := int(router.arrays.record["n"][0]):
                 problem = f"{router.policy.name!r} holds {n} requests and no other is left to end"
                 raise InputError("policy", problem, "a policy that places the last requests, too")
 
@@ -412,18 +368,24 @@ class Cluster:
         self.group_logs = tuple(map(with_room, self.group_logs, group_steps.tolist()))
         self.gaps = with_room(self.gaps, int(gaps))
 
-    def record(self, end_s: float) -> RunRecord:
-        """Return what has happened up to ``end_s`` seconds; what is open then remains unserved."""
-        self._tell_listener()
+    def record(self, end_s: float, acts: Actions | None = None) -> RunRecord:
+        """Return what has happened up to ``end_s`` seconds; what is open then remains unserved.
+
+        ``acts``, if anything was done to the run, know of requests that were sent again.
+        """
+        self._tell_listeners()
         clock = self.arrays.clock[0]
-        arrived = self.requests[: int(clock["arrived"])]
+        # A copy of all bytes, those between the fields included: equal runs have equal records.
+        arrived = self.requests[: int(clock["arrived"])].view(np.uint8).copy().view(state.REQUEST)
+        if acts is not None:
+            acts.restore(arrived)
         reason = state.OVERLOADED if clock["open_measured"] > 0 else state.AFTER_WINDOW
         arrived["outcome"][arrived["outcome"] == state.OPEN] = reason
         pools = self.arrays.engines.pools
         prefill, decode = (log[:n] for log, n in zip(self.logs, pools["n_steps"], strict=True))
         groups = [log[:n] for log, n in zip(self.group_logs, pools["n_group_steps"], strict=True)]
         return RunRecord(
-            requests=arrived,
+            requests=with_columns(arrived, self.arrays.engines, self.arrays.routers),
             prefill_steps=prefill[prefill["end"] <= end_s],
             decode_steps=decode,
             prefill_group_steps=groups[0][groups[0]["end"] <= end_s],
@@ -440,22 +402,22 @@ class Cluster:
 
     # --- decisions ---
 
-    def decide(self, pool: int, request: int) -> int:
+    def decide(self, asked: int, request: int) -> int:
         """Return what a router decides, for the compiled loop; see `loop.advance`."""
         try:
-            if pool == loop.WAKE:
+            if asked >= 0:
+                return self._ask(asked, request)
+            if asked == loop.WAKE:
                 return self._wake()
-            if pool == loop.TELL:
+            if asked == loop.TELL:
                 self.tell_end(request)
                 return 0
-            if pool > 1:
-                assert self.relocations is not None
-                self.relocations.answer(pool, request, float(self._now[0]))
-                return 0
-            return self._ask(pool, request)
+            assert self.relocations is not None
+            self.relocations.answer(asked, request, float(self._now[0]))
+            return 0
         except BaseException as error:  # it cannot pass through compiled code
             self._failure = error
-            return int(loop.FAIL)
+            return int(choose.FAIL)
 
     def _wake(self) -> int:
         """Let the control plane do the next thing."""
@@ -463,7 +425,7 @@ class Cluster:
         self.env.step()
         self._guest_s[0] = self.env.peek()
         same = self.arrays is arrays and self.front_end is front_end
-        return 0 if same else int(loop.RETURN)
+        return 0 if same else int(choose.RETURN)
 
     def tell_end(self, request: int) -> None:
         """Let the process that watches a request know that it has ended."""
@@ -480,7 +442,7 @@ class Cluster:
         workload = self.workload.repeated(2)
         arrays, old, new = self.arrays, len(self.requests), len(workload)
         engines, kv = arrays.engines, arrays.engines.kv
-        requests = _requests(self.spec, workload, self._replay, self.window)
+        requests = make_requests(self.spec, workload, self._replay, self.window)
         requests["queue_key"] = np.resize(self.requests["queue_key"], new)
         requests[:old] = self.requests
         self.workload, self.requests = workload, requests
@@ -507,12 +469,12 @@ class Cluster:
             engines=engines._replace(
                 requests=requests, tables=with_more(engines.tables, new - old), kv=kv
             ),
-            routers=(self.routers[0].arrays, self.routers[1].arrays),
+            routers=tuple(router.arrays for router in self.routers),
             net=arrays.net._replace(
                 flows=with_more(arrays.net.flows, new - old),
                 done=with_more(arrays.net.done, new - old),
             ),
-            reported=with_more(arrays.reported, new - old),
+            reported=with_more(arrays.reported, len(self.routers) * (new - old)),
             prompts=prompts,
         )
         servers = self.front_end
@@ -553,30 +515,30 @@ class Cluster:
             for times, one in zip(servers[2:], own[2:], strict=True):
                 times[request] = one[0]
 
-    def _ask(self, pool: int, request: int) -> int:
+    def _ask(self, number: int, request: int) -> int:
         """Ask a router for a worker, or for the shortlist of requests like this one."""
-        router = self.routers[pool]
-        self._tell_listener()
+        router = self.routers[number]
+        self._tell_listeners()
         self._tell_prefill()
         if router.shortlisting:
             members = router.unknown(request)
-            rules = router.policy.shortlists([self._info(pool, member) for member in members])
+            rules = router.policy.shortlists([self._info(number, member) for member in members])
             known = router.arrays
             for member, rule in zip(members, rules, strict=True):
                 router.learn(member, rule)
             if router.arrays is known:
-                return int(loop.LOOK)
-            arrays = self.routers[0].arrays, self.routers[1].arrays
+                return int(choose.LOOK)
+            arrays = tuple(router.arrays for router in self.routers)
             self.arrays = self.arrays._replace(routers=arrays)
-            return int(loop.RETURN)
+            return int(choose.RETURN)
         workers = router.workers(float(self._now[0]), float(self._signals_s[0]))
-        return router.select(self._info(pool, request), workers)
+        return router.select(self._info(number, request), workers)
 
-    def _info(self, pool: int, request: int) -> RequestInfo:
-        """Return a request as a router sees it."""
-        workload, signature, number = self.workload, None, None
-        if pool == 1 and self.spec.n_prefill:
-            number, signature = self.signatures(self._signature_rows(request))
+    def _info(self, router: int, request: int) -> RequestInfo:
+        """Return a request as a router sees it: with its signature if the prompt is computed."""
+        workload, signature, which = self.workload, None, None
+        if router in self._takes_over:
+            which, signature = self.signatures(self._signature_rows(request))
         hashes: Sequence[int] = ()
         if len(workload.prefix_hash):
             hashes = workload.blocks(request).tolist()
@@ -586,18 +548,20 @@ class Cluster:
             domain=int(workload.domain[request]),
             prefix_hash=hashes,
             signature=signature,
-            signature_id=number,
+            signature_id=which,
             session=int(workload.session[request]),
             max_tokens=self.spec.max_tokens,
         )
 
-    def _tell_listener(self) -> None:
-        """Let the decode policy know of the completions that were reported since the last time."""
-        if self._listener is None:
+    def _tell_listeners(self) -> None:
+        """Let policies know of the completions that were reported since the last time."""
+        if not self._listens:
             return
-        reported = int(self._n_reported[0])
+        reported, engines = int(self._n_reported[0]), self.arrays.engines
+        router_of = engines.pools["router"][engines.pool_of]
         for index, worker in self.arrays.reported[self._heard : reported].tolist():
-            self._listener.on_complete(index, worker)
+            router = self.routers[router_of[worker]]
+            router.policy.on_complete(index, worker - router.own.start)
         self._heard = reported
 
     def _tell_prefill(self) -> None:
@@ -619,7 +583,7 @@ class Cluster:
             return workload.prompt_ranges(request)
         first = int(engines.kv.first_listed[request])
         blocks = engines.kv.listed[0, first : first + found]
-        worker = int(self.requests["prefill_worker"][request])
+        worker = int(self.requests["worker"][request])
         parts: list[tuple[int, int, int]] = []
         start = 0
         for writer, group in groupby(engines.kv.blocks["writer"][worker, blocks].tolist()):
@@ -630,74 +594,7 @@ class Cluster:
         return join_ranges(parts)
 
 
-def _decided(cluster: weakref.ref[Cluster], pool: int, request: int) -> int:
+def _decided(cluster: weakref.ref[Cluster], asked: int, request: int) -> int:
     alive = cluster()
     assert alive is not None, "a cluster lives while it advances"
-    return alive.decide(pool, request)
-
-
-def _requests(
-    spec: ClusterSpec, workload: Workload, replay: Replay, window: tuple[float, float]
-) -> NDArray[np.void]:
-    requests = np.zeros(len(workload), state.REQUEST)
-    for name in state.REQUEST.names or ():
-        if name.endswith("_s"):
-            requests[name] = -1.0
-    for name in ("prefill_worker", "decode_worker", "cached_tokens", "decode_cached_tokens"):
-        requests[name] = -1
-    requests["next"] = -1
-    tokens = workload.prompt_len.astype(np.int64) + workload.output_len
-    requests["window_blocks"] = spec.windows.of(tokens, spec.block_size)
-    for name in ("arrival_s", "prompt_len", "output_len", "domain"):
-        requests[name] = getattr(workload, name)
-    requests["trace_request"] = workload.text
-    requests["window_row"] = replay.first_row[workload.decode_request]
-    requests["window_len"] = replay.length[workload.decode_request]
-    requests["window_offset"] = workload.replay_offset
-    requests["measured"] = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
-    return requests
-
-
-def check_tables(engine: EngineSpec, longest: int) -> None:
-    """Raise ValueError unless an engine's step times cover its steps.
-
-    Compiled code reads whatever lies beyond the end of an array.
-    """
-    cost, places = engine.step_time.cost, engine.max_num_seqs
-    budget = engine.max_num_batched_tokens
-    needed = dict.fromkeys(("moe_s", "head_s", "attention_s"), places)
-    needed |= dict.fromkeys(("mixed_moe_s", "uniform_moe_s"), budget)
-    needed |= dict.fromkeys(("dense_s", "collectives_s"), max(places, budget))
-    needed |= dict.fromkeys(("prompt_alone_s", "prompt_share_s"), longest)
-    for name, last in needed.items():
-        if len(getattr(cost, name)) <= last:
-            raise ValueError(
-                f"step times: {name} has {len(getattr(cost, name))} entries, not {last + 1}"
-            )
-
-
-def _pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[np.void]:
-    pools = np.zeros(2, state.POOL)
-    pools["role"] = (
-        state.PREFILL if spec.n_decode else state.PREFILL_ONLY,
-        state.DECODE if spec.n_prefill else state.COLOCATED,
-    )
-    pools["first_worker"] = 0, spec.n_prefill
-    pools["n_workers"] = spec.n_prefill, spec.n_decode
-    for name in ("max_num_seqs", "max_num_batched_tokens", "n_blocks"):
-        pools[name] = getattr(spec.prefill, name), getattr(spec.decode, name)
-    caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
-    whole = [e.layout is not None and e.layout.whole_prompts for e in (spec.prefill, spec.decode)]
-    pools["whole_prompts"] = whole
-    pools["prefix_caching"] = caching & ~np.array(whole)
-    pools["own_experts"] = own_experts
-    pools["async_scheduling"] = spec.async_scheduling
-    pools["preempt_by_key"] = spec.preempt_by_key
-    pools["aging_s"] = spec.aging_s
-    pools["capture_s"] = spec.capture_s, 0.0
-    pools["prefill_interval"] = [
-        1 if e.group is None else spec.prefill_schedule_interval
-        for e in (spec.prefill, spec.decode)
-    ]
-    pools["group_size"] = [e.group_size for e in (spec.prefill, spec.decode)]
-    return pools
+    return alive.decide(asked, request)

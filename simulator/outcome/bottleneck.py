@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.plane.state import AFTER_WINDOW, COMPLETED, OPEN, OUTCOMES, OVERLOADED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 

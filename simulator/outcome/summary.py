@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from eldr_sim.kernel_profiles.kernels.flops import mfu, peak_flops, prefill_work
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.tables.format import weakest
-from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.control.relocation import BYTES_ALONE, PROVENANCE
 from eldr_sim.simulator.outcome.bottleneck import limits_of
 from eldr_sim.simulator.outcome.fault_metrics import fault_figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.traces.routing.copies import WARN_ABOVE, copy_share, expected_copy_share
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.routing.manifest import one_phase

@@ -15,7 +15,7 @@ from typing import Any
 from eldr_sim.kernel_profiles.tables.format import load_tables, table_name
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
-from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config import Pool, RunConfig
 from eldr_sim.simulator.setup.fault_spellings import parse_fail

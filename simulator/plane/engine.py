@@ -19,8 +19,8 @@ their next token, and chunks of contexts that are still being computed.
 - With asynchronous scheduling the next step is scheduled when one starts, so a request that comes
   meanwhile joins the one after.
 
-There is one engine; a worker's role says where a sequence comes from and what happens at the end of
-its prompt.
+There is one engine; a request says where its KV cache comes from, and the pool of its worker who
+goes on when a prompt is computed.
 """
 
 from __future__ import annotations
@@ -44,10 +44,7 @@ from eldr_sim.simulator.plane.kv_cache import (
 from eldr_sim.simulator.plane.queues import line_add, line_remove, queue_add, queue_remove
 from eldr_sim.simulator.plane.state import (
     BOUNDARY,
-    COLOCATED,
-    DECODE,
-    PREFILL,
-    PREFILL_ONLY,
+    HERE,
     PROMPT_END,
     TRANSFER_START,
     WORKER,
@@ -62,12 +59,12 @@ class Engines(NamedTuple):
     """The arrays of all workers and their requests."""
 
     settings: NDArray[np.void]  #: ``SETTINGS [1]``
-    pools: NDArray[np.void]  #: ``POOL [2]``: prefill workers, decode or co-located ones
+    pools: NDArray[np.void]  #: ``POOL [pools]``
     pool_of: NDArray[np.int64]  #: ``[workers]``
     workers: NDArray[np.void]  #: ``WORKER [workers]``
     sequences: NDArray[np.void]  #: ``SEQUENCE [workers, max_num_seqs]``
     requests: NDArray[np.void]  #: ``REQUEST [requests]``
-    tables: NDArray[np.void]  #: ``BLOCK_TABLE [requests, pools]``
+    tables: NDArray[np.void]  #: ``BLOCK_TABLE [requests, 2]``, see `side_of`
     kv: KVCache
     pending: NDArray[np.int64]  #: ``[capacity, 2]``: what to do, request
 
@@ -137,22 +134,26 @@ def take(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Non
 
 
 @compiled()
-def publish_signals(engines: Engines, pool: int, signals: Any) -> None:
-    """Fill in what the engines of a pool publish, ``SIGNALS [workers]``."""
-    settings = engines.pools[pool]
-    for i in range(settings.n_workers):
-        w = settings.first_worker + i
-        worker, signal = engines.workers[w], signals[i]
+def publish_signals(engines: Engines, first: int, n: int, signals: Any) -> None:
+    """Fill in what the engines of ``n`` workers publish, ``SIGNALS [workers]``."""
+    for w in range(first, first + n):
+        worker, signal, pool = engines.workers[w], signals[w], engines.pools[engines.pool_of[w]]
         signal.waiting, signal.waiting_tokens = worker.n_waiting, worker.waiting_tokens
         signal.running = worker.batch + worker.prefilling + worker.leaving
         signal.running_tokens = worker.context + worker.leaving_tokens
         for k in range(worker.batch, worker.batch + worker.prefilling):
             sequence = engines.sequences[w, k]
             signal.running_tokens += sequence.computed + sequence.todo
-        signal.kv_usage = 1.0 - n_free(engines.workers, w) / settings.n_blocks
+        signal.kv_usage = 1.0 - n_free(engines.workers, w) / pool.n_blocks
 
 
 # --- KV blocks ---
+
+
+@compiled()
+def side_of(engines: Engines, w: int) -> Any:
+    """Return where a request's KV blocks on a worker stand: of its source, or where it decodes."""
+    return np.int64(engines.pools[engines.pool_of[w]].then == HERE)
 
 
 @compiled()
@@ -182,36 +183,36 @@ def _allocate(engines: Engines, w: int, request: int, tokens: int) -> Any:
 
     Returns -1, and changes nothing, if too few are free.
     """
-    pool = engines.pool_of[w]
+    pool, side = engines.pool_of[w], side_of(engines, w)
     found, idle, size = _NONE, _NONE, engines.settings[0].block_size
     if engines.pools[pool].prefix_caching:
         prefix = engines.settings[0].prefix_block_tokens
-        found, idle = find(engines.kv, w, pool, request, tokens, size, prefix)
+        found, idle = find(engines.kv, w, side, request, tokens, size, prefix)
     new = blocks_of(tokens, size) - found + engines.requests[request].window_blocks
     if not _fits(engines, w, new + idle):
         return -1
-    engines.tables[request, pool].found = found
-    hold(engines.kv, engines.tables, engines.workers, w, pool, request, new)
+    engines.tables[request, side].found = found
+    hold(engines.kv, engines.tables, engines.workers, w, side, request, new)
     return int(found * size)
 
 
 @compiled()
 def publish_tokens(engines: Engines, w: int, request: int, tokens: int) -> None:
     """Let other requests find the first ``tokens`` tokens of a context on worker ``w``."""
-    pool = engines.pool_of[w]
-    if engines.pools[pool].prefix_caching:
+    if engines.pools[engines.pool_of[w]].prefix_caching:
         size, prefix = engines.settings[0].block_size, engines.settings[0].prefix_block_tokens
-        publish(engines.kv, engines.tables, engines.workers, w, pool, request, tokens, size, prefix)
+        side = side_of(engines, w)
+        publish(engines.kv, engines.tables, engines.workers, w, side, request, tokens, size, prefix)
 
 
 @compiled()
 def _release_context(engines: Engines, w: int, request: int, context: int) -> None:
     """Give the blocks of a sequence back that has grown to ``context`` tokens."""
-    pool = engines.pool_of[w]
-    table = engines.tables[request, pool]
+    side = side_of(engines, w)
+    table = engines.tables[request, side]
     held = blocks_of(context, engines.settings[0].block_size)
     table.private = held + engines.requests[request].window_blocks - table.listed
-    release(engines.kv, engines.tables, engines.workers, w, pool, request)
+    release(engines.kv, engines.tables, engines.workers, w, side, request)
 
 
 # --- a boundary ---
@@ -286,8 +287,7 @@ def leave(clock: Any, engines: Engines, what: int, request: int) -> None:
 @compiled()
 def _only_prompts(engines: Engines, w: int) -> Any:
     """Whether a worker computes prompts and nothing else."""
-    role = engines.pools[engines.pool_of[w]].role
-    return bool(role in (PREFILL, PREFILL_ONLY))
+    return bool(engines.pools[engines.pool_of[w]].then != HERE)
 
 
 @compiled()
@@ -328,13 +328,13 @@ def leave_stages(clock: Any, events: Any, engines: Engines, w: int, request: int
 @compiled()
 def end_prompt(clock: Any, engines: Engines, w: int, request: int) -> None:
     """Hand a request over whose prompt is computed, or end it."""
-    record, pool = engines.requests[request], engines.pool_of[w]
+    record = engines.requests[request]
     record.prefill_end_s = clock[0].now
-    if engines.pools[pool].role == PREFILL:
+    if engines.pools[engines.pool_of[w]].then >= 0:
         leave(clock, engines, PENDING_HAND_OVER, request)
         return
     record.first_token_s = record.finish_s = clock[0].now
-    release(engines.kv, engines.tables, engines.workers, w, pool, request)
+    release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
     leave(clock, engines, PENDING_END, request)
 
 
@@ -348,7 +348,7 @@ def _finish(clock: Any, engines: Engines, w: int) -> None:
             request = sequences[w, i].request
             record = engines.requests[request]
             record.finish_s = clock[0].now
-            if engines.pools[engines.pool_of[w]].role == COLOCATED:
+            if record.source < 0:  # it has computed its prompt here
                 record.prefill_end_s = record.decode_start_s = record.first_token_s
             context = record.prompt_len - 1 + record.output_len
             worker.context -= context
@@ -375,8 +375,7 @@ def _preempt(clock: Any, engines: Engines, w: int) -> None:
         record = engines.requests[request]
         if victim >= worker.batch:
             worker.prefilling -= 1
-            pool = engines.pool_of[w]
-            release(engines.kv, engines.tables, engines.workers, w, pool, request)
+            release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
         else:
             worker.batch -= 1
             worker.tokens -= sequences[w, victim].tokens
@@ -458,16 +457,15 @@ def _admit(clock: Any, events: Any, engines: Engines, w: int, defers: bool) -> N
         _join(engines, w)
     pool = engines.pools[engines.pool_of[w]]
     by_key = pool.preempt_by_key
-    fetches = pool.role == DECODE  # KV caches, which computes nothing and is not put off
-    while (fetches or not defers) and _is_open(engines, w):
+    while _is_open(engines, w):
         lost, new = worker.preempted_head, worker.new_head
         if new >= 0 and now - requests[worker.oldest].queued_s >= pool.aging_s:
             new = worker.oldest
         if lost >= 0 and (not by_key or new < 0 or _comes_first(requests, lost, new)):
             if defers or not _admit_preempted(engines, w, lost):
                 return  # nobody overtakes who is next
-        elif new < 0:
-            return
+        elif new < 0 or (defers and requests[new].source < 0):
+            return  # to fetch a KV cache computes nothing and is not put off
         elif not _admit_new(clock, events, engines, w, new):
             worker.blocked = pool.aging_s < np.inf and new != worker.oldest
             return
@@ -492,7 +490,6 @@ def _admit_preempted(engines: Engines, w: int, request: int) -> Any:
 def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) -> Any:
     """Let a request compute its prompt, or fetch it; False if its blocks are not free."""
     worker, requests, now = engines.workers[w], engines.requests, clock[0].now
-    role = engines.pools[engines.pool_of[w]].role
     prompt = requests[request].prompt_len + requests[request].generated
     if engines.pools[engines.pool_of[w]].whole_prompts:
         budget = engines.pools[engines.pool_of[w]].max_num_batched_tokens
@@ -503,7 +500,7 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
         return False
     worker.new_head = queue_remove(requests, worker.new_head, request)
     line_remove(requests, worker, request)
-    if role == DECODE:  # fetch the KV cache into the blocks reserved for it
+    if requests[request].source >= 0:  # fetch the KV cache into the blocks reserved for it
         requests[request].transfer_start_s = now
         requests[request].decode_cached_tokens = cached
         requests[request].ticket = clock[0].order
@@ -514,8 +511,6 @@ def _admit_new(clock: Any, events: Any, engines: Engines, w: int, request: int) 
         return True
     requests[request].prefill_start_s = now
     requests[request].cached_tokens = cached
-    if role == COLOCATED:
-        requests[request].prefill_worker = requests[request].decode_worker
     context = prompt if _only_prompts(engines, w) else prompt - 1
     _begin(engines, w, worker.batch + worker.prefilling, request, cached, context)
     worker.prefilling += 1
@@ -535,7 +530,7 @@ def _begin(engines: Engines, w: int, i: int, request: int, computed: int, contex
     sequence.row_span = record.window_len
     sequence.tokens = 1
     sequence.tokens_left = record.output_len - record.generated
-    table = engines.tables[request, engines.pool_of[w]]
+    table = engines.tables[request, side_of(engines, w)]
     held = table.listed + table.private - record.window_blocks
     sequence.free_slots = held * engines.settings[0].block_size - context
     sequence.computed = computed

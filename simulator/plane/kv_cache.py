@@ -39,7 +39,7 @@ class KVCache(NamedTuple):
     hash_slots: NDArray[
         np.int32
     ]  #: ``[workers, slots]`` hash table of block number + 1, 0 is empty
-    listed: NDArray[np.int32]  #: ``[pools, listed blocks]``: the blocks that each request holds
+    listed: NDArray[np.int32]  #: ``[2, listed blocks]``: the blocks that each request holds
     first_listed: NDArray[np.int64]  #: ``[requests + 1]``: where its blocks begin in ``listed``
     prefix_hash: NDArray[np.uint64]  #: as in ``Workload``
     prefix_indptr: NDArray[np.int64]  #: as in ``Workload``
@@ -157,7 +157,7 @@ def _forget(kv: Any, w: int, slot: int) -> None:
 
 @compiled()
 def find(
-    kv: Any, w: int, pool: int, request: int, tokens: int, block_size: int, prefix_tokens: int
+    kv: Any, w: int, side: int, request: int, tokens: int, block_size: int, prefix_tokens: int
 ) -> Any:  # fmt: skip
     """Note the cached blocks of the longest prefix of a context of ``tokens`` tokens.
 
@@ -171,22 +171,22 @@ def find(
         block = kv.hash_slots[w, _slot(kv, w, key)] - 1
         if block < 0:
             return number, idle
-        kv.listed[pool, first + number] = block
+        kv.listed[side, first + number] = block
         if kv.blocks[w, block].n_held == 0:
             idle += 1
     return max(limit, 0), idle
 
 
 @compiled()
-def hold(kv: Any, tables: Any, workers: Any, w: int, pool: int, request: int, new: int) -> None:
+def hold(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, new: int) -> None:
     """Hold the ``found`` blocks of a request's table, and ``new`` ones beside them.
 
     There must be so many free ones; cached contents make room, the least recently freed first.
     """
-    table = tables[request, pool]
+    table = tables[request, side]
     first = kv.first_listed[request]
     for number in range(table.found):
-        block = np.int64(kv.listed[pool, first + number])
+        block = np.int64(kv.listed[side, first + number])
         if kv.blocks[w, block].n_held == 0:
             _take_from_idle(kv, workers, w, block)
         kv.blocks[w, block].n_held += 1
@@ -205,7 +205,7 @@ def take_blank(kv: Any, workers: Any, w: int, n: int) -> None:
 
 @compiled()
 def publish(
-    kv: Any, tables: Any, workers: Any, w: int, pool: int, request: int, tokens: int,
+    kv: Any, tables: Any, workers: Any, w: int, side: int, request: int, tokens: int,
     block_size: int, prefix_tokens: int,
 ) -> None:  # fmt: skip
     """Let others find the full blocks of a context's first ``tokens`` tokens.
@@ -214,7 +214,7 @@ def publish(
     values of all requests before it reads those of any.
     """
     first = kv.first_listed[request]
-    table = tables[request, pool]
+    table = tables[request, side]
     end = min(kv.first_listed[request + 1] - first, tokens // block_size)
     for number in range(table.listed, end):
         key = block_hash(kv, request, number, block_size, prefix_tokens)
@@ -226,7 +226,7 @@ def publish(
             workers[w].n_made += 1
         record = kv.blocks[w, block]
         record.block_hash, record.writer, record.n_held, record.copy = key, request, 1, -1
-        kv.listed[pool, first + number] = block
+        kv.listed[side, first + number] = block
         slot = _slot(kv, w, key)
         known = kv.hash_slots[w, slot] - 1
         if known < 0:
@@ -241,12 +241,12 @@ def publish(
 
 
 @compiled()
-def release(kv: Any, tables: Any, workers: Any, w: int, pool: int, request: int) -> None:
+def release(kv: Any, tables: Any, workers: Any, w: int, side: int, request: int) -> None:
     """Give the blocks of a request back; contents that can be found stay until evicted."""
-    table = tables[request, pool]
+    table = tables[request, side]
     first = kv.first_listed[request]
     for number in range(table.listed - 1, -1, -1):
-        block = np.int64(kv.listed[pool, first + number])
+        block = np.int64(kv.listed[side, first + number])
         kv.blocks[w, block].n_held -= 1
         if kv.blocks[w, block].n_held == 0:
             _add_to_idle(kv, workers, w, block)

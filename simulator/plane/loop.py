@@ -5,27 +5,25 @@ The life of a request, top to bottom::
     ARRIVAL          it waits at the client while --max-concurrency requests are in flight,
                      then it goes to an API server, where there are any         `_enter`
     READ             the server has read it, and tokenises it                   `front_end`
-    TOKENIZED        a prefill router picks its prefill worker                  `drain`
+    TOKENIZED        a router picks the worker that computes its prompt         `drain`
     BOUNDARY         the engine admits it and plans its chunks                  `engine.boundary`
     STEP_START       its prompt is computed, step by step                       `executor.run_step`
     BOUNDARY         the prompt is computed: hand it over, or end it            `engine.boundary`
     PROMPT_END       the same, when the last of several stages has it done  `engine.leave_stages`
-    DISPATCH         signature and router: the decode worker is picked          `drain`
-    BOUNDARY         the decode worker's engine reserves its KV blocks          `engine.boundary`
+    DISPATCH         signature and router: the worker that goes on is picked    `drain`
+    BOUNDARY         that worker's engine reserves its KV blocks                `engine.boundary`
     TRANSFER_START   its KV cache flows over shared links                       `network.begin`
-    TRANSFER_END     the prefill worker's blocks are free, the request can join `network.end`
+    TRANSFER_END     its blocks at the source are free, the request can join    `network.end`
     BOUNDARY         it joins the decode batch                                  `engine.boundary`
     STEP_START       one token a step                                           `executor.run_step`
     BOUNDARY         it has all its tokens: its blocks are free, it has ended   `drain`
     REPORT           the routers hear of it                                     `drain`
 
-A co-located worker is picked at the arrival and keeps the request to its end; without decode
-workers a request ends with its prompt. A router may hold a
-request and is asked again when it hears of an end or the engines publish their signals. Engines
-that share experts start their steps together (`executor`).
-
-A router whose rule is a `policies.shortlist.Shortlist` is asked once for each
-class of requests that it treats alike and then applied here; any other is asked each time.
+Workers have one numbering, pool by pool. A request says whose KV cache it takes over
+(``REQUEST.source``; -1: it computes its own), and the pool of its worker who goes on when the
+prompt is computed (``POOL.then``): another router's worker, that worker itself, or nobody. A router
+may hold a request and is asked again when it hears of an end or the engines publish their signals.
+Engines that share experts start their steps together (`executor`).
 
 The control plane (faults, operators, users: SimPy processes) is a guest: the time of its next event
 is one float of the clock, and the loop calls when that comes, before all else of its instant.
@@ -40,6 +38,16 @@ from numpy.typing import NDArray
 
 from eldr_sim.jit import njit
 from eldr_sim.simulator.plane import network
+from eldr_sim.simulator.plane.choose import (
+    HOLD,
+    RETURN,
+    Router,
+    ask_again,
+    choose,
+    hold,
+    let_go,
+    publish,
+)
 from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.engine import (
     PENDING_END,
@@ -48,8 +56,8 @@ from eldr_sim.simulator.plane.engine import (
     boundary,
     leave,
     leave_stages,
-    publish_signals,
     publish_tokens,
+    side_of,
     take,
     wake,
 )
@@ -88,32 +96,12 @@ from eldr_sim.simulator.plane.steps.streamed import PromptLayers
 
 #: What the loop asks for besides decisions of routers and of `expert_loads`: that the control plane
 #: does the next thing it has to, and hears of the end of a request that it watches.
-WAKE, TELL = np.int64(4), np.int64(5)
+WAKE, TELL = np.int64(-3), np.int64(-4)
 _NOTHING = np.int64(-1)  # the event of a wake
 #: Why `advance` returned: nothing is left before ``until``, all measured requests have ended,
 #: enough has happened for now, a log is full, a router's arrays are others now, or it has failed.
 UNTIL, ENDED, PAUSED, FULL, OTHERS, FAILED = map(np.int64, range(6))
-#: What a router answers besides a worker's number: look at its shortlists again; the same, but
-#: their arrays are others now, so return; it has failed, so return; hold the request.
-LOOK, RETURN, FAIL, HOLD = np.int64(-1), np.int64(-2), np.int64(-3), np.int64(-4)
-_PREFILL_POOL, _DECODE_POOL = np.int64(0), np.int64(1)
-_PENDING_DISPATCH = np.int64(2)  # beside those of the engine: the decode router decides now
-
-
-class Router(NamedTuple):
-    """What the loop knows of a router; see `router.PolicyRouter`."""
-
-    loads: NDArray[np.int64]  #: ``[workers]``: requests in flight, as the router knows
-    signals: NDArray[np.void]  #: ``SIGNALS [workers]``, as old as ``CLOCK.signals_s``
-    healthy: NDArray[np.bool_]  #: ``[workers]``: may be chosen, as the router knows
-    held: NDArray[np.void]  #: ``HELD [1]``
-    class_of: NDArray[np.int32]  #: ``[requests]``: requests of a class have one shortlist; -1: ask
-    list_of: NDArray[np.int32]  #: ``[classes]``: shortlist of a class, -1 while unknown
-    members: NDArray[np.int32]  #: ``[shortlists, workers]``
-    size: NDArray[np.int32]  #: ``[shortlists]``
-    by_load: NDArray[np.bool_]  #: ``[shortlists]``: the least loaded member, else the next one
-    in_turn: NDArray[np.bool_]  #: ``[shortlists]``: begin behind the member picked last
-    turn: NDArray[np.int32]  #: ``[shortlists]``: where to begin
+_PENDING_DISPATCH = np.int64(2)  # beside those of the engine: a router decides who goes on
 
 
 class Run(NamedTuple):
@@ -122,14 +110,14 @@ class Run(NamedTuple):
     clock: NDArray[np.void]  #: ``CLOCK [1]``
     events: NDArray[np.void]  #: ``EVENT [capacity]``
     engines: Engines
-    routers: tuple[Router, Router]  #: prefill, decode
+    routers: tuple[Router, ...]
     net: network.Network
-    #: ``[requests, 2]``: requests that have left decode workers, and these, as they were reported.
+    #: ``[requests, 2]``: requests that have left workers, and these, as they were reported.
     reported: NDArray[np.int32]
     bits: NDArray[np.uint64]  #: replay windows
     masks: NDArray[np.uint64]  #: ``[workers, ranks, layers * words]``
     prompts: Any  #: `expert_union.PromptRows`
-    costs: tuple[Any, Any]  #: `StepCost` of the two pools
+    costs: tuple[Any, ...]  #: `StepCost` of each pool
     scratch: Scratch
 
 
@@ -138,7 +126,7 @@ class World(NamedTuple):
 
     run: Run
     groups: Groups  #: what engines share, if any do
-    layers: PromptLayers  #: of prefill workers whose layers stream or lie in stages
+    layers: PromptLayers  #: of workers whose layers stream or lie in stages
     front: FrontEnd  #: the API servers that requests go through before a router, if any
     logs: tuple[NDArray[np.void], ...]  #: ``STEP [capacity]`` of each pool
     group_logs: tuple[NDArray[np.void], ...]  #: ``GROUP_STEP [capacity]`` likewise
@@ -146,144 +134,57 @@ class World(NamedTuple):
 
 
 @compiled()
-def _choose(
-    clock: Any, engines: Engines, router: Router, decide: Any, pool: int, request: int
-) -> Any:
-    """Return the worker that a router chooses, HOLD, RETURN or FAIL."""
-    while True:
-        kind = router.class_of[request]
-        rule = router.list_of[kind] if kind >= 0 else np.int32(-1)
-        if rule >= 0:
-            return _pick(router, rule)
-        if engines.settings[0].signal_interval_s == 0.0:
-            publish_signals(engines, pool, router.signals)
-            clock[0].signals_s = clock[0].now
-        answer = ask(decide, pool, request)
-        if answer != LOOK:
-            return int(answer)
-
-
-@compiled()
-def _pick(router: Router, rule: int) -> Any:
-    """Return the worker that a shortlist chooses, as `Shortlist.pick` does."""
-    size = router.size[rule]
-    best, place, least = -1, router.turn[rule], np.int64(0)
-    for _ in range(size):
-        worker = router.members[rule, place]
-        if router.healthy[worker]:
-            load = router.loads[worker]
-            if best < 0 or load < least:
-                best, least = place, load
-            if not router.by_load[rule]:
-                break
-        place += 1
-        if place == size:
-            place = 0
-    if best < 0:
-        return _stand_in(router)
-    if router.in_turn[rule]:
-        router.turn[rule] = best + 1 if best + 1 < size else 0
-    return int(router.members[rule, best])
-
-
-@compiled()
-def _stand_in(router: Router) -> Any:
-    """Return the least loaded healthy worker, or HOLD."""
-    best = HOLD
-    for worker in range(router.loads.shape[0]):
-        if router.healthy[worker] and (best < 0 or router.loads[worker] < router.loads[best]):
-            best = np.int64(worker)
-    return best
-
-
-@compiled()
 def _refusal(engines: Engines, request: int) -> Any:
     """Say why a request can never be served; 0 if it can."""
-    settings, pools, record = engines.settings[0], engines.pools, engines.requests[request]
+    settings, record = engines.settings[0], engines.requests[request]
     tokens = record.prompt_len + record.output_len
     if tokens > settings.max_model_len:
         return TOO_LONG
-    if pools[0].whole_prompts and record.prompt_len > pools[0].max_num_batched_tokens:
-        return OVER_BUDGET
-    windows = record.window_blocks
-    if (
-        record.prompt_len > (pools[0].n_blocks - windows) * settings.block_size
-        or tokens > (pools[1].n_blocks - windows) * settings.block_size
-    ):
-        return NO_KV_ROOM
-    return 0
+    reason = np.int64(0)
+    for p in range(engines.pools.shape[0]):
+        pool = engines.pools[p]
+        if pool.n_workers > 0:
+            if pool.whole_prompts and record.prompt_len > pool.max_num_batched_tokens:
+                return OVER_BUDGET
+            needed = record.prompt_len if pool.then >= 0 else tokens
+            if needed > (pool.n_blocks - record.window_blocks) * settings.block_size:
+                reason = NO_KV_ROOM
+    return reason
 
 
 @compiled()
-def _end(clock: Any, engines: Engines, decide: Any, request: int, outcome: int) -> None:
+def _end(clock: Any, engines: Engines, request: int, outcome: int) -> None:
     engines.requests[request].outcome = outcome
     clock[0].open_measured -= engines.requests[request].measured
     if engines.requests[request].watched:
-        ask(decide, TELL, request)
+        ask(engines.settings[0].decide, TELL, request)
 
 
 @compiled()
 def _hear(
-    clock: Any, engines: Engines, routers: Any, reported: Any, request: int, pool: int
-) -> None:
+    clock: Any, engines: Engines, routers: Any, reported: Any, request: int, w: int
+) -> None:  # fmt: skip
     """Let a router know that a worker has one request less."""
-    record = engines.requests[request]
-    if pool == 0:
-        routers[0].loads[record.prefill_worker] -= 1
-        _ask_again(routers[0])
-        return
-    routers[1].loads[record.decode_worker] -= 1
-    _ask_again(routers[1])
-    if engines.settings[0].listens:
+    router = routers[engines.pools[engines.pool_of[w]].router]
+    router.loads[w] -= 1
+    ask_again(router)
+    if router.record[0].hears_ends:
         reported[clock[0].n_reported, 0] = request
-        reported[clock[0].n_reported, 1] = record.decode_worker
+        reported[clock[0].n_reported, 1] = w
         clock[0].n_reported += 1
 
 
 @compiled()
 def _report(
-    clock: Any, events: Any, engines: Engines, routers: Any, reported: Any, request: int, pool: int
+    clock: Any, events: Any, engines: Engines, routers: Any, reported: Any, request: int
 ) -> None:
-    """Let a router know, as late as the configuration says."""
-    delay = engines.settings[0].report_delay_s
+    """Let the router of a request's worker know, as late as the configuration says."""
+    delay, w = engines.settings[0].report_delay_s, engines.requests[request].worker
     if delay == 0.0:
-        _hear(clock, engines, routers, reported, request, pool)
+        _hear(clock, engines, routers, reported, request, w)
     else:
-        schedule(clock, events, clock[0].now + delay, REPORT, 2 * request + pool)
-
-
-@compiled()
-def _hold(router: Router, requests: Any, request: int) -> None:
-    """Put a request behind the others that a router holds."""
-    held = router.held[0]
-    requests[request].next = -1
-    if held.n == 0:
-        held.head = request
-    else:
-        requests[held.tail].next = request
-    held.tail = request
-    held.n += 1
-
-
-@compiled()
-def _let_go(router: Router, requests: Any, request: int) -> None:
-    """Take a request out of those that a router holds, if it is there."""
-    held, before = router.held[0], np.int64(-1)
-    at = held.head
-    for place in range(held.n):
-        behind = requests[at].next
-        if at == request:
-            if before < 0:
-                held.head = behind
-            else:
-                requests[before].next = behind
-            if held.tail == request:
-                held.tail = before
-            held.n -= 1
-            if place < held.to_ask:
-                held.to_ask -= 1
-            return
-        before, at = at, behind
+        subject = request * engines.workers.shape[0] + w
+        schedule(clock, events, clock[0].now + delay, REPORT, subject)
 
 
 @compiled()
@@ -294,61 +195,45 @@ def detach(
 
     The routers still count it. Between two events no worker has planned a step that has not begun.
     """
-    settings, record = engines.settings[0], engines.requests[request]
-    for pool in range(2):
-        _let_go(routers[pool], engines.requests, request)
+    record = engines.requests[request]
+    for r in range(engines.settings[0].n_routers):
+        let_go(routers[r], engines.requests, request)
     if record.transfer_start_s >= 0.0 and not record.kv_here:
-        network.drop(clock, events, net, request, settings.egress, settings.ingress)
-    source, w = record.prefill_worker, np.int64(-1)
-    if record.decode_worker >= 0:
-        w = engines.pools[1].first_worker + record.decode_worker
-    elif source >= 0 and record.prefill_end_s < 0.0:
-        w = source
+        network.drop(clock, events, net, request)
+    w, source = record.worker, record.source
     if w >= 0:
-        remove(clock, events, engines, w, request)
-    if source >= 0 and w != source and engines.pools[0].n_workers > 0 and not record.kv_here:
+        if engines.pools[engines.pool_of[w]].then >= 0 and record.prefill_end_s >= 0.0:
+            give_back(clock, events, engines, w, request)  # nobody has taken it over yet
+        else:
+            remove(clock, events, engines, w, request)
+    if source >= 0 and not record.kv_here:
         give_back(clock, events, engines, source, request)
-    for pool in range(2):
-        table = engines.tables[request, pool]
+    for side in range(2):
+        table = engines.tables[request, side]
         table.found = table.listed = table.private = 0
 
 
 @compiled()
-def submit(router: Router, requests: Any, request: int) -> None:
-    """Send a request again, as the last of those that the router of its first worker holds."""
-    _hold(router, requests, request)
-    _ask_again(router)
-
-
-@compiled()
-def _ask_again(router: Router) -> None:
-    """Let a router be asked once more about all that it holds."""
-    router.held[0].to_ask = router.held[0].n
-
-
-@compiled()
 def _place(
-    clock: Any, events: Any, engines: Engines, routers: Any, request: int, pool: int, worker: int
-) -> None:
-    """Send a request to the worker that its router has chosen."""
-    routers[pool].loads[worker] += 1
-    if pool == 0:
-        engines.requests[request].prefill_worker = worker
-    else:
-        engines.requests[request].decode_worker = worker
-    take(clock, events, engines, engines.pools[pool].first_worker + worker, request)
+    clock: Any, events: Any, engines: Engines, router: Router, request: int, w: int
+) -> None:  # fmt: skip
+    """Send a request to the worker that its router has chosen; where it was has its KV cache."""
+    router.loads[w] += 1
+    record = engines.requests[request]
+    record.source, record.worker = record.worker, w
+    take(clock, events, engines, w, request)
 
 
 @compiled()
 def _ask_held(
-    clock: Any, events: Any, engines: Engines, routers: Any, decide: Any, pool: int
-) -> Any:
+    clock: Any, events: Any, engines: Engines, routers: Any, r: int
+) -> Any:  # fmt: skip
     """Ask a router about what it holds, the first that came first; RETURN, FAIL or 0."""
-    router, requests = routers[pool], engines.requests
-    held = router.held[0]
+    router, requests = routers[r], engines.requests
+    held = router.record[0]
     while held.to_ask > 0:
         request = held.head
-        worker = _choose(clock, engines, router, decide, pool, request)
+        worker = choose(clock, engines, routers, r, request)
         if worker < 0 and worker != HOLD:
             return worker
         if worker == HOLD and held.in_order:
@@ -358,32 +243,29 @@ def _ask_held(
         held.n -= 1
         held.to_ask -= 1
         if worker == HOLD:
-            _hold(router, requests, request)
+            hold(router, requests, request)
         else:
-            _place(clock, events, engines, routers, request, pool, worker)
+            _place(clock, events, engines, router, request, worker)
     return np.int64(0)
 
 
 @compiled()
-def _route(
-    clock: Any, events: Any, engines: Engines, routers: Any, decide: Any, request: int
-) -> Any:
-    """Let the first router place a request or hold it; RETURN, FAIL or 0."""
-    pool = _PREFILL_POOL if engines.pools[0].n_workers > 0 else _DECODE_POOL
-    worker = HOLD
-    if routers[pool].held[0].n == 0 or not routers[pool].held[0].in_order:
-        worker = _choose(clock, engines, routers[pool], decide, pool, request)
+def _route(clock: Any, events: Any, engines: Engines, routers: Any, r: int, request: int) -> Any:
+    """Let a router place a request or hold it; RETURN, FAIL or 0."""
+    router, worker = routers[r], HOLD
+    if router.record[0].n == 0 or not router.record[0].in_order:
+        worker = choose(clock, engines, routers, r, request)
     if worker == HOLD:
-        _hold(routers[pool], engines.requests, request)
+        hold(router, engines.requests, request)
     elif worker < 0:
         return worker
     else:
-        _place(clock, events, engines, routers, request, pool, worker)
+        _place(clock, events, engines, router, request, worker)
     return np.int64(0)
 
 
 @compiled()
-def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd, decide: Any) -> None:
+def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd) -> None:
     """Let the client send to the API servers what it may send."""
     limit = engines.settings[0].max_concurrency
     while clock[0].sent < clock[0].arrived and (limit < 0 or clock[0].in_flight < limit):
@@ -392,16 +274,14 @@ def _enter(clock: Any, events: Any, engines: Engines, front: FrontEnd, decide: A
         engines.requests[request].sent_s = clock[0].now
         reason = _refusal(engines, request)
         if reason:
-            _end(clock, engines, decide, request, reason)
+            _end(clock, engines, request, reason)
         else:
             clock[0].in_flight += 1
             send(clock, events, front, request)
 
 
 @compiled()
-def drain(
-    clock: Any, events: Any, engines: Engines, routers: Any, reported: Any, decide: Any
-) -> Any:
+def drain(clock: Any, events: Any, engines: Engines, routers: Any, reported: Any) -> Any:
     """Do what the last event asks for: sends, hand-overs, ends.
 
     Returns 0, or what a router answered instead of a worker; called again it goes on there.
@@ -419,9 +299,9 @@ def drain(
             reason = _refusal(engines, request)
             if reason:
                 clock[0].sent += 1
-                _end(clock, engines, decide, request, reason)
+                _end(clock, engines, request, reason)
                 continue
-            answer = _route(clock, events, engines, routers, decide, request)
+            answer = _route(clock, events, engines, routers, settings.entry, request)
             if answer < 0:
                 return answer
             clock[0].sent += 1
@@ -430,47 +310,32 @@ def drain(
         head = clock[0].pending_head
         if head == clock[0].pending_tail:
             clock[0].pending_head = clock[0].pending_tail = 0
-            for p in range(2):
-                if routers[p].held[0].to_ask > 0:
-                    answer = _ask_held(clock, events, engines, routers, decide, np.int64(p))
+            for r in range(engines.settings[0].n_routers):
+                if routers[r].record[0].to_ask > 0:
+                    answer = _ask_held(clock, events, engines, routers, r)
                     if answer < 0:
                         return answer
             return 0
         what, request = engines.pending[head, 0], engines.pending[head, 1]
         if what == PENDING_END:
-            last = _DECODE_POOL if pools[1].n_workers > 0 else _PREFILL_POOL
-            _report(clock, events, engines, routers, reported, request, last)
+            _report(clock, events, engines, routers, reported, request)
             clock[0].in_flight -= 1
-            _end(clock, engines, decide, request, COMPLETED)
+            _end(clock, engines, request, COMPLETED)
         elif what == PENDING_HAND_OVER:
-            _report(clock, events, engines, routers, reported, request, _PREFILL_POOL)
+            _report(clock, events, engines, routers, reported, request)
             delay = settings.routing_s + settings.routing_token_s * requests[request].prompt_len
             if delay == 0.0:
                 engines.pending[head, 0] = _PENDING_DISPATCH
                 continue
             schedule(clock, events, clock[0].now + delay, DISPATCH, request)
-        elif what == PENDING_ROUTE:
-            answer = _route(clock, events, engines, routers, decide, request)
+        else:
+            r = settings.entry
+            if what != PENDING_ROUTE:
+                r = pools[engines.pool_of[requests[request].worker]].then
+            answer = _route(clock, events, engines, routers, r, request)
             if answer < 0:
                 return answer
-        else:
-            worker = _choose(clock, engines, routers[1], decide, _DECODE_POOL, request)
-            if worker < 0 and worker != HOLD:
-                return worker
-            if worker == HOLD:
-                _hold(routers[1], requests, request)
-            else:
-                _place(clock, events, engines, routers, request, _DECODE_POOL, worker)
         clock[0].pending_head += 1
-
-
-@compiled()
-def _publish(clock: Any, engines: Engines, routers: Any) -> None:
-    """Let the engines publish their signals, and the routers reconsider what they hold."""
-    clock[0].signals_s = clock[0].now
-    for pool in range(2):
-        publish_signals(engines, np.int64(pool), routers[pool].signals)
-        _ask_again(routers[pool])
 
 
 @compiled()
@@ -484,29 +349,40 @@ def _start_transfer(clock: Any, events: Any, engines: Engines, net: Any, request
     context = record.prompt_len + record.generated
     blocks = blocks_of(context - record.decode_cached_tokens, settings.block_size)
     n_bytes = blocks * settings.block_size * settings.kv_bytes_per_token
-    egress = engines.pools[1].n_workers + record.prefill_worker
-    network.begin(
-        clock, events, net, egress, record.decode_worker, n_bytes, request, settings.egress,
-        settings.ingress,
-    )  # fmt: skip
+    network.begin(clock, events, net, record.source, record.worker, n_bytes, request)
 
 
 @compiled()
 def _end_transfers(clock: Any, events: Any, engines: Engines, net: Any) -> None:
-    """Free the prefill workers' blocks of the transfers that end now; the requests can join."""
-    settings = engines.settings[0]
-    for i in range(network.end(clock, events, net, settings.egress, settings.ingress)):
+    """Free the blocks at the sources of transfers that end now; the requests can join."""
+    for i in range(network.end(clock, events, net)):
         request = net.done[i]
         record = engines.requests[request]
         record.transfer_end_s = clock[0].now
-        w = record.prefill_worker
-        release(engines.kv, engines.tables, engines.workers, w, _PREFILL_POOL, request)
+        w = record.source
+        release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
         if engines.workers[w].new_head >= 0:
             wake(clock, events, engines.workers, w)
         record.kv_here = True
-        w = engines.pools[1].first_worker + record.decode_worker
-        publish_tokens(engines, w, request, record.prompt_len)
-        take(clock, events, engines, w, request)
+        publish_tokens(engines, record.worker, request, record.prompt_len)
+        take(clock, events, engines, record.worker, request)
+
+
+@compiled()
+def _is_full(world: World, event: Any) -> Any:
+    """Whether a log may lack room for what the next event writes."""
+    clock, engines = world.run.clock, world.run.engines
+    if engines.kv.n_events[0] > 2 * engines.kv.events.shape[0] // 3:
+        return True
+    if event.kind != STEP_START:
+        return False
+    p = engines.pool_of[event.subject]
+    pool = engines.pools[p]
+    return bool(
+        pool.n_steps + pool.group_size > world.logs[p].shape[0]
+        or pool.n_group_steps == world.group_logs[p].shape[0]
+        or clock[0].n_gaps + engines.sequences.shape[1] * pool.group_size > world.gaps.shape[0]
+    )
 
 
 @njit(_nrt=False)
@@ -525,32 +401,24 @@ def advance(world: World, until: float, n_events: int) -> Any:
     Returns
     -------
     int
-        Why it returned. After FULL grow the logs and ``gaps``, and tell the prefill router of the
+        Why it returned. After FULL grow the logs and ``gaps``, and tell the router that hears of
         blocks, before the next call.
     """
     run = world.run
     clock, events, engines, routers = run.clock, run.events, run.engines, run.routers
     requests, pools, settings = engines.requests, engines.pools, engines.settings[0]
-    interval, front_end, decide = settings.signal_interval_s, settings.front_end, settings.decide
-    most_gaps = engines.sequences.shape[1] * max(pools[0].group_size, pools[1].group_size)
-    answer = drain(clock, events, engines, routers, run.reported, decide)
+    interval, front_end = settings.signal_interval_s, settings.front_end
+    answer = drain(clock, events, engines, routers, run.reported)
     if answer:
         return OTHERS if answer == RETURN else FAILED
     if front_end:
-        _enter(clock, events, engines, world.front, decide)
+        _enter(clock, events, engines, world.front)
     while clock[0].open_measured > 0:
         due = events[0].time if clock[0].n_events > 0 else np.inf
         wakes = clock[0].guest_s <= due
         if not min(due, clock[0].guest_s) < until:
             return UNTIL
-        if not wakes and (
-            pools[0].n_steps + pools[0].group_size > world.logs[0].shape[0]
-            or pools[1].n_steps + pools[1].group_size > world.logs[1].shape[0]
-            or pools[0].n_group_steps == world.group_logs[0].shape[0]
-            or pools[1].n_group_steps == world.group_logs[1].shape[0]
-            or clock[0].n_gaps + most_gaps > world.gaps.shape[0]
-            or engines.kv.n_events[0] > 2 * engines.kv.events.shape[0] // 3
-        ):
+        if not wakes and _is_full(world, events[0]):
             return FULL
         if n_events == 0:
             return PAUSED
@@ -558,7 +426,7 @@ def advance(world: World, until: float, n_events: int) -> Any:
         kind, subject = _NOTHING, np.int64(0)
         if wakes:
             clock[0].now = clock[0].guest_s
-            answer = ask(decide, WAKE, subject)
+            answer = ask(settings.decide, WAKE, subject)
             if answer:
                 return OTHERS if answer == RETURN else FAILED
         else:
@@ -574,8 +442,8 @@ def advance(world: World, until: float, n_events: int) -> Any:
             continue
         if kind == BOUNDARY:
             boundary(clock, events, engines, subject)
-            if engines.settings[0].prefill_listens and engines.pool_of[subject] == _PREFILL_POOL:
-                _ask_again(routers[0])
+            if pools[engines.pool_of[subject]].reports:
+                ask_again(routers[pools[engines.pool_of[subject]].router])
         elif kind == ARRIVAL:
             clock[0].arrived += 1
             if subject + 1 < requests.shape[0]:
@@ -583,15 +451,17 @@ def advance(world: World, until: float, n_events: int) -> Any:
         elif kind == DISPATCH:
             leave(clock, engines, _PENDING_DISPATCH, subject)
         elif kind == REPORT:
-            _hear(clock, engines, routers, run.reported, subject // 2, subject % 2)
+            n = engines.workers.shape[0]
+            _hear(clock, engines, routers, run.reported, subject // n, subject % n)
         elif kind == PROMPT_END:
-            w = pools[0].first_worker + requests[subject].prefill_worker
-            leave_stages(clock, events, engines, w, subject)
+            leave_stages(clock, events, engines, requests[subject].worker, subject)
         elif kind == TRANSFER_START:
             _start_transfer(clock, events, engines, run.net, subject)
         elif kind == PUBLISH:
-            clock[0].publish_due = False
-            _publish(clock, engines, routers)
+            clock[0].publish_due, clock[0].signals_s = False, clock[0].now
+            for r in range(engines.settings[0].n_routers):
+                publish(engines, routers[r])
+                ask_again(routers[r])
         elif kind == TRANSFER_END and subject == clock[0].timer:
             _end_transfers(clock, events, engines, run.net)
         elif kind == READ:
@@ -600,9 +470,9 @@ def advance(world: World, until: float, n_events: int) -> Any:
             on_collected(clock, events, engines, world.front, subject)
         elif kind == TOKENIZED:
             on_tokenized(clock, events, engines, world.front, subject)
-        answer = drain(clock, events, engines, routers, run.reported, decide)
+        answer = drain(clock, events, engines, routers, run.reported)
         if answer:
             return OTHERS if answer == RETURN else FAILED
         if front_end:
-            _enter(clock, events, engines, world.front, decide)
+            _enter(clock, events, engines, world.front)
     return ENDED

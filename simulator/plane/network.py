@@ -1,9 +1,9 @@
 """KV transfers in flight: links shared max-min fairly, compiled.
 
-The bytes of a transfer flow at a rate that the egress link of its prefill worker and the ingress
-link of its decode worker share max-min fairly with the other transfers in flight (progressive
-filling, Bertsekas and Gallager, Data Networks, section 6.5.2). Links are numbered: the ingress
-links of the decode workers, then the egress links of the prefill workers.
+The bytes of a transfer flow at a rate that the egress link of the worker that sends and the ingress
+link of the one that receives share max-min fairly with the other transfers in flight (progressive
+filling, Bertsekas and Gallager, Data Networks, section 6.5.2). Of ``n`` workers ``w`` has the links
+``w``, for what comes in, and ``n + w``, for what goes out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Network(NamedTuple):
 
     flows: NDArray[np.void]  #: ``FLOW``
     done: NDArray[np.int64]  #: requests whose transfer has just ended
+    rate: NDArray[np.float64]  #: ``[links]``: bytes/s
     capacity: NDArray[np.float64]  #: ``[links]``
     share: NDArray[np.float64]  #: ``[links]``: of its bandwidth that a link has, 1 but for faults
     users: NDArray[np.int64]  #: ``[links]``
@@ -31,11 +32,13 @@ class Network(NamedTuple):
     links: NDArray[np.int64]  #: ``[links]``: those touched, ascending
 
 
-def make_network(n_requests: int, n_links: int) -> Network:
-    """Return a network without transfers."""
+def make_network(n_requests: int, rate: NDArray[np.float64]) -> Network:
+    """Return a network without transfers, over links of ``rate`` bytes/s."""
+    n_links = len(rate)
     return Network(
         np.zeros(n_requests + 1, FLOW),
         np.zeros(n_requests + 1, np.int64),
+        rate,
         np.zeros(n_links),
         np.ones(n_links),
         np.zeros(n_links, np.int64),
@@ -46,10 +49,10 @@ def make_network(n_requests: int, n_links: int) -> Network:
 
 @compiled()
 def begin(
-    clock: Any, events: Any, net: Any, egress: int, ingress: int, n_bytes: float, request: int,
-    out_rate: float, in_rate: float,
-) -> None:  # fmt: skip
-    """Let the bytes of a transfer flow from link ``egress`` to link ``ingress`` from now on."""
+    clock: Any, events: Any, net: Any, source: int, target: int, n_bytes: float, request: int
+) -> None:
+    """Let the bytes of a transfer flow from a worker to another from now on."""
+    egress, ingress = net.rate.shape[0] // 2 + source, target
     _progress(clock, net)
     flow = net.flows[clock[0].n_flows]
     clock[0].n_flows += 1
@@ -57,11 +60,11 @@ def begin(
     flow.rate, flow.request = 0.0, request
     net.touched[:] = False
     net.touched[egress] = net.touched[ingress] = True
-    _share(clock, events, net, out_rate, in_rate)
+    _share(clock, events, net)
 
 
 @compiled()
-def end(clock: Any, events: Any, net: Any, out_rate: float, in_rate: float) -> Any:
+def end(clock: Any, events: Any, net: Any) -> Any:
     """Take the transfers out whose bytes have flowed; returns how many.
 
     Their requests are in ``net.done``.
@@ -83,12 +86,12 @@ def end(clock: Any, events: Any, net: Any, out_rate: float, in_rate: float) -> A
             net.flows[kept] = net.flows[i]
         kept += 1
     clock[0].n_flows = kept
-    _share(clock, events, net, out_rate, in_rate)
+    _share(clock, events, net)
     return n_done
 
 
 @compiled()
-def drop(clock: Any, events: Any, net: Any, request: int, out_rate: float, in_rate: float) -> None:
+def drop(clock: Any, events: Any, net: Any, request: int) -> None:
     """Take a transfer out whose bytes have not all flowed, if it is in flight."""
     _progress(clock, net)
     net.touched[:] = False
@@ -102,19 +105,18 @@ def drop(clock: Any, events: Any, net: Any, request: int, out_rate: float, in_ra
         kept += 1
     if kept < clock[0].n_flows:
         clock[0].n_flows = kept
-        _share(clock, events, net, out_rate, in_rate)
+        _share(clock, events, net)
 
 
 @compiled()
-def scale(
-    clock: Any, events: Any, net: Any, link: int, share: float, out_rate: float, in_rate: float
-) -> None:  # fmt: skip
-    """Let a link have a share of its bandwidth from now on."""
+def scale(clock: Any, events: Any, net: Any, w: int, share: float) -> None:
+    """Let the links of a worker have a share of their bandwidth from now on."""
     _progress(clock, net)
-    net.share[link] = share
     net.touched[:] = False
-    net.touched[link] = True
-    _share(clock, events, net, out_rate, in_rate)
+    for link in (w, net.rate.shape[0] // 2 + w):
+        net.share[link] = share
+        net.touched[link] = True
+    _share(clock, events, net)
 
 
 @compiled()
@@ -126,14 +128,14 @@ def _progress(clock: Any, net: Any) -> None:
 
 
 @compiled()
-def _share(clock: Any, events: Any, net: Any, out_rate: float, in_rate: float) -> None:
+def _share(clock: Any, events: Any, net: Any) -> None:
     """Give the transfers their rates anew, and schedule the end of the first one."""
     n = clock[0].n_flows
     clock[0].timer += 1
     if n == 0:
         return
     spread(net, n)
-    share_links(net, n, out_rate, in_rate)
+    share_links(net, n)
     soonest = np.inf
     for i in range(n):
         soonest = min(soonest, net.flows[i].bytes_left / net.flows[i].rate)
@@ -156,7 +158,7 @@ def spread(net: Any, n: int) -> None:
 
 
 @compiled()
-def share_links(net: Any, n: int, out_rate: float, in_rate: float) -> None:
+def share_links(net: Any, n: int) -> None:
     """Share the touched links among the transfers ``net.flows[:n]`` max-min fairly.
 
     No transfer can get more without taking from one that has less.
@@ -172,8 +174,8 @@ def share_links(net: Any, n: int, out_rate: float, in_rate: float) -> None:
         flow = flows[i]
         flow.open = net.touched[flow.egress]
         if flow.open:
-            capacity[flow.egress] = out_rate * net.share[flow.egress]
-            capacity[flow.ingress] = in_rate * net.share[flow.ingress]
+            capacity[flow.egress] = net.rate[flow.egress] * net.share[flow.egress]
+            capacity[flow.ingress] = net.rate[flow.ingress] * net.share[flow.ingress]
             users[flow.egress] += 1
             users[flow.ingress] += 1
             left += 1

@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 
 from eldr_sim.simulator.plane.compiled import compiled
-from eldr_sim.simulator.plane.engine import Engines, wake
+from eldr_sim.simulator.plane.engine import Engines, side_of, wake
 from eldr_sim.simulator.plane.kv_cache import blocks_of, release
 from eldr_sim.simulator.plane.queues import line_remove, queue_remove
-from eldr_sim.simulator.plane.state import COLOCATED, DECODE
+from eldr_sim.simulator.plane.state import HERE
 
 
 @compiled()
 def give_back(clock: Any, events: Any, engines: Engines, w: int, request: int) -> None:
     """Give a request's KV blocks back, and let the engine look who can have them."""
-    pool = engines.pool_of[w]
-    release(engines.kv, engines.tables, engines.workers, w, pool, request)
+    release(engines.kv, engines.tables, engines.workers, w, side_of(engines, w), request)
     if engines.workers[w].next_start < np.inf:
         wake(clock, events, engines.workers, w)
 
@@ -29,8 +28,7 @@ def remove(clock: Any, events: Any, engines: Engines, w: int, request: int) -> N
     What it has generated is noted, so that another engine can go on from there.
     """
     worker, record = engines.workers[w], engines.requests[request]
-    role = engines.pools[engines.pool_of[w]].role
-    decodes = role in (DECODE, COLOCATED)
+    decodes = engines.pools[engines.pool_of[w]].then == HERE
     n = worker.batch + worker.prefilling
     place: Any = np.int64(0)
     while place < n and engines.sequences[w, place].request != request:
@@ -43,7 +41,7 @@ def remove(clock: Any, events: Any, engines: Engines, w: int, request: int) -> N
             worker.batch -= 1
             worker.tokens -= engines.sequences[w, place].tokens
             worker.context -= context
-            table = engines.tables[request, engines.pool_of[w]]
+            table = engines.tables[request, side_of(engines, w)]
             held = blocks_of(context, engines.settings[0].block_size)
             table.private = held + record.window_blocks - table.listed
         else:
@@ -71,7 +69,7 @@ def _leave_queues(engines: Engines, w: int, request: int, decodes: bool) -> None
         worker.preempted_head, before = _unlink(requests, worker.preempted_head, request)
         queued = before > -2
     begun = record.prefill_start_s >= 0.0
-    if engines.pools[engines.pool_of[w]].role == DECODE:
+    if record.source >= 0:
         begun = record.transfer_start_s >= 0.0
     if not queued and not begun:
         worker.new_head = queue_remove(requests, worker.new_head, request)

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, RequestInfo, Workers
+from eldr_sim.policies.base import (
+    CompletionListener,
+    DecodePolicy,
+    PrefillPolicy,
+    RequestInfo,
+    Workers,
+)
 from eldr_sim.policies.shortlist import Shortlist, picks_from_shortlists
-from eldr_sim.simulator.plane import loop, state
+from eldr_sim.simulator.plane import choose, state
 from eldr_sim.traces.workload import Workload
 
 _NOBODY = np.zeros(0, np.int64)
 #: Classes of requests whose shortlists a policy is asked for in one call.
 _ASKED_AT_ONCE = 512
+
+
+class Fleet(NamedTuple):
+    """What routers know of the workers of all pools."""
+
+    loads: NDArray[np.int64]  #: ``[workers]``: requests in flight
+    signals: NDArray[np.void]  #: ``SIGNALS [workers]``
+    healthy: NDArray[np.bool_]  #: ``[workers]``: may be chosen
+
+
+def make_fleet(n_workers: int) -> Fleet:
+    """Return idle workers, all of which may be chosen."""
+    return Fleet(
+        np.zeros(n_workers, np.int64),
+        np.zeros(n_workers, state.SIGNALS),
+        np.ones(n_workers, np.bool_),
+    )
 
 
 class PolicyRouter:
@@ -24,14 +47,20 @@ class PolicyRouter:
     ----------
     policy
         The policy; None where the workers are co-located.
-    n_workers, workload
-        Workers to choose from; the requests.
+    fleet, workers, workload
+        What routers know of all workers; those to choose from, which the policy counts from 0; the
+        requests.
     """
 
     def __init__(
-        self, policy: PrefillPolicy | DecodePolicy | None, n_workers: int, workload: Workload
+        self,
+        policy: PrefillPolicy | DecodePolicy | None,
+        fleet: Fleet,
+        workers: range,
+        workload: Workload,
     ) -> None:
         self.policy: Any = policy
+        self.own = workers
         shares = workload.prefix_block_tokens > 0
         self.shortlisting = picks_from_shortlists(policy) and not (
             shares and policy.shortlist_by == "prefix"
@@ -45,20 +74,21 @@ class PolicyRouter:
         self._known: dict[Any, int] = {}
         self._class_of_list: dict[int, int] = {}
         self._kept: list[Shortlist] = []  # an id is good for as long as its object lives
-        self.signals = np.zeros(n_workers, state.SIGNALS)
-        columns = [self.signals[name] for name in state.SIGNALS.names or ()]
-        held = np.zeros(1, state.HELD)
-        held["in_order"] = getattr(policy, "in_order", False)
-        loads, healthy = np.zeros(n_workers, np.int64), np.ones(n_workers, np.bool_)
-        self._columns = loads, *columns, healthy
-        self.arrays = loop.Router(
-            loads=loads,
-            signals=self.signals,
-            healthy=healthy,
-            held=held,
+        mine = slice(workers.start, workers.stop)
+        columns = [fleet.signals[name][mine] for name in state.SIGNALS.names or ()]
+        record = np.zeros(1, state.ROUTER)
+        record["first_worker"], record["n_workers"] = workers.start, len(workers)
+        record["hears_ends"] = isinstance(policy, CompletionListener)
+        record["in_order"] = getattr(policy, "in_order", False)
+        self._columns = fleet.loads[mine], *columns, fleet.healthy[mine]
+        self.arrays = choose.Router(
+            loads=fleet.loads,
+            signals=fleet.signals,
+            healthy=fleet.healthy,
+            record=record,
             class_of=kind,
             list_of=np.full(len(self._first), -1, np.int32),
-            members=np.zeros((4, n_workers), np.int32),
+            members=np.zeros((4, len(workers)), np.int32),
             size=np.zeros(4, np.int32),
             by_load=np.zeros(4, np.bool_),
             in_turn=np.zeros(4, np.bool_),
@@ -71,25 +101,26 @@ class PolicyRouter:
 
     def check(self, worker: int) -> None:
         """Raise ValueError if there is no such worker: compiled code would not notice."""
-        if not 0 <= worker < len(self.arrays.loads):
+        if not 0 <= worker < len(self.own):
             raise ValueError(f"policy {self.policy.name!r} chose worker {worker}")
 
     def select(self, request: RequestInfo, workers: Workers) -> int:
-        """Return the policy's choice, or HOLD.
+        """Return the policy's choice, by its number among all workers, or HOLD.
 
         Where it chooses a worker that is known not to answer, the least loaded one that does stands
         in.
         """
         if not workers.healthy.any():
-            return int(loop.HOLD)
+            return int(choose.HOLD)
         worker = self.policy.select(request, workers)
         if worker is None:
-            return int(loop.HOLD)
+            return int(choose.HOLD)
         self.check(worker)
         if workers.healthy[worker]:
-            return int(worker)
+            return int(self.own[worker])
         usable = workers.usable()
-        return usable[int(np.argmin(workers.loads[usable]))]
+        least: int = usable[int(np.argmin(workers.loads[usable]))]
+        return self.own[least]
 
     def grow(self, n: int) -> None:
         """Know ``n`` requests: those beyond the ones so far are like them, in turn."""
@@ -136,7 +167,7 @@ class PolicyRouter:
         arrays = self.arrays
         for worker in rule.workers:
             self.check(worker)
-        arrays.members[number, : len(rule.workers)] = rule.workers
+        arrays.members[number, : len(rule.workers)] = np.add(rule.workers, self.own.start)
         arrays.size[number] = len(rule.workers)
         arrays.by_load[number], arrays.in_turn[number] = rule.by_load, rule.in_turn
         arrays.turn[number] = rule.turn

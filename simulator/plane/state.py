@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-# --- roles of a pool's workers: what happens when a prompt is computed ---
-#: Hand the request over to a decode worker.
-PREFILL = np.int64(0)
-#: Nothing is computed but what preemption lost: requests come with their KV cache.
-DECODE = np.int64(1)
-#: Go on decoding.
-COLOCATED = np.int64(2)
-#: End: the prompt was all that was asked for.
-PREFILL_ONLY = np.int64(3)
+# --- who goes on when a prompt is computed: ``POOL.then``, or the number of a router, from 0 ---
+#: The worker that has computed it.
+HERE = np.int64(-1)
+#: Nobody: the prompt was all that was asked for.
+NOBODY = np.int64(-2)
 
 # --- how a request ended: ``REQUEST.outcome`` is an index into OUTCOMES ---
 OPEN, COMPLETED, TOO_LONG, NO_KV_ROOM, AFTER_WINDOW, OVERLOADED = map(np.int64, range(6))
@@ -66,8 +62,9 @@ REQUEST = np.dtype(
         ("window_offset", np.int64),
         ("window_blocks", np.int64),  # KV blocks that its sliding windows take
         ("trace_request", np.int64),
-        ("prefill_worker", np.int64),
-        ("decode_worker", np.int64),
+        # Where it is, or was last; and whose KV cache it takes over: -1 where it computes its own.
+        ("worker", np.int64),
+        ("source", np.int64),
         ("preemptions", np.int32),
         # Prompt tokens found in the prefix cache where the prompt is computed, and on the decode
         # worker, which fetches the others; -1 before.
@@ -87,7 +84,7 @@ REQUEST = np.dtype(
         ("domain", np.int16),
         ("outcome", np.int8),
         ("measured", np.bool_),
-        ("kv_here", np.bool_),  # its KV cache has arrived at the decode worker
+        ("kv_here", np.bool_),  # the KV cache that it takes over has arrived
         ("watched", np.bool_),  # a process waits for its end
     ],
     align=True,
@@ -95,12 +92,13 @@ REQUEST = np.dtype(
 
 #: What a request has of each try: of a new one when it is sent again.
 TRY = (
-    "prefill_worker", "decode_worker", "prefill_start_s", "prefill_end_s", "transfer_start_s",
-    "transfer_end_s", "decode_start_s", "cached_tokens", "decode_cached_tokens",
+    "worker", "source", "prefill_start_s", "prefill_end_s", "transfer_start_s", "transfer_end_s",
+    "decode_start_s", "cached_tokens", "decode_cached_tokens",
 )  # fmt: skip
 
 #: The KV blocks of a request on one worker: ``found`` of its ``listed`` blocks were in the prefix
-#: cache when it was admitted, ``private`` ones nobody can find. One record a request and pool.
+#: cache when it was admitted, ``private`` ones nobody can find. Two records a request: on a worker
+#: that computes its prompt for others, and on the one where it decodes.
 BLOCK_TABLE = np.dtype([("found", np.int32), ("listed", np.int32), ("private", np.int32)])
 
 #: A full KV block that can be found by its hash.
@@ -118,7 +116,9 @@ BLOCK = np.dtype(
 #: Settings of all workers of a pool, and how many steps they have made.
 POOL = np.dtype(
     [
-        ("role", np.int64),
+        ("then", np.int64),  # who goes on when a prompt is computed
+        ("router", np.int64),  # that chooses among its workers
+        ("reports", np.bool_),  # that router hears of computed tokens and blocks
         ("first_worker", np.int64),
         ("n_workers", np.int64),
         ("max_num_seqs", np.int64),
@@ -134,6 +134,7 @@ POOL = np.dtype(
         ("group_size", np.int64),  # engines that share experts and step together
         ("prefill_interval", np.int64),  # prompts are computed in every so-manieth of their steps
         ("n_group_steps", np.int64),  # records of GROUP_STEP filled
+        ("by_layers", np.bool_),  # steps of `steps.streamed`
         ("whole_prompts", np.bool_),  # no chunks: nothing is kept from step to step
         ("streamed_s", np.float64),  # that steps took which streamed weights,
         ("stall_s", np.float64),  # and of which they waited for these
@@ -256,9 +257,12 @@ GROUP_STEP = np.dtype(
     align=True,
 )
 
-#: The requests that a router holds, linked by REQUEST.next.
-HELD = np.dtype(
+#: A router: its workers, and the requests that it holds, linked by REQUEST.next.
+ROUTER = np.dtype(
     [
+        ("first_worker", np.int64),
+        ("n_workers", np.int64),
+        ("hears_ends", np.bool_),  # its policy wants to know of completions
         ("head", np.int64),
         ("tail", np.int64),
         ("n", np.int64),
@@ -311,7 +315,7 @@ CLOCK = np.dtype(
         ("open_measured", np.int64),  # measured requests that have not ended
         ("pending_head", np.int64),  # what the last event asks for, not yet done
         ("pending_tail", np.int64),
-        ("n_reported", np.int64),  # completions that the decode router has heard of
+        ("n_reported", np.int64),  # completions that routers have heard of
         ("signals_s", np.float64),  # when the engines published their signals, s
         ("publish_due", np.bool_),  # the next time is scheduled
         ("guest_s", np.float64),  # when the control plane's next event is, s; inf: it has none
@@ -333,15 +337,12 @@ SETTINGS = np.dtype(
         ("n_kv_tensors", np.int64),
         ("setup_s", np.float64),
         ("descriptor_s", np.float64),
-        ("egress", np.float64),  # bytes/s of a prefill worker's link
-        ("ingress", np.float64),
         ("prefix_block_tokens", np.int64),
-        ("listens", np.bool_),  # the decode router wants to know of completions,
-        ("prefill_listens", np.bool_),  # the prefill router of tokens and blocks
-        # The address of a function of a pool and a request, which returns the worker that the
-        # pool's router chooses, or LOOK, RETURN or FAIL of `loop`; or of a question of
-        # `expert_loads` and a group's first engine, or of WAKE or TELL and a request: 0, RETURN
-        # or FAIL.
+        ("n_routers", np.int64),
+        ("entry", np.int64),  # the router that requests come to
+        # The address of a function of a router and a request, which returns the worker that it
+        # chooses, or LOOK, RETURN or FAIL of `choose`; or of a question of `expert_loads` and a
+        # group's first engine, or of WAKE or TELL and a request: 0, RETURN or FAIL.
         ("decide", np.int64),
         ("front_end", np.bool_),  # requests reach a router through API servers
     ],

@@ -37,7 +37,7 @@ def free_blocks(cluster):
 
 
 def loads(cluster):
-    return [router.loads.tolist() for router in cluster.arrays.routers]
+    return cluster.arrays.routers[0].loads.tolist()
 
 
 # -- conservation ------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_every_request_ends_once_and_leaves_nothing(
     for name in ("prefill_worker", "decode_worker", "finish_s", "first_token_s"):
         assert (refused[name] == -1).all()
 
-    assert loads(cluster) == [[0] * n_prefill, [0] * n_decode]
+    assert loads(cluster) == [0] * (n_prefill + n_decode)
     assert free_blocks(cluster) == [n_blocks] * (n_prefill + n_decode)
     workers = cluster.arrays.engines.workers
     for name in ("batch", "tokens", "prefilling", "context", "chunk_tokens", "joined", "filled"):

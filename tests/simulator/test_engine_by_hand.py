@@ -56,7 +56,7 @@ def one_decode_worker(make_cluster, make_workload, run_watched):
         )
         record = cluster.run() if watch is None else run_watched(cluster, lambda: watch(cluster))
         assert record.completed.all()
-        return record, cluster.arrays.reported[:, 0].tolist()
+        return record, cluster.arrays.reported[: len(record.requests), 0].tolist()
 
     return run
 

@@ -156,9 +156,9 @@ def free_of(cluster):
     engines = cluster.arrays.engines
     idle = engines.workers["n_blank"] + engines.workers["n_idle"]
     idle -= engines.pools["n_blocks"][engines.pool_of]
-    loads = [router.loads.sum() for router in cluster.arrays.routers]
+    loads = cluster.arrays.routers[0].loads.sum()
     waiting = engines.workers["n_waiting"].sum(), engines.workers["waiting_tokens"].sum()
-    return idle.any(), engines.workers["batch"].sum(), *waiting, *loads
+    return idle.any(), engines.workers["batch"].sum(), *waiting, loads
 
 
 def small(topology):

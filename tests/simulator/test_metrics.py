@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.control.record import REQUEST, RunRecord
 from eldr_sim.simulator.control.relocation import RELOCATION
 from eldr_sim.simulator.outcome.bottleneck import load_growth
 from eldr_sim.simulator.outcome.metrics import (
@@ -232,8 +232,8 @@ def test_a_window_counts_the_prompt_tokens_that_are_computed_in_it(
 
 
 def a_request(sent, finish, output_len=2, outcome="completed", measured=True):
-    request = np.zeros((), state.REQUEST)
-    for name in state.REQUEST.names:
+    request = np.zeros((), REQUEST)
+    for name in REQUEST.names:
         if name.endswith("_s"):
             request[name] = -1.0
     request["arrival_s"] = request["sent_s"] = sent
@@ -248,7 +248,7 @@ def a_record(requests, first, window=(0.0, np.inf), end_s=10.0, steps=(), gaps=(
     """A record of one prefill worker that did nothing and one decode worker, with its steps'
     (start, end, context, worker, batch, joined, active, busiest, tokens of contexts).
     """
-    requests = np.array(requests, state.REQUEST)
+    requests = np.array(requests, REQUEST)
     requests["first_token_s"] = first
     log = np.zeros(len(steps), state.STEP)
     names = ["start", "end", "context", "worker", "sequences", "joined", "active", "busiest"]

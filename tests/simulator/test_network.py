@@ -18,19 +18,19 @@ NODES = 5
 
 
 @numba.njit
-def begin(clock, events, net, egress, ingress, n_bytes, request, out_rate, in_rate):
-    network.begin(clock, events, net, egress, ingress, n_bytes, request, out_rate, in_rate)
+def begin(clock, events, net, source, target, n_bytes, request):
+    network.begin(clock, events, net, source, target, n_bytes, request)
 
 
 @numba.njit
-def end(clock, events, net, out_rate, in_rate):
-    return network.end(clock, events, net, out_rate, in_rate)
+def end(clock, events, net):
+    return network.end(clock, events, net)
 
 
 @numba.njit
-def share_links(net, n, out_rate, in_rate):
+def share_links(net, n):
     network.spread(net, n)
-    network.share_links(net, n, out_rate, in_rate)
+    network.share_links(net, n)
 
 
 # -- rates -------------------------------------------------------------------------------------
@@ -42,11 +42,11 @@ flow_lists = st.lists(
 
 def rates_of(flows, egress, ingress):
     """Return the rates of (source, destination) pairs; ingress links have the lower numbers."""
-    net = network.make_network(len(flows), 2 * NODES)
+    net = network.make_network(len(flows), np.repeat([float(ingress), float(egress)], NODES))
     for flow, (source, destination) in zip(net.flows, flows, strict=False):
         flow["egress"], flow["ingress"] = NODES + source, destination
     net.touched[:] = True
-    share_links(net, len(flows), float(egress), float(ingress))
+    share_links(net, len(flows))
     return net.flows["rate"][: len(flows)]
 
 
@@ -115,8 +115,7 @@ class Transfers:
         self.clock = np.zeros(1, state.CLOCK)
         self.clock["now"] = self.clock["updated"] = now
         self.events = np.zeros(3 * n + 8, state.EVENT)
-        self.net = network.make_network(n, 2 * NODES)
-        self.rates = model.bandwidth, model.ingress
+        self.net = network.make_network(n, np.repeat([model.ingress, model.bandwidth], NODES))
 
     def next_end(self):
         """Return when the next transfer ends; the events of earlier rates have no say."""
@@ -126,15 +125,11 @@ class Transfers:
 
     def begin(self, now, source, destination, n_bytes, request):
         self.clock["now"] = now
-        link = NODES + source
-        begin(
-            self.clock, self.events, self.net, link, destination, float(n_bytes), request,
-            *self.rates,
-        )  # fmt: skip
+        begin(self.clock, self.events, self.net, source, destination, float(n_bytes), request)
 
     def end(self, now):
         self.clock["now"] = now
-        n_done = end(self.clock, self.events, self.net, *self.rates)
+        n_done = end(self.clock, self.events, self.net)
         return self.net.done[:n_done].tolist()
 
     @property

@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.run import prepare, simulate
 from eldr_sim.simulator.setup.config import RunConfig, make_config, set_field
 from eldr_sim.simulator.setup.transfer import PRESETS
@@ -165,3 +167,42 @@ def test_co_located_workers_are_one_pool():
     )
     with pytest.raises(InputError, match="prefill: co-located workers are one pool"):
         run(topology="3C", prefill={"gpu": "h200"})
+
+
+# -- where KV comes from, and who goes on ------------------------------------------------------
+
+
+@pytest.fixture
+def some_load(make_workload):
+    rng = np.random.default_rng(4)
+    n = 60
+    return make_workload(
+        np.cumsum(rng.exponential(0.004, n)), rng.integers(1, 60, n), rng.integers(1, 20, n)
+    )
+
+
+def test_prompts_that_come_to_decode_workers_are_computed_there(make_cluster, some_load):
+    """The oracle: then it is a cluster of co-located workers, and the prefill workers idle."""
+    apart = make_cluster(some_load, n_prefill=2, n_decode=3, n_blocks=60, prompts=True)
+    together = make_cluster(some_load, n_prefill=0, n_decode=3, n_blocks=60, prompts=True)
+    apart.arrays.engines.settings["entry"] = 1
+    one, other = apart.run(), together.run()
+    assert other.completed.all()
+    for name in other.requests.dtype.names:
+        np.testing.assert_array_equal(one.requests[name], other.requests[name], err_msg=name)
+    np.testing.assert_array_equal(one.decode_steps, other.decode_steps)
+    assert len(one.prefill_steps) == 0
+
+
+def test_prompts_that_nobody_takes_over_end_where_they_are_computed(make_cluster, some_load):
+    """The oracle: then it is a cluster of prefill workers, whatever stands behind them."""
+    some_load.output_len[:] = 1
+    apart = make_cluster(some_load, n_prefill=2, n_decode=3, n_blocks=60)
+    alone = make_cluster(some_load, n_prefill=2, n_decode=0, n_blocks=60)
+    apart.arrays.engines.pools["then"][0] = state.NOBODY
+    one, other = apart.run(), alone.run()
+    assert other.completed.all()
+    for name in other.requests.dtype.names:
+        np.testing.assert_array_equal(one.requests[name], other.requests[name], err_msg=name)
+    np.testing.assert_array_equal(one.prefill_steps, other.prefill_steps)
+    assert len(one.decode_steps) == 0

@@ -11,7 +11,7 @@ import pytest
 
 from eldr_sim import RunConfig, Simulation, simulate
 from eldr_sim.errors import InputError, ProcessError
-from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.plane import loop
 from eldr_sim.simulator.run import build_cluster, offered_load
 from eldr_sim.simulator.setup.prepare import prepare
 
@@ -81,7 +81,7 @@ def test_a_closed_loop_ends_as_the_open_load_of_its_arrivals(changes):
     cluster = build_cluster(config, prepared, load, (0.0, np.inf))
     cluster.time_limit_s = 8.0
     replayed = cluster.run().requests
-    for name in state.REQUEST.names:
+    for name in sent.dtype.names:
         if name not in ("watched", "ticket", "measured") and not name.startswith("window_"):
             np.testing.assert_array_equal(sent[name], replayed[name], err_msg=name)
 
@@ -180,6 +180,108 @@ def test_an_operator_drains_starts_kills_and_throttles():
     ):
         with pytest.raises(InputError, match=why):
             wrong()
+
+
+def to_rest(sim):
+    """Let all that is still under way end; returns the cluster."""
+    cluster = sim._cluster
+    while cluster.arrays.clock["n_events"][0] > 0:
+        assert cluster.advance(cluster.arrays.clock["now"][0] + 1.0) != loop.ENDED
+    return cluster
+
+
+@pytest.mark.parametrize(
+    ("changes", "worker", "pool"),
+    [({}, "decode:0", "prefill"), ({}, "prefill:1", "decode"),
+     ({"prefix_len": 64, "num_prefixes": 3}, "prefill:1", "decode"),
+     ({"data_parallel_size": 2, "enable_expert_parallel": True}, "decode:0", "prefill")],
+)  # fmt: skip
+def test_a_worker_drains_and_serves_in_the_other_pool(changes, worker, pool):
+    """Conservation: every request ends once, and nobody holds anything then."""
+    config = CONFIG.replace(num_requests=300, topology="3P3D", **changes)
+    sim = Simulation(config, absent=["prefill:2", "decode:2"])
+    own, number = worker.split(":")
+    leaves, told = sim.cluster.pool(own)[int(number)], []
+
+    def operator():
+        yield sim.env.timeout(2.0)
+        place = yield sim.cluster.switch(leaves, pool, 1.5)
+        told.append((sim.env.now, place))
+        with pytest.raises(InputError, match="does not serve"):
+            sim.cluster.drain(leaves)
+
+    sim.env.process(operator())
+    record = sim.run().record
+    assert record.completed.all()
+    assert record.retries.sum() == 0
+    ((came, place),) = told
+    assert str(place) == f"{pool}:2"
+    assert place in sim.cluster.pool(pool).serving
+    assert leaves not in sim.cluster.pool(own).serving
+    size = 2 if "data_parallel_size" in changes else 1
+    logs = {"prefill": record.prefill_steps, "decode": record.decode_steps}
+    of = {name: steps["worker"] // size for name, steps in logs.items()}
+    last = logs[own]["end"][of[own] == leaves.number].max()
+    first = logs[pool]["start"][of[pool] == 2].min()
+    assert came >= max(2.0, last) + 1.5
+    assert first >= came
+    sent = "sent_s" if own == "prefill" else "prefill_end_s"
+    late = record.requests[sent] > 2.0
+    assert (record.requests[f"{own}_worker"][late] // size != leaves.number).all()
+    engines = to_rest(sim).arrays.engines
+    free = engines.workers["n_blank"] + engines.workers["n_idle"]
+    assert (free == engines.pools["n_blocks"][engines.pool_of]).all()
+    assert not sim._cluster.arrays.routers[0].loads.any()
+
+
+def test_a_worker_that_has_switched_is_one_that_has_always_been_there():
+    """The oracle: an idle worker changes its pool before the load comes."""
+    config, results = CONFIG.replace(topology="3P2D"), []
+    for absent, switches in (("decode:1", True), ("prefill:2", False)):
+        sim = Simulation(config, arrivals=False, absent=[absent])
+
+        def load(sim=sim):
+            yield sim.env.timeout(1.0)
+            for _ in range(60):
+                sim.cluster.submit()
+                yield sim.env.timeout(0.02)
+
+        if switches:
+            sim.cluster.switch(sim.cluster.pool("prefill")[2], "decode", 0.5)
+        sim.env.process(load())
+        results.append(sim.run())
+    one, other = results
+    assert set(one.record.requests["decode_worker"]) == {0, 1}
+    assert one.requests.drop("retries").equals(other.requests.drop("retries"))
+    assert one.steps.equals(other.steps)
+
+
+def test_a_worker_that_dies_on_its_way_goes_nowhere():
+    sim, told = Simulation(CONFIG.replace(num_requests=200), absent=["prefill:1"]), []
+    decode = sim.cluster.pool("decode")
+
+    def operator():
+        yield sim.env.timeout(1.0)
+        coming = sim.cluster.switch(decode[0], "prefill", 1.0)
+        with pytest.raises(InputError, match="part of a switch"):
+            sim.cluster.start(decode[0])
+        for wrong, why in (
+            (lambda: sim.cluster.switch(decode[1], "prefill"), "no place free"),
+            (lambda: sim.cluster.switch(decode[1], "decode"), "another pool"),
+            (lambda: sim.cluster.switch(decode[1], "prefill", -1.0), "0 s or more"),
+        ):
+            with pytest.raises(InputError, match=why):
+                wrong()
+        yield sim.env.timeout(0.05)
+        sim.cluster.fail(decode[0])
+        told.append((yield coming))
+        told.append(str((yield sim.cluster.switch(decode[1], "prefill"))))
+
+    sim.env.process(operator())
+    assert sim.run().record.completed.sum() > 100
+    assert told == [None, "prefill:1"]
+    with pytest.raises(InputError, match="stages"):
+        Simulation(STAGED).cluster.switch(Simulation(STAGED).cluster.pool("prefill")[0], "decode")
 
 
 def test_an_error_that_simpy_cannot_copy_is_told_too():

@@ -25,7 +25,8 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.serving.router.decisions import build_decode_policy
-from eldr_sim.simulator.control.cluster import Cluster, RunRecord
+from eldr_sim.simulator.control.cluster import Cluster
+from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
 from eldr_sim.simulator.setup.replay import fit_trace, make_replay, prompt_rows
 from eldr_sim.traces.prompts import PromptSignatures

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.sources.marlin import derive_marlin_table
 from eldr_sim.kernel_profiles.tables.format import table_name
-from eldr_sim.simulator.control.cluster import RunRecord
+from eldr_sim.simulator.control.record import RunRecord
 from eldr_sim.simulator.outcome.metrics import request_times
 from eldr_sim.simulator.setup.transfer import HAND_OVERS
 from eldr_sim.traces.workload import Workload

@@ -22,7 +22,7 @@ from eldr_sim.simulator.plane.compiled import compiled, execute
 from eldr_sim.simulator.plane.engine import Engines, blocks_needed, wake
 from eldr_sim.simulator.plane.events import schedule_step
 from eldr_sim.simulator.plane.kv_cache import blocks_of, n_free, take_blank
-from eldr_sim.simulator.plane.state import COLOCATED, DECODE
+from eldr_sim.simulator.plane.state import HERE
 
 _NONE = np.int64(0)
 
@@ -229,7 +229,7 @@ def move_end(
             record.last_token_s = log[before].end
     if was > now:
         log[last].end = end
-    if cut and pool.role in (DECODE, COLOCATED):
+    if cut and pool.then == HERE:
         for i in range(worker.batch + worker.prefilling):
             record, left = engines.requests[sequences[i].request], sequences[i].tokens_left
             if left > 0:

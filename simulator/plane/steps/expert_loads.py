@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from eldr_sim.simulator.plane.compiled import ask, compiled
 
 #: What the loop asks besides a router: for a placement, or to put one in force.
-ASK, PUT_IN_FORCE = np.int64(2), np.int64(3)
+ASK, PUT_IN_FORCE = np.int64(-1), np.int64(-2)
 #: The two parts of an interval.
 EARLY, LATE = 0, 1
 _PLANES = 40  # bits of a counter

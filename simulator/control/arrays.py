@@ -1,0 +1,86 @@
+"""The arrays of a run as it begins."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eldr_sim.simulator.plane import state
+from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
+from eldr_sim.simulator.setup.replay import Replay
+from eldr_sim.traces.workload import Workload
+
+
+def make_requests(
+    spec: ClusterSpec, workload: Workload, replay: Replay, window: tuple[float, float]
+) -> NDArray[np.void]:
+    """Return the requests of a workload before they arrive: ``REQUEST [requests]``."""
+    requests = np.zeros(len(workload), state.REQUEST)
+    for name in state.REQUEST.names or ():
+        if name.endswith("_s"):
+            requests[name] = -1.0
+    for name in ("worker", "source", "cached_tokens", "decode_cached_tokens"):
+        requests[name] = -1
+    requests["next"] = -1
+    tokens = workload.prompt_len.astype(np.int64) + workload.output_len
+    requests["window_blocks"] = spec.windows.of(tokens, spec.block_size)
+    for name in ("arrival_s", "prompt_len", "output_len", "domain"):
+        requests[name] = getattr(workload, name)
+    requests["trace_request"] = workload.text
+    requests["window_row"] = replay.first_row[workload.decode_request]
+    requests["window_len"] = replay.length[workload.decode_request]
+    requests["window_offset"] = workload.replay_offset
+    requests["measured"] = (workload.arrival_s >= window[0]) & (workload.arrival_s < window[1])
+    return requests
+
+
+def check_tables(engine: EngineSpec, longest: int) -> None:
+    """Raise ValueError unless an engine's step times cover its steps.
+
+    Compiled code reads whatever lies beyond the end of an array.
+    """
+    cost, places = engine.step_time.cost, engine.max_num_seqs
+    budget = engine.max_num_batched_tokens
+    needed = dict.fromkeys(("moe_s", "head_s", "attention_s"), places)
+    needed |= dict.fromkeys(("mixed_moe_s", "uniform_moe_s"), budget)
+    needed |= dict.fromkeys(("dense_s", "collectives_s"), max(places, budget))
+    needed |= dict.fromkeys(("prompt_alone_s", "prompt_share_s"), longest)
+    for name, last in needed.items():
+        if len(getattr(cost, name)) <= last:
+            raise ValueError(
+                f"step times: {name} has {len(getattr(cost, name))} entries, not {last + 1}"
+            )
+
+
+def make_pools(spec: ClusterSpec, workload: Workload, own_experts: bool) -> NDArray[np.void]:
+    """Return the settings of the pools: ``POOL [2]``."""
+    pools = np.zeros(2, state.POOL)
+    pools["then"] = 1 if spec.n_prefill and spec.n_decode else state.NOBODY, state.HERE
+    pools["router"] = 0, 1
+    pools["first_worker"] = 0, spec.n_prefill
+    pools["n_workers"] = spec.n_prefill, spec.n_decode
+    for name in ("max_num_seqs", "max_num_batched_tokens", "n_blocks"):
+        pools[name] = getattr(spec.prefill, name), getattr(spec.decode, name)
+    caching = spec.enable_prefix_caching and workload.prefix_block_tokens > 0
+    whole = [e.layout is not None and e.layout.whole_prompts for e in (spec.prefill, spec.decode)]
+    pools["whole_prompts"] = whole
+    layout = spec.prefill.layout
+    pools["by_layers"][0] = spec.n_prefill and layout is not None and layout.has_steps_of_its_own
+    pools["prefix_caching"] = caching & ~np.array(whole)
+    pools["own_experts"] = own_experts
+    pools["async_scheduling"] = spec.async_scheduling
+    pools["preempt_by_key"] = spec.preempt_by_key
+    pools["aging_s"] = spec.aging_s
+    pools["capture_s"] = spec.capture_s, 0.0
+    pools["prefill_interval"] = [
+        1 if e.group is None else spec.prefill_schedule_interval
+        for e in (spec.prefill, spec.decode)
+    ]
+    pools["group_size"] = [e.group_size for e in (spec.prefill, spec.decode)]
+    return pools
+
+
+def link_rates(spec: ClusterSpec) -> NDArray[np.float64]:
+    """Return the bytes/s of each link, see `plane.network`."""
+    n_workers = spec.n_prefill + spec.n_decode
+    return np.repeat([spec.transfer.ingress, spec.transfer.bandwidth], n_workers)
