@@ -1,10 +1,10 @@
 """eldr-sim: a discrete-event simulator of MoE serving that replays real expert routing.
 
-What the commands do is here under the same names (docs/python_api.py walks through it)::
+The commands are functions, and their options are keywords (docs/python.md)::
 
-    from eldr_sim import RunConfig, simulate
+    import eldr_sim as es
 
-    result = simulate(RunConfig(policy="eldr", topology="8P16D", request_rate=80))
+    result = es.run(policy="eldr", topology="8P16D", request_rate=80)
 
 A name is imported when it is first used, so that ``import eldr_sim`` stays light.
 """
@@ -14,42 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from eldr_sim.planning.compare.policies import compare
-    from eldr_sim.planning.compare.what_if import what_if
+    from eldr_sim.cli.api import Simulation, compare, plan, run, what_if
     from eldr_sim.planning.runs.sweep import sweep
-    from eldr_sim.planning.search.plan import plan
-    from eldr_sim.planning.slo import Objective
     from eldr_sim.reports.page import write_report
-    from eldr_sim.simulator.results import write_result
-    from eldr_sim.simulator.run import simulate
     from eldr_sim.simulator.setup.config import RunConfig
-    from eldr_sim.simulator.simulation import Simulation
 
 __all__ = [
-    "Objective",
     "RunConfig",
     "Simulation",
     "__version__",
     "compare",
     "plan",
-    "simulate",
+    "run",
     "sweep",
     "what_if",
     "write_report",
-    "write_result",
 ]
 
 _HOME = {
-    "Objective": "eldr_sim.planning.slo",
+    **dict.fromkeys(("Simulation", "compare", "plan", "run", "what_if"), "eldr_sim.cli.api"),
     "RunConfig": "eldr_sim.simulator.setup.config",
-    "Simulation": "eldr_sim.simulator.simulation",
-    "compare": "eldr_sim.planning.compare.policies",
-    "plan": "eldr_sim.planning.search.plan",
-    "simulate": "eldr_sim.simulator.run",
     "sweep": "eldr_sim.planning.runs.sweep",
-    "what_if": "eldr_sim.planning.compare.what_if",
     "write_report": "eldr_sim.reports.page",
-    "write_result": "eldr_sim.simulator.results",
 }
 
 

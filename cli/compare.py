@@ -10,6 +10,7 @@ import click
 from eldr_sim.cli.completion import complete
 from eldr_sim.cli.completion import policies as policy_names
 from eldr_sim.cli.console import (
+    ShareBar,
     difference_cell,
     number_text,
     print_log_part,
@@ -17,7 +18,7 @@ from eldr_sim.cli.console import (
     progress_bar,
 )
 from eldr_sim.cli.groups import GroupedCommand
-from eldr_sim.cli.options import check_out, config_from_options, run_options
+from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 
@@ -42,36 +43,52 @@ if TYPE_CHECKING:
 @run_options(without=("policy",))
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the figures.")
 @click.option("--force", is_flag=True, help="Replace the comparison in --out.")
+@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
 def compare(
     policies: tuple[str, ...],
     seeds: int,
     jobs: int | None,
     out: Path | None,
     force: bool,
+    plot: bool,
     **options: Any,
 ) -> None:
     """Run policies over the same requests; print differences with 95% confidence intervals."""
     # The simulator takes long to import: --help and completion do without.
-    from eldr_sim.kernel_profiles.models import load_model
-    from eldr_sim.planning.compare.policies import LOAD_BALANCERS, MARKER
-    from eldr_sim.planning.compare.policies import compare as compare_policies
+    from eldr_sim.planning.compare.policies import MARKER
     from eldr_sim.simulator.outcome.metrics import warnings_of
 
-    config = config_from_options(options)
     check_out(out, force, MARKER)
-    names = [name for text in policies for name in split(text)]
-    if not names:
-        dense = load_model(config.model).is_dense
-        names = [*LOAD_BALANCERS, *(() if dense else ("domain", "eldr"))]
-    with progress_bar("comparing policies") as update:
-        comparison = compare_policies(config, names, seeds, jobs=jobs, progress=update)
+    extras = plot_extras(plot, out)
+    comparison = compared(policies, seeds, jobs, **options)
     _print(comparison)
     if out is not None:
-        comparison.write(out, force=force)
+        comparison.write(out, force=force, extras=extras)
         click.echo(f"Wrote {out}")
     for name, summary in comparison.summaries.items():
         for warning in warnings_of(dict(summary)):
             click.echo(f"Warning: {name}: {warning}", err=True)
+
+
+def compared(
+    policies: tuple[str, ...],
+    seeds: int,
+    jobs: int | None,
+    progress: ShareBar = progress_bar,
+    **options: Any,
+) -> Comparison:
+    """Return the comparison that the options ask for."""
+    from eldr_sim.kernel_profiles.models import load_model
+    from eldr_sim.planning.compare.policies import LOAD_BALANCERS
+    from eldr_sim.planning.compare.policies import compare as compare_policies
+
+    config = config_from_options(options)
+    names = [name for text in policies for name in split(text)]
+    if not names:
+        dense = load_model(config.model).is_dense
+        names = [*LOAD_BALANCERS, *(() if dense else ("domain", "eldr"))]
+    with progress("comparing policies") as update:
+        return compare_policies(config, names, seeds, jobs=jobs, progress=update)
 
 
 def _print(comparison: Comparison) -> None:

@@ -8,7 +8,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from eldr_sim.planning.compare.paired import PairedDifference
     from eldr_sim.planning.runs.sweep import SweepProgress
 
+#: A way to show how far something is: `progress_bar`, and `run_counter`.
+ShareBar = Callable[[str], AbstractContextManager[Callable[[float], None]]]
+RunCounter = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 _WIDTH = 64
 _LINE_EVERY_S = 10.0
 
@@ -38,15 +41,17 @@ _LINE_EVERY_S = 10.0
 class _Lines:
     """Lines on standard error, where that is no terminal: what begins, what is done, time left."""
 
+    _every_s = _LINE_EVERY_S
+
     def __init__(self, title: str) -> None:
         self._title, self._start = title, time.monotonic()
-        self._next = self._start + _LINE_EVERY_S
+        self._next = self._start + self._every_s
         self._first: tuple[float, float] | None = None
         self._doing, self._over = "", threading.Event()
 
     def say(self, what: str) -> None:
         """Say what begins; until there are figures, every ten seconds that it goes on."""
-        click.echo(f"{self._title}: {what}", err=True)
+        self._echo(f"{self._title}: {what}")
         if not self._doing:
             threading.Thread(target=self._go_on, daemon=True).start()
         self._doing = what
@@ -54,7 +59,10 @@ class _Lines:
     def _go_on(self) -> None:
         while not self._over.wait(_LINE_EVERY_S) and self._first is None:
             so_far = time.monotonic() - self._start
-            click.echo(f"{self._title}: {self._doing}, {so_far:.0f} s so far", err=True)
+            self._echo(f"{self._title}: {self._doing}, {so_far:.0f} s so far")
+
+    def _echo(self, text: str) -> None:
+        click.echo(text, err=True)
 
     def close(self) -> None:
         """Say nothing more."""
@@ -66,11 +74,44 @@ class _Lines:
         since, had = self._first = self._first or (now, share)
         if now < self._next or not 0.0 < share < 1.0:
             return
-        self._next = now + _LINE_EVERY_S
+        self._next = now + self._every_s
         text = f"{self._title}: {said}, {now - self._start:.0f} s so far"
         if share > had:
             text += f", about {(now - since) * (1.0 - share) / (share - had):.0f} s left"
-        click.echo(text, err=True)
+        self._echo(text)
+
+
+class _Cell(_Lines):
+    """One line under a notebook's cell, that is written anew and goes in the end."""
+
+    _every_s = 0.3
+
+    def __init__(self, title: str, display: Callable[..., Any]) -> None:
+        super().__init__(title)
+        self._handle = display({"text/plain": title}, raw=True, display_id=True)
+
+    def _echo(self, text: str) -> None:
+        self._handle.update({"text/plain": text}, raw=True)
+
+    def close(self) -> None:
+        super().close()
+        self._echo("")
+
+
+def _notebook_display() -> Callable[..., Any] | None:
+    """Return what shows things in the notebook that this code runs in; None where in none."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return sys.modules["IPython"].display.display if hasattr(shell, "kernel") else None
+
+
+def is_watched() -> bool:
+    """Return whether somebody sees progress: on a terminal, or in a notebook."""
+    return sys.stderr.isatty() or _notebook_display() is not None
+
+
+def _lines(title: str) -> _Lines:
+    display = _notebook_display()
+    return _Lines(title) if display is None else _Cell(title, display)
 
 
 @contextmanager
@@ -87,7 +128,7 @@ def progress_bar(title: str) -> Iterator[Callable[[float], None]]:
         TimeRemainingColumn(),
     )
     console, shown = Console(stderr=True), sys.stderr.isatty()
-    lines = None if shown else _Lines(title)
+    lines = None if shown else _lines(title)
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task(title, total=1.0)
 
@@ -146,7 +187,7 @@ def run_counter(title: str) -> Iterator[Callable[[int, int], None]]:
         TextColumn("left"),
     )
     console, shown = Console(stderr=True), sys.stderr.isatty()
-    lines = None if shown else _Lines(title)
+    lines = None if shown else _lines(title)
     with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task(title, total=0)
 

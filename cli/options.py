@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -139,12 +139,15 @@ def _choices(name: str) -> tuple[str, ...]:
 
 
 def config_from_options(options: dict[str, Any]) -> RunConfig:
-    """Build the configuration from ``--config`` and the options given; raises InputError."""
+    """Build the configuration from ``--config`` and the options given; raises InputError.
+
+    The file may also be its content, as a mapping.
+    """
     given = {name: value for name, value in options.items() if value not in (None, ())}
     file = given.pop("config_file", None)
     preset = given.pop("preset", None)
     bounds = given.pop("goodput", ())
-    values = read_config(file) if file is not None else {}
+    values = dict(file) if isinstance(file, Mapping) else read_config(file) if file else {}
     if preset is not None:
         values = preset_fields(preset, values | _known(given))
     for option in given.keys() & _POOL_OPTIONS.keys():
@@ -173,6 +176,17 @@ def check_out(out: Path | None, force: bool, marker: str = "summary.json") -> No
         check_output(out, force, marker)
     elif force:
         raise InputError("force", "--force without --out", "--out DIR beside it")
+
+
+def plot_extras(plot: bool, out: Path | None, name: str = "") -> list[Callable[[Path], None]]:
+    """Return what draws a result's pictures beside it; raises InputError for --plot alone."""
+    if not plot:
+        return []
+    if out is None:
+        raise InputError("plot", "--plot without --out", "--out DIR beside it")
+    from eldr_sim.reports.figures import png_writer  # takes long to import
+
+    return [png_writer(name)]
 
 
 def _metavar(name: str) -> str:

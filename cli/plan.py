@@ -11,9 +11,9 @@ import click
 from eldr_sim.cli.completion import complete
 from eldr_sim.cli.completion import gpus as gpu_names
 from eldr_sim.cli.completion import policies as policy_names
-from eldr_sim.cli.console import print_log_part, print_table, run_counter
+from eldr_sim.cli.console import RunCounter, print_log_part, print_table, run_counter
 from eldr_sim.cli.groups import GroupedCommand
-from eldr_sim.cli.options import check_out, config_from_options, run_options
+from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options
 from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
@@ -89,8 +89,33 @@ _MANY_REQUESTS = 20_000  # of a log: a run takes seconds
 )  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Write the plan.")
 @click.option("--force", is_flag=True, help="Replace the plan in --out.")
+@click.option("--plot", is_flag=True, help="Draw pictures (PNG) into --out.")
 @click.option("--verbose", is_flag=True, help="Print what became of every shape of clusters.")
-def plan(
+def plan(out: Path | None, force: bool, verbose: bool, plot: bool, **options: Any) -> None:
+    """Find the cheapest xPyD or xC cluster that meets an SLO at a rate.
+
+    With --topology, find the highest rate of this cluster within the SLO; with --gpus N, the
+    shape and split of N GPUs that carry the highest rate. Exit code 1 if there is none.
+    """
+    # The simulator takes long to import: --help and completion do without.
+    from eldr_sim.planning.search.answer import MARKER
+
+    if verbose and (not options["slo"] or (options["topology"] or options["n_gpus"]) is not None):
+        raise InputError("verbose", "no shapes of clusters are searched", "without --verbose")
+    check_out(out, force, MARKER)
+    extras = plot_extras(plot, out)
+    answer = planned(**options)
+    if out is not None:
+        answer.write(out, force=force, extras=extras)
+    _print(answer, verbose)
+    click.echo(f"{len(answer.runs)} simulated runs")
+    if out is not None:
+        click.echo(f"Wrote {out}")
+    if answer.best is None:
+        sys.exit(1)
+
+
+def planned(
     slo: tuple[str, ...],
     attainment: float,
     gpus: str | None,
@@ -105,18 +130,10 @@ def plan(
     strategies: str | None,
     seeds: int,
     jobs: int | None,
-    out: Path | None,
-    force: bool,
-    verbose: bool,
+    progress: RunCounter = run_counter,
     **options: Any,
-) -> None:
-    """Find the cheapest xPyD or xC cluster that meets an SLO at a rate.
-
-    With --topology, find the highest rate of this cluster within the SLO; with --gpus N, the
-    shape and split of N GPUs that carry the highest rate. Exit code 1 if there is none.
-    """
-    # The simulator takes long to import: --help and completion do without.
-    from eldr_sim.planning.search.answer import MARKER
+) -> Answer:
+    """Return the answer to what the options ask."""
     from eldr_sim.planning.search.plan import plan as plan_cluster
     from eldr_sim.planning.search.prefill import plan_fastest
     from eldr_sim.planning.search.rates import plan_rate
@@ -131,8 +148,6 @@ def plan(
     if max_gpus != _MAX_GPUS and (topology or n_gpus) is not None:
         beside = "--gpus" if topology is None else "--topology"
         raise InputError("max_gpus", f"beside {beside}, which says how many GPUs there are", "none")
-    if verbose and (objective is None or (topology or n_gpus) is not None):
-        raise InputError("verbose", "no shapes of clusters are searched", "without --verbose")
     rate = options.get("request_rate")
     if n_gpus is not None and (topology is not None or rate is not None):
         other = "--request-rate" if topology is None else "--topology"
@@ -147,7 +162,6 @@ def plan(
         options["topology"] = topology
     elif prefill_only:
         options["topology"] = "1P"
-    check_out(out, force, MARKER)
     worker_sizes = [_integer("tensor_parallel_size", text) for text in _list(sizes)]
     if len(set(worker_sizes)) < len(worker_sizes):
         raise InputError("tensor_parallel_size", f"{sizes} names one twice")
@@ -172,7 +186,7 @@ def plan(
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only")
     decoders = [name for text in policies for name in split(text)]
     chosen: dict[str, Any] = {"gpus": _list(gpus), "prices": _prices(price), "jobs": jobs}
-    with run_counter("planning") as count:
+    with progress("planning") as count:
         chosen["progress"] = count
         if objective is None:
             if rate is not None:
@@ -180,26 +194,15 @@ def plan(
             if decoders:
                 raise InputError("policy", "prefill workers alone decode nothing")
             chosen |= {"seeds": min(seeds, 3), "worker_gpus": worker_sizes, "strategies": names}
-            answer = plan_fastest(config, max_gpus=max_gpus, **chosen)
-        else:
-            chosen["policies"] = decoders
-            if topology is not None:
-                answer = plan_rate(config, objective, **chosen)
-            elif n_gpus is not None:
-                chosen["tensor_parallel_sizes"] = worker_sizes
-                answer = plan_split(config, objective, n_gpus, **chosen)
-            else:
-                chosen |= {"redundant_experts": counts, "strategies": names}
-                chosen["tensor_parallel_sizes"] = worker_sizes
-                answer = plan_cluster(config, objective, max_gpus=max_gpus, **chosen)
-    if out is not None:
-        answer.write(out, force=force)
-    _print(answer, verbose)
-    click.echo(f"{len(answer.runs)} simulated runs")
-    if out is not None:
-        click.echo(f"Wrote {out}")
-    if answer.best is None:
-        sys.exit(1)
+            return plan_fastest(config, max_gpus=max_gpus, **chosen)
+        chosen["policies"] = decoders
+        if topology is not None:
+            return plan_rate(config, objective, **chosen)
+        chosen["tensor_parallel_sizes"] = worker_sizes
+        if n_gpus is not None:
+            return plan_split(config, objective, n_gpus, **chosen)
+        chosen |= {"redundant_experts": counts, "strategies": names}
+        return plan_cluster(config, objective, max_gpus=max_gpus, **chosen)
 
 
 def _with_window(config: RunConfig, objective: Objective, options: dict[str, Any]) -> RunConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import click
 
 from eldr_sim.cli.console import print_summary, progress_bar
 from eldr_sim.cli.groups import GroupedCommand
-from eldr_sim.cli.options import check_out, config_from_options, run_options
+from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options
 from eldr_sim.errors import InputError
 
 
@@ -28,23 +27,20 @@ def run(out: Path | None, force: bool, plot: bool, timeline: bool, **options: An
     from eldr_sim.simulator.run import simulate
 
     config = config_from_options(options)
-    for flag, given in (("plot", plot), ("timeline", timeline)):
-        if given and out is None:
-            raise InputError(flag, f"--{flag} without --out", "--out DIR beside it")
+    if timeline and out is None:
+        raise InputError("timeline", "--timeline without --out", "--out DIR beside it")
     check_out(out, force)
+    extras = plot_extras(plot, out, f"{config.policy} on {config.topology}")
     with progress_bar(f"{config.policy} on {config.topology}") as update:
         result = simulate(config, update)
     if out is not None:
-        extras: dict[str, Callable[[Path], None]] = {}
-        if plot:
-            from eldr_sim.reports.run_plots import plot_writers
-
-            extras |= plot_writers(result.requests, result.steps, result.summary)
         if timeline:
             from eldr_sim.reports.timeline import write_timeline
 
-            extras["timeline.json"] = lambda path: write_timeline(
-                path, result.requests, result.steps
+            extras.append(
+                lambda folder: write_timeline(
+                    folder / "timeline.json", result.requests, result.steps
+                )
             )
         write_result(result, out, force=force, extras=extras)
     print_summary(result.summary)

@@ -7,6 +7,7 @@ of the policy's own list. Equal choices are equal words, in results and comparis
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -76,6 +77,7 @@ class Choice(NamedTuple):
 def parse(value: object, field: str) -> Choice:
     """Read a choice from a word or a mapping.
 
+    A class in a file is named ``./mine.py:Class``, or with parameters ``./mine.py:Class:n=3``.
     In a word a part without ``=`` goes on with the value before it: ``eldr:layer_mask=0,3,5``.
 
     Raises
@@ -91,7 +93,10 @@ def parse(value: object, field: str) -> Choice:
         return Choice(name, {str(key): what for key, what in given.items()})
     if not isinstance(value, str):
         raise InputError(field, f"{value!r}", "a policy, such as jsq or eldr:tau=0.2")
+    in_file = re.match(r"(.*\.py:\w+)(?::(.*))?$", value.strip())
     name, _, text = value.strip().partition(":")
+    if in_file is not None:
+        name, text = in_file[1], in_file[2] or ""
     words: dict[str, str] = {}
     last = None
     for part in text.split(",") if text else []:
@@ -114,7 +119,7 @@ def split(text: str) -> list[str]:
     choices: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):
         head = part.partition(":")[0]
-        if choices and ("=" in head or head[0].isdigit()):
+        if choices and ("=" in head or head[0].isdigit()) and not head.endswith(".py"):
             choices[-1] += f",{part}"
         else:
             choices.append(part)

@@ -22,15 +22,15 @@ _OURS = "eldr_sim"
 _Class = TypeVar("_Class", bound=type)
 
 
-def guarded(policy: _Class, package: str, field: str) -> _Class:
+def guarded(policy: _Class, origin: str, field: str) -> _Class:
     """Return a subclass whose errors, and answers that are none, raise InputError.
 
     Parameters
     ----------
     policy
-        A policy's class, of another package.
-    package
-        Its distribution.
+        A policy's class, not of ours.
+    origin
+        Its package or file.
     field
         The field of a run's configuration that chooses it.
 
@@ -39,7 +39,7 @@ def guarded(policy: _Class, package: str, field: str) -> _Class:
     What the class inherits from ours stays as it is: which of ``select`` and ``shortlists`` it
     defines itself decides how it is asked (`shortlist.picks_from_shortlists`).
     """
-    whose = f"{getattr(policy, 'name', policy.__name__)!r} of package {package}"
+    whose = f"{getattr(policy, 'name', policy.__name__)!r} of {origin}"
     asked = next(
         (set(vars(c)) for c in policy.__mro__ if {"select", "shortlists"} & set(vars(c))), set()
     )

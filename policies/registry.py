@@ -15,6 +15,7 @@ class with
 - for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions; for
   a prefill policy, ``on_blocks`` and ``on_tokens`` if it wants to hear of the engines' progress.
 
+``./mine.py:Class`` is such a class in a file; it needs neither entry point, name nor decision.
 The entry point's own key is free. Built-in names cannot be taken over. Other packages are loaded
 only when a name is not built in, or when all names are listed. What goes wrong in them is an
 InputError that names the package, the call and the request (`plugins`).
@@ -22,10 +23,14 @@ InputError that names the package, the call and the request (`plugins`).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.metadata import entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from eldr_sim.errors import InputError
+from eldr_sim.inputs import regular_file
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy
 from eldr_sim.policies.choice import FIELDS, Parameters, parameters_of, parse, spell
 from eldr_sim.policies.eldr.router import EldrPolicy
@@ -223,13 +228,17 @@ def _build(decision: str, choice: object, context: PolicyContext) -> Policy:
 
 
 def find(decision: str, name: str) -> PolicyClass:
-    """Return a policy's class; names are known in any case of letters.
+    """Return a policy's class; names are known in any case of letters, or ``./mine.py:Class``.
 
     Raises
     ------
     InputError
         If there is none, with the names that there are.
     """
+    if ".py:" in name:
+        path, _, attribute = name.rpartition(":")
+        file = regular_file(path, FIELDS[decision])
+        return _in_file(decision, name, file.resolve(), attribute, file.stat().st_mtime_ns)
     built_in = _built_in(decision)
     for known in (name, name.lower()):
         if known in built_in:
@@ -264,8 +273,35 @@ def _external(decision: str) -> dict[str, PolicyClass]:
             continue
         if policy.name in found:
             raise InputError(GROUP, f"{origin} offers {policy.name!r}, which another one has")
-        found[policy.name] = guarded(policy, package, FIELDS[decision])
+        found[policy.name] = guarded(policy, f"package {package}", FIELDS[decision])
     return found
+
+
+@lru_cache(maxsize=64)
+def _in_file(decision: str, name: str, path: Path, attribute: str, _changed: int) -> PolicyClass:
+    """Return a class of a file; its name is how users spell it, and its decision the one asked."""
+    field, spec = FIELDS[decision], spec_from_file_location(f"eldr_sim_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a foreign module may raise
+        raise InputError(field, f"{path.name} does not load: {error!r}") from error
+    policy: Any = getattr(module, attribute, None)
+    if not isinstance(policy, type):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise InputError(field, f"{path.name} has no class {attribute!r}", ", ".join(classes))
+    if (decides := getattr(policy, "decision", decision)) != decision:
+        raise InputError(field, f"{name} decides {decides!r}", decision)
+    about: dict[str, Any] = {"name": name, "decision": decision}
+    if "__init__" not in {key for c in policy.__mro__[:-1] for key in vars(c)}:
+        about["__init__"] = lambda self, context: None
+    own = type(attribute, (policy,), about)
+    own.__module__, own.__doc__ = module.__name__, policy.__doc__
+    if problem := _flaw(own):
+        raise InputError(field, f"{name} {problem}")
+    return cast("PolicyClass", guarded(own, path.name, field))
 
 
 def _flaw(policy: object) -> str:

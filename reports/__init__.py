@@ -14,6 +14,6 @@ pictures, run_pictures
     Plotly figures as dictionaries, and their colours; the figures of a run.
 cells, headings
     Tables and numbers; the metrics shown, with their headings.
-run_plots, timeline
-    Pictures of a run as PNG; a run as a Chrome trace.
+figures, timeline
+    The same pictures as Plotly figures and PNG files; a run as a Chrome trace.
 """

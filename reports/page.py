@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eldr_sim import __version__
 from eldr_sim.errors import InputError
@@ -113,11 +113,7 @@ def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple
         if folder.kind == "run" and folder is not runs[0]:
             continue
         with contents_of(folder):
-            section = (
-                runs_section(runs, colours)
-                if folder.kind == "run"
-                else _SECTIONS[folder.kind](folder, colours)
-            )
+            section = section_of(folder, colours, runs)
             template = environment.get_template(f"{folder.kind}.html")
             try:
                 content = template.render(section=section)
@@ -125,6 +121,13 @@ def _sections(folders: Sequence[Folder], environment: Environment) -> list[tuple
                 raise LookupError(str(error)) from error
         sections.append((section["title"], Markup(content)))
     return sections
+
+
+def section_of(folder: Folder, colours: Colours, runs: Sequence[Folder] = ()) -> dict[str, Any]:
+    """Return the content of a folder's section; that of a run shows all ``runs``."""
+    if folder.kind == "run":
+        return runs_section(runs or [folder], colours)
+    return _SECTIONS[folder.kind](folder, colours)
 
 
 def _hash(script: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from eldr_sim.simulator.setup.paths import portable
 
 #: The file that the folder of a run, and of most other results, is recognised by.
 MARKER = "summary.json"
+#: Writes more files into a result's folder.
+Extra = Callable[[Path], None]
 
 
 def check_output(out: Path, force: bool, marker: str = MARKER) -> None:
@@ -43,11 +45,18 @@ def check_output(out: Path, force: bool, marker: str = MARKER) -> None:
 
 
 @contextmanager
-def result_folder(out: Path, force: bool, marker: str = MARKER) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``out`` when the block ends well; `check_output`."""
+def result_folder(
+    out: Path, force: bool, marker: str = MARKER, extras: Sequence[Extra] = ()
+) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``out`` when the block ends well; `check_output`.
+
+    ``extras`` write more files into it, when those of the block are there.
+    """
     check_output(out, force, marker)
     with whole_folder(out) as folder:
         yield folder
+        for write in extras:
+            write(folder)
 
 
 def write_result(
@@ -55,7 +64,7 @@ def write_result(
     out: str | os.PathLike[str],
     *,
     force: bool = False,
-    extras: dict[str, Callable[[Path], None]] | None = None,
+    extras: Sequence[Extra] = (),
 ) -> None:
     """Write ``summary.json``, ``requests.parquet``, ``steps.parquet`` and ``config.json``.
 
@@ -68,20 +77,18 @@ def write_result(
     force
         Replace an earlier result.
     extras
-        More files of the folder: name, and a function that writes it to a path.
+        Write more files into the folder.
 
     Raises
     ------
     InputError
         If ``out`` exists and may not be replaced, or cannot be written.
     """
-    with result_folder(Path(out), force) as folder:
+    with result_folder(Path(out), force, extras=extras) as folder:
         write_json(folder / MARKER, result.summary)
         write_json(folder / "config.json", portable(result.config, out))
         write_table(folder / "requests.parquet", result.requests)
         write_table(folder / "steps.parquet", result.steps)
-        for name, write in (extras or {}).items():
-            write(folder / name)
 
 
 def write_json(path: Path, value: Any) -> None:

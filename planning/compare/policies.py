@@ -18,7 +18,7 @@ from eldr_sim.planning.runs.shared_runs import Summary
 from eldr_sim.policies import registry
 from eldr_sim.simulator.outcome.catalogue import HEADLINE
 from eldr_sim.simulator.outcome.headline import Headline, Shown
-from eldr_sim.simulator.results import result_folder, write_json, write_table
+from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
 
@@ -93,7 +93,9 @@ class Comparison(Shown):
             for difference in self.paired.differences(name, reference, HEADLINE)
         ]
 
-    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+    def write(
+        self, out: str | os.PathLike[str], *, force: bool = False, extras: Sequence[Extra] = ()
+    ) -> None:
         """Write ``summary.json`` and ``runs.parquet`` into a folder, whole or not at all.
 
         Parameters
@@ -108,7 +110,7 @@ class Comparison(Shown):
         InputError
             If ``out`` exists and may not be replaced, or cannot be written.
         """
-        with result_folder(Path(out), force, MARKER) as folder:
+        with result_folder(Path(out), force, MARKER, extras) as folder:
             write_table(folder / "runs.parquet", self.runs)
             write_json(folder / MARKER, portable(self._record(), out))
 

@@ -29,7 +29,7 @@ from eldr_sim.simulator.outcome.catalogue import label
 from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.outcome.metrics import warnings_of
 from eldr_sim.simulator.outcome.without_effect import NO_TOKEN
-from eldr_sim.simulator.results import result_folder, write_json, write_table
+from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
 
@@ -376,7 +376,9 @@ class Answer(Shown):
             "versions": {name: version(name) for name in ("eldr-sim", "numpy", "scipy", "pyarrow")},
         }
 
-    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+    def write(
+        self, out: str | os.PathLike[str], *, force: bool = False, extras: Sequence[Extra] = ()
+    ) -> None:
         """Write ``plan.json`` and ``points.parquet`` into a folder, whole or not at all.
 
         Parameters
@@ -391,7 +393,7 @@ class Answer(Shown):
         InputError
             If ``out`` exists and may not be replaced, or cannot be written.
         """
-        with result_folder(Path(out), force, MARKER) as folder:
+        with result_folder(Path(out), force, MARKER, extras) as folder:
             write_json(folder / MARKER, portable(self.record(), out))
             write_table(folder / "points.parquet", points_table(self.runs))
 

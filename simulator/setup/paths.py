@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from eldr_sim.policies.choice import parse
+from eldr_sim.policies.choice import DECISION_OF, parse
 
 __all__ = ["portable", "resolved"]
 
@@ -81,6 +81,10 @@ def _changed(values: Mapping[str, Any], change: Callable[[str, str], str]) -> di
     for pool in ("prefill", "decode"):
         if isinstance(inner := changed.get(pool), dict):
             changed[pool] = _changed(inner, change)
+    for field in DECISION_OF.keys() & changed.keys():
+        if isinstance(word := changed[field], str) and ".py:" in word:
+            file, colon, rest = word.partition(":")
+            changed[field] = f"{change('events', file)}{colon}{rest}"
     if isinstance(policy := changed.get("policy"), str | dict):
         name, given = parse(policy, "policy")
         if isinstance(given.get("artifact"), str):

@@ -289,12 +289,10 @@ def test_python_examples_run(page, capsys, tmp_path, monkeypatch):
     """As they stand, but for shorter runs."""
 
     def quick(function):
-        return lambda config, *rest, **more: function(
-            config.replace(duration=2, warmup=1), *rest, **more
-        )
+        return lambda *given, **more: function(*given, **more, duration=2, warmup=1)
 
     monkeypatch.chdir(tmp_path)
-    for function in ("simulate", "plan", "what_if"):
+    for function in ("run", "plan"):
         whole = getattr(eldr_sim, function)
         monkeypatch.setattr(eldr_sim, function, quick(whole), raising=False)
     for block in blocks(ROOT / page, "python"):

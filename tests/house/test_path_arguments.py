@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from eldr_sim import RunConfig, simulate, sweep, write_report, write_result
+from eldr_sim import RunConfig, sweep, write_report
 from eldr_sim.kernel_profiles.gpus import load_gpu
 from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.planning.compare.policies import compare
 from eldr_sim.planning.compare.what_if import read_base, what_if
+from eldr_sim.simulator.results import write_result
+from eldr_sim.simulator.run import simulate
 from eldr_sim.simulator.setup.config import read_config
 from eldr_sim.traces.routing.format import open_trace
 

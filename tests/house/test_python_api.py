@@ -1,27 +1,54 @@
-"""The Python API: light to import, whole, and as its walk-through says."""
+"""The Python API: light to import, the commands' options as keywords, and its notebooks."""
 
-import runpy
+import ast
+import inspect
+import json
 import subprocess
 import sys
 
 import pytest
 
 import eldr_sim
+import eldr_sim as es
+from eldr_sim.cli import console
+from eldr_sim.cli.run import run as run_command
+from eldr_sim.errors import InputError
+from eldr_sim.simulator.run import simulate
+from eldr_sim.simulator.setup.config import make_config
 
 from ..paths import ROOT
 
-WALK = ROOT / "docs" / "python_api.py"
+NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
+SHORT = {"topology": "1P2D", "request_rate": 10, "duration": 2, "warmup": 1, "output_len": 10}
 
 
-def test_walk_through_runs_and_says_its_figures(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(notebook, tmp_path, monkeypatch):
+    """Every code cell, in order; what a cell ends with can be shown."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    runpy.run_path(str(WALK))
-    out = capsys.readouterr().out
-    assert "median TPOT" in out
-    assert "against round_robin" in out
-    (page,) = tmp_path.glob("eldr-sim-*/report.html")
-    assert page.read_text().startswith("<!DOCTYPE html>")
+    text = notebook.read_text()
+    document = json.loads(text)
+    assert (document["nbformat"], document["nbformat_minor"]) == (4, 5)
+    assert text == json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    assert len({cell["id"] for cell in document["cells"]}) == len(document["cells"])
+    names, shown = {}, 0
+    for cell in document["cells"]:
+        if cell["cell_type"] != "code":
+            assert set(cell) == {"cell_type", "id", "metadata", "source"}
+            continue
+        assert cell["outputs"] == []
+        tree = ast.parse("".join(cell["source"]))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, f"{notebook.name}:{cell['id']}", "exec"), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), cell["id"], "eval"), names)
+            shown += value is not None and len(repr(value)) > 0
+    assert shown >= 3 or notebook.stem == "own_policy"
+
+
+def test_notebooks_are_three():
+    assert [path.stem for path in NOTEBOOKS] == ["first_question", "own_policy", "own_processes"]
 
 
 def test_every_name_is_there_and_is_the_documented_one():
@@ -29,8 +56,6 @@ def test_every_name_is_there_and_is_the_documented_one():
         value = getattr(eldr_sim, name)
         assert name == "__version__" or value.__name__ == name
         assert name in dir(eldr_sim)
-    text = WALK.read_text()
-    assert [name for name in eldr_sim.__all__ if name not in text] == ["__version__"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         eldr_sim.nothing  # noqa: B018
 
@@ -42,3 +67,92 @@ def test_import_is_light():
         "from eldr_sim import RunConfig; assert RunConfig().topology == '8P16D'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_run_takes_what_the_command_takes(tmp_path):
+    fields = SHORT | {
+        "decode": {"gpu": "H200"},
+        "tensor_parallel_size": 2,
+        "policy": "eldr:tau=0.2",
+    }
+    same = simulate(make_config({**fields, "goodput": {"ttft": 500, "tpot": 30}})).summary
+    rest = {key: value for key, value in SHORT.items() if key != "output_len"}
+    ours = es.run(
+        rest, random_output_len=10, tp=2, decode_gpu="H200", goodput={"ttft": 500, "tpot": 30},
+        policy={"name": "eldr", "tau": 0.2},
+    )  # fmt: skip
+    assert ours.summary == same
+    config = make_config({**fields, "seed": 3})
+    assert es.run(config, seed=0, goodput="ttft:500,tpot:30").summary == same
+    (tmp_path / "c.yaml").write_text(json.dumps(fields))
+    assert es.run(tmp_path / "c.yaml", goodput=["ttft:500", "tpot:30"]).summary == same
+    assert len(ours.frame) == ours.requests.num_rows > 0
+    assert len(ours.steps_frame) == ours.steps.num_rows > 0
+
+
+def test_results_are_drawn_and_written(tmp_path):
+    ours = es.run(**SHORT)
+    assert "Distribution of TTFT" in ours.pictures
+    figure = ours.plot("tpot over")
+    assert figure.layout.title.text == "TPOT over time"
+    assert "var(" not in figure.to_json()
+    with pytest.raises(InputError, match=r"plot: no picture 'cost' \(allowed: Distribution of"):
+        ours.plot("cost")
+    ours.report(tmp_path / "page.html")
+    assert "<!DOCTYPE html>" in (tmp_path / "page.html").read_text()[:100]
+    compared = es.compare(SHORT, policy="jsq", seeds=2, jobs=1)
+    assert set(compared.frame.policy) == {"jsq", "round_robin"}
+    assert set(compared.differences_frame.metric) >= {"median_tpot_ms"}
+    compared.write(tmp_path / "compared")
+    assert compared.plot().data
+
+
+def test_signatures_list_the_options():
+    names = inspect.signature(es.run).parameters
+    assert {"config", "progress", "policy", "request_rate", "decode_gpu", "goodput"} <= set(names)
+    assert not {"out", "plot", "help"} & set(names)
+    assert "slo" in inspect.signature(es.plan).parameters
+    assert len(names) > len(run_command.params) - 10
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"topolgy": "1P2D"}, r"topolgy: no such option \(allowed: .*topology"),
+        ({"topology": "x"}, "topology: "),
+        ({"seed": "x"}, "seed: "),
+    ],
+)
+def test_bad_options_are_one_line(given, said):
+    with pytest.raises(InputError, match=said) as raised:
+        es.run(**given)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_notebook_shows_progress_in_one_line(monkeypatch):
+    written = []
+
+    class Handle:
+        def update(self, data, raw):
+            written.append(data["text/plain"])
+
+    class IPython:
+        class display:
+            @staticmethod
+            def display(data, raw, display_id):
+                assert raw
+                assert display_id
+                return Handle()
+
+        @staticmethod
+        def get_ipython():
+            return type("Shell", (), {"kernel": None})()
+
+    monkeypatch.setitem(sys.modules, "IPython", IPython)
+    assert console.is_watched()
+    with console.progress_bar("a run") as update:
+        update(0.1)
+        monkeypatch.setattr(console.time, "monotonic", lambda now=console.time.monotonic: now() + 9)
+        update(0.5)
+    assert written[0].startswith("a run: 50% done")
+    assert written[-1] == ""

@@ -1,6 +1,7 @@
 """Policies of other packages: the worked example really installs, and broken ones are named."""
 
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,8 +15,9 @@ from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import DecodePolicy, PolicyContext, RequestInfo, Workers
 from eldr_sim.policies.shortlist import picks_from_shortlists
+from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
-from eldr_sim.simulator.setup.config import make_config
+from eldr_sim.simulator.setup.config import make_config, read_config
 
 from ..paths import ROOT
 
@@ -259,3 +261,81 @@ def test_the_traceback_of_a_mistake_is_behind_debug(tmp_path):
         line = "'late' of package eldr_late: its constructor raises ZeroDivisionError: division"
         assert line in done.stderr.splitlines()[-1]
         assert ("Traceback" in done.stderr) == bool(debug)
+
+
+MINE = """
+from eldr_sim.policies.choice import Parameters
+
+class Last:
+    def select(self, request, workers):
+        return len(workers.loads) - 1
+
+class Options(Parameters):
+    back: int = 1
+
+class Back(Last):
+    decision = "decode"
+    Parameters = Options
+    def __init__(self, context, parameters):
+        self.back = parameters.back
+    def select(self, request, workers):
+        return len(workers.loads) - self.back
+
+class Short:
+    def keys(self, requests):
+        return requests.prompt_len
+
+class Empty:
+    pass
+
+class Wrong:
+    def select(self, request, workers):
+        return 1 / 0
+"""
+
+
+def test_classes_of_a_file_are_policies_of_the_decision_that_asks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    fields = {"topology": "2P3D", "request_rate": 20, "duration": 2, "warmup": 0, "output_len": 5}
+    config = make_config({
+        **fields, "policy": "./mine.py:Last", "prefill_policy": "mine.py:Last",
+        "queue_order": "./mine.py:Short",
+    })  # fmt: skip
+    result = simulate(config)
+    served = result.requests.to_pandas()
+    assert set(served.decode_worker) == {2}
+    assert set(served.prefill_worker) == {1}
+    back = config.replace(policy="./mine.py:Back:back=2", prefill_policy="round_robin")
+    assert back.policy == "./mine.py:Back:back=2"
+    assert make_config({**fields, "policy": "./mine.py:Back:back=1"}).policy == "./mine.py:Back"
+    assert set(simulate(back).requests.to_pandas().decode_worker) == {1}
+    # A result's configuration runs again from any folder.
+    write_result(result, tmp_path / "deep" / "out")
+    monkeypatch.chdir(tmp_path / "deep")
+    kept = json.loads((tmp_path / "deep" / "out" / "config.json").read_text())["config"]
+    assert kept["policy"] == "../../mine.py:Last"
+    again = make_config(read_config(tmp_path / "deep" / "out" / "config.json"))
+    assert simulate(again).requests.equals(result.requests)
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ("./none.py:Last", "policy: cannot read none.py: No such file"),
+        ("./mine.py:None_", "policy: mine.py has no class 'None_' .allowed: Last, Options|Param"),
+        ("./mine.py:Empty", "policy: ./mine.py:Empty has no method select"),
+        ("./broken.py:Last", "policy: broken.py does not load: SyntaxError"),
+        ("./mine.py:Back:front=1", "policy.front: './mine.py:Back' has no such parameter"),
+        ("./mine.py:Wrong", r"'./mine.py:Wrong' of mine.py: select of request 0 raises ZeroDiv.*"
+         r"mine.py, line \d+"),
+    ],
+)  # fmt: skip
+def test_broken_files_are_one_line(choice, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "broken.py").write_text("def f(:")
+    with pytest.raises(InputError, match=said):
+        simulate(make_config({"policy": choice, "topology": "1P2D", "num_requests": 3}))
+    with pytest.raises(InputError, match="decides 'decode'"):
+        make_config({"prefill_policy": "./mine.py:Back"})

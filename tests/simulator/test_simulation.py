@@ -9,11 +9,12 @@ import signal
 import numpy as np
 import pytest
 
-from eldr_sim import RunConfig, Simulation, simulate
+from eldr_sim import RunConfig
 from eldr_sim.errors import InputError, ProcessError
 from eldr_sim.simulator.plane import loop
-from eldr_sim.simulator.run import build_cluster, offered_load
+from eldr_sim.simulator.run import build_cluster, offered_load, simulate
 from eldr_sim.simulator.setup.prepare import prepare
+from eldr_sim.simulator.simulation import Simulation
 
 from ..paths import ROOT
 

@@ -1,0 +1,365 @@
+"""The commands as Python functions: ``import eldr_sim as es``.
+
+A function takes the options of its command in each of their spellings, with underscores for
+hyphens, and with Python's values: numbers, lists for what commas separate, mappings for
+``KEY=VALUE`` and ``METRIC:MS``. `inspect.signature` and a notebook's completion list them;
+``eldr-sim run --help`` says what they mean. The first argument is a configuration that options
+override: a `RunConfig`, a mapping, or a path as for ``--config``.
+
+Bad input raises `eldr_sim.errors.InputError`, a ValueError in one line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import click
+
+from eldr_sim.cli import compare as compare_command
+from eldr_sim.cli import plan as plan_command
+from eldr_sim.cli import run as run_command
+from eldr_sim.cli.console import is_watched, progress_bar, run_counter
+from eldr_sim.cli.options import config_from_options
+from eldr_sim.errors import InputError
+from eldr_sim.planning.compare import policies as policies_compared
+from eldr_sim.planning.compare import what_if as what_if_asked
+from eldr_sim.planning.search import answer
+from eldr_sim.reports.figures import pick, pictures_of, plotly_figure
+from eldr_sim.reports.page import write_report
+from eldr_sim.simulator import run as simulator_run
+from eldr_sim.simulator import simulation
+from eldr_sim.simulator.results import write_result
+from eldr_sim.simulator.setup.config import RunConfig
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Config = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
+F = TypeVar("F", bound=Callable[..., Any])
+#: Options that say where a command's output goes; results have methods for it.
+_OUTPUT = {"out", "force", "plot", "timeline", "verbose", "help"}
+
+
+class _Told:
+    """What every result can do besides: pictures, and a page."""
+
+    _name = ""
+
+    @classmethod
+    def _of(cls, found: Any) -> Self:
+        own = object.__new__(cls)
+        own.__dict__.update(vars(found))
+        return own
+
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the folder that the command writes with ``--out``."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        with TemporaryDirectory() as parent:
+            folder = Path(parent) / "result"
+            self.write(folder)
+            yield folder
+
+    @property
+    def pictures(self) -> list[str]:
+        """Titles that `plot` knows."""
+        with self._folder() as folder:
+            return [picture.title for picture in pictures_of(folder, self._name)]
+
+    def plot(self, title: str = "") -> Any:
+        """Return a picture of the report as a `plotly.graph_objects.Figure`.
+
+        ``title`` is a part of one of `pictures`; the first one without it.
+        """
+        with self._folder() as folder:
+            return plotly_figure(pick(pictures_of(folder, self._name), title))
+
+    def report(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the page that ``eldr-sim report`` makes of this result."""
+        with self._folder() as folder:
+            write_report([folder], out, force=force)
+
+
+class Run(_Told, simulator_run.Result):
+    """A run: ``summary`` (the fields of ``vllm bench serve``), and tables of what happened."""
+
+    @property
+    def _name(self) -> str:  # type: ignore[override]
+        return str(self.summary["policy"] or self.summary["prefill_policy"])
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A row a request: lengths, times, latencies, workers, outcome."""
+        return self.requests.to_pandas()  # type: ignore[no-any-return]
+
+    @property
+    def steps_frame(self) -> pd.DataFrame:
+        """A row an engine step: worker, batch, tokens, activated experts, times."""
+        return self.steps.to_pandas()  # type: ignore[no-any-return]
+
+    def write(self, out: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write ``summary.json``, ``requests.parquet``, ``steps.parquet``, ``config.json``."""
+        write_result(self, out, force=force)
+
+
+class Comparison(_Told, policies_compared.Comparison):
+    """Policies under the same seeds, and their paired differences."""
+
+    write = policies_compared.Comparison.write
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A row a policy and seed."""
+        return self.runs.to_pandas()  # type: ignore[no-any-return]
+
+    @property
+    def differences_frame(self) -> pd.DataFrame:
+        """A row a policy, reference and metric: percent, with its 95% interval."""
+        import pandas as pd
+
+        columns = ("name", "reference", "metric", "percent", "low", "high")
+        rows = [{name: getattr(d, name) for name in columns} for d in self.differences]
+        return pd.DataFrame(rows, columns=list(columns))
+
+
+class Plan(_Told, answer.Answer):
+    """The answer of a plan: its ``best`` row, notes, and all runs."""
+
+    write = answer.Answer.write
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A row a cluster that was simulated."""
+        import pandas as pd
+
+        return pd.json_normalize(self.record()["clusters"])
+
+
+class WhatIf(what_if_asked.WhatIf):
+    """The effects of changes to a base run."""
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """A row a change and metric: percent, with its 95% interval."""
+        import pandas as pd
+
+        rows = [{"change": c["name"]} | e for c in self.record()["changes"] for e in c["effects"]]
+        return pd.DataFrame(rows)
+
+
+def _like(command: click.Command, more: Sequence[str] = ()) -> Callable[[F], F]:
+    """Give a function the signature of a command: its options, and ``progress``."""
+
+    def decorate(function: F) -> F:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        names = dict.fromkeys(
+            param.opts[0].lstrip("-").replace("-", "_")
+            for param in command.params
+            if param.name not in {*_OUTPUT, "config_file"}
+        )
+        own = inspect.signature(function)
+        first = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        taken = {p.name for p in first}
+        options = [inspect.Parameter(n, kind, default=None) for n in names if n not in taken]
+        function.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def _options(
+    command: click.Command, config: Config | None, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the options of a command by their names in its code; raises InputError."""
+    values = dict(command.make_context("", [], resilient_parsing=True).params)
+    known = {
+        opt.lstrip("-").replace("-", "_"): param
+        for param in command.params
+        if param.name not in _OUTPUT
+        for opt in param.opts
+    }
+    for name, value in given.items():
+        if value is None:
+            continue
+        param = known.get(name)
+        if param is not None:
+            values[str(param.name)] = _typed(param, value)
+        elif name in RunConfig.model_fields:  # a mapping, such as a pool's
+            values[name] = value
+        else:
+            near = get_close_matches(name, {*known, *RunConfig.model_fields}, 3)
+            raise InputError(name, "no such option", ", ".join(near) or "see eldr-sim run --help")
+    if isinstance(config, RunConfig):
+        values["config_file"] = config.model_dump()
+    elif config is not None:
+        values["config_file"] = config
+    return {name: value for name, value in values.items() if name not in _OUTPUT}
+
+
+def _typed(param: click.Parameter, value: Any) -> Any:
+    """Return a value as the command's code expects it."""
+    if param.multiple:
+        each = [value] if isinstance(value, str | Mapping) else value
+        return tuple(_text(param, item) for item in each)
+    if param.name in RunConfig.model_fields or not isinstance(
+        param.type, click.types.StringParamType
+    ):
+        return value
+    return _text(param, value)
+
+
+def _text(param: click.Parameter, value: Any) -> str:
+    """Return a value as one types it."""
+    if isinstance(value, Mapping):
+        sign = "=" if "=" in (getattr(param, "metavar", None) or "") else ":"
+        return ",".join(f"{key}{sign}{inner}" for key, inner in value.items())
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _shown(bar: Any, progress: bool | None) -> Any:
+    """Return a way to show progress: ``bar``, or one that shows nothing."""
+
+    @contextmanager
+    def nothing(_title: str) -> Iterator[Callable[..., None]]:
+        yield lambda *_: None
+
+    return bar if (is_watched() if progress is None else progress) else nothing
+
+
+@_like(run_command.run)
+def run(config: Config | None = None, *, progress: bool | None = None, **options: Any) -> Run:
+    """Simulate one cluster, as ``eldr-sim run`` does.
+
+    Parameters
+    ----------
+    config
+        What options override; None: the defaults.
+    progress
+        Whether to show how far it is; None: on a terminal and in a notebook.
+    options
+        Those of the command; a mapping for the workers of a pool (``decode={"gpu": "H200"}``) and
+        for a policy (``policy={"name": "eldr", "tau": 0.2}``).
+
+    Raises
+    ------
+    InputError
+        If anything does not exist or does not fit together.
+
+    Examples
+    --------
+    >>> result = es.run(policy="eldr", topology="2P4D", request_rate=20, duration=10)
+    >>> result.summary["median_tpot_ms"], result.frame.tpot_ms.quantile(0.99)
+    >>> result.plot("TPOT")
+    """
+    made = config_from_options(_options(run_command.run, config, options))
+    with _shown(progress_bar, progress)(f"{made.policy} on {made.topology}") as update:
+        return Run._of(simulator_run.simulate(made, update))
+
+
+@_like(compare_command.compare)
+def compare(
+    config: Config | None = None, *, progress: bool | None = None, **options: Any
+) -> Comparison:
+    """Run policies over the same requests, paired over seeds, as ``eldr-sim compare`` does.
+
+    Parameters and errors are those of `run`, with the command's own: ``policy``, ``seeds``,
+    ``jobs``.
+
+    Examples
+    --------
+    >>> found = es.compare(policy=["jsq", "eldr"], seeds=3, topology="2P4D", request_rate=20)
+    >>> found.differences_frame.query("metric == 'median_tpot_ms'")
+    >>> found.plot("median TPOT")
+    """
+    asked = _options(compare_command.compare, config, options)
+    bar = _shown(progress_bar, progress)
+    return Comparison._of(compare_command.compared(progress=bar, **asked))
+
+
+@_like(plan_command.plan)
+def plan(config: Config | None = None, *, progress: bool | None = None, **options: Any) -> Plan:
+    """Find the cheapest cluster for an SLO, or what a cluster carries, as ``eldr-sim plan`` does.
+
+    Parameters and errors are those of `run`, with the command's own: ``slo``, ``gpu``, ``policy``,
+    ``max_gpus``, ``gpus``, ``topology``, ``price``, ``attainment``, ``seeds``, ...
+
+    Examples
+    --------
+    >>> found = es.plan(slo={"ttft": 500, "tpot": 25}, request_rate=80, gpu=["h100", "mi300x"])
+    >>> found.best.trial.config.topology, found.frame
+    """
+    asked = _options(plan_command.plan, config, options)
+    return Plan._of(plan_command.planned(progress=_shown(run_counter, progress), **asked))
+
+
+def what_if(
+    config: Config,
+    changes: Sequence[str],
+    *,
+    seeds: int = 5,
+    together: bool = False,
+    jobs: int | None = None,
+    progress: bool | None = None,
+) -> WhatIf:
+    """Change one thing at a time in a run, paired over seeds, as ``eldr-sim what-if`` does.
+
+    Examples
+    --------
+    >>> es.what_if({"topology": "2P4D"}, ["decode.gpu=h200", "policy=eldr"], seeds=3).frame
+    """
+    base = config_from_options(_options(run_command.run, config, {}))
+    with _shown(progress_bar, progress)("what if") as update:
+        found = what_if_asked.what_if(
+            base, changes, n_seeds=seeds, together=together, jobs=jobs, progress=update
+        )
+    return WhatIf(**vars(found))
+
+
+class Simulation(simulation.Simulation):
+    """One run whose time SimPy processes share (docs/simulation.md).
+
+    Parameters
+    ----------
+    config, options
+        As for `run`.
+    arrivals
+        Whether the configuration's load arrives. Without it all requests come from processes, and
+        each that arrives after the warm-up is measured.
+    absent
+        Workers of the topology that are not there at first: ``("decode:4",)``.
+
+    Examples
+    --------
+    >>> sim = es.Simulation(topology="2P4D", policy="jsq", arrivals=False)
+    >>> def user():
+    ...     ended = yield sim.cluster.request(prompt_len=500, output_len=100)
+    ...     print(ended.ttft_s)
+    >>> sim.env.process(user())
+    >>> sim.run(until=60)
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        arrivals: bool = True,
+        absent: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        made = config
+        if options or not isinstance(made, RunConfig):
+            made = config_from_options(_options(run_command.run, config, options))
+        super().__init__(made, arrivals=arrivals, absent=absent)
+
+    def run(self, until: float | None = None) -> Run:
+        """Let things happen until a simulated time, s; returns what happened so far."""
+        return Run._of(super().run(until))
