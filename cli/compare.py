@@ -18,12 +18,22 @@ from eldr_sim.cli.console import (
     progress_bar,
 )
 from eldr_sim.cli.groups import GroupedCommand
-from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options
+from eldr_sim.cli.options import (
+    check_out,
+    config_from_options,
+    plot_extras,
+    run_options,
+    served,
+)
 from eldr_sim.policies.choice import split
 from eldr_sim.simulator.outcome.catalogue import HEADLINE, label
 
 if TYPE_CHECKING:
     from eldr_sim.planning.compare.policies import Comparison
+
+
+#: Policies that follow experts and are compared by default; dense models do without.
+_OF_EXPERTS = ("domain", "eldr")
 
 
 @click.command(cls=GroupedCommand, short_help="Compare policies on the same requests.")
@@ -78,15 +88,12 @@ def compared(
     **options: Any,
 ) -> Comparison:
     """Return the comparison that the options ask for."""
-    from eldr_sim.kernel_profiles.models import load_model
     from eldr_sim.planning.compare.policies import LOAD_BALANCERS
     from eldr_sim.planning.compare.policies import compare as compare_policies
 
     config = config_from_options(options)
-    names = [name for text in policies for name in split(text)]
-    if not names:
-        dense = load_model(config.model).is_dense
-        names = [*LOAD_BALANCERS, *(() if dense else ("domain", "eldr"))]
+    names = [name for text in policies for name in split(text)] or [*LOAD_BALANCERS, *_OF_EXPERTS]
+    names = served(config, names)
     with progress("comparing policies") as update:
         return compare_policies(config, names, seeds, jobs=jobs, progress=update)
 

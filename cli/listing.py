@@ -114,7 +114,7 @@ def policies() -> None:
     `policy: {name: eldr, tau: 0.2}`.
     """
     from eldr_sim.policies import registry
-    from eldr_sim.policies.choice import FIELDS, Parameters
+    from eldr_sim.policies.choice import FIELDS
     from eldr_sim.simulator.setup.config import RunConfig
 
     for decision in registry.DECISIONS:
@@ -122,8 +122,7 @@ def policies() -> None:
         for name in registry.names(decision):
             policy = registry.find(decision, name)
             rows.append([name, _first_line(policy)])
-            own: type[Parameters] = getattr(policy, "Parameters", Parameters)
-            for key, field in own.model_fields.items():
+            for key, field in policy.Parameters.model_fields.items():
                 text = (field.description or "").replace("``", "").replace("\n", " ")
                 default = "" if field.default is None else str(field.default)
                 parameters.append([f"{name}:{key}", default, text])

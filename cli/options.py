@@ -168,6 +168,17 @@ def _known(given: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def served(config: RunConfig, policies: list[str]) -> list[str]:
+    """Return the decode policies that a model can have, and say which are left out."""
+    from eldr_sim.simulator.setup.prepare import servable  # takes long to import
+
+    found = servable(config, policies)
+    if left := [word for word in policies if word not in found]:
+        why = f"{config.model} is dense, and they need experts"
+        click.echo(f"Left out: {', '.join(left)} ({why})", err=True)
+    return found
+
+
 def check_out(out: Path | None, force: bool, marker: str = "summary.json") -> None:
     """Raise InputError, before anything runs, if --out and --force will not do."""
     from eldr_sim.simulator.results import check_output  # takes long to import

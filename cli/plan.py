@@ -13,7 +13,13 @@ from eldr_sim.cli.completion import gpus as gpu_names
 from eldr_sim.cli.completion import policies as policy_names
 from eldr_sim.cli.console import RunCounter, print_log_part, print_table, run_counter
 from eldr_sim.cli.groups import GroupedCommand
-from eldr_sim.cli.options import check_out, config_from_options, plot_extras, run_options
+from eldr_sim.cli.options import (
+    check_out,
+    config_from_options,
+    plot_extras,
+    run_options,
+    served,
+)
 from eldr_sim.cli.spellings import TENSOR_PARALLEL_SIZE
 from eldr_sim.errors import InputError
 from eldr_sim.policies.choice import split
@@ -184,7 +190,7 @@ def planned(
     names = _list(strategies)
     if names and not prefill_only:
         raise InputError("strategy", "a choice of prefill workers alone", "--prefill-only")
-    decoders = [name for text in policies for name in split(text)]
+    decoders = served(config, [name for text in policies for name in split(text)])
     chosen: dict[str, Any] = {"gpus": _list(gpus), "prices": _prices(price), "jobs": jobs}
     with progress("planning") as count:
         chosen["progress"] = count

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eldr_sim.errors import InputError
+from eldr_sim.policies import choice
 
 if TYPE_CHECKING:
     from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAll
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from eldr_sim.policies.eldr.signature import FitOptions
     from eldr_sim.policies.placement.base import Placement
     from eldr_sim.traces.routing.calibration import CalibrationSet
+    from eldr_sim.traces.routing.gate_scores import PromptScore
+
+T = TypeVar("T")
+_COSTS = ("step_times", "rank_moe", "prefill_work", "all_to_all", "placements")
 
 
 class Workers(NamedTuple):
@@ -70,6 +75,11 @@ class Workers(NamedTuple):
         return found
 
 
+_COLUMNS = frozenset(Workers._fields[:6])
+#: `Needs.columns` of policies that read loads alone, and of those that read nothing.
+LOADS, NOTHING = frozenset({"loads"}), frozenset[str]()
+
+
 class RequestInfo(NamedTuple):
     """A request as the router sees it at the moment of a decision.
 
@@ -87,7 +97,7 @@ class RequestInfo(NamedTuple):
         vLLM chains its block hashes); the last block may be partial. Empty where none is known.
     signature
         Prefill counts, shape [L, E]: prompt tokens that chose expert ``e`` at layer ``l``; or the
-        summed gate scores that the policy's ``signature_score`` names. ``None`` before prefill has
+        summed gate scores, as the policy's ``needs.signature`` says. ``None`` before prefill has
         ended, and where the routing trace is decode-only.
     signature_id
         Names the content of ``signature``: two requests with the same id have equal counts, so
@@ -108,20 +118,84 @@ class RequestInfo(NamedTuple):
     max_tokens: int | None = None
 
 
-@runtime_checkable
-class DecodePolicy(Protocol):
-    """Chooses the decode worker of a request when its prefill has ended.
+class Needs(NamedTuple):
+    """What a policy needs, beside what is asked: declared on its class, checked by the registry.
 
-    A policy whose attribute ``reads_signature`` is true makes the prefill workers record signatures
-    and pays for it (ELDR Table 1). One whose attribute ``signature_score`` is ``"prob"`` or
-    ``"logit"`` gets the gate's scores summed over the prompt as the request's signature, in the
-    place of counts.
+    It gets nothing of the run that it does not declare. Where parameters decide, the constructor
+    replaces it: ``self.needs = self.needs._replace(...)``.
     """
 
-    name: str
+    experts: bool = False
+    """Calibration requests or a fit to them: what the experts of the model do."""
+    signature: PromptScore | None = None
+    """Decode: the expert signature of each request, of counts or of the gate's scores. Prefill
+    workers record it, and the run pays for that (ELDR Table 1)."""
+    future: bool = False
+    """The experts to come, which no real router has."""
+    costs: bool = False
+    """Times of steps, MoE layers and transfers, the work of prompts, and where experts lie."""
+    columns: frozenset[str] = _COLUMNS
+    """Columns of `Workers` that decide, other than ``healthy``."""
+    ends: bool = False
+    """Decode: to hear of completions, ``on_complete``."""
+    blocks: bool = False
+    """Prefill: to hear of cached blocks and computed tokens, ``on_blocks`` and ``on_tokens``."""
+    in_order: bool = False
+    """Prefill: requests in the order of arrival; it is not asked for those behind one it holds."""
+    counts: bool = False
+    """Placement: the tokens that have chosen each expert of late, ``update``, to move experts."""
+    gathers: bool = False
+    """Replica choice: the tokens of all ranks, so that the backend gathers them before the gate."""
+    rank_loads: bool = False
+    """Replica choice: the load that the placement predicts for each rank."""
+
+    @property
+    def routing(self) -> bool:
+        """Whether the model must have experts, and a routing trace."""
+        return self.experts or self.future or self.signature is not None
+
+    @property
+    def signals(self) -> bool:
+        """Whether what engines publish decides."""
+        return bool(self.columns - {"loads"})
+
+
+class Policy:
+    """What makes a decision: the base of all policies, those of other packages too.
+
+    Attributes
+    ----------
+    name
+        What users type.
+    decision
+        Which decision it makes, one of ``choice.FIELDS``.
+    needs
+        What it needs.
+    Parameters
+        What it may be told; the constructor gets one, after the context, where this is a class of
+        the policy's own.
+    """
+
+    name: ClassVar[str]
+    decision: ClassVar[str]
+    needs: Needs = Needs()
+    Parameters: ClassVar[type[choice.Parameters]] = choice.Parameters
+
+    def __init__(self, context: PolicyContext, parameters: choice.Parameters | None = None) -> None:
+        pass
+
+
+class RouterPolicy(Policy):
+    """Chooses the worker of a request: the prefill worker at its arrival, or the decode worker.
+
+    The decode worker is chosen when the prefill has ended.
+    """
+
+    artifact: RoutingArtifact | None = None
+    """The fit that the policy uses; a placement of the same run may rest on it."""
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the index of the decode worker; None to hold the request.
+        """Return the index of the worker; None to hold the request.
 
         A held request is asked for again, in the order of arrival among those held, when the
         router hears of an end or of new signals.
@@ -129,64 +203,28 @@ class DecodePolicy(Protocol):
         Parameters
         ----------
         request
-            The request; ``signature`` is set.
+            The request; ``signature`` is set for decode policies that need it.
         workers
-            The decode workers; ``loads`` are in-flight decode requests, from dispatch to
-            completion, as counted at the router (ELDR Sec. 4.3.2).
+            The workers; ``loads`` are requests in flight, from dispatch to completion, as counted
+            at the router (ELDR Sec. 4.3.2).
         """
-        ...
-
-
-@runtime_checkable
-class CompletionListener(Protocol):
-    """What a decode policy may be besides, if it keeps track of the requests on each worker.
-
-    As SGLang's router calls ``on_request_complete`` of its policies.
-    """
+        raise NotImplementedError
 
     def on_complete(self, request_id: int, worker: int) -> None:
         """Take note that a request has left the worker that ``select`` chose for it.
 
-        Called when the router hears of it, together with the fall of the worker's load: once for
-        every request that the policy has placed, unless the run ends before.
+        As SGLang's router calls ``on_request_complete`` of its policies: when the router hears of
+        it, together with the fall of the worker's load; once for every request that the policy has
+        placed, unless the run ends before.
         """
-        ...
-
-
-@runtime_checkable
-class PrefillPolicy(Protocol):
-    """Chooses the prefill worker of a request when it arrives.
-
-    One whose attribute ``in_order`` is true serves in the order of arrival: while it holds a
-    request, it is not asked for those behind.
-    """
-
-    name: str
-
-    def select(self, request: RequestInfo, workers: Workers) -> int | None:
-        """Return the index of the prefill worker; None to hold the request.
-
-        Parameters
-        ----------
-        request
-            The request; ``signature`` is ``None``.
-        workers
-            The prefill workers; ``loads`` are requests that are queued or running there.
-        """
-        ...
-
-
-@runtime_checkable
-class PrefillListener(Protocol):
-    """What a prefill policy may be besides, if it keeps track of what the engines hold and do.
-
-    As vLLM's KV cache events, and the tokens that an engine has scheduled. Both are told before the
-    policy decides next, for each worker in the order in which they happened; where engines publish
-    their signals now and then, before the first decision after each publication.
-    """
+        raise NotImplementedError
 
     def on_blocks(self, worker: int, stored: Sequence[int], evicted: Sequence[int]) -> None:
         """Take note of the prompt blocks that a worker's prefix cache has got and lost.
+
+        As vLLM's KV cache events. This and ``on_tokens`` are told before the policy decides next,
+        for each worker in the order in which they happened; where engines publish their signals now
+        and then, before the first decision after each publication.
 
         Parameters
         ----------
@@ -197,11 +235,11 @@ class PrefillListener(Protocol):
             did not hold before, and of those that it holds no more. A block in both has come and
             gone.
         """
-        ...
+        raise NotImplementedError
 
     def on_tokens(self, worker: int, tokens: int) -> None:
         """Take note that a worker has computed this many prompt tokens."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -283,26 +321,38 @@ class PolicyContext:
         size = self.group_size
         return [worker for group in groups for worker in range(group * size, (group + 1) * size)]
 
-    def require_calibration(self, policy: str) -> CalibrationSet:
-        """Return the calibration set; ``InputError`` naming ``policy`` if there is none."""
-        if self.calibration is None:
-            raise InputError(policy, "this policy needs calibration requests and none were given")
-        return self.calibration() if callable(self.calibration) else self.calibration
+    def require_calibration(self, policy: Policy) -> CalibrationSet:
+        """Return the calibration set; raises InputError if there is none."""
+        found = self.calibration() if callable(self.calibration) else self.calibration
+        return _given(found, policy, "calibration requests")
 
-    def require_step_times(self, policy: str) -> StepCost:
-        """Return the step times; ``InputError`` naming ``policy`` if there are none."""
-        if self.step_times is None:
-            raise InputError(policy, "this policy needs decode step times and none were given")
-        return self.step_times
+    def require_step_times(self, policy: Policy) -> StepCost:
+        """Return the step times; raises InputError if there are none."""
+        return _given(self.step_times, policy, "decode step times")
 
-    def require_prefill_work(self, policy: str) -> PrefillWork:
-        """Return what prompts cost; ``InputError`` naming ``policy`` if that is not known."""
-        if self.prefill_work is None:
-            raise InputError(policy, "this policy needs the work of prompts and none was given")
-        return self.prefill_work()
+    def require_prefill_work(self, policy: Policy) -> PrefillWork:
+        """Return what prompts cost; raises InputError if that is not known."""
+        return _given(self.prefill_work, policy, "the work of prompts")()
 
-    def require_future(self, policy: str) -> Callable[[int], NDArray[np.float64]]:
-        """Return the future; ``InputError`` naming ``policy`` if there is none."""
-        if self.future is None:
-            raise InputError(policy, "this oracle needs the future experts and none were given")
-        return self.future
+    def require_future(self, policy: Policy) -> Callable[[int], NDArray[np.float64]]:
+        """Return the future; raises InputError if there is none."""
+        return _given(self.future, policy, "the future experts")
+
+    def of(self, needs: Needs) -> PolicyContext:
+        """Return what a policy of such needs may be built from."""
+        hidden: dict[str, None] = {}
+        if not needs.experts:
+            hidden |= dict.fromkeys(("calibration", "artifact"))
+        if not needs.costs:
+            hidden |= dict.fromkeys(_COSTS)
+        if not needs.future:
+            hidden["future"] = None
+        return replace(self, **hidden)  # type: ignore[arg-type]
+
+
+def _given(value: T | None, policy: Policy, what: str) -> T:
+    """Return what a policy needs; raises InputError, naming its field, where it is not given."""
+    if value is None:
+        field, problem = choice.FIELDS[policy.decision], f"{policy.name!r} needs {what}"
+        raise InputError(field, f"{problem}, and none were given")
+    return value

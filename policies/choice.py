@@ -25,23 +25,61 @@ FIELDS: dict[str, str] = {
 }
 #: The same the other way round.
 DECISION_OF = {field: decision for decision, field in FIELDS.items()}
-#: Names of the built-in policies of each decision, for those who cannot wait for the registry.
-BUILT_IN: dict[str, tuple[str, ...]] = {
-    "decode": (
-        "random", "round_robin", "jsq", "p2c", "domain", "eldr", "marginal_cost", "oracle",
-        "gimbal", "vllm_dp", "vllm_dp_kv",
-    ),
-    "prefill": (
-        "round_robin", "least_loaded", "prefix_hash", "hash_ring", "saturation", "gimbal",
-        "vllm_dp", "vllm_dp_kv",
-    ),
-    "queue": ("fcfs", "sjf", "sjf_aging", "sjf_residence", "oracle", "priority"),
-    "placement": ("linear", "eldr", "eplb", "grace", "affinity", "time_aware", "home", "gimbal"),
-    "replica": (
-        "even", "hash", "source", "weighted", "local_first", "metro", "metro_sorted", "optimal",
-        "time_aware",
-    ),
-}  # fmt: skip
+#: The built-in policies of each decision: their names, and where their classes are.
+BUILT_IN: dict[str, dict[str, str]] = {
+    "decode": {
+        "random": "routing.decode:RandomPolicy",
+        "round_robin": "routing.decode:RoundRobinPolicy",
+        "jsq": "routing.decode:JoinShortestQueuePolicy",
+        "p2c": "routing.decode:PowerOfTwoChoicesPolicy",
+        "domain": "routing.decode:DomainPolicy",
+        "eldr": "eldr.router:EldrPolicy",
+        "marginal_cost": "routing.marginal_cost:MarginalCostPolicy",
+        "oracle": "routing.marginal_cost:OraclePolicy",
+        "gimbal": "routing.engine_balance:GimbalPolicy",
+        "vllm_dp": "routing.engine_balance:VllmDpPolicy",
+        "vllm_dp_kv": "routing.engine_balance:VllmDpKvPolicy",
+    },
+    "prefill": {
+        "round_robin": "routing.prefill:PrefillRoundRobinPolicy",
+        "least_loaded": "routing.prefill:LeastLoadedPolicy",
+        "prefix_hash": "routing.prefill:PrefixHashPolicy",
+        "hash_ring": "routing.prefill:HashRingPolicy",
+        "saturation": "routing.saturation:SaturationPolicy",
+        "gimbal": "routing.engine_balance:PrefillGimbalPolicy",
+        "vllm_dp": "routing.engine_balance:PrefillVllmDpPolicy",
+        "vllm_dp_kv": "routing.engine_balance:PrefillVllmDpKvPolicy",
+    },
+    "queue": {
+        "fcfs": "queue.orders:FirstComeFirstServed",
+        "sjf": "queue.orders:ShortestJobFirst",
+        "sjf_aging": "queue.orders:AgingShortestJobFirst",
+        "sjf_residence": "queue.orders:ShortestResidenceFirst",
+        "oracle": "queue.orders:OracleOrder",
+        "priority": "queue.orders:PriorityOrder",
+    },
+    "placement": {
+        "linear": "placement.base:LinearPlacement",
+        "eldr": "placement.base:EldrPlacement",
+        "eplb": "placement.eplb:EplbPlacement",
+        "grace": "placement.grace:GracePlacement",
+        "affinity": "placement.grace:AffinityPlacement",
+        "time_aware": "placement.time_aware:TimeAwarePlacement",
+        "home": "placement.home:HomePlacement",
+        "gimbal": "placement.gimbal:GimbalPlacement",
+    },
+    "replica": {
+        "even": "replicas.base:EvenSplit",
+        "hash": "replicas.base:HashedPosition",
+        "source": "replicas.base:NearSource",
+        "weighted": "replicas.weighted:WeightedInstances",
+        "local_first": "replicas.weighted:LocalFirst",
+        "metro": "replicas.metro:Metro",
+        "metro_sorted": "replicas.metro:MetroSorted",
+        "optimal": "replicas.metro:Optimal",
+        "time_aware": "replicas.metro:TimeAware",
+    },
+}
 
 
 class Parameters(BaseModel):
@@ -126,15 +164,16 @@ def split(text: str) -> list[str]:
     return choices
 
 
-def parameters_of(policy: Any, given: Mapping[str, Any], field: str) -> Parameters:
-    """Validate parameters against a policy class's own list.
+def parameters_of(
+    name: str, kind: type[Parameters], given: Mapping[str, Any], field: str
+) -> Parameters:
+    """Validate the parameters of a policy of this name against its own list.
 
     Raises
     ------
     InputError
         Naming ``field`` and the first parameter that the policy does not have or take.
     """
-    kind: type[Parameters] = getattr(policy, "Parameters", Parameters)
     try:
         return kind.model_validate(dict(given))
     except ValidationError as error:
@@ -142,7 +181,7 @@ def parameters_of(policy: Any, given: Mapping[str, Any], field: str) -> Paramete
         where = f"{field}.{first['loc'][0]}"
         if first["type"] == "extra_forbidden":
             allowed = ", ".join(kind.model_fields) or "none"
-            problem = f"{policy.name!r} has no such parameter"
+            problem = f"{name!r} has no such parameter"
             raise InputError(where, problem, allowed) from None
         raise InputError(where, f"{first['input']!r}: {first['msg'].lower()}") from None
 

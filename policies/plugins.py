@@ -7,22 +7,21 @@ import operator
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import RequestInfo
+from eldr_sim.policies.base import Policy, RequestInfo
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.queue.orders import Waiting
 
 __all__ = ["guarded"]
 
 _OURS = "eldr_sim"
-_Class = TypeVar("_Class", bound=type)
 
 
-def guarded(policy: _Class, origin: str, field: str) -> _Class:
+def guarded(policy: type[Policy], origin: str, field: str) -> type[Policy]:
     """Return a subclass whose errors, and answers that are none, raise InputError.
 
     Parameters
@@ -39,7 +38,7 @@ def guarded(policy: _Class, origin: str, field: str) -> _Class:
     What the class inherits from ours stays as it is: which of ``select`` and ``shortlists`` it
     defines itself decides how it is asked (`shortlist.picks_from_shortlists`).
     """
-    whose = f"{getattr(policy, 'name', policy.__name__)!r} of {origin}"
+    whose = f"{policy.name!r} of {origin}"
     asked = next(
         (set(vars(c)) for c in policy.__mro__ if {"select", "shortlists"} & set(vars(c))), set()
     )
@@ -48,8 +47,8 @@ def guarded(policy: _Class, origin: str, field: str) -> _Class:
         owner = next((c for c in policy.__mro__ if name in vars(c)), object)
         foreign = owner is not object and owner.__module__.partition(".")[0] != _OURS
         if foreign and (name not in ("select", "shortlists") or name in asked):
-            methods[name] = _guard(getattr(policy, name), name, answer, whose, field)
-    return type(policy)(policy.__name__, (policy,), methods)
+            methods[name] = _guard(vars(owner)[name], name, answer, whose, field)
+    return type(policy.__name__, (policy,), methods)
 
 
 def _guard(

@@ -1,81 +1,46 @@
 """Policies by name: the built-in ones and those of other packages.
 
 A package adds a policy by an entry point of the group ``eldr_sim.policies`` that resolves to a
-class with
-
-- ``name``: the name that users type;
-- ``decision``: one of `DECISIONS`;
-- a constructor that takes a :class:`~eldr_sim.policies.base.PolicyContext`, and after it the
-  parameters if the class has any: a subclass of :class:`~eldr_sim.policies.choice.Parameters` as
-  its attribute ``Parameters``;
-- ``select(request, workers) -> int | None`` (see ``base``), for a queue order
-  ``keys(requests)`` (see ``queue_order``), for a placement ``place(group)`` (see ``placement``),
-  and ``update(group, load, current)`` if it may move experts, for a choice of replicas
-  ``choose(...)`` (see ``replicas``);
-- for a decode policy, ``on_complete(request_id, worker)`` if it wants to hear of completions; for
-  a prefill policy, ``on_blocks`` and ``on_tokens`` if it wants to hear of the engines' progress.
+class with a ``name``, a ``decision`` and its ``needs``, which are checked here: a subclass of
+:class:`~eldr_sim.policies.base.RouterPolicy`, ``QueueOrder``, ``PlacementPolicy`` or
+``ReplicaChoice``, or made one. Its constructor takes a
+:class:`~eldr_sim.policies.base.PolicyContext`, and after it the parameters if the class has a list
+of its own: a subclass of :class:`~eldr_sim.policies.choice.Parameters` as its attribute
+``Parameters``. What each is asked stands in ``docs/policies.md``.
 
 ``./mine.py:Class`` is such a class in a file; it needs neither entry point, name nor decision.
-The entry point's own key is free. Built-in names cannot be taken over. Other packages are loaded
-only when a name is not built in, or when all names are listed. What goes wrong in them is an
-InputError that names the package, the call and the request (`plugins`).
+The entry point's own key is free. Built-in names (`choice.BUILT_IN`) cannot be taken over. Other
+packages are loaded only when a name is not built in, or when all names are listed. What goes wrong
+in them is an InputError that names the package, the call and the request (`plugins`).
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast, get_args
 
 from eldr_sim.errors import InputError
 from eldr_sim.inputs import regular_file
-from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy
-from eldr_sim.policies.choice import FIELDS, Parameters, parameters_of, parse, spell
-from eldr_sim.policies.eldr.router import EldrPolicy
-from eldr_sim.policies.placement.base import EldrPlacement, LinearPlacement, PlacementPolicy
-from eldr_sim.policies.placement.eplb import EplbPlacement
-from eldr_sim.policies.placement.gimbal import GimbalPlacement
-from eldr_sim.policies.placement.grace import AffinityPlacement, GracePlacement
-from eldr_sim.policies.placement.home import HomePlacement
-from eldr_sim.policies.placement.time_aware import TimeAwarePlacement
+from eldr_sim.policies.base import Needs, Policy, PolicyContext, RouterPolicy
+from eldr_sim.policies.choice import (
+    BUILT_IN,
+    DECISION_OF,
+    FIELDS,
+    Parameters,
+    parameters_of,
+    parse,
+    spell,
+)
+from eldr_sim.policies.placement.base import PlacementPolicy
 from eldr_sim.policies.plugins import guarded
-from eldr_sim.policies.queue.orders import (
-    AgingShortestJobFirst,
-    FirstComeFirstServed,
-    OracleOrder,
-    PriorityOrder,
-    QueueOrder,
-    ShortestJobFirst,
-    ShortestResidenceFirst,
-)
-from eldr_sim.policies.replicas.base import EvenSplit, HashedPosition, NearSource, ReplicaChoice
-from eldr_sim.policies.replicas.metro import Metro, MetroSorted, Optimal, TimeAware
-from eldr_sim.policies.replicas.weighted import LocalFirst, WeightedInstances
-from eldr_sim.policies.routing.decode import (
-    DomainPolicy,
-    JoinShortestQueuePolicy,
-    PowerOfTwoChoicesPolicy,
-    RandomPolicy,
-    RoundRobinPolicy,
-)
-from eldr_sim.policies.routing.engine_balance import (
-    GimbalPolicy,
-    PrefillGimbalPolicy,
-    PrefillVllmDpKvPolicy,
-    PrefillVllmDpPolicy,
-    VllmDpKvPolicy,
-    VllmDpPolicy,
-)
-from eldr_sim.policies.routing.marginal_cost import MarginalCostPolicy, OraclePolicy
-from eldr_sim.policies.routing.prefill import (
-    HashRingPolicy,
-    LeastLoadedPolicy,
-    PrefillRoundRobinPolicy,
-    PrefixHashPolicy,
-)
-from eldr_sim.policies.routing.saturation import SaturationPolicy
+from eldr_sim.policies.queue.orders import QueueOrder
+from eldr_sim.policies.replicas.base import ReplicaChoice
+from eldr_sim.traces.routing.gate_scores import PromptScore
 
 GROUP = "eldr_sim.policies"
 """The entry-point group that other packages add policies to."""
@@ -84,75 +49,16 @@ DECISIONS = tuple(FIELDS)
 """The decisions that a policy can make."""
 
 
-Policy = DecodePolicy | PrefillPolicy | QueueOrder | PlacementPolicy | ReplicaChoice
-"""What the registry builds."""
-
-
-class PolicyClass(Protocol):
-    """A class that the registry accepts: it is called with the context to build the policy."""
-
-    name: str
-    decision: str
-
-    def __call__(self, context: PolicyContext, *parameters: Any) -> Policy:
-        """Build the policy."""
-        ...
-
-
-#: What a policy is asked, other than a router.
-_METHOD = {
-    "queue": "keys(requests)",
-    "placement": "place(group)",
-    "replica": "choose(tokens_home, experts, placement, layer, node_of_rank)",
+#: What a policy must be, and what it is asked.
+_KINDS: dict[str, tuple[type[Policy], str]] = {
+    "decode": (RouterPolicy, "select(request, workers)"),
+    "prefill": (RouterPolicy, "select(request, workers)"),
+    "queue": (QueueOrder, "keys(requests)"),
+    "placement": (PlacementPolicy, "place(group)"),
+    "replica": (ReplicaChoice, "choose(tokens_home, experts, placement, layer, node_of_rank)"),
 }
-
-_BUILT_IN = cast(
-    "tuple[PolicyClass, ...]",
-    (
-        RandomPolicy,
-        RoundRobinPolicy,
-        JoinShortestQueuePolicy,
-        PowerOfTwoChoicesPolicy,
-        DomainPolicy,
-        EldrPolicy,
-        MarginalCostPolicy,
-        OraclePolicy,
-        GimbalPolicy,
-        VllmDpPolicy,
-        VllmDpKvPolicy,
-        PrefillRoundRobinPolicy,
-        LeastLoadedPolicy,
-        PrefixHashPolicy,
-        HashRingPolicy,
-        SaturationPolicy,
-        PrefillGimbalPolicy,
-        PrefillVllmDpPolicy,
-        PrefillVllmDpKvPolicy,
-        FirstComeFirstServed,
-        ShortestJobFirst,
-        AgingShortestJobFirst,
-        ShortestResidenceFirst,
-        OracleOrder,
-        PriorityOrder,
-        LinearPlacement,
-        EldrPlacement,
-        EplbPlacement,
-        GracePlacement,
-        AffinityPlacement,
-        TimeAwarePlacement,
-        HomePlacement,
-        GimbalPlacement,
-        EvenSplit,
-        HashedPosition,
-        NearSource,
-        WeightedInstances,
-        LocalFirst,
-        Metro,
-        MetroSorted,
-        Optimal,
-        TimeAware,
-    ),
-)
+#: What it is told or asked besides, if its needs say so.
+_BESIDES = {"on_complete": "ends", "on_blocks": "blocks", "on_tokens": "blocks", "update": "counts"}
 
 
 def names(decision: str) -> list[str]:
@@ -170,10 +76,10 @@ def names(decision: str) -> list[str]:
     """
     if decision not in DECISIONS:
         raise InputError("decision", f"unknown decision {decision!r}", ", ".join(DECISIONS))
-    return [*_built_in(decision), *sorted(_external(decision))]
+    return [*BUILT_IN[decision], *sorted(_external(decision))]
 
 
-def decode_policy(choice: object, context: PolicyContext) -> DecodePolicy:
+def decode_policy(choice: object, context: PolicyContext) -> RouterPolicy:
     """Build a decode policy from a `choice`, such as ``jsq`` or ``eldr:tau=0.2``.
 
     Raises
@@ -181,12 +87,12 @@ def decode_policy(choice: object, context: PolicyContext) -> DecodePolicy:
     InputError
         If there is no such policy or parameter, or if the policy needs what the context lacks.
     """
-    return cast("DecodePolicy", _build("decode", choice, context))
+    return cast("RouterPolicy", _build("decode", choice, context))
 
 
-def prefill_policy(choice: object, context: PolicyContext) -> PrefillPolicy:
+def prefill_policy(choice: object, context: PolicyContext) -> RouterPolicy:
     """Build a prefill policy from a `choice`; see `decode_policy`."""
-    return cast("PrefillPolicy", _build("prefill", choice, context))
+    return cast("RouterPolicy", _build("prefill", choice, context))
 
 
 def queue_order(choice: object, context: PolicyContext) -> QueueOrder:
@@ -215,19 +121,31 @@ def parameters(decision: str, choice: object) -> Parameters:
     return _resolve(decision, choice)[1]
 
 
-def _resolve(decision: str, choice: object) -> tuple[PolicyClass, Parameters]:
+def _resolve(decision: str, choice: object) -> tuple[type[Policy], Parameters]:
     """Return the class and the parameters of a `choice`."""
     name, given = parse(choice, FIELDS[decision])
     found = find(decision, name)
-    return found, parameters_of(found, given, FIELDS[decision])
+    return found, parameters_of(found.name, found.Parameters, given, FIELDS[decision])
 
 
 def _build(decision: str, choice: object, context: PolicyContext) -> Policy:
     found, own = _resolve(decision, choice)
-    return found(context, own) if hasattr(found, "Parameters") else found(context)
+    context = context.of(found.needs)
+    return found(context) if found.Parameters is Parameters else found(context, own)
 
 
-def find(decision: str, name: str) -> PolicyClass:
+def needs(field: str, choice: object) -> Needs:
+    """Return what the policy needs that a field of a run's configuration chooses.
+
+    Raises
+    ------
+    InputError
+        If there is no such policy.
+    """
+    return find(DECISION_OF[field], parse(choice, field).name).needs
+
+
+def find(decision: str, name: str) -> type[Policy]:
     """Return a policy's class; names are known in any case of letters, or ``./mine.py:Class``.
 
     Raises
@@ -239,10 +157,10 @@ def find(decision: str, name: str) -> PolicyClass:
         path, _, attribute = name.rpartition(":")
         file = regular_file(path, FIELDS[decision])
         return _in_file(decision, name, file.resolve(), attribute, file.stat().st_mtime_ns)
-    built_in = _built_in(decision)
+    built_in = BUILT_IN[decision]
     for known in (name, name.lower()):
         if known in built_in:
-            return built_in[known]
+            return _load(built_in[known])
     external = _external(decision)
     for known in (name, name.lower()):
         if known in external:
@@ -251,12 +169,15 @@ def find(decision: str, name: str) -> PolicyClass:
     raise InputError(FIELDS[decision], f"unknown policy {name!r}", allowed)
 
 
-def _built_in(decision: str) -> dict[str, PolicyClass]:
-    return {policy.name: policy for policy in _BUILT_IN if policy.decision == decision}
+@cache
+def _load(place: str) -> type[Policy]:
+    """Return a class of ours; modules are imported when their policies are."""
+    module, _, name = place.partition(":")
+    return cast("type[Policy]", vars(import_module(f"eldr_sim.policies.{module}"))[name])
 
 
-def _external(decision: str) -> dict[str, PolicyClass]:
-    found: dict[str, PolicyClass] = {}
+def _external(decision: str) -> dict[str, type[Policy]]:
+    found: dict[str, type[Policy]] = {}
     for point in entry_points(group=GROUP):
         package = point.dist.name if point.dist is not None else "an unnamed package"
         origin = f"entry point {point.name!r} of {package}"
@@ -264,10 +185,12 @@ def _external(decision: str) -> dict[str, PolicyClass]:
             policy = point.load()
         except Exception as error:  # whatever a foreign module may raise on import
             raise InputError(GROUP, f"{origin} does not load: {error!r}") from error
+        if isinstance(policy, type):
+            policy = _based(policy, _said(policy).get("decision"))
         problem = _flaw(policy)
         if problem:
             raise InputError(GROUP, f"{origin} {problem}")
-        if policy.name in _built_in(policy.decision):
+        if policy.name in BUILT_IN[policy.decision]:
             raise InputError(GROUP, f"{origin} takes the built-in name {policy.name!r}")
         if policy.decision != decision:
             continue
@@ -278,7 +201,7 @@ def _external(decision: str) -> dict[str, PolicyClass]:
 
 
 @lru_cache(maxsize=64)
-def _in_file(decision: str, name: str, path: Path, attribute: str, _changed: int) -> PolicyClass:
+def _in_file(decision: str, name: str, path: Path, attribute: str, _changed: int) -> type[Policy]:
     """Return a class of a file; its name is how users spell it, and its decision the one asked."""
     field, spec = FIELDS[decision], spec_from_file_location(f"eldr_sim_{path.stem}", path)
     assert spec is not None
@@ -288,33 +211,64 @@ def _in_file(decision: str, name: str, path: Path, attribute: str, _changed: int
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a foreign module may raise
         raise InputError(field, f"{path.name} does not load: {error!r}") from error
-    policy: Any = getattr(module, attribute, None)
+    policy: Any = vars(module).get(attribute)
     if not isinstance(policy, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         raise InputError(field, f"{path.name} has no class {attribute!r}", ", ".join(classes))
-    if (decides := getattr(policy, "decision", decision)) != decision:
+    if (decides := _said(policy).get("decision", decision)) != decision:
         raise InputError(field, f"{name} decides {decides!r}", decision)
-    about: dict[str, Any] = {"name": name, "decision": decision}
-    if "__init__" not in {key for c in policy.__mro__[:-1] for key in vars(c)}:
-        about["__init__"] = lambda self, context: None
-    own = type(attribute, (policy,), about)
-    own.__module__, own.__doc__ = module.__name__, policy.__doc__
+    own = _based(policy, decision, {"name": name, "decision": decision, "__doc__": policy.__doc__})
     if problem := _flaw(own):
         raise InputError(field, f"{name} {problem}")
-    return cast("PolicyClass", guarded(own, path.name, field))
+    return guarded(own, path.name, field)
+
+
+def _based(policy: type, decision: object, about: dict[str, Any] | None = None) -> type:
+    """Return a class as a subclass of what policies of its decision are, if it is none of ours."""
+    kind = _KINDS[decision][0] if isinstance(decision, str) and decision in _KINDS else Policy
+    above = (policy,) if issubclass(policy, Policy) else (policy, kind)
+    return type(policy.__name__, above, (about or {}) | {"__module__": policy.__module__})
+
+
+def _said(policy: type) -> dict[str, Any]:
+    """Return all that a class and those above it define."""
+    return {name: value for c in reversed(policy.__mro__) for name, value in vars(c).items()}
 
 
 def _flaw(policy: object) -> str:
     """Say what keeps ``policy`` from being a policy class; empty if nothing does."""
-    name = getattr(policy, "name", None)
-    decision = getattr(policy, "decision", None)
     if not isinstance(policy, type):
         return f"is no class but {policy!r}"
+    said = _said(policy)
+    name, decision, own = (said.get(key) for key in ("name", "decision", "needs"))
     if not isinstance(name, str) or not name:
         return f"has no name (name={name!r})"
-    if decision not in DECISIONS:
+    if not isinstance(decision, str) or decision not in _KINDS:
         return f"has decision={decision!r}, not one of {', '.join(DECISIONS)}"
-    method = _METHOD.get(decision, "select(request, workers)")
-    if not callable(getattr(policy, method.partition("(")[0], None)):
+    kind, method = _KINDS[decision]
+    if not issubclass(policy, kind):  # but of another decision's
+        return f"makes decision {decision!r} and is no {kind.__name__}"
+    if not _has(policy, kind, method.partition("(")[0]):
         return f"has no method {method}"
+    if not isinstance(own, Needs):
+        return f"has needs={own!r}, not Needs(...)"
+    return _odd_need(policy, kind, own)
+
+
+def _odd_need(policy: type[Policy], kind: type[Policy], own: Needs) -> str:
+    """Say which need there is not, or does not go with the methods; empty if none."""
+    if unknown := own.columns - Needs().columns:
+        return f"needs columns {', '.join(sorted(unknown))}, not of {', '.join(Needs().columns)}"
+    if own.signature not in (None, *get_args(PromptScore)):
+        return f"needs signature={own.signature!r}, not of {', '.join(get_args(PromptScore))}"
+    for method, need in _BESIDES.items():
+        has, needed = _has(policy, kind, method), bool(own._asdict()[need])
+        if has != needed and (has or method in vars(kind)):
+            return f"{'has' if has else 'has no'} method {method}, and needs.{need} is {needed}"
     return ""
+
+
+def _has(policy: type[Policy], kind: type[Policy], method: str) -> bool:
+    """Whether a policy defines a method that its kind leaves open."""
+    above: Iterable[type] = policy.__mro__[: policy.__mro__.index(kind)]
+    return any(method in vars(each) for each in above)

@@ -96,7 +96,7 @@ def picks_from_shortlists(policy: object) -> TypeGuard[ShortlistPolicy]:
     if not isinstance(policy, ShortlistPolicy) or policy.shortlist_by is None:
         return False
     for owner in (policy, *type(policy).__mro__):
-        own = getattr(owner, "__dict__", {})
+        own = vars(owner)
         if "select" in own or "shortlists" in own:
             return "shortlists" in own
     return True

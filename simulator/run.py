@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from eldr_sim.errors import InputError
 from eldr_sim.jit import is_cold
 from eldr_sim.news import heard, tell
-from eldr_sim.policies.base import DecodePolicy, PolicyContext
+from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
 from eldr_sim.policies.eldr.fit_cache import cached_fit
@@ -25,11 +25,11 @@ from eldr_sim.policies.placement.base import (
     ExpertGroup,
     Placement,
     PlacementPolicy,
-    RelocatingPolicy,
 )
 from eldr_sim.policies.queue.orders import QueueOrder, Waiting
 from eldr_sim.policies.registry import (
     decode_policy,
+    parameters,
     placement_policy,
     prefill_policy,
     queue_order,
@@ -224,7 +224,7 @@ def build_cluster(
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def calibration() -> CalibrationSet:
-        return _calibration(_routing(config, prepared), config.workload, mix, "count")
+        return _calibration(_routed(prepared), config.workload, mix, "count")
 
     replay = no_replay()
     if trace is not None:
@@ -253,22 +253,23 @@ def build_cluster(
             step_times=prepared.step_time.cost,
         ),
     )
-    score: PromptScore = getattr(decode, "signature_score", "count")
-    reads = getattr(decode, "reads_signature", False)
-    if reads and score == "count":
-        _routing(config, prepared).require_prompts(f"the signatures of policy {config.policy!r}")
+    score = None if decode is None else decode.needs.signature
+    if score == "count":
+        _routed(prepared).require_prompts(f"the signatures of policy {config.policy!r}")
     signatures = (
         no_signatures
         if trace is None
-        else PromptSignatures(trace, score, np.union1d(workload.text, workload.prefix_text))
+        else PromptSignatures(
+            trace, score or "count", np.union1d(workload.text, workload.prefix_text)
+        )
     )
     spec = replace(
-        _with_signatures(spec, decode),
-        preempt_by_key=getattr(order, "preempts", False),
-        aging_s=getattr(order, "aging_s", np.inf),
+        spec if score is None else _with_signatures(spec, config.policy),
+        preempt_by_key=order.preempts,
+        aging_s=order.aging_s,
     )
     placements, movable = _placements(
-        config, prepared, getattr(decode, "artifact", None), calibration
+        config, prepared, None if decode is None else decode.artifact, calibration
     )
     if placements is not None:
         held = [
@@ -352,7 +353,7 @@ def _decode_policy(
     workload: Workload,
     replay: Replay,
     calibration: Callable[[], CalibrationSet],
-) -> DecodePolicy:
+) -> RouterPolicy:
     """Build the decode policy, and fit it if it needs a fit."""
     step_time, n_engines = prepared.step_time, prepared.spec.n_decode
     group_size = prepared.spec.decode.parallelism.data_parallel_size
@@ -361,8 +362,7 @@ def _decode_policy(
     mix = None if config.domain_mix is None else tuple(config.domain_mix.items())
 
     def artifact(options: FitOptions, n_clusters: int) -> RoutingArtifact:
-        trace = _routing(config, prepared)
-        return _fit(trace, config.workload, mix, n_clusters, config.seed, options)
+        return _fit(_routed(prepared), config.workload, mix, n_clusters, config.seed, options)
 
     def future(request: int) -> NDArray[np.float64]:
         window, offset, steps = (
@@ -392,19 +392,16 @@ def _decode_policy(
     )
 
 
-def _routing(config: RunConfig, prepared: PreparedRun) -> RoutingTrace:
-    """Return the trace for a policy that needs one; raises InputError where the model is dense."""
+def _routed(prepared: PreparedRun) -> RoutingTrace:
+    """Return the trace, which runs of policies that declare that they need routing have."""
     if prepared.trace is None:
-        problem = f"{config.policy!r} needs experts, and {prepared.model.name} is dense"
-        raise InputError("policy", problem, "a policy that routes by load, such as jsq")
+        raise InputError("policy", f"it needs experts, and {prepared.model.name} is dense")
     return prepared.trace
 
 
-def _with_signatures(spec: ClusterSpec, decode: DecodePolicy | None) -> ClusterSpec:
-    """Return the cluster with what signatures cost, if its decode policy reads them."""
-    if not getattr(decode, "reads_signature", False):
-        return spec
-    costs = getattr(decode, "parameters", None)
+def _with_signatures(spec: ClusterSpec, policy: str) -> ClusterSpec:
+    """Return the cluster with what signatures cost its decode policy."""
+    costs = parameters("decode", policy)
     if not isinstance(costs, SignatureParameters):  # another package's, without own figures
         costs = SignatureParameters()
     return replace(
@@ -459,8 +456,8 @@ def _fit(
     )
 
 
-def _check_colocated(config: RunConfig, policy: DecodePolicy | None) -> None:
-    if getattr(policy, "reads_signature", False):
+def _check_colocated(config: RunConfig, policy: RouterPolicy | None) -> None:
+    if policy is not None and policy.needs.signature is not None:
         raise InputError(
             "policy",
             f"{config.policy!r} reads expert signatures, which no prefill has made when a request "
@@ -492,7 +489,7 @@ def _placements(
         artifact = fitted if role == "decode" else None
         size, ranks = engine.parallelism.data_parallel_size, engine.n_expert_ranks
         for nth, placed in enumerate(_place_pool(config, prepared, role, artifact, calibration)):
-            if engine.group is not None and isinstance(placed.policy, RelocatingPolicy):
+            if engine.group is not None and placed.policy.needs.counts:
                 gpu, n_bytes = engine.step_time.gpu, prepared.model.bytes_per_expert
                 movable.append(
                     MovableGroup(

@@ -7,7 +7,7 @@ The entry point in ``pyproject.toml`` is all that ties it to the simulator.
 
 from pydantic import Field
 
-from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import Parameters
 
 
@@ -18,11 +18,12 @@ class Choices(Parameters):
     """Workers that are drawn for a request."""
 
 
-class PowerOfThreeChoices:
+class PowerOfThreeChoices(RouterPolicy):
     """The least loaded of some workers drawn at random."""
 
     name = "p3c"  # what users type
     decision = "decode"  # or "prefill"
+    needs = Needs(columns=LOADS)  # what it decides by; see the page for the rest
     Parameters = Choices  # a policy without parameters leaves this and the argument out
 
     def __init__(self, context: PolicyContext, parameters: Choices) -> None:

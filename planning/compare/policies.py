@@ -21,6 +21,7 @@ from eldr_sim.simulator.outcome.headline import Headline, Shown
 from eldr_sim.simulator.results import Extra, result_folder, write_json, write_table
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.paths import portable
+from eldr_sim.simulator.setup.prepare import servable
 
 #: Policies that balance load and ignore experts (ELDR section 6, baselines).
 LOAD_BALANCERS = ("random", "round_robin", "jsq", "p2c")
@@ -144,7 +145,8 @@ def compare(
     config
         The run; its ``policy`` is ignored, its ``seed`` is the first seed.
     policies
-        Decode policies. ``round_robin``, a reference, is added if missing.
+        Decode policies. ``round_robin``, a reference, is added if missing; those that need experts
+        are left out of a dense model's.
     n_seeds
         Number of seeds, at least 1; intervals need two.
     jobs
@@ -164,7 +166,7 @@ def compare(
             f"{config.topology} has no workers that policies could choose for decoding",
             "xPyD or xC; prefill policies: what-if --set prefill_policy=...",
         )
-    names = [registry.canonical("decode", policy) for policy in policies]
+    names = [registry.canonical("decode", policy) for policy in servable(config, policies)]
     if len(set(names)) != len(names):
         raise InputError("policies", f"{', '.join(names)} names one twice")
     if "round_robin" not in names:

@@ -23,7 +23,7 @@ from eldr_sim.policies.choice import parse
 from eldr_sim.policies.registry import canonical
 from eldr_sim.simulator.run import offered_load
 from eldr_sim.simulator.setup.config import Pool, RunConfig
-from eldr_sim.simulator.setup.prepare import trace_of
+from eldr_sim.simulator.setup.prepare import servable, trace_of
 
 #: Most GPUs of a cluster that is planned: a pool has no more workers.
 MOST_GPUS = 9999
@@ -203,7 +203,8 @@ def clusters_to_plan(
     config
         Fields that all share. A pool with a GPU of its own keeps it.
     policies
-        Decode policies; that of the configuration if empty.
+        Decode policies; that of the configuration if empty. Those that need experts are left out of
+        a dense model's.
     gpus
         GPUs; that of the configuration if empty.
     prices
@@ -225,7 +226,7 @@ def clusters_to_plan(
         raise InputError("policy", "prefill workers alone decode nothing", "--prefill-policy")
     if config.max_concurrency is not None:
         raise InputError("max_concurrency", "a plan is for an open load", "none")
-    policies = [canonical("decode", policy) for policy in policies]
+    policies = [canonical("decode", policy) for policy in servable(config, policies)]
     by_gpu = {load_gpu(name).name: price for name, price in prices.items()}
     if len(by_gpu) < len(prices):
         raise InputError("price", f"{', '.join(prices)} names one GPU twice")

@@ -19,7 +19,6 @@ from eldr_sim.kernel_profiles.models import load_model
 from eldr_sim.kernel_profiles.steps.step_time import StepTimeModel
 from eldr_sim.planning.slo import Objective
 from eldr_sim.policies import registry
-from eldr_sim.policies.choice import parse
 from eldr_sim.simulator.setup.cluster_spec import EngineSpec
 from eldr_sim.simulator.setup.config import Pool, RunConfig
 from eldr_sim.simulator.setup.prepare import prepare
@@ -69,8 +68,7 @@ def shapes(config: RunConfig, sizes: Sequence[int]) -> Iterator[RunConfig]:
 def _may_be_colocated(config: RunConfig) -> bool:
     """Whether co-located workers could serve the configuration."""
     own = config.prefill.model_copy(update={"price_per_gpu_hour": None})
-    decode = registry.find("decode", parse(config.policy, "policy").name)
-    return own == Pool() and not getattr(decode, "reads_signature", False)
+    return own == Pool() and registry.needs("policy", config.policy).signature is None
 
 
 def estimate(each: tuple[float, float], rate: float, *, colocated: bool) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
 from eldr_sim.policies.eldr.online import OnlineCentroids
@@ -31,7 +31,6 @@ from eldr_sim.policies.eldr.signature import (
     score_of,
 )
 from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
-from eldr_sim.traces.routing.gate_scores import PromptScore
 
 
 def _layer_mask(value: Any) -> Any:
@@ -81,7 +80,7 @@ class EldrParameters(SignatureParameters):
     the tokens of each are alike."""
 
 
-class EldrPolicy:
+class EldrPolicy(RouterPolicy):
     """The least loaded worker among those whose centroid is nearly the most similar.
 
     Workers that share experts (`PolicyContext.group_size`) share a centroid too, unless each
@@ -102,9 +101,10 @@ class EldrPolicy:
     """
 
     name = "eldr"
-    decision: ClassVar[str] = "decode"
-    reads_signature: ClassVar[bool] = True
-    Parameters: ClassVar[type[EldrParameters]] = EldrParameters
+    decision = "decode"
+    needs = Needs(experts=True, signature="count", columns=LOADS)
+    artifact: RoutingArtifact
+    Parameters = EldrParameters
 
     def __init__(self, context: PolicyContext, parameters: EldrParameters | None = None) -> None:
         self.parameters = parameters or EldrParameters()
@@ -115,6 +115,7 @@ class EldrPolicy:
             problem = f"made for {artifact.n_decoders} decode workers, not {context.n_groups}"
             raise InputError("artifact", problem, "a fit at this number of workers")
         self.artifact = artifact
+        self.needs = self.needs._replace(signature=score_of(artifact.transform))
         own = self.parameters
         self._online: OnlineCentroids | None = None
         if own.refit_s:
@@ -129,18 +130,13 @@ class EldrPolicy:
         self._everyone = everyone if context.n_groups > 1 else self._groups[0]
         self._shortlists: dict[int | None, Shortlist] = {}
 
-    @property
-    def signature_score(self) -> PromptScore:
-        """What the policy takes as a request's signature: ``count``, ``prob`` or ``logit``."""
-        return score_of(self.artifact.transform)
-
     def similarities(self, signatures: NDArray[Any]) -> Floats:
         """Return the cosine similarity, shape [n, K], of signatures to each centroid of the fit.
 
         Parameters
         ----------
         signatures
-            Shape [n, L, E]: prefill counts or summed gate scores, as ``signature_score`` says; the
+            Shape [n, L, E]: prefill counts or summed gate scores, as ``needs.signature`` says; the
             artifact's transform and layer mask are applied here.
         """
         return _similarities(self.artifact.signatures(signatures), self.artifact.centroids)
@@ -224,7 +220,7 @@ def _artifact(parameters: EldrParameters, context: PolicyContext) -> RoutingArti
     if parameters.artifact is not None:
         found = RoutingArtifact.load(Path(parameters.artifact))
     if found is None:
-        raise InputError(EldrPolicy.name, "this policy needs a routing artifact and none was given")
+        raise InputError("policy", "'eldr' needs a routing artifact and none was given")
     if isinstance(found, RoutingArtifact):
         found.check_made_with(**given)
         return found

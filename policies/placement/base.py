@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import Needs, Policy, PolicyContext
 from eldr_sim.policies.eldr.signature import Floats, Ints
 
 #: Stands in `Placement.expert` for no expert.
@@ -119,30 +119,21 @@ class ExpertGroup(NamedTuple):
         return slots // self.n_ranks
 
 
-class PlacementPolicy(Protocol):
+class PlacementPolicy(Policy):
     """Chooses the ranks of the experts."""
 
-    name: str
+    decision = "placement"
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group."""
-        ...
-
-
-@runtime_checkable
-class RelocatingPolicy(Protocol):
-    """A placement policy that may move experts while engines run; ``--eplb-interval`` asks it."""
-
-    name: str
-
-    def place(self, group: ExpertGroup) -> Placement:
-        """Return the placement of a group; see `PlacementPolicy`."""
-        ...
+        raise NotImplementedError
 
     def update(
         self, group: ExpertGroup, load: NDArray[np.int64], current: Placement
     ) -> Placement | None:
         """Return another placement of a group, or None to leave it as it is.
+
+        Asked while engines run (``--eplb-interval``) of a policy that needs ``counts``.
 
         Parameters
         ----------
@@ -153,10 +144,10 @@ class RelocatingPolicy(Protocol):
         current
             Where the experts are now. Slots, ranks and instances of all experts stay as many.
         """
-        ...
+        raise NotImplementedError
 
 
-class LinearPlacement:
+class LinearPlacement(PlacementPolicy):
     """Neighbours together, equally many on each rank: vLLM's default.
 
     With redundant experts it is what vLLM starts from before EPLB rearranges it
@@ -165,10 +156,6 @@ class LinearPlacement:
     """
 
     name = "linear"
-    decision: ClassVar[str] = "placement"
-
-    def __init__(self, context: PolicyContext) -> None:
-        pass
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group; raises InputError as `ExpertGroup.slots_per_rank`."""
@@ -182,14 +169,14 @@ class LinearPlacement:
         )
 
 
-class EldrPlacement:
+class EldrPlacement(PlacementPolicy):
     """ELDR's placement (Sec. 5): the expected activation of a worker's cluster spread evenly.
 
     Engines that share experts have one cluster.
     """
 
     name = "eldr"
-    decision: ClassVar[str] = "placement"
+    needs = Needs(experts=True)
 
     def __init__(self, context: PolicyContext) -> None:
         self._activation = cluster_activation(context, "'eldr'")

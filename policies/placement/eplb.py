@@ -17,19 +17,20 @@ this gives the README's example to the letter.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import (
     ExpertGroup,
     LinearPlacement,
     Placement,
+    PlacementPolicy,
     cluster_activation,
     greedy_placement,
 )
@@ -45,12 +46,12 @@ class EplbParameters(Parameters):
     cluster; with ``none`` experts lie linearly until ``eplb_interval``, as vLLM starts."""
 
 
-class EplbPlacement:
+class EplbPlacement(PlacementPolicy):
     """DeepSeek's load balancer: loaded experts on several GPUs, an even load on each."""
 
     name = "eplb"
-    decision: ClassVar[str] = "placement"
-    Parameters: ClassVar[type[EplbParameters]] = EplbParameters
+    needs = Needs(experts=True, counts=True)
+    Parameters = EplbParameters
 
     def __init__(self, context: PolicyContext, parameters: EplbParameters | None = None) -> None:
         own = parameters or EplbParameters()
@@ -60,7 +61,7 @@ class EplbPlacement:
         if own.load == "cluster":
             self._load = cluster_activation(context, "'eplb:load=cluster'")
         elif own.load != "none":
-            self._load = calibration_load(context.require_calibration(self.name), own.load)
+            self._load = calibration_load(context.require_calibration(self), own.load)
 
     def place(self, group: ExpertGroup) -> Placement:
         """Return the placement of a group; raises InputError as `balance`."""
@@ -79,7 +80,7 @@ class EplbPlacement:
     def update(
         self, group: ExpertGroup, load: NDArray[np.int64], current: Placement
     ) -> Placement | None:
-        """Return the placement for what the group's tokens chose; see `RelocatingPolicy`."""
+        """Return the placement for what the group's tokens chose; see `PlacementPolicy`."""
         return balance(load, group)
 
 

@@ -17,17 +17,22 @@ Under data-parallel attention a token returns to its engine after every layer, s
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.eldr.signature import Ints
-from eldr_sim.policies.placement.base import ExpertGroup, Placement, greedy_placement
+from eldr_sim.policies.placement.base import (
+    ExpertGroup,
+    Placement,
+    PlacementPolicy,
+    greedy_placement,
+)
 from eldr_sim.policies.placement.eplb import calibration_load
 from eldr_sim.traces.routing.coactivation import Tokens
 
@@ -45,18 +50,18 @@ class GimbalPlacementParameters(Parameters):
     (``decode``) or ``prompt`` tokens."""
 
 
-class GimbalPlacement:
+class GimbalPlacement(PlacementPolicy):
     """Experts that follow each other from layer to layer on one GPU, the others spread by load."""
 
     name = "gimbal"
-    decision: ClassVar[str] = "placement"
-    Parameters: ClassVar[type[GimbalPlacementParameters]] = GimbalPlacementParameters
+    needs = Needs(experts=True, counts=True)
+    Parameters = GimbalPlacementParameters
 
     def __init__(
         self, context: PolicyContext, parameters: GimbalPlacementParameters | None = None
     ) -> None:
         self._own = parameters or GimbalPlacementParameters()
-        calibration = context.require_calibration(self.name)
+        calibration = context.require_calibration(self)
         self._load = calibration_load(calibration, "decode")
         self._transitions = calibration.transitions(self._own.tokens)
 
@@ -86,7 +91,7 @@ class GimbalPlacement:
     def update(
         self, group: ExpertGroup, load: NDArray[np.int64], current: Placement
     ) -> Placement | None:
-        """Return the placement for what the group's tokens chose; see `RelocatingPolicy`."""
+        """Return the placement for what the group's tokens chose; see `PlacementPolicy`."""
         return self._placed(group, load)
 
     def _placed(self, group: ExpertGroup, load: NDArray[Any]) -> Placement:

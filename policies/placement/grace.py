@@ -21,16 +21,16 @@ over all layers, and among equals about the same load (`balance_ranks`).
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.eldr.signature import Floats, Ints
-from eldr_sim.policies.placement.base import EMPTY, ExpertGroup, Placement
+from eldr_sim.policies.placement.base import EMPTY, ExpertGroup, Placement, PlacementPolicy
 from eldr_sim.policies.placement.grouping import (
     bounded_groups,
     size_deviation,
@@ -72,13 +72,13 @@ class EqualGroupsParameters(AffinityParameters):
     be kept from being sent, and puts loaded experts together; the more, the evener the load."""
 
 
-class GroupedPlacement:
+class GroupedPlacement(PlacementPolicy):
     """Groups of experts by the affinity of calibration requests, placed once for equal groups."""
 
-    name: str
+    needs = Needs(experts=True)
 
     def __init__(self, context: PolicyContext, tokens: Tokens) -> None:
-        self._calibration = context.require_calibration(self.name)
+        self._calibration = context.require_calibration(self)
         self._tokens, self._rng = tokens, context.rng
         self._placed: dict[tuple[int, int], Placement] = {}
 
@@ -125,8 +125,7 @@ class GracePlacement(GroupedPlacement):
     """Experts that tokens choose together on one GPU, and copies of the hot ones."""
 
     name = "grace"
-    decision: ClassVar[str] = "placement"
-    Parameters: ClassVar[type[GraceParameters]] = GraceParameters
+    Parameters = GraceParameters
 
     def __init__(self, context: PolicyContext, parameters: GraceParameters | None = None) -> None:
         own = parameters or GraceParameters()
@@ -154,8 +153,7 @@ class AffinityPlacement(GroupedPlacement):
     """
 
     name = "affinity"
-    decision: ClassVar[str] = "placement"
-    Parameters: ClassVar[type[EqualGroupsParameters]] = EqualGroupsParameters
+    Parameters = EqualGroupsParameters
 
     def __init__(
         self, context: PolicyContext, parameters: EqualGroupsParameters | None = None

@@ -7,18 +7,17 @@ it most is reached without a copy.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.eldr.artifact import RoutingArtifact
 from eldr_sim.policies.eldr.signature import Floats, Ints, score_of
-from eldr_sim.policies.placement.base import ExpertGroup, Placement
+from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
+from eldr_sim.traces.routing.calibration import CalibrationSet
 
 
-class HomePlacement:
+class HomePlacement(PlacementPolicy):
     """As many tokens as can be on the GPUs, and nodes, of their experts, equally many on each.
 
     A token on the GPU of an expert counts twice what one on another GPU of its node does: it saves
@@ -26,7 +25,7 @@ class HomePlacement:
     """
 
     name = "home"
-    decision: ClassVar[str] = "placement"
+    needs = Needs(experts=True)
 
     def __init__(self, context: PolicyContext) -> None:
         self._context = context
@@ -64,7 +63,7 @@ def home_ranks(context: PolicyContext, group: ExpertGroup) -> Ints:
     return found
 
 
-def cluster_homes(context: PolicyContext, group: ExpertGroup) -> Ints:
+def cluster_homes(context: PolicyContext, calibration: CalibrationSet, group: ExpertGroup) -> Ints:
     """Return the rank of each calibration request, that of the most similar cluster, [n].
 
     Raises
@@ -72,7 +71,7 @@ def cluster_homes(context: PolicyContext, group: ExpertGroup) -> Ints:
     InputError
         As `HomePlacement.place`.
     """
-    artifact, calibration = _artifact(context), context.require_calibration("homes=clusters")
+    artifact = _artifact(context)
     _clusters(context, group)
     units = artifact.signatures(calibration.scores(score_of(artifact.transform)))
     first = group.number * group.n_ranks

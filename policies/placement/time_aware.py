@@ -10,13 +10,13 @@ shortens it. Every rank holds equally many.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import ExpertGroup, Placement, greedy_placement
 from eldr_sim.policies.placement.grace import (
@@ -45,8 +45,8 @@ class TimeAwarePlacement(GroupedPlacement):
     """Experts placed so that the layers of steps of calibration tokens are short."""
 
     name = "time_aware"
-    decision: ClassVar[str] = "placement"
-    Parameters: ClassVar[type[TimeAwareParameters]] = TimeAwareParameters
+    needs = Needs(experts=True, costs=True)
+    Parameters = TimeAwareParameters
 
     def __init__(
         self, context: PolicyContext, parameters: TimeAwareParameters | None = None
@@ -116,7 +116,7 @@ class TimeAwarePlacement(GroupedPlacement):
         owner = np.zeros(len(requests), np.int64)
         pools = [np.arange(len(requests))] * group.n_ranks
         if self._own.homes == "clusters":
-            owner = cluster_homes(self._context, group)
+            owner = cluster_homes(self._context, self._calibration, group)
             pools = [np.flatnonzero(owner == rank) for rank in range(group.n_ranks)]
         drawn = []
         for pool in pools:

@@ -3,15 +3,16 @@
 An order gives every request a key. An engine admits the waiting request of the lowest key, and of
 equal keys the one that came first. As in vLLM a request whose prompt has begun comes before those
 that wait for the first time. When KV blocks run out, the sequence that joined last is preempted and
-comes before those, too; an order whose attribute ``preempts`` is true preempts the sequence of the
-highest key instead, which then waits by its key. An order whose attribute ``aging_s`` is finite
-lets a request that has waited so long at its engine go first, the oldest of several: nobody who
-came after it begins more than so long after it came.
+comes before those, too; an order that ``preempts`` does so with the sequence of the highest key
+instead, which then waits by its key. An order with a finite ``aging_s`` lets a request that has
+waited so long at its engine go first, the oldest of several: nobody who came after it begins more
+than so long after it came.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from pydantic import Field
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import Needs, Policy, PolicyContext
 from eldr_sim.policies.choice import Parameters
 
 
@@ -36,38 +37,34 @@ class Waiting(NamedTuple):
     own; a prediction reads what many have in common. None where nothing is told."""
 
 
-class QueueOrder(Protocol):
+class QueueOrder(Policy):
     """Gives requests their keys."""
 
-    name: str
+    decision = "queue"
+    preempts: bool = False
+    """Whether the sequence of the highest key is preempted, not that which joined last."""
+    aging_s: float = math.inf
+    """How long a request waits at an engine before it goes first, s."""
 
-    def keys(self, requests: Waiting) -> NDArray[np.float64]:
-        """Return the key of each request; no NaN."""
-        ...
+    def keys(self, requests: Waiting) -> NDArray[Any]:
+        """Return the key of each request, shape [n]; no NaN."""
+        raise NotImplementedError
 
 
-class FirstComeFirstServed:
+class FirstComeFirstServed(QueueOrder):
     """The request that came first (vLLM's default)."""
 
     name = "fcfs"
-    decision: ClassVar[str] = "queue"
-
-    def __init__(self, context: PolicyContext) -> None:
-        pass
 
     def keys(self, requests: Waiting) -> NDArray[Any]:
         """Return equal keys."""
         return np.zeros(len(requests.prompt_len))
 
 
-class ShortestJobFirst:
+class ShortestJobFirst(QueueOrder):
     """The request of the shortest prompt."""
 
     name = "sjf"
-    decision: ClassVar[str] = "queue"
-
-    def __init__(self, context: PolicyContext) -> None:
-        pass
 
     def keys(self, requests: Waiting) -> NDArray[Any]:
         """Return the prompts' lengths."""
@@ -89,7 +86,7 @@ class AgingShortestJobFirst(ShortestJobFirst):
     """
 
     name = "sjf_aging"
-    Parameters: ClassVar[type[AgingParameters]] = AgingParameters
+    Parameters = AgingParameters
 
     def __init__(self, context: PolicyContext, parameters: AgingParameters | None = None) -> None:
         super().__init__(context)
@@ -103,7 +100,7 @@ class ResidenceParameters(Parameters):
     """Sequences of the decode steps that a request's tokens are taken to be made in."""
 
 
-class ShortestResidenceFirst:
+class ShortestResidenceFirst(QueueOrder):
     """The request that is expected to hold its place in the batch for the shortest time.
 
     That is the time of its prompt's steps, computed alone, and a decode step, with all experts
@@ -113,14 +110,14 @@ class ShortestResidenceFirst:
     """
 
     name = "sjf_residence"
-    decision: ClassVar[str] = "queue"
-    Parameters: ClassVar[type[ResidenceParameters]] = ResidenceParameters
+    needs = Needs(costs=True)
+    Parameters = ResidenceParameters
 
     def __init__(
         self, context: PolicyContext, parameters: ResidenceParameters | None = None
     ) -> None:
         self._batch = (parameters or ResidenceParameters()).batch
-        self._step_times = context.require_step_times(self.name)
+        self._step_times = context.require_step_times(self)
 
     def keys(self, requests: Waiting) -> NDArray[Any]:
         """Return the expected residences, s."""
@@ -185,15 +182,11 @@ def residence_s(
     return np.asarray(prompt[which.ravel()] + step * output_len, np.float64)
 
 
-class PriorityOrder:
+class PriorityOrder(QueueOrder):
     """The request of the lowest priority value (vLLM's ``--scheduling-policy priority``)."""
 
     name = "priority"
-    decision: ClassVar[str] = "queue"
-    preempts: ClassVar[bool] = True
-
-    def __init__(self, context: PolicyContext) -> None:
-        pass
+    preempts = True
 
     def keys(self, requests: Waiting) -> NDArray[Any]:
         """Return the priorities; raises InputError where requests have none."""

@@ -14,11 +14,13 @@ takes a multiplicative hash of the token's position.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import Policy
+from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.eldr.signature import Ints
 from eldr_sim.policies.placement.base import EMPTY, Placement
 
@@ -26,10 +28,26 @@ from eldr_sim.policies.placement.base import EMPTY, Placement
 HASH_MULTIPLIER = 2_654_435_769
 
 
-class ReplicaChoice(Protocol):
+class Source(NamedTuple):
+    """What a default rests on."""
+
+    label: str
+    """A provenance, as latency tables have them."""
+    origin: str
+
+
+class ChoiceParameters(Parameters):
+    """Parameters of choices that take time; the default of a subclass says where it is from."""
+
+    source: ClassVar[Source] = Source("derived", "as given")
+    overhead_us: float = Field(default=0.0, ge=0)
+    """What choosing takes in each MoE layer that has redundant experts, us."""
+
+
+class ReplicaChoice(Policy):
     """Chooses the instance that computes each pair of a token and an expert."""
 
-    name: str
+    decision = "replica"
 
     def choose(
         self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
@@ -52,10 +70,10 @@ class ReplicaChoice(Protocol):
         -------
         Shape [tokens, top_k].
         """
-        ...
+        raise NotImplementedError
 
 
-class ChoiceByCount(ABC):
+class ChoiceByCount(ReplicaChoice, ABC):
     """A choice that needs to know how many tokens each expert has, and nothing else of them.
 
     An expert's tokens take turns over the instances that are chosen for it.
@@ -108,10 +126,6 @@ class EvenSplit(ChoiceByCount):
     """
 
     name = "even"
-    decision: ClassVar[str] = "replica"
-
-    def __init__(self, context: PolicyContext) -> None:
-        pass
 
     def instances(
         self, tokens: Ints, placement: Placement, layer: int, prompts: bool = False
@@ -120,17 +134,13 @@ class EvenSplit(ChoiceByCount):
         return slots_of_experts(placement.expert[layer])
 
 
-class HashedPosition:
+class HashedPosition(ReplicaChoice):
     """By a hash of the token's position in its rank's batch, as vLLM since PR 40810.
 
     The multiplier is odd: among 2, 4, 8, ... instances consecutive positions take turns.
     """
 
     name = "hash"
-    decision: ClassVar[str] = "replica"
-
-    def __init__(self, context: PolicyContext) -> None:
-        pass
 
     def choose(
         self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
@@ -140,7 +150,7 @@ class HashedPosition:
         return slots[first[experts] + _hash(tokens_home)[:, None] % count[experts]]
 
 
-class NearSource:
+class NearSource(ReplicaChoice):
     """An instance on the token's own GPU, else on its node, else any; among several by ``hash``.
 
     GRACE-MoE's routing (Sec. 4.3) has the same order, and takes turns among several by their load;
@@ -148,10 +158,6 @@ class NearSource:
     """
 
     name = "source"
-    decision: ClassVar[str] = "replica"
-
-    def __init__(self, context: PolicyContext) -> None:
-        pass
 
     def choose(
         self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints

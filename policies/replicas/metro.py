@@ -14,54 +14,62 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from math import gcd
-from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import PolicyContext
-from eldr_sim.policies.choice import Parameters
+from eldr_sim.policies.base import Needs, PolicyContext
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.policies.replicas.base import ChoiceByCount, slots_of_experts
+from eldr_sim.policies.replicas.base import (
+    ChoiceByCount,
+    ChoiceParameters,
+    Source,
+    slots_of_experts,
+)
 
 #: Multiplier of the hash of `walk`: 2^64 divided by the golden ratio.
 WALK_MULTIPLIER = 0x9E37_79B9_7F4A_7C15
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 
 
-class MetroParameters(Parameters):
-    """Parameters of METRO's choices."""
+class MetroParameters(ChoiceParameters):
+    """Parameters of METRO's choice."""
 
+    source = Source("published", "METRO Fig. 11: A100, 1.5 instances")
     overhead_us: float = Field(default=26.0, ge=0)
     """What choosing takes in each MoE layer that has redundant experts, us. METRO's kernel takes up
     to 26 us (Fig. 11: Qwen3-30B on 8 A100, 1.5 instances an expert); it is not scaled to others."""
 
 
-class OptimalParameters(Parameters):
+class SortedParameters(MetroParameters):
+    """Parameters of `MetroSorted`."""
+
+    source = Source("derived", "METRO's kernel, which does as much")
+
+
+class TimeParameters(MetroParameters):
+    """Parameters of `TimeAware`."""
+
+    source = Source("derived", "METRO's kernel, which does less")
+
+
+class OptimalParameters(ChoiceParameters):
     """Parameters of the optimal choice."""
 
+    source = Source("published", "METRO Fig. 6: Dinic on a CPU")
     overhead_us: float = Field(default=116.3, ge=0)
     """What choosing takes in each MoE layer that has redundant experts, us. METRO measured 116.3 to
     128.8 us with maximum flow on a CPU, 290 us on a GPU (Fig. 6), and 26.5 us for a copy to the
     CPU."""
 
 
-class Source(NamedTuple):
-    """What a default rests on."""
-
-    label: str  #: a provenance, as latency tables have them
-    origin: str
-
-
 class _Gathering(ChoiceByCount):
-    """A choice that needs the tokens of all ranks."""
+    """A choice that needs the tokens of all ranks: the backend has to gather them."""
 
-    decision: ClassVar[str] = "replica"
-    #: Every rank must know all ranks' tokens: the backend has to gather them before the gate.
-    gathers: ClassVar[bool] = True
+    needs = Needs(gathers=True)
 
 
 class _OneInstance(_Gathering):
@@ -106,12 +114,7 @@ class Metro(_OneInstance):
     """
 
     name = "metro"
-    Parameters: ClassVar[type[MetroParameters]] = MetroParameters
-
-    overhead_source: ClassVar[Source] = Source("published", "METRO Fig. 11: A100, 1.5 instances")
-
-    def __init__(self, context: PolicyContext, parameters: MetroParameters | None = None) -> None:
-        self.parameters = parameters or MetroParameters()
+    Parameters = MetroParameters
 
     def ranks(self, tokens: Ints, homes: list[Ints], n_ranks: int, layer: int) -> Ints:
         """Return the rank of each expert; see `_OneInstance`."""
@@ -127,12 +130,7 @@ class MetroSorted(_OneInstance):
     """
 
     name = "metro_sorted"
-    Parameters: ClassVar[type[MetroParameters]] = MetroParameters
-
-    overhead_source: ClassVar[Source] = Source("derived", "METRO's kernel, which does as much")
-
-    def __init__(self, context: PolicyContext, parameters: MetroParameters | None = None) -> None:
-        self.parameters = parameters or MetroParameters()
+    Parameters = SortedParameters
 
     def ranks(self, tokens: Ints, homes: list[Ints], n_ranks: int, layer: int) -> Ints:
         """Return the rank of each expert; see `_OneInstance`."""
@@ -149,11 +147,7 @@ class Optimal(_OneInstance):
     """
 
     name = "optimal"
-    Parameters: ClassVar[type[OptimalParameters]] = OptimalParameters
-    overhead_source: ClassVar[Source] = Source("published", "METRO Fig. 6: Dinic on a CPU")
-
-    def __init__(self, context: PolicyContext, parameters: OptimalParameters | None = None) -> None:
-        self.parameters = parameters or OptimalParameters()
+    Parameters = OptimalParameters
 
     def ranks(self, tokens: Ints, homes: list[Ints], n_ranks: int, layer: int) -> Ints:
         """Return the rank of each expert; see `_OneInstance`."""
@@ -198,11 +192,10 @@ class TimeAware(_Gathering):
     """
 
     name = "time_aware"
-    Parameters: ClassVar[type[MetroParameters]] = MetroParameters
-    overhead_source: ClassVar[Source] = Source("derived", "METRO's kernel, which does less")
+    needs = Needs(gathers=True, costs=True)
+    Parameters = TimeParameters
 
-    def __init__(self, context: PolicyContext, parameters: MetroParameters | None = None) -> None:
-        self.parameters = parameters or MetroParameters()
+    def __init__(self, context: PolicyContext, parameters: TimeParameters | None = None) -> None:
         self._moe = context.rank_moe
 
     def instances(

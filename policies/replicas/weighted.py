@@ -13,31 +13,29 @@ draw the same number, so that they differ by locality alone.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import Needs
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.placement.base import Placement
-from eldr_sim.policies.replicas.base import place_among_equals, slots_of_experts
+from eldr_sim.policies.replicas.base import (
+    ReplicaChoice,
+    place_among_equals,
+    slots_of_experts,
+)
 
 #: Constants of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 #: OOPSLA 2014): the increment, and the multipliers of its finaliser (variant 13 of D. Stafford).
 SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-class WeightedInstances:
+class WeightedInstances(ReplicaChoice):
     """An instance at random, the likelier the less load its rank is to have."""
 
     name = "weighted"
-    decision: ClassVar[str] = "replica"
-    reads_load: ClassVar[bool] = True
+    needs = Needs(rank_loads=True)
     _local = False
-
-    def __init__(self, context: PolicyContext) -> None:
-        pass
 
     def choose(
         self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints

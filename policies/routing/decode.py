@@ -9,7 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.base import (
+    LOADS,
+    NOTHING,
+    Needs,
+    PolicyContext,
+    RequestInfo,
+    RouterPolicy,
+    Workers,
+)
 from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
 
@@ -22,11 +30,12 @@ class TieParameters(Parameters):
     ELDR's authors)."""
 
 
-class RandomPolicy:
+class RandomPolicy(RouterPolicy):
     """A worker uniformly at random."""
 
     name = "random"
-    decision: ClassVar[str] = "decode"
+    decision = "decode"
+    needs = Needs(columns=NOTHING)
 
     def __init__(self, context: PolicyContext) -> None:
         self._rng = context.rng
@@ -37,12 +46,12 @@ class RandomPolicy:
         return usable[int(self._rng.integers(len(usable)))] if usable else None
 
 
-class RoundRobinPolicy:
+class RoundRobinPolicy(RouterPolicy):
     """The workers in turn, from worker 0."""
 
     name = "round_robin"
-    decision: ClassVar[str] = "decode"
-
+    decision = "decode"
+    needs = Needs(columns=NOTHING)
     shortlist_by: ClassVar[ShortlistBy] = "nothing"
 
     def __init__(self, context: PolicyContext) -> None:
@@ -57,12 +66,13 @@ class RoundRobinPolicy:
         return self.shortlists([request])[0].pick(workers)
 
 
-class JoinShortestQueuePolicy:
+class JoinShortestQueuePolicy(RouterPolicy):
     """The worker with the fewest in-flight requests."""
 
     name = "jsq"
-    decision: ClassVar[str] = "decode"
-    Parameters: ClassVar[type[TieParameters]] = TieParameters
+    decision = "decode"
+    needs = Needs(columns=LOADS)
+    Parameters = TieParameters
 
     def __init__(self, context: PolicyContext, parameters: TieParameters | None = None) -> None:
         drawn = parameters is not None and parameters.ties == "random"
@@ -78,14 +88,15 @@ class JoinShortestQueuePolicy:
         return self.shortlists([request])[0].pick(workers)
 
 
-class PowerOfTwoChoicesPolicy:
+class PowerOfTwoChoicesPolicy(RouterPolicy):
     """The less loaded of two distinct workers drawn uniformly (Mitzenmacher 2001).
 
     A tie goes to the worker drawn first, so that it is uniform too.
     """
 
     name = "p2c"
-    decision: ClassVar[str] = "decode"
+    decision = "decode"
+    needs = Needs(columns=LOADS)
 
     def __init__(self, context: PolicyContext) -> None:
         self._rng = context.rng
@@ -101,7 +112,7 @@ class PowerOfTwoChoicesPolicy:
         return second if workers.loads[second] < workers.loads[first] else first
 
 
-class DomainPolicy:
+class DomainPolicy(RouterPolicy):
     """Workers split among the domains by their calibration mix, JSQ inside the split.
 
     The naive locality-aware baseline of ELDR (Sec. 6): it routes on an oracle domain label that no
@@ -110,13 +121,14 @@ class DomainPolicy:
     """
 
     name = "domain"
-    decision: ClassVar[str] = "decode"
-    Parameters: ClassVar[type[TieParameters]] = TieParameters
+    decision = "decode"
+    needs = Needs(experts=True, columns=LOADS)
+    Parameters = TieParameters
 
     def __init__(self, context: PolicyContext, parameters: TieParameters | None = None) -> None:
         drawn = parameters is not None and parameters.ties == "random"
         self.shortlist_by: ShortlistBy | None = None if drawn else "domain"
-        calibration = context.require_calibration(self.name)
+        calibration = context.require_calibration(self)
         counts = np.bincount(calibration.domain, minlength=len(calibration.domains))
         groups = split_workers(counts, context.n_groups)
         lists = {

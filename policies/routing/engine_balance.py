@@ -6,12 +6,12 @@ prefill worker, a decode worker or a co-located engine alike.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
-from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.eldr.signature import Floats, Ints
 from eldr_sim.policies.shortlist import Shortlist
@@ -34,7 +34,7 @@ class GimbalParameters(Parameters):
     an expiry and no figure)."""
 
 
-class GimbalPolicy:
+class GimbalPolicy(RouterPolicy):
     """Gimbal's Algorithm 1: least KV, least load, the user's engine, or the next in turn.
 
     Sun et al., "Multi-Layer Scheduling for MoE-Based LLM Reasoning", Sec. III-B. A session stands
@@ -42,8 +42,9 @@ class GimbalPolicy:
     """
 
     name = "gimbal"
-    decision: ClassVar[str] = "decode"
-    Parameters: ClassVar[type[GimbalParameters]] = GimbalParameters
+    decision = "decode"
+    needs = Needs(columns=frozenset({"kv_usage", "running_tokens", "waiting_tokens"}))
+    Parameters = GimbalParameters
 
     def __init__(self, context: PolicyContext, parameters: GimbalParameters | None = None) -> None:
         self.parameters = parameters or GimbalParameters()
@@ -86,7 +87,7 @@ class GimbalPolicy:
         return otherwise if expired or not workers.healthy[engine] else engine
 
 
-class VllmDpPolicy:
+class VllmDpPolicy(RouterPolicy):
     """vLLM's internal balancer of data-parallel engines: the least ``4 x waiting + running``.
 
     ``DPLBAsyncMPClient.get_core_engine_for_request`` (``vllm/v1/engine/core_client.py``, v0.10.2),
@@ -95,7 +96,8 @@ class VllmDpPolicy:
     """
 
     name = "vllm_dp"
-    decision: ClassVar[str] = "decode"
+    decision = "decode"
+    needs = Needs(columns=frozenset({"waiting", "running"}))
 
     def __init__(self, context: PolicyContext) -> None:
         self._waiting = np.zeros(context.n_workers, np.int64)
@@ -129,6 +131,7 @@ class VllmDpKvPolicy(VllmDpPolicy):
     """
 
     name = "vllm_dp_kv"
+    needs = Needs(columns=frozenset({"loads", "waiting", "running", "kv_usage"}))
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:
         """Return the engine of the lowest score."""
@@ -145,16 +148,16 @@ class VllmDpKvPolicy(VllmDpPolicy):
 class PrefillGimbalPolicy(GimbalPolicy):
     """Gimbal's Algorithm 1, for prefill workers: as `GimbalPolicy`."""
 
-    decision: ClassVar[str] = "prefill"
+    decision = "prefill"
 
 
 class PrefillVllmDpPolicy(VllmDpPolicy):
     """The least ``4 x waiting + running``, for prefill workers: as `VllmDpPolicy`."""
 
-    decision: ClassVar[str] = "prefill"
+    decision = "prefill"
 
 
 class PrefillVllmDpKvPolicy(VllmDpKvPolicy):
     """Waiting requests weigh more by KV usage, for prefill workers: as `VllmDpKvPolicy`."""
 
-    decision: ClassVar[str] = "prefill"
+    decision = "prefill"

@@ -21,7 +21,7 @@ in ``docs/marginal_cost.md``. Where experts lie on several GPUs, see `marginal_r
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from eldr_sim.errors import InputError
 from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.kernel_profiles.steps.step_cost import step_parts, total_s
-from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import SignatureParameters
 from eldr_sim.policies.eldr.signature import Floats
 from eldr_sim.policies.routing.activation import fit_activation
@@ -107,7 +107,7 @@ class _Greedy:
         self._books.cost_load[worker] = -1
 
 
-class MarginalCostPolicy:
+class MarginalCostPolicy(RouterPolicy):
     """The worker on which the request makes the predicted cost of all requests grow least.
 
     It knows what ELDR's router knows: the prefill counts of the requests that it has dispatched
@@ -125,23 +125,24 @@ class MarginalCostPolicy:
     """
 
     name = "marginal_cost"
-    decision: ClassVar[str] = "decode"
-    Parameters: ClassVar[type[SignatureParameters]] = SignatureParameters
+    decision = "decode"
+    needs = Needs(experts=True, costs=True, ends=True, columns=LOADS)
+    Parameters = SignatureParameters
 
     def __init__(
         self, context: PolicyContext, parameters: SignatureParameters | None = None
     ) -> None:
-        self.parameters = parameters or SignatureParameters()
-        #: Nothing has computed a prompt yet that comes to co-located engines.
-        self.reads_signature = not context.computes_prompts
+        # Nothing has computed a prompt yet that comes to co-located engines.
+        if not context.computes_prompts:
+            self.needs = self.needs._replace(signature="count")
         if context.computes_prompts and context.rank_moe is None:
             problem = (
                 f"{self.name!r} reads expert signatures, or steps of engines that share experts"
             )
             allowed = "--data-parallel-size 2 or more, or a topology such as 8P16D"
             raise InputError("policy", f"{problem}; co-located workers have neither", allowed)
-        step_times = context.require_step_times(self.name)
-        self._model = fit_activation(context.require_calibration(self.name))
+        step_times = context.require_step_times(self)
+        self._model = fit_activation(context.require_calibration(self))
         n_layers, n_experts = self._model.mean_share.shape
         if n_experts != step_times.n_experts:
             problem = f"{n_experts} experts, but the model has {step_times.n_experts}"
@@ -175,7 +176,7 @@ class MarginalCostPolicy:
         self._greedy.remove(request_id, worker)
 
 
-class OraclePolicy:
+class OraclePolicy(RouterPolicy):
     """ORACLE, a reference and no router: ``marginal_cost`` that is told the future experts.
 
     Instead of a prediction it gets each request's true activation, the mean over the decode steps
@@ -186,11 +187,12 @@ class OraclePolicy:
     """
 
     name = "oracle"
-    decision: ClassVar[str] = "decode"
+    decision = "decode"
+    needs = Needs(future=True, costs=True, ends=True, columns=LOADS)
 
     def __init__(self, context: PolicyContext) -> None:
-        step_times = context.require_step_times(self.name)
-        self._future = context.require_future(self.name)
+        step_times = context.require_step_times(self)
+        self._future = context.require_future(self)
         self._greedy = _greedy(context, step_times, step_times.n_moe_layers)
 
     def select(self, request: RequestInfo, workers: Workers) -> int | None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import Parameters
 from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy, RoundRobinPolicy
 from eldr_sim.policies.shortlist import Shortlist, ShortlistBy
@@ -19,17 +19,17 @@ _MASK64 = (1 << 64) - 1
 class PrefillRoundRobinPolicy(RoundRobinPolicy):
     """The prefill workers in turn, from worker 0."""
 
-    decision: ClassVar[str] = "prefill"
+    decision = "prefill"
 
 
 class LeastLoadedPolicy(JoinShortestQueuePolicy):
     """The prefill worker with the fewest requests."""
 
     name = "least_loaded"
-    decision: ClassVar[str] = "prefill"
+    decision = "prefill"
 
 
-class PrefixHashPolicy:
+class PrefixHashPolicy(RouterPolicy):
     """Equal prompt prefixes go to one worker, unless it is overloaded.
 
     ELDR's prefill policy (Sec. 6: PrefixHash with a least-loaded fallback above 1.25x average
@@ -41,7 +41,8 @@ class PrefixHashPolicy:
     """
 
     name = "prefix_hash"
-    decision: ClassVar[str] = "prefill"
+    decision = "prefill"
+    needs = Needs(columns=LOADS)
     shortlist_by: ClassVar[ShortlistBy] = "prefix"
     prefix_tokens: ClassVar[int] = 256
     load_factor: ClassVar[float] = 1.25
@@ -86,7 +87,7 @@ class HashRingParameters(Parameters):
     """Most load of the key's worker, times the average one with this request."""
 
 
-class HashRingPolicy:
+class HashRingPolicy(RouterPolicy):
     """The worker whose point on a ring follows the prompt's key, unless it is overloaded.
 
     The prefill router of ELDR's authors (casys-kaist/ELDR), who leave a prompt with the worker of
@@ -96,8 +97,9 @@ class HashRingPolicy:
     """
 
     name = "hash_ring"
-    decision: ClassVar[str] = "prefill"
-    Parameters: ClassVar[type[HashRingParameters]] = HashRingParameters
+    decision = "prefill"
+    needs = Needs(columns=LOADS)
+    Parameters = HashRingParameters
 
     def __init__(
         self, context: PolicyContext, parameters: HashRingParameters | None = None

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.base import LOADS, Needs, PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import Parameters
 
 
@@ -41,7 +41,7 @@ class SaturationParameters(Parameters):
     implementation does one constant a token (App. B.2)."""
 
 
-class SaturationPolicy:
+class SaturationPolicy(RouterPolicy):
     """The longest cached prefix among workers that are not saturated; holds when all are.
 
     The tokens that an engine reports are taken from its requests in the order in which they were
@@ -50,12 +50,12 @@ class SaturationPolicy:
     """
 
     name = "saturation"
-    decision: ClassVar[str] = "prefill"
-    in_order: ClassVar[bool] = True
+    decision = "prefill"
+    needs = Needs(costs=True, blocks=True, in_order=True, columns=LOADS)
     Parameters = SaturationParameters
 
     def __init__(self, context: PolicyContext, parameters: SaturationParameters) -> None:
-        work = context.require_prefill_work(self.name)
+        work = context.require_prefill_work(self)
         match parameters.threshold:
             case "eq1":
                 self.threshold = (1 + parameters.margin) * work.saturation_eq1

@@ -11,11 +11,9 @@ import numpy as np
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies.base import (
-    CompletionListener,
-    DecodePolicy,
     PolicyContext,
-    PrefillPolicy,
     RequestInfo,
+    RouterPolicy,
     Workers,
 )
 from eldr_sim.policies.registry import decode_policy
@@ -58,10 +56,10 @@ class Router:
         ``healthy`` is what was told to `set_health`, the rest what was told to `publish`.
     """
 
-    def __init__(self, policy: DecodePolicy | PrefillPolicy, n_engines: int) -> None:
+    def __init__(self, policy: RouterPolicy, n_engines: int) -> None:
         self.workers = Workers.idle(np.zeros(n_engines, np.int64))
         self._policy = policy
-        self._listener = policy if isinstance(policy, CompletionListener) else None
+        self._listener = policy if policy.needs.ends else None
         self._prompts: list[dict[int, int]] = [{} for _ in range(n_engines)]  # in flight, in order
         self._held: list[tuple[RequestInfo, Collection[int], asyncio.Future[int]]] = []
 
@@ -186,7 +184,7 @@ class Router:
                 placed.set_result(engine)
 
 
-def build_decode_policy(policy: object, n_engines: int, *, seed: int = 0) -> DecodePolicy:
+def build_decode_policy(policy: object, n_engines: int, *, seed: int = 0) -> RouterPolicy:
     """Build a decode policy for live engines, with the random stream that a simulation gives it.
 
     Parameters

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from eldr_sim.policies.base import DecodePolicy, PrefillPolicy, RequestInfo
-from eldr_sim.policies.shortlist import picks_from_shortlists
+from eldr_sim.policies.base import RequestInfo, RouterPolicy
 from eldr_sim.serving.router.bodies import one_token_body
 from eldr_sim.serving.router.config import ProxyConfig
 from eldr_sim.serving.router.counters import Counters
@@ -44,7 +43,7 @@ class Pool:
         self,
         name: str,
         urls: list[str],
-        policy: DecodePolicy | PrefillPolicy,
+        policy: RouterPolicy,
         counters: Counters,
         notify: Callable[[str], None],
     ) -> None:
@@ -54,7 +53,7 @@ class Pool:
             Engine(url, f"{name} engine {i}", partial(self._changed, i), self._is_last)
             for i, url in enumerate(urls)
         ]
-        self.reads_signals = not picks_from_shortlists(policy)
+        self.reads_signals = policy.needs.signals
         self._notify = notify
         self._sent = [counters.sent_to(name, url) for url in urls]
         self._ejected = [counters.ejections_of(name, url) for url in urls]
@@ -123,8 +122,8 @@ class Fleet:
     def __init__(
         self,
         config: ProxyConfig,
-        decode_policy: DecodePolicy,
-        prefill_policy: PrefillPolicy | None,
+        decode_policy: RouterPolicy,
+        prefill_policy: RouterPolicy | None,
         counters: Counters,
         notify: Callable[[str], None],
     ) -> None:

@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 
 from eldr_sim.errors import InputError
-from eldr_sim.policies.base import DecodePolicy, PolicyContext
+from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.registry import prefill_policy
 from eldr_sim.serving.http import import_aiohttp, open_session
 from eldr_sim.serving.router.bodies import parse_body
@@ -51,7 +51,7 @@ _LONGEST_NAME = 200
 
 def make_app(
     config: ProxyConfig,
-    policy: DecodePolicy | None = None,
+    policy: RouterPolicy | None = None,
     notify: Callable[[str], None] = lambda line: None,
 ) -> Any:
     """Return the router, an ``aiohttp.web.Application``.
@@ -125,7 +125,7 @@ class _Proxy:
     """The requests that pass through."""
 
     def __init__(
-        self, config: ProxyConfig, policy: DecodePolicy | None, notify: Callable[[str], None]
+        self, config: ProxyConfig, policy: RouterPolicy | None, notify: Callable[[str], None]
     ) -> None:
         self._config = config
         n_prefill, n_decode = len(config.prefill_urls), len(config.decode_urls)
@@ -248,11 +248,11 @@ def _open_log(path: Path) -> IO[str]:
         raise InputError("log", f"{path}: {error.strerror}") from None
 
 
-def _signature_reader(config: ProxyConfig, policy: DecodePolicy) -> SignatureReader | None:
+def _signature_reader(config: ProxyConfig, policy: RouterPolicy) -> SignatureReader | None:
     """Return where signatures come from; None for a policy that reads none."""
-    if not getattr(policy, "reads_signature", False):
+    score = policy.needs.signature
+    if score is None:
         return None
-    score = getattr(policy, "signature_score", "count")
     if score != "count":
         raise InputError(
             "artifact", f"needs {score} scores; engines log counts", "a count signature"

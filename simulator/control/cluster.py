@@ -16,12 +16,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.models import ModelDims
-from eldr_sim.policies.base import (
-    DecodePolicy,
-    PrefillListener,
-    PrefillPolicy,
-    RequestInfo,
-)
+from eldr_sim.policies.base import RequestInfo, RouterPolicy
 from eldr_sim.references import Reference
 from eldr_sim.simulator.control.actions import Actions
 from eldr_sim.simulator.control.arrays import (
@@ -108,8 +103,8 @@ class Cluster:
         workload: Workload,
         replay: Replay,
         signatures: Callable[[Ranges], tuple[int, NDArray[Any] | None]],
-        prefill_policy: PrefillPolicy | None,
-        decode_policy: DecodePolicy | None,
+        prefill_policy: RouterPolicy | None,
+        decode_policy: RouterPolicy | None,
         window: tuple[float, float],
         time_limit_s: float,
         expert_masks: NDArray[np.uint64] | None = None,
@@ -151,7 +146,7 @@ class Cluster:
         self.arrays = self._arrays(model, replay, expert_masks, prompts)
         self._takes_over = frozenset(self.arrays.engines.pools["then"].tolist())
         self.prefill_reports: PrefillReports | None = None
-        if isinstance(prefill_policy, PrefillListener):
+        if prefill_policy is not None and prefill_policy.needs.blocks:
             stale = spec.signal_interval_s > 0
             self.prefill_reports = PrefillReports(
                 prefill_policy, self.arrays, spec.n_prefill, stale
@@ -189,7 +184,7 @@ class Cluster:
         self._most_seqs = most_seqs = max(spec.prefill.max_num_seqs, spec.decode.max_num_seqs)
         pools = make_pools(spec, self.workload, prompts is not None)
         for pool in pools:
-            pool["reports"] = isinstance(self.routers[pool["router"]].policy, PrefillListener)
+            pool["reports"] = self.routers[pool["router"]].needs.blocks
         last = pools["first_worker"] + pools["n_workers"]
         pool_of = np.repeat([0, 1], [spec.n_prefill, spec.n_decode])
         clock = np.zeros(1, state.CLOCK)

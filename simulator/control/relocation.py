@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from eldr_sim.kernel_profiles.gpus import GPU
 from eldr_sim.kernel_profiles.kernels.all_to_all import NETWORK_EFFICIENCY
 from eldr_sim.kernel_profiles.kernels.roofline import efficiency_of
-from eldr_sim.policies.placement.base import ExpertGroup, Placement, RelocatingPolicy
+from eldr_sim.policies.placement.base import ExpertGroup, Placement, PlacementPolicy
 from eldr_sim.policies.replicas.base import place_among_equals
 from eldr_sim.simulator.plane.steps.expert_loads import (
     ASK,
@@ -186,7 +186,7 @@ class MovableGroup:
     pool: int
     number: int
     group: ExpertGroup
-    policy: RelocatingPolicy
+    policy: PlacementPolicy
     placement: Placement
     links: ExpertLinks
     slots: int

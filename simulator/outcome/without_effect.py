@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from eldr_sim.kernel_profiles.tables.format import load_tables, table_name
 from eldr_sim.policies import registry
@@ -26,8 +25,6 @@ from eldr_sim.traces.workload import Workload
 __all__ = ["NO_TOKEN", "without_effect"]
 
 _Found = Iterator[tuple[str, str]]
-#: Policies that choose by no load, whatever they are told of it.
-_BLIND = ("random", "round_robin")
 #: Placements that make no copies of experts but the redundant ones.
 _WITHOUT_COPIES = {"linear", "eplb", "affinity", "home"}
 #: Of prompts alone; a plan of them tells the price of prompt tokens.
@@ -79,21 +76,20 @@ def _given(config: RunConfig) -> set[str]:
 def _of_routers(config: RunConfig, prepared: PreparedRun) -> _Found:
     spec = prepared.spec
     choices = {
-        "policy": ("decode", 0 if config.prefill_only else spec.n_decode),
-        "prefill_policy": ("prefill", 0 if config.colocated else spec.n_prefill),
+        "policy": 0 if config.prefill_only else spec.n_decode,
+        "prefill_policy": 0 if config.colocated else spec.n_prefill,
     }
     reads_load = reads_signals = False
-    for field, (decision, n) in choices.items():
-        name = parse(getattr(config, field), field).name
-        policy: Any = registry.find(decision, name)
+    for field, n in choices.items():
+        needs = registry.needs(field, getattr(config, field))
         if n == 0:
             ends = "requests end with their prompts" if config.prefill_only else "no worker is one"
             yield field, f"nobody makes this choice in {config.topology}: {ends}"
-        elif n == 1 and not getattr(policy, "reads_signature", False):
+        elif n == 1 and needs.signature is None:
             yield field, "there is one engine to choose"
         if n > 1:
-            reads_load |= name not in _BLIND
-            reads_signals |= not (name in _BLIND or hasattr(policy, "shortlists"))
+            reads_load |= bool(needs.columns)
+            reads_signals |= needs.signals
     if not reads_load:
         yield "load_report_delay_ms", "no router chooses by load"
     if not reads_signals:

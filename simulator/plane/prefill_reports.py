@@ -7,7 +7,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.policies.base import PrefillListener
+from eldr_sim.policies.base import RouterPolicy
 from eldr_sim.simulator.plane import loop
 
 
@@ -26,7 +26,7 @@ class PrefillReports:
     """
 
     def __init__(
-        self, listener: PrefillListener, arrays: loop.Run, n_workers: int, stale: bool
+        self, listener: RouterPolicy, arrays: loop.Run, n_workers: int, stale: bool
     ) -> None:
         self.listener = listener
         self.kv, self._stale = arrays.engines.kv, stale

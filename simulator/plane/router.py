@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eldr_sim.policies.base import (
-    CompletionListener,
-    DecodePolicy,
-    PrefillPolicy,
-    RequestInfo,
-    Workers,
-)
+from eldr_sim.policies.base import Needs, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.shortlist import Shortlist, picks_from_shortlists
 from eldr_sim.simulator.plane import choose, state
 from eldr_sim.traces.workload import Workload
@@ -53,13 +47,10 @@ class PolicyRouter:
     """
 
     def __init__(
-        self,
-        policy: PrefillPolicy | DecodePolicy | None,
-        fleet: Fleet,
-        workers: range,
-        workload: Workload,
+        self, policy: RouterPolicy | None, fleet: Fleet, workers: range, workload: Workload
     ) -> None:
         self.policy: Any = policy
+        self.needs = Needs() if policy is None else policy.needs
         self.own = workers
         shares = workload.prefix_block_tokens > 0
         self.shortlisting = picks_from_shortlists(policy) and not (
@@ -78,8 +69,7 @@ class PolicyRouter:
         columns = [fleet.signals[name][mine] for name in state.SIGNALS.names or ()]
         record = np.zeros(1, state.ROUTER)
         record["first_worker"], record["n_workers"] = workers.start, len(workers)
-        record["hears_ends"] = isinstance(policy, CompletionListener)
-        record["in_order"] = getattr(policy, "in_order", False)
+        record["hears_ends"], record["in_order"] = self.needs.ends, self.needs.in_order
         self._columns = fleet.loads[mine], *columns, fleet.healthy[mine]
         self.arrays = choose.Router(
             loads=fleet.loads,

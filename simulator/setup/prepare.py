@@ -29,6 +29,7 @@ from eldr_sim.kernel_profiles.tables.library import note_use, noting_use
 from eldr_sim.policies import registry
 from eldr_sim.policies.choice import parse
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
+from eldr_sim.policies.replicas.base import ChoiceParameters
 from eldr_sim.policies.replicas.weighted import rank_weights
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.steps.group_state import (
@@ -140,9 +141,34 @@ def _check_dense(config: RunConfig, model: ModelDims) -> None:
         if pool.num_redundant_experts:
             problem = f"{model.name} is dense: it has no experts"
             raise InputError("num_redundant_experts", problem, "not given")
-        if pool.expert_placement not in (None, "linear"):
-            problem = f"{pool.expert_placement!r}, but {model.name} is dense: it has no experts"
-            raise InputError("expert_placement", problem, "not given")
+        _check_need("expert_placement", pool.expert_placement or "linear", model)
+    _check_need("queue_order", config.queue_order, model)
+    if not config.prefill_only:
+        _check_need("policy", config.policy, model)
+    if not config.colocated:
+        _check_need("prefill_policy", config.prefill_policy, model)
+
+
+def _check_need(field: str, word: str, model: ModelDims) -> None:
+    """Raise InputError where a dense model's run names a policy that needs routing."""
+    if registry.needs(field, word).routing:
+        problem = f"{word!r} needs experts, and {model.name} is dense"
+        raise InputError(field, problem, "a policy that needs none (eldr-sim policies)")
+
+
+def servable(config: RunConfig, policies: Sequence[str]) -> list[str]:
+    """Return the decode policies without those that need experts, where the model is dense.
+
+    Raises
+    ------
+    InputError
+        If none of several is left, or there is no such policy.
+    """
+    model = load_model(config.model)
+    needy = [word for word in policies if registry.needs("policy", word).routing]
+    if needy and len(needy) == len(policies) and model.is_dense:
+        _check_need("policy", needy[0], model)
+    return [word for word in policies if not (model.is_dense and word in needy)]
 
 
 def _check_tables(config: RunConfig) -> None:
@@ -309,9 +335,7 @@ def _check_copies(config: RunConfig, engine: EngineSpec, placement: Placement) -
             "copies of experts are simulated where engines share them",
             "--data-parallel-size 2 or more, or a placement without copies",
         )
-    if getattr(
-        registry.find("replica", parse(config.replica_choice, "").name), "reads_load", False
-    ):
+    if registry.needs("replica_choice", config.replica_choice).rank_loads:
         rank_weights(placement)
 
 
@@ -389,7 +413,7 @@ def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
         raise InputError(
             "replica_choice", f"{word!r} has no compiled twin", ", ".join(REPLICA_CHOICES)
         )
-    if getattr(found, "gathers", False) and all_to_all.backend not in GATHERING:
+    if found.needs.gathers and all_to_all.backend not in GATHERING:
         raise InputError(
             "replica_choice",
             f"{found.name!r} needs the tokens of all ranks, which {all_to_all.backend} does not "
@@ -397,14 +421,10 @@ def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
             f"--all2all-backend {' or '.join(GATHERING)}",
         )
     number, parameters = REPLICA_CHOICES[found.name], registry.parameters("replica", word)
-    overhead_us: float = getattr(parameters, "overhead_us", 0.0)
-    if not copies or not overhead_us:
+    if not copies or not isinstance(parameters, ChoiceParameters) or not parameters.overhead_us:
         return _Choice(number, 0.0, {})
-    source = getattr(found, "overhead_source", None)
-    if source is None or parameters != type(parameters)():
-        label, origin = "derived", "as given"
-    else:
-        label, origin = source
+    overhead_us, default = parameters.overhead_us, parameters == type(parameters)()
+    label, origin = parameters.source if default else ChoiceParameters.source
     said = {"label": label, "origin": f"{overhead_us:g} us a layer: {origin}", "kernel_source": ""}
     return _Choice(number, overhead_us * 1e-6, {"replica_choice": said})
 

@@ -77,4 +77,7 @@ def test_no_name_is_forgotten():
     assert {name for _, name in complete("run", "--trace", "")} == {"", *builtin_traces()}
     assert set(WORKLOADS) == set(NAMED_WORKLOADS)
     for decision in registry.DECISIONS:
-        assert BUILT_IN[decision] == tuple(registry._built_in(decision))
+        for name in BUILT_IN[decision]:
+            found = registry.find(decision, name)
+            assert (found.name, found.decision) == (name, decision)
+            assert registry._flaw(found) == ""

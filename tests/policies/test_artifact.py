@@ -197,8 +197,8 @@ def test_router_sees_requests_as_the_fit_did(calibration, variants):
             continue
         context = PolicyContext(8, np.random.default_rng(0), artifact=made)
         policy = EldrPolicy(context, EldrParameters(tau=0.0, refit_s=0.0))
-        assert policy.signature_score == score_of(transform)
-        scores = calibration.scores(policy.signature_score)
+        assert policy.needs.signature == score_of(transform)
+        scores = calibration.scores(policy.needs.signature)
         found = np.zeros_like(made.cluster_domains)
         for index in range(80):
             info = RequestInfo(index, 10, 0, signature=scores[index])

@@ -261,7 +261,7 @@ def test_what_cannot_be_placed_is_refused(changed, message):
 
 
 def test_what_it_needs():
-    with pytest.raises(InputError, match="eplb: this policy needs calibration requests"):
+    with pytest.raises(InputError, match=r"^expert_placement: 'eplb' needs calibration requests"):
         registry.placement_policy("eplb", PolicyContext(2, np.random.default_rng(0)))
     with pytest.raises(InputError, match=r"expert_placement\.load: .*decode-only"):
         eplb("eplb:load=prompt", counts=None)

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 from eldr_sim.errors import InputError
 from eldr_sim.kernel_profiles.kernels.flops import PrefillWork
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import DecodePolicy, PolicyContext, PrefillPolicy, RequestInfo, Workers
+from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.routing.decode import split_workers
 from eldr_sim.policies.routing.prefill import HashRingPolicy, PrefixHashPolicy
 from eldr_sim.policies.shortlist import picks_from_shortlists
@@ -292,14 +292,14 @@ def test_every_built_in_policy_builds_and_selects():
     made = calibration([0, 1], n_domains=2)
     for name in ["random", "round_robin", "jsq", "p2c", "domain"]:
         policy = registry.decode_policy(name, context(3, calibration=made))
-        assert isinstance(policy, DecodePolicy)
+        assert isinstance(policy, RouterPolicy)
         assert policy.name == name
         assert policy.select(REQUEST, Workers.idle([1, 2, 3])) in range(3)
     for name in registry.names("prefill"):
         prefill = registry.prefill_policy(
             name, context(3, prefill_work=lambda: PrefillWork(1.0, 1.0))
         )
-        assert isinstance(prefill, PrefillPolicy)
+        assert isinstance(prefill, RouterPolicy)
         assert prefill.name == name
 
 
@@ -329,7 +329,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 @pytest.mark.parametrize("name", ["domain", "eldr"])
 def test_a_policy_says_what_it_needs(name):
-    with pytest.raises(InputError, match=f"^{name}: this policy needs"):
+    with pytest.raises(InputError, match=f"^policy: '{name}' needs"):
         registry.decode_policy(name, context(2))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import DecodePolicy, PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.shortlist import picks_from_shortlists
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
@@ -70,7 +70,7 @@ def test_the_example_package_is_found_by_name(installed, monkeypatch):
     assert "p3c" in registry.names("decode")
     assert "p3c" not in registry.names("prefill")
     policy = registry.decode_policy("p3c", context())
-    assert isinstance(policy, DecodePolicy)
+    assert isinstance(policy, RouterPolicy)
     loads = np.array([5, 4, 3, 2, 1, 0])
     picks = [policy.select(RequestInfo(0, 10, 0), Workers.idle(loads)) for _ in range(600)]
     # The best of three of six never takes one of the two most loaded.
@@ -94,20 +94,44 @@ def test_the_example_package_serves_a_run(installed, monkeypatch):
     assert len(set(result.requests["decode_worker"].to_pylist())) > 1
 
 
+ROUTER = "from eldr_sim.policies.base import Needs, RouterPolicy\nclass Policy(RouterPolicy):\n"
+SELECTS = " def select(self, r, l): ..."
 BROKEN = {
     "imports": ("import nothing_of_that_name", "does not load"),
     "value": ("Policy = 3", "is no class"),
-    "nameless": (
-        "class Policy:\n decision = 'decode'\n def select(self, r, l): ...",
-        "has no name",
-    ),
+    "nameless": (ROUTER + " decision = 'decode'\n" + SELECTS, "has no name"),
     "undecided": (
-        "class Policy:\n name = 'x'\n decision = 'lunch'\n def select(self, r, l): ...",
+        ROUTER + " name = 'x'\n decision = 'lunch'\n" + SELECTS,
         "decision='lunch', not one of decode, prefill",
     ),
-    "idle": ("class Policy:\n name = 'x'\n decision = 'decode'", "has no method select"),
+    "other": (
+        ROUTER + " name = 'x'\n decision = 'queue'\n" + SELECTS,
+        "makes decision 'queue' and is no QueueOrder",
+    ),
+    "idle": (ROUTER + " name = 'x'\n decision = 'decode'", "has no method select"),
+    "needless": (
+        ROUTER + " name = 'x'\n decision = 'decode'\n needs = 3\n" + SELECTS,
+        r"has needs=3, not Needs\(\.\.\.\)",
+    ),
+    "blind": (
+        ROUTER + " name = 'x'\n decision = 'decode'\n"
+        " needs = Needs(columns=frozenset({'load'}))\n" + SELECTS,
+        "needs columns load, not of ",
+    ),
+    "scored": (
+        ROUTER + " name = 'x'\n decision = 'decode'\n needs = Needs(signature=True)\n" + SELECTS,
+        "needs signature=True, not of count, prob, logit",
+    ),
+    "deaf": (
+        ROUTER + " name = 'x'\n decision = 'decode'\n def on_complete(self, r, w): ...\n" + SELECTS,
+        r"has method on_complete, and needs\.ends is False",
+    ),
+    "mute": (
+        ROUTER + " name = 'x'\n decision = 'prefill'\n needs = Needs(blocks=True)\n" + SELECTS,
+        r"has no method on_blocks, and needs\.blocks is True",
+    ),
     "usurper": (
-        "class Policy:\n name = 'jsq'\n decision = 'decode'\n def select(self, r, l): ...",
+        ROUTER + " name = 'jsq'\n decision = 'decode'\n" + SELECTS,
         "takes the built-in name 'jsq'",
     ),
 }
@@ -143,7 +167,7 @@ def test_a_broken_package_is_named_and_leaves_the_built_ins_alone(kind, tmp_path
 
 
 def test_two_packages_may_not_share_a_name(tmp_path, monkeypatch):
-    source = "class Policy:\n name = 'twice'\n decision = 'prefill'\n def select(self, r, l): ..."
+    source = ROUTER + " name = 'twice'\n decision = 'prefill'\n" + SELECTS
     for module in ("eldr_twin_a", "eldr_twin_b"):
         package(tmp_path, module, source, {"twice": f"{module}:Policy"})
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -154,7 +178,8 @@ def test_two_packages_may_not_share_a_name(tmp_path, monkeypatch):
 
 def test_one_package_may_offer_both_decisions(tmp_path, monkeypatch):
     source = (
-        "class D:\n name = 'same'\n decision = 'decode'\n"
+        "from eldr_sim.policies.base import RouterPolicy\n"
+        "class D(RouterPolicy):\n name = 'same'\n decision = 'decode'\n"
         " def __init__(self, c): self.c = c\n def select(self, r, l): return 0\n"
         "class P(D):\n decision = 'prefill'\n"
     )
@@ -174,6 +199,12 @@ WORKING = {
     "  ranks = np.arange(group.n_experts) % group.n_ranks\n"
     "  return Placement.of_ranks(np.tile(ranks, (group.n_layers, 1)), group.n_ranks)",
 }
+KIND = {
+    "decode": "RouterPolicy",
+    "prefill": "RouterPolicy",
+    "queue": "QueueOrder",
+    "placement": "PlacementPolicy",
+}
 MISTAKES = [
     (
         "decode",
@@ -182,7 +213,7 @@ MISTAKES = [
     ),
     ("decode", "99", r"select of request 0 returns 99 \(allowed: the index of a worker, 0 to 1"),
     ("decode", "1.0", r"select of request 0 returns 1\.0 \(allowed"),
-    ("prefill", "{}[0]", r"select of request 0 raises KeyError: 0 \(eldr_mine\.py, line 8\)"),
+    ("prefill", "{}[0]", r"select of request 0 raises KeyError: 0 \(eldr_mine\.py, line 9\)"),
     ("queue", "requests.prompt_len / None", "keys raises TypeError: "),
     ("queue", "[1.0]", r"keys returns \[1\.0\] \(allowed: 5 numbers, one a request\)"),
     ("placement", "None.ranks", "place for engines 0 to 1 raises AttributeError: "),
@@ -190,12 +221,14 @@ MISTAKES = [
 ]
 
 
-def offer(decision, method, folder, monkeypatch):
+def offer(decision, method, folder, monkeypatch, base=None):
     """Install a package whose policy ``mine`` makes a decision."""
+    base = f"({KIND[decision]})" if base is None else base
     source = (
-        "import numpy as np\n"
-        "from eldr_sim.policies.placement.base import Placement\nclass Policy:\n"
-        f" name = 'mine'\n decision = '{decision}'\n def __init__(self, context): pass\n {method}\n"
+        "import numpy as np\nfrom eldr_sim.policies.base import RouterPolicy\n"
+        "from eldr_sim.policies.queue.orders import QueueOrder\n"
+        "from eldr_sim.policies.placement.base import Placement, PlacementPolicy\n"
+        f"class Policy{base}:\n name = 'mine'\n decision = '{decision}'\n {method}\n"
     )
     package(folder, "eldr_mine", source, {"mine": "eldr_mine:Policy"})
     monkeypatch.syspath_prepend(str(folder))
@@ -210,7 +243,7 @@ def offer(decision, method, folder, monkeypatch):
 
 @pytest.mark.parametrize("decision", WORKING)
 def test_a_policy_of_another_package_makes_each_decision(decision, tmp_path, monkeypatch):
-    fields = offer(decision, WORKING[decision], tmp_path, monkeypatch)
+    fields = offer(decision, WORKING[decision], tmp_path, monkeypatch, base="")  # any class will do
     assert simulate(make_config(fields)).summary["completed"] == 5
 
 
@@ -242,11 +275,40 @@ def test_what_a_policy_inherits_decides_how_it_is_asked(tmp_path, monkeypatch):
     assert not picks_from_shortlists(registry.decode_policy("b", context()))
 
 
+def test_a_policy_gets_what_it_declares_and_no_more(tmp_path, monkeypatch):
+    source = (
+        ROUTER.replace("Policy(Router", "{0}(Router")
+        + " name = '{0}'\n decision = 'decode'\n needs = Needs({1})\n"
+        " def __init__(self, context): self.context = context\n" + SELECTS + "\n"
+    )
+    words = {"a": "", "b": "experts=True", "c": "costs=True", "d": "future=True"}
+    package(
+        tmp_path,
+        "eldr_needs",
+        "".join(source.format(name, needs) for name, needs in words.items()),
+        {name: f"eldr_needs:{name}" for name in words},
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    given = {
+        "calibration": "experts", "artifact": "experts", "step_times": "costs",
+        "prefill_work": "costs", "rank_moe": "costs", "all_to_all": "costs",
+        "placements": "costs", "future": "future",
+    }  # fmt: skip
+    whole = PolicyContext(2, np.random.default_rng(0), **dict.fromkeys(given, len))
+    for name, needs in words.items():
+        seen = registry.decode_policy(name, whole).context
+        assert {key for key in given if vars(seen)[key] is not None} == {
+            key for key, need in given.items() if needs.startswith(need)
+        }
+        assert registry.needs("policy", name).routing == (name in "bd")
+
+
 def test_the_traceback_of_a_mistake_is_behind_debug(tmp_path):
     package(
         tmp_path,
         "eldr_late",
-        "class Policy:\n name = 'late'\n decision = 'decode'\n def __init__(self, c): 1 / 0\n"
+        ROUTER + " name = 'late'\n decision = 'decode'\n def __init__(self, c): 1 / 0\n"
         " def select(self, r, w): return 0\n",
         {"late": "eldr_late:Policy"},
     )

@@ -15,6 +15,7 @@ from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext
 from eldr_sim.policies.placement.base import ExpertGroup, Placement
 from eldr_sim.policies.placement.eplb import balance
+from eldr_sim.policies.replicas.base import ReplicaChoice
 from eldr_sim.policies.replicas.weighted import draws
 
 NAMES = ("even", "hash", "source", "weighted", "local_first")
@@ -239,7 +240,7 @@ def test_choices_by_name(monkeypatch):
     with pytest.raises(InputError, match=r"^replica_choice: unknown policy 'nearest'"):
         registry.replica_choice("nearest", context)
 
-    class Idle:
+    class Idle(ReplicaChoice):
         name, decision = "idle", "replica"
 
     monkeypatch.setattr(EntryPoint, "load", lambda _: Idle)

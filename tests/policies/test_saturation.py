@@ -12,9 +12,8 @@ from eldr_sim.kernel_profiles.kernels.flops import PrefillWork
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import (
     PolicyContext,
-    PrefillListener,
-    PrefillPolicy,
     RequestInfo,
+    RouterPolicy,
     Workers,
 )
 
@@ -287,9 +286,9 @@ def test_thresholds_and_their_margin():
 
 def test_protocols_and_what_is_refused():
     policy = router(1)
-    assert isinstance(policy, PrefillPolicy)
-    assert isinstance(policy, PrefillListener)
-    assert policy.in_order
+    assert isinstance(policy, RouterPolicy)
+    assert policy.needs.blocks
+    assert policy.needs.in_order
     with pytest.raises(InputError, match="work of prompts"):
         router(1, work=None)
     for choice in ("margin=-1", "unit=seconds", "threshold=eq2", "threshold=nan"):

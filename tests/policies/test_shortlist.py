@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.routing.decode import JoinShortestQueuePolicy
 from eldr_sim.policies.shortlist import Shortlist, ShortlistPolicy, picks_from_shortlists
 from eldr_sim.simulator.plane import router
@@ -41,14 +41,12 @@ def test_a_shortlist_by_its_words(by_load, in_turn, workers, history):
             begin = (workers.index(best) + 1) % len(workers)
 
 
-class Asked:
+class Asked(RouterPolicy):
     """A policy of which the simulator knows nothing but ``select``."""
 
     def __init__(self, policy):
         self.policy, self.name, self.decisions = policy, policy.name, 0
-        for name in ("reads_signature", "signature_score"):
-            if hasattr(policy, name):
-                setattr(self, name, getattr(policy, name))
+        self.needs = policy.needs
 
     def select(self, request, workers):
         self.decisions += 1

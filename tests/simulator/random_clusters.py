@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from eldr_sim.kernel_profiles.kernels.front_end import PARTS, FrontEndLatency
 from eldr_sim.kernel_profiles.steps.cost_tables import StepCost
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import Needs, PolicyContext, RouterPolicy
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.plane.front_end import FrontEndSpec, Mode
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec, EngineSpec
@@ -106,10 +106,11 @@ def random_workload(rng, n, gap_s, prefix, longest_prompt, longest_output, round
     )
 
 
-class Books:
+class Books(RouterPolicy):
     """A policy that keeps its own books of who is where: it hears of completions."""
 
     name = "books"
+    needs = Needs(ends=True)
 
     def __init__(self, n_workers):
         self.placed = [set() for _ in range(n_workers)]
@@ -125,7 +126,7 @@ class Books:
         self.placed[worker].remove(request_id)
 
 
-class Holds:
+class Holds(RouterPolicy):
     """Joins the worker of the fewest tokens and holds requests while all are busy.
 
     It keeps what it was shown.

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldr_sim.policies.base import RouterPolicy
 from eldr_sim.simulator.plane import state
 from eldr_sim.simulator.setup.transfer import TransferModel
 
@@ -176,7 +177,7 @@ def test_mla_moves_one_tensor_a_layer(make_cluster, make_workload):
 # -- what the routers see ----------------------------------------------------------------------
 
 
-class Spy:
+class Spy(RouterPolicy):
     """Takes the workers in turn and keeps what it was shown."""
 
     name = "spy"
@@ -258,14 +259,14 @@ def test_prefix_hashes_are_the_requests_own(make_cluster, make_workload):
 @pytest.mark.parametrize("pool", ["prefill_policy", "decode_policy"])
 @pytest.mark.parametrize("worker", [-1, 2])
 def test_a_worker_that_does_not_exist_is_an_error(make_cluster, make_workload, pool, worker):
-    class Wrong:
+    class Wrong(RouterPolicy):
         name = "wrong"
 
         def select(self, request, workers):
             return worker
 
     workload = make_workload([0.0], 4, 1)
-    cluster = make_cluster(workload, n_prefill=2, n_decode=2, **{pool: Wrong()})
+    cluster = make_cluster(workload, n_prefill=2, n_decode=2, **{pool: Wrong(None)})
     with pytest.raises(ValueError, match=f"^policy 'wrong' chose worker {worker}"):
         cluster.run()
 

@@ -118,7 +118,7 @@ def test_bounds_count_the_dense_steps():
         ({"policy": "eldr"}, "policy"),
         ({"policy": "marginal_cost"}, "policy"),
         ({"policy": "domain"}, "policy"),
-        ({"policy": "oracle"}, "oracle"),
+        ({"policy": "oracle"}, "policy"),
         ({"trace": "reference-moe"}, "trace"),
         ({"routing_band": "low"}, "routing_band"),
         ({"moe_backend": "triton"}, "moe_backend"),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eldr_sim.errors import InputError
+from eldr_sim.policies.base import RouterPolicy
 from eldr_sim.simulator.control import cluster as cluster_module
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.plane import state
@@ -247,7 +248,7 @@ def test_a_client_that_gives_up_at_any_event_leaves_nothing():
         assert free_of(cluster)[:4] == (False, 0, 0, 0)
 
 
-class Stubborn:
+class Stubborn(RouterPolicy):
     """Always chooses worker 0."""
 
     name = "stubborn"
@@ -259,10 +260,10 @@ class Stubborn:
 def test_no_policy_reaches_a_worker_that_is_known_to_be_dead():
     arguments = small((2, 2))
     fault = Fault("fail", 1, 0, 0.01)
-    for decode in (Stubborn(), *(policies_of(arguments["spec"], "least_loaded", name, 4)[1]
+    for decode in (Stubborn(None), *(policies_of(arguments["spec"], "least_loaded", name, 4)[1]
                                  for name in ("jsq", "round_robin", "p2c"))):  # fmt: skip
         cluster = Cluster(
-            **arguments, prefill_policy=Stubborn(), decode_policy=decode,
+            **arguments, prefill_policy=Stubborn(None), decode_policy=decode,
             signatures=lambda ranges: (0, None), faults=FaultPlan((fault,), None, 0.0, "migrate"),
         )  # fmt: skip
         requests = cluster.run().requests

@@ -16,7 +16,7 @@ from eldr_sim.kernel_profiles.kernels.all_to_all_cost import combine_s, dispatch
 from eldr_sim.kernel_profiles.parallel import Parallelism
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import PolicyContext
+from eldr_sim.policies.base import PolicyContext, RouterPolicy
 from eldr_sim.policies.placement.base import EMPTY, Placement
 from eldr_sim.policies.replicas.base import HASH_MULTIPLIER
 from eldr_sim.simulator.control.cluster import Cluster
@@ -278,7 +278,7 @@ def test_a_ranks_time_grows_with_pairs_and_experts():
         assert (np.diff(seconds, axis=1) >= 0).all()
 
 
-class Renamed:
+class Renamed(RouterPolicy):
     """Joins the shortest queue of engines that go by other numbers."""
 
     name = "renamed"

@@ -8,16 +8,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eldr_sim.policies.base import Needs, RouterPolicy
 from eldr_sim.simulator.control.cluster import Cluster
 
 from .random_clusters import random_cluster, random_workload
 
 
-class Mirror:
+class Mirror(RouterPolicy):
     """Keeps the prefix caches of the workers as it is told of them, and compares."""
 
     name = "mirror"
-    in_order = True
+    needs = Needs(blocks=True, in_order=True)
 
     def __init__(self, n_workers):
         self.held = [set() for _ in range(n_workers)]
@@ -107,10 +108,11 @@ def test_the_router_knows_the_prefix_caches_and_the_work_done(seed, topology, pr
     assert sum(mirror.tokens) == done.sum()
 
 
-class Told:
+class Told(RouterPolicy):
     """Notes when it is told of tokens, and when the engines had published."""
 
     name = "told"
+    needs = Needs(blocks=True)
 
     def __init__(self):
         self.tokens, self.since, self.at = 0, 0, []

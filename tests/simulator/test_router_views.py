@@ -12,14 +12,14 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import PolicyContext, RequestInfo, Workers
+from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
 from eldr_sim.policies.choice import BUILT_IN
 from eldr_sim.simulator.control.cluster import Cluster
 
 from .random_clusters import Holds, policies_of, random_cluster
 
 
-class Watcher:
+class Watcher(RouterPolicy):
     """Sends everything to worker 0 and keeps what it was shown."""
 
     name = "watcher"
@@ -107,7 +107,7 @@ def test_output_limits_are_seen_where_clients_set_them(make_cluster, make_worklo
 # -- held requests -------------------------------------------------------------------------------
 
 
-class OneAtATime:
+class OneAtATime(RouterPolicy):
     """Holds a request until the one before has ended."""
 
     name = "one_at_a_time"
@@ -151,7 +151,7 @@ def test_held_requests_go_on_in_their_order(make_cluster, make_workload, pool):
 
 
 def test_a_request_that_is_held_for_ever_is_an_error(make_cluster, make_workload):
-    class Never:
+    class Never(RouterPolicy):
         name = "never"
 
         def select(self, request, workers):
@@ -159,7 +159,7 @@ def test_a_request_that_is_held_for_ever_is_an_error(make_cluster, make_workload
 
     for interval in (0.0, 0.1):
         cluster = make_cluster(
-            make_workload(np.zeros(3), 8, 4), decode_policy=Never(), signal_interval_s=interval
+            make_workload(np.zeros(3), 8, 4), decode_policy=Never(None), signal_interval_s=interval
         )
         with pytest.raises(InputError, match=r"^policy: 'never' holds 3 requests"):
             cluster.run()

@@ -135,7 +135,7 @@ def simulate_run(
         model,
         _workload(run, clock.own_s(queued), order),
         make_replay(trace, model.n_moe_layers, everyone),
-        PromptSignatures(trace, getattr(policy, "signature_score", "count"), everyone),
+        PromptSignatures(trace, policy.needs.signature or "count", everyone),
         prefill,
         policy,
         (0.0, np.inf),

@@ -300,7 +300,7 @@ class Twin:
         worker = request.decode_worker if pool else request.prefill_worker
         self.loads[pool][worker] -= 1
         self.to_ask[pool] = len(self.held[pool])
-        if pool and hasattr(self.policies[1], "on_complete"):
+        if pool and self.policies[1].needs.ends:
             self.policies[1].on_complete(request.number, worker)
 
     # --- transfers ---

@@ -10,7 +10,7 @@ import pytest
 
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
-from eldr_sim.policies.base import PolicyContext, RequestInfo
+from eldr_sim.policies.base import Needs, PolicyContext, RequestInfo, RouterPolicy
 from eldr_sim.serving.router.config import ProxyConfig, read_config
 from eldr_sim.serving.router.decisions import Router
 from eldr_sim.serving.router.proxy import make_app
@@ -50,10 +50,11 @@ def counted(experts):
 # --- decisions ---
 
 
-class Witness:
+class Witness(RouterPolicy):
     """Passes decisions on to a policy and writes down what the simulator tells it."""
 
     name = "witness"
+    needs = Needs(ends=True)
 
     def __init__(self, policy):
         self.policy, self.events = policy, []
@@ -106,8 +107,9 @@ def test_proxy_and_simulator_decide_alike(name, make_workload, make_cluster, run
 
 
 def test_policy_hears_of_completions_after_the_load_has_fallen():
-    class Listener:
+    class Listener(RouterPolicy):
         name = "listener"
+        needs = Needs(ends=True)
 
         def select(self, request, workers):
             return 1
@@ -116,7 +118,7 @@ def test_policy_hears_of_completions_after_the_load_has_fallen():
             heard.append((request_id, worker, router.workers.loads.tolist()))
 
     heard = []
-    router = Router(Listener(), 2)
+    router = Router(Listener(None), 2)
     router.dispatch(RequestInfo(7, 1, 0))
     router.complete(7, 1)
     assert heard == [(7, 1, [0, 0])]
@@ -436,13 +438,13 @@ def test_metrics_of_vllm_become_the_view():
 
 
 def test_a_router_sees_what_engines_publish():
-    class Watching:
+    class Watching(RouterPolicy):
         name = "watching"
 
         def select(self, request, workers):
             return 0
 
-    router = Router(Watching(), 2)
+    router = Router(Watching(None), 2)
     for number, length in enumerate((10, 20, 40)):
         router.dispatch(RequestInfo(number, length, 0))
     router.complete(1, 0)
@@ -459,7 +461,7 @@ def test_a_request_is_held_until_the_policy_names_an_engine(serve_app, tmp_path)
     web = pytest.importorskip("aiohttp.web", reason="pip install 'eldr-sim[live]'")
     usages, most = [], 2
 
-    class Careful:
+    class Careful(RouterPolicy):
         name = "careful"
 
         def select(self, request, workers):
@@ -473,7 +475,7 @@ def test_a_request_is_held_until_the_policy_names_an_engine(serve_app, tmp_path)
     app = engine.app
     app.router.add_get("/metrics", metrics)
     about = config(tmp_path, [serve_app(app)], signal_interval_ms=5)
-    table = send_load(a_load(), serve_app(make_app(about, Careful())), model="m")
+    table = send_load(a_load(), serve_app(make_app(about, Careful(None))), model="m")
     assert len(engine.seen) == table.num_rows == 12
     assert engine.most == most
     assert len(usages) > 12
@@ -482,14 +484,14 @@ def test_a_request_is_held_until_the_policy_names_an_engine(serve_app, tmp_path)
 
 
 def test_a_client_that_leaves_while_its_request_is_held():
-    class Full:
+    class Full(RouterPolicy):
         name = "full"
 
         def select(self, request, workers):
             return 0 if workers.loads[0] < 1 else None
 
     async def scene():
-        router = Router(Full(), 1)
+        router = Router(Full(None), 1)
         assert await router.route(RequestInfo(0, 5, 0)) == 0
         leaving, staying = (
             asyncio.create_task(router.route(RequestInfo(number, 5, 0))) for number in (1, 2)

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from eldr_sim.errors import InputError
+from eldr_sim.policies.base import RouterPolicy
 from eldr_sim.serving.router.bodies import parse_body
 from eldr_sim.serving.router.config import make_config
 from eldr_sim.serving.router.engine import Engine
@@ -361,13 +362,13 @@ def test_a_client_that_leaves_frees_the_engines():
         prefill, decode = FakeEngine("p", caches=caches), FakeEngine("d", caches=caches)
         held = []
 
-        class Holding:
+        class Holding(RouterPolicy):
             name = "holding"
 
             def select(self, request, workers):
                 return None if held else 0
 
-        async with running([decode], [prefill], policy=Holding()) as at:
+        async with running([decode], [prefill], policy=Holding(None)) as at:
             stages = (
                 ("prefill", (30, 0), True),
                 ("held", (0, 0), True),
