@@ -92,6 +92,8 @@ def _spell(name: str, arguments: tuple[Any, ...]) -> str:
             return f"{name} of request {request.request_id}"
         case (ExpertGroup() as group, *_):
             return f"{name} for engines {group.engines[0]} to {group.engines[-1]}"
+        case (_, _, Placement(), int() as layer, *_) | (_, Placement(), int() as layer, *_):
+            return f"{name} in layer {layer}"
         case _:
             return "its constructor" if name == "__init__" else name
 
@@ -130,6 +132,15 @@ def _placement(arguments: Any, found: Any) -> str:
     return "" if fits else f"a Placement of {wanted}"
 
 
+def _slots(arguments: Any, found: Any) -> str:
+    _, experts, placement, layer, *_ = arguments
+    try:
+        fits = np.array_equal(placement.expert[layer][np.asarray(found)], experts)
+    except (IndexError, TypeError):
+        fits = False
+    return "" if fits else f"slots of the tokens' experts, shape {experts.shape}"
+
+
 def _moved(arguments: Any, found: Any) -> str:
     return "" if found is None else _placement(arguments, found)
 
@@ -145,5 +156,6 @@ _ANSWERS: dict[str, Callable[[Any, Any], str] | None] = {
     "keys": _keys,
     "place": _placement,
     "update": _moved,
-    "choose": None,
+    "choose": _slots,
+    "instances": None,
 }

@@ -55,7 +55,10 @@ _KINDS: dict[str, tuple[type[Policy], str]] = {
     "prefill": (RouterPolicy, "select(request, workers)"),
     "queue": (QueueOrder, "keys(requests)"),
     "placement": (PlacementPolicy, "place(group)"),
-    "replica": (ReplicaChoice, "choose(tokens_home, experts, placement, layer, node_of_rank)"),
+    "replica": (
+        ReplicaChoice,
+        "choose(tokens_home, experts, placement, layer, ...)",
+    ),
 }
 #: What it is told or asked besides, if its needs say so.
 _BESIDES = {"on_complete": "ends", "on_blocks": "blocks", "on_tokens": "blocks", "update": "counts"}

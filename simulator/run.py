@@ -33,6 +33,7 @@ from eldr_sim.policies.registry import (
     placement_policy,
     prefill_policy,
     queue_order,
+    replica_choice,
 )
 from eldr_sim.simulator.control.cluster import Cluster
 from eldr_sim.simulator.control.record import RunRecord
@@ -42,10 +43,12 @@ from eldr_sim.simulator.control.relocation import (
     Relocations,
     expert_links,
 )
+from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
 from eldr_sim.simulator.outcome.catalogue import headline_tags, label
 from eldr_sim.simulator.outcome.headline import Headline, Shown, number
 from eldr_sim.simulator.outcome.summary import summary_of
 from eldr_sim.simulator.outcome.tables import requests_table, steps_table
+from eldr_sim.simulator.plane.steps.group_state import ASKED
 from eldr_sim.simulator.setup.cluster_spec import ClusterSpec
 from eldr_sim.simulator.setup.config import RunConfig
 from eldr_sim.simulator.setup.fault_plan import Fault, FaultPlan
@@ -309,7 +312,24 @@ def build_cluster(
         queue_keys=_queue_keys(order, workload),
         relocations=relocations,
         faults=_faults(config, spec, workload),
+        replica_policy=_replica_policy(config, prepared, placements, relocations),
     )
+
+
+def _replica_policy(
+    config: RunConfig,
+    prepared: PreparedRun,
+    placements: list[Placement] | None,
+    relocations: Relocations | None,
+) -> ReplicaPolicy | None:
+    """Return what asks a choice of replicas of another package; None where it is compiled."""
+    groups = [e.group for e in (prepared.spec.decode, prepared.spec.prefill) if e.group is not None]
+    if placements is None or not groups or groups[0].replica_choice != ASKED:
+        return None
+    rng = stream(config.seed, "replica choice")
+    context = PolicyContext(1, rng, rank_moe=groups[0].moe)
+    choice = replica_choice(config.replica_choice, context)
+    return ReplicaPolicy(choice, placements, relocations)
 
 
 def _faults(config: RunConfig, spec: ClusterSpec, workload: Workload) -> FaultPlan | None:

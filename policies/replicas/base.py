@@ -50,7 +50,13 @@ class ReplicaChoice(Policy):
     decision = "replica"
 
     def choose(
-        self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
+        self,
+        tokens_home: Ints,
+        experts: Ints,
+        placement: Placement,
+        layer: int,
+        node_of_rank: Ints,
+        prompts: bool = False,
     ) -> Ints:
         """Return the slot, a column of the placement, that computes each pair.
 
@@ -65,6 +71,8 @@ class ReplicaChoice(Policy):
             The instances, and the layer of the placement that the tokens pass.
         node_of_rank
             Shape [ranks]: the node of each rank.
+        prompts
+            Whether the step computes prompts.
 
         Returns
         -------
@@ -143,7 +151,13 @@ class HashedPosition(ReplicaChoice):
     name = "hash"
 
     def choose(
-        self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
+        self,
+        tokens_home: Ints,
+        experts: Ints,
+        placement: Placement,
+        layer: int,
+        node_of_rank: Ints,
+        prompts: bool = False,
     ) -> Ints:
         """Return the slots; see `ReplicaChoice`."""
         slots, first, count = _instances(placement.expert[layer])
@@ -160,7 +174,13 @@ class NearSource(ReplicaChoice):
     name = "source"
 
     def choose(
-        self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
+        self,
+        tokens_home: Ints,
+        experts: Ints,
+        placement: Placement,
+        layer: int,
+        node_of_rank: Ints,
+        prompts: bool = False,
     ) -> Ints:
         """Return the slots; see `ReplicaChoice`."""
         used = placement.expert[layer] != EMPTY

@@ -38,7 +38,13 @@ class WeightedInstances(ReplicaChoice):
     _local = False
 
     def choose(
-        self, tokens_home: Ints, experts: Ints, placement: Placement, layer: int, node_of_rank: Ints
+        self,
+        tokens_home: Ints,
+        experts: Ints,
+        placement: Placement,
+        layer: int,
+        node_of_rank: Ints,
+        prompts: bool = False,
     ) -> Ints:
         """Return the slots; see `ReplicaChoice`. Raises InputError as `rank_weights`."""
         expert, rank = placement.expert[layer], placement.rank[layer]

@@ -29,6 +29,7 @@ from eldr_sim.simulator.control.clock import Clock
 from eldr_sim.simulator.control.fault_processes import start_faults
 from eldr_sim.simulator.control.record import RunRecord, with_columns
 from eldr_sim.simulator.control.relocation import RELOCATION, Relocations
+from eldr_sim.simulator.control.replica_policy import ReplicaPolicy
 from eldr_sim.simulator.plane import choose, loop, state
 from eldr_sim.simulator.plane.compiled import Callback, address_of
 from eldr_sim.simulator.plane.engine import Engines, make_workers
@@ -42,6 +43,7 @@ from eldr_sim.simulator.plane.steps.executor import Scratch
 from eldr_sim.simulator.plane.steps.expert_loads import make_expert_loads
 from eldr_sim.simulator.plane.steps.expert_union import PromptRows, no_prompts
 from eldr_sim.simulator.plane.steps.group_state import (
+    CHOOSE,
     Groups,
     Replicas,
     make_group_scratch,
@@ -94,6 +96,8 @@ class Cluster:
         What moves the experts of groups while they run; None leaves them where they are.
     faults
         What goes wrong; None: nothing.
+    replica_policy
+        Chooses among ``replicas`` in Python; None where compiled code does.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Cluster:
         replicas: Replicas | None = None,
         relocations: Relocations | None = None,
         faults: FaultPlan | None = None,
+        replica_policy: ReplicaPolicy | None = None,
     ) -> None:
         self.spec = spec
         self.workload, self._replay = workload, replay
@@ -151,7 +156,7 @@ class Cluster:
             self.prefill_reports = PrefillReports(
                 prefill_policy, self.arrays, spec.n_prefill, stale
             )
-        self.faults = faults
+        self.faults, self.replica_policy = faults, replica_policy
         self.relocations = relocations
         if relocations is not None:
             relocations.bind(self.arrays.masks, replicas)
@@ -241,6 +246,15 @@ class Cluster:
         step_time, masks = self.spec.decode.step_time, self.arrays.masks
         _, ranks, width = masks.shape
         shared = replicas or no_replicas()
+        if self.replica_policy is not None:
+            most = max(
+                -(-max(e.max_num_seqs, e.max_num_batched_tokens) // e.group.ranks_per_engine)
+                for e in (self.spec.prefill, self.spec.decode)
+                if e.group is not None
+            )
+            instances = max(shared.rank.shape[3] - 1, 0)
+            asked = np.zeros((instances, ranks, most, width), np.uint64)
+            shared = shared._replace(asked=asked)
         return Groups(
             (self.spec.prefill.group or no_group(), self.spec.decode.group or no_group()),
             shared,
@@ -406,6 +420,11 @@ class Cluster:
                 return self._wake()
             if asked == loop.TELL:
                 self.tell_end(request)
+                return 0
+            if asked == CHOOSE:
+                assert self.replica_policy is not None
+                assert self.groups is not None
+                self.replica_policy.answer(request, self.arrays, self.groups)
                 return 0
             assert self.relocations is not None
             self.relocations.answer(asked, request, float(self._now[0]))

@@ -34,6 +34,7 @@ from eldr_sim.policies.replicas.weighted import rank_weights
 from eldr_sim.simulator.plane.front_end import FrontEndSpec
 from eldr_sim.simulator.plane.steps.group_state import (
     ALL,
+    ASKED,
     EXPERT,
     NODE,
     RANK,
@@ -409,10 +410,6 @@ class _Choice(NamedTuple):
 def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
     """Return what groups know of a replica choice; without copies of experts it costs nothing."""
     found = registry.find("replica", parse(word, "replica_choice").name)
-    if found.name not in REPLICA_CHOICES:
-        raise InputError(
-            "replica_choice", f"{word!r} has no compiled twin", ", ".join(REPLICA_CHOICES)
-        )
     if found.needs.gathers and all_to_all.backend not in GATHERING:
         raise InputError(
             "replica_choice",
@@ -420,7 +417,10 @@ def _replica_choice(word: str, all_to_all: AllToAll, copies: bool) -> _Choice:
             "gather",
             f"--all2all-backend {' or '.join(GATHERING)}",
         )
-    number, parameters = REPLICA_CHOICES[found.name], registry.parameters("replica", word)
+    number, parameters = (
+        REPLICA_CHOICES.get(found.name, ASKED),
+        registry.parameters("replica", word),
+    )
     if not copies or not isinstance(parameters, ChoiceParameters) or not parameters.overhead_us:
         return _Choice(number, 0.0, {})
     overhead_us, default = parameters.overhead_us, parameters == type(parameters)()

@@ -27,7 +27,7 @@ from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.placement.base import EMPTY, Placement
 from eldr_sim.policies.replicas.weighted import rank_weights
 from eldr_sim.simulator.plane.steps.expert_union import PromptRows
-from eldr_sim.simulator.plane.steps.group_state import Replicas
+from eldr_sim.simulator.plane.steps.group_state import Replicas, no_replicas
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
 
@@ -136,7 +136,8 @@ def make_replicas(
     several[..., :n_experts] = counts > 1
     packed = np.packbits(several, axis=-1, bitorder="little").view("<u8").astype(np.uint64)
     multi = packed[:, np.arange(n_layers) % layers].reshape(workers, -1)
-    return Replicas(multi, rank, counts.astype(np.int16), weight)
+    asked = no_replicas().asked
+    return Replicas(multi, rank, counts.astype(np.int16), weight, asked)
 
 
 def fit_trace(trace: RoutingTrace, model: ModelDims) -> RoutingTrace:

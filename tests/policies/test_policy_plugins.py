@@ -14,6 +14,7 @@ import pytest
 from eldr_sim.errors import InputError
 from eldr_sim.policies import registry
 from eldr_sim.policies.base import PolicyContext, RequestInfo, RouterPolicy, Workers
+from eldr_sim.policies.choice import FIELDS
 from eldr_sim.policies.shortlist import picks_from_shortlists
 from eldr_sim.simulator.results import write_result
 from eldr_sim.simulator.run import simulate
@@ -85,13 +86,39 @@ def test_the_example_package_is_found_by_name(installed, monkeypatch):
     assert [again.select(RequestInfo(0, 10, 0), Workers.idle(loads)) for _ in range(600)] == picks
 
 
-def test_the_example_package_serves_a_run(installed, monkeypatch):
+def test_the_page_runs_the_example_package(installed, monkeypatch, run_cli):
     monkeypatch.syspath_prepend(str(installed))
-    config = make_config({"policy": "p3c", "topology": "1P4D", "num_requests": 40})
-    result = simulate(config)
-    assert result.summary["policy"] == "p3c"
-    assert result.summary["completed"] == 40
-    assert len(set(result.requests["decode_worker"].to_pylist())) > 1
+    page = (ROOT / "docs" / "policies.md").read_text()
+    block = page.partition("```console\n")[2].partition("```")[0]
+    install, *commands = block.splitlines()
+    assert install == "pip install ./docs/example_policy"
+    assert EXAMPLE == ROOT / "docs" / "example_policy"
+    for command in commands:
+        code, out, error = run_cli(*command.split()[1:], "--num-requests", "10")
+        assert code == 0, error
+        assert "p3c" in out or "own_gpu" in command
+
+
+def test_the_example_package_makes_every_decision_of_a_run(installed, monkeypatch):
+    monkeypatch.syspath_prepend(str(installed))
+    own = {
+        "policy": "p3c", "prefill_policy": "fewest_tokens", "queue_order": "longest",
+        "expert_placement": "striped", "replica_choice": "own_gpu",
+    }  # fmt: skip
+    ours = {"replica_choice": "hash"}
+    fields = {
+        "topology": "2P4D", "num_requests": 20, "output_len": 4, "data_parallel_size": 2,
+        "enable_expert_parallel": True, "num_redundant_experts": 32, "request_rate": 200,
+    }  # fmt: skip
+    result = simulate(make_config(fields | own))
+    assert own.items() <= result.config["config"].items()
+    assert result.summary["completed"] == 20
+    for column in ("prefill_worker", "decode_worker"):
+        assert len(set(result.requests[column].to_pylist())) > 2
+    other = simulate(make_config(fields | own | ours))
+    moved = "dispatch_s"  # what goes to another GPU
+    steps = (result.record.decode_group_steps, other.record.decode_group_steps)
+    assert steps[0][moved].sum() < steps[1][moved].sum()
 
 
 ROUTER = "from eldr_sim.policies.base import Needs, RouterPolicy\nclass Policy(RouterPolicy):\n"
@@ -195,6 +222,8 @@ WORKING = {
     "decode": "def select(self, request, workers):\n  return 0",
     "prefill": "def select(self, request, workers):\n  return 0",
     "queue": "def keys(self, requests):\n  return requests.prompt_len",
+    "replica": "def choose(self, home, experts, placement, layer, node, prompts):\n"
+    "  return slots_of_experts(placement.expert[layer])[experts, 0]",
     "placement": "def place(self, group):\n"
     "  ranks = np.arange(group.n_experts) % group.n_ranks\n"
     "  return Placement.of_ranks(np.tile(ranks, (group.n_layers, 1)), group.n_ranks)",
@@ -204,6 +233,7 @@ KIND = {
     "prefill": "RouterPolicy",
     "queue": "QueueOrder",
     "placement": "PlacementPolicy",
+    "replica": "ReplicaChoice",
 }
 MISTAKES = [
     (
@@ -213,9 +243,15 @@ MISTAKES = [
     ),
     ("decode", "99", r"select of request 0 returns 99 \(allowed: the index of a worker, 0 to 1"),
     ("decode", "1.0", r"select of request 0 returns 1\.0 \(allowed"),
-    ("prefill", "{}[0]", r"select of request 0 raises KeyError: 0 \(eldr_mine\.py, line 9\)"),
+    ("prefill", "{}[0]", r"select of request 0 raises KeyError: 0 \(eldr_mine\.py, line 10\)"),
     ("queue", "requests.prompt_len / None", "keys raises TypeError: "),
     ("queue", "[1.0]", r"keys returns \[1\.0\] \(allowed: 5 numbers, one a request\)"),
+    ("replica", "1 / 0", "choose in layer 0 raises ZeroDivisionError: division by zero "),
+    (
+        "replica",
+        "experts + 1",
+        r"choose in layer 0 returns .* \(allowed: slots of the tokens\' experts, ",
+    ),
     ("placement", "None.ranks", "place for engines 0 to 1 raises AttributeError: "),
     ("placement", "None", r"place for engines 0 to 1 returns None \(allowed: a Placement of 128 "),
 ]
@@ -228,6 +264,7 @@ def offer(decision, method, folder, monkeypatch, base=None):
         "import numpy as np\nfrom eldr_sim.policies.base import RouterPolicy\n"
         "from eldr_sim.policies.queue.orders import QueueOrder\n"
         "from eldr_sim.policies.placement.base import Placement, PlacementPolicy\n"
+        "from eldr_sim.policies.replicas.base import ReplicaChoice, slots_of_experts\n"
         f"class Policy{base}:\n name = 'mine'\n decision = '{decision}'\n {method}\n"
     )
     package(folder, "eldr_mine", source, {"mine": "eldr_mine:Policy"})
@@ -235,10 +272,11 @@ def offer(decision, method, folder, monkeypatch, base=None):
     monkeypatch.delitem(sys.modules, "eldr_mine", raising=False)
     importlib.invalidate_caches()
     fields = {"topology": "1P2D", "num_requests": 5, "output_len": 4}
-    if decision == "placement":
-        fields |= {"topology": "1C", "data_parallel_size": 2, "enable_expert_parallel": True}
-    name = {"decode": "policy", "prefill": "prefill_policy", "queue": "queue_order"}.get(decision)
-    return fields | {name or "expert_placement": "mine"}
+    if decision in ("placement", "replica"):
+        fields |= {"topology": "2C", "data_parallel_size": 2, "enable_expert_parallel": True}
+    if decision == "replica":
+        fields |= {"num_redundant_experts": 32, "expert_placement": "eplb:load=none"}
+    return fields | {FIELDS[decision]: "mine"}
 
 
 @pytest.mark.parametrize("decision", WORKING)

@@ -61,7 +61,7 @@ def random_group(rng, slots, per_engine, gpus_per_node, copy_per):
             knots[0] = 0.0
         costs.append(AllToAllCost(float(rng.integers(1, 9)), float(rng.integers(1, 9)), *curves))
     moe = RankMoE(int(rng.integers(1, 4)), rows, *tables)
-    choice = int(rng.integers(len(REPLICA_CHOICES)))
+    choice = list(REPLICA_CHOICES.values())[int(rng.integers(len(REPLICA_CHOICES)))]
     gathers, choice_s = bool(rng.integers(2)), 1e-5 * float(rng.integers(3))
     return GroupCost(
         int(copy_per), gathers, choice, choice_s, per_engine, gpus_per_node, moe, *costs

@@ -23,6 +23,7 @@ from eldr_sim.simulator.plane.engine import Engines
 from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, add_counts
 from eldr_sim.simulator.plane.steps.group_state import (
     ALL,
+    ASKED,
     BY_HOME,
     COPIES,
     EVEN,
@@ -33,7 +34,11 @@ from eldr_sim.simulator.plane.steps.group_state import (
     Counting,
     GroupScratch,
 )
-from eldr_sim.simulator.plane.steps.replica_choice import choose_instance, choose_instances
+from eldr_sim.simulator.plane.steps.replica_choice import (
+    asked_instance,
+    choose_instance,
+    choose_instances,
+)
 
 #: Ranks from which on that of an expert is looked up; fewer are searched 64 experts at once.
 _WIDE = 16
@@ -419,11 +424,14 @@ def _count_row(
                 expert = (k - layer * words) * 64 + _place(bit)
                 at = layer % replicas.n_instances.shape[1]
                 n = np.int64(replicas.n_instances[leader, at, expert])
-                j = choose_instance(
-                    c.choice, replicas.rank[leader, at, expert],
-                    replicas.weight[leader, at, expert], n, c.group.gpus_per_node, home, hashed,
-                    (place << 40) | (home << 28) | (at << 16) | expert,
-                )  # fmt: skip
+                if c.choice == ASKED:
+                    j = asked_instance(replicas.asked, home, place, k, bit)
+                else:
+                    j = choose_instance(
+                        c.choice, replicas.rank[leader, at, expert],
+                        replicas.weight[leader, at, expert], n, c.group.gpus_per_node, home, hashed,
+                        (place << 40) | (home << 28) | (at << 16) | expert,
+                    )  # fmt: skip
                 r = np.int64(replicas.rank[leader, at, expert, j])
                 if not work.used[layer, expert, j]:
                     work.used[layer, expert, j] = True

@@ -13,10 +13,12 @@ from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, make_expert
 
 #: What a copy of a token is sent for: see `kernel_profiles.kernels.all_to_all.COPY_PER`.
 ALL, EXPERT, RANK, NODE = range(4)
-#: Which instance of an expert computes a token: see `replicas.base`, `.weighted_replicas` and
-#: `.metro`. From EVEN on, a choice needs the tokens of each expert and no more; up to OPTIMAL, of
-#: those from METRO on, it is for steps without prompts, and EVEN takes its place in the others.
-HASH, SOURCE, WEIGHTED, LOCAL_FIRST, EVEN, METRO, METRO_SORTED, OPTIMAL, TIME_AWARE = range(9)
+#: Which instance of an expert computes a token: see `replicas.base`, `.weighted` and `.metro`;
+#: ASKED is a choice of another package, in Python. From EVEN on, one needs the tokens of each
+#: expert and no more; up to OPTIMAL, of those from METRO on, it is for steps without prompts, and
+#: EVEN takes its place in the others.
+HASH, SOURCE, WEIGHTED, LOCAL_FIRST, ASKED = range(5)
+EVEN, METRO, METRO_SORTED, OPTIMAL, TIME_AWARE = range(5, 10)
 REPLICA_CHOICES = {
     "even": EVEN,
     "hash": HASH,
@@ -28,6 +30,8 @@ REPLICA_CHOICES = {
     "optimal": OPTIMAL,
     "time_aware": TIME_AWARE,
 }
+#: What the loop asks besides a router: that `replica_policy` chooses for a group's step, ASKED.
+CHOOSE = np.int64(-5)
 #: What a pass over the tokens of a step counts; see `group_counting`.
 TOTALS, COPIES, BY_HOME = range(3)
 _PLANES = 20  # bits of a counter: a million tokens of a group in a step
@@ -65,13 +69,20 @@ class Replicas(NamedTuple):
     rank: NDArray[np.int16]  #: ``[workers, layers, experts, instances]``
     n_instances: NDArray[np.int16]  #: ``[workers, layers, experts]``
     weight: NDArray[np.float64]  #: ``[workers, layers, experts, instances]``: of their ranks
+    #: ``[instances - 1, ranks, tokens of a rank, layers * words]``: the experts of each token that
+    #: the second instance computes, the third and so on, where Python chooses; else empty.
+    asked: NDArray[np.uint64]
 
 
 def no_replicas() -> Replicas:
     """Return what stands for placements with one instance of every expert."""
     rank = np.zeros((0, 0, 0, 0), np.int16)
     return Replicas(
-        np.zeros((0, 0), np.uint64), rank, rank.sum(axis=3, dtype=np.int16), np.zeros(rank.shape)
+        np.zeros((0, 0), np.uint64),
+        rank,
+        rank.sum(axis=3, dtype=np.int16),
+        np.zeros(rank.shape),
+        np.zeros((0, 0, 0, 0), np.uint64),
     )
 
 

@@ -27,13 +27,15 @@ from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
     dispatch_s,
 )
 from eldr_sim.kernel_profiles.steps.step_cost import StepParts, attention_s, rank_moe_s, total_s
-from eldr_sim.simulator.plane.compiled import compiled
+from eldr_sim.simulator.plane.compiled import ask, compiled
 from eldr_sim.simulator.plane.engine import Engines
 from eldr_sim.simulator.plane.steps.executor import list_chunks
 from eldr_sim.simulator.plane.steps.expert_loads import begin_step, end_step
 from eldr_sim.simulator.plane.steps.group_counting import count_rows, count_step
 from eldr_sim.simulator.plane.steps.group_state import (
     ALL,
+    ASKED,
+    CHOOSE,
     EVEN,
     METRO,
     OPTIMAL,
@@ -85,6 +87,9 @@ def execute(world: Any, leader: int) -> float:
     counting = Counting(
         run.masks, world.groups.replicas, group, work, leader, ranks, choice, computes, TOTALS
     )
+    asks = choice == ASKED and world.groups.replicas.multi.shape[0] > 0
+    if asks and ask(decide, CHOOSE, leader) < 0:
+        return -1.0
     count_step(engines, size, run.bits, run.prompts, counting, loads)
     shared = _shared_layers(group, work, ranks, computes)
     choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[0]

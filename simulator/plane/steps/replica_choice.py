@@ -232,6 +232,15 @@ def _split(c: Counting, layer: int, at: int, expert: int) -> None:
 
 
 @compiled()
+def asked_instance(asked: Any, home: int, place: int, k: int, bit: Any) -> Any:
+    """Return which instance of an expert, a bit of a token's word, Python has chosen."""
+    for j in range(asked.shape[0]):
+        if asked[j, home, place, k] & bit:
+            return np.int64(j + 1)
+    return np.int64(0)
+
+
+@compiled()
 def choose_instance(
     choice: int, ranks: Any, weight: Any, n: int, nodes: int, home: int, hashed: int, counter: int
 ) -> Any:
