@@ -185,7 +185,7 @@ def test_the_log_replayed_gives_the_same_times(tmp_path):
             body = {"prompt": [1] * (50 + 20 * n), "max_tokens": 10 + n, "ignore_eos": True}
             if n % 6 == 5:  # gives up
                 body["max_tokens"] = 5000
-                timeout = aiohttp.ClientTimeout(total=0.03)
+                timeout = aiohttp.ClientTimeout(total=0.1)
                 with pytest.raises(asyncio.TimeoutError):
                     await session.post(TEXT, json=body, timeout=timeout)
             else:
@@ -196,8 +196,8 @@ def test_the_log_replayed_gives_the_same_times(tmp_path):
 
     against(service, talk)
     result = replay(tmp_path / "log.jsonl")
-    again, was = result.record.requests, service.core.cluster.requests[:30]
-    assert len(again) == 30
+    again, was = result.record.requests, service.core.cluster.requests[: len(streams)]
+    assert len(again) == len(streams) >= 26  # a client may give up before it is heard
     names = ("arrival_s", "prompt_len", "output_len", "first_token_s", "finish_s")
     done = was["outcome"] == 1
     assert done.sum() == 25
