@@ -40,10 +40,7 @@ def open_session(timeout_s: float | None = None) -> Any:
     The number of connections is not limited. Idle ones are closed before uvicorn closes them (after
     5 s, in vLLM too), so that no request is posted on a closing connection.
 
-    Parameters
-    ----------
-    timeout_s
-        Longest time of one request, s; None for no limit.
+    ``timeout_s``: longest time of one request, s; None for no limit.
     """
     aiohttp = import_aiohttp()
     return aiohttp.ClientSession(

@@ -42,8 +42,6 @@ from eldr_sim.simulator.setup.fault_plan import POOLS, FaultPlan
 from eldr_sim.simulator.setup.prepare import prepare
 from eldr_sim.traces.requests.lengths import told_lengths
 
-__all__ = ["Ended", "Pool", "Simulation", "Worker"]
-
 #: A worker that is to leave its pool is looked at so often whether it has nothing left, s.
 _LOOK_S = 0.01
 

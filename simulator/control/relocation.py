@@ -197,14 +197,8 @@ class MovableGroup:
 class Relocations:
     """The relocations of a run.
 
-    Parameters
-    ----------
-    rule
-        When.
-    groups
-        Those that relocate.
-    n_workers, n_layers, n_experts
-        Engines of the run; MoE layers of the model, and experts of a layer.
+    ``rule``: when; ``groups``: those that relocate; ``n_workers``, ``n_layers``, ``n_experts``:
+    engines of the run; MoE layers of the model, and experts of a layer.
     """
 
     def __init__(

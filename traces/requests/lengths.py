@@ -50,16 +50,8 @@ def check_lengths(
 def draw_lengths(length: int, ratio: float, n: int, seed: int, purpose: str) -> NDArray[np.int32]:
     """Draw ``n`` lengths around one.
 
-    Parameters
-    ----------
-    length
-        Tokens, at least 1.
-    ratio
-        Half the width of the range as a share of the length, 0 to 1.
-    n, seed
-        How many, and the seed.
-    purpose
-        Name of the random stream.
+    ``length``: tokens, at least 1; ``ratio``: half the width of the range as a share of the length,
+    0 to 1; ``n``, ``seed``: how many, and the seed; ``purpose``: name of the random stream.
 
     Returns
     -------

@@ -58,6 +58,10 @@ def predict(
 ) -> pa.Table:
     """Predict published runs.
 
+    Returns table: a row a run and figure: the labels, ``metric``, ``measured_ms``,
+    ``predicted_ms``, ``error`` in %, the error of each other estimator, and the predicted parts,
+    ms.
+
     Parameters
     ----------
     rows
@@ -67,12 +71,6 @@ def predict(
         parts of another figure begin with ``part_``.
     progress
         Called with the share of configurations done.
-
-    Returns
-    -------
-    table
-        A row a run and figure: the labels, ``metric``, ``measured_ms``, ``predicted_ms``, ``error``
-        in %, the error of each other estimator, and the predicted parts, ms.
     """
     cases, found = list(dict.fromkeys(row.case for row in rows)), {}
     with TemporaryDirectory() as folder:
