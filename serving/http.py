@@ -11,19 +11,11 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 
-__all__ = [
-    "allow_files", "error_answer", "error_body", "import_aiohttp", "in_json", "is_our_error",
-    "listen", "open_session", "saying",
-]  # fmt: skip
-
 
 def import_aiohttp() -> Any:
     """Return the module ``aiohttp``.
 
-    Raises
-    ------
-    InputError
-        If it is not installed.
+    Raises InputError if it is not installed.
     """
     try:
         import aiohttp

@@ -26,24 +26,15 @@ class Placement:
 
     An expert has one instance or more. Several of them may lie on one rank: EPLB's published
     algorithm does that, to no use. Ranks may hold unequally many.
-
-    Attributes
-    ----------
-    expert
-        Shape [layers, slots]: the expert of each instance, vLLM's ``physical_to_logical_map``; a
-        layer of fewer instances than others ends with ``EMPTY`` slots.
-    rank
-        Shape [layers, slots]: the rank that holds it.
-    n_ranks
-        Ranks of the group.
-    load
-        Shape [layers, ranks]: the load of each rank that the placement was made for, in any unit;
-        None where it was made for none.
     """
 
+    #: Shape [layers, slots]: the expert of each instance, vLLM's ``physical_to_logical_map``; a
+    #: layer of fewer instances than others ends with ``EMPTY`` slots.
     expert: Ints
-    rank: Ints
-    n_ranks: int
+    rank: Ints  #: shape [layers, slots]: the rank that holds it
+    n_ranks: int  #: ranks of the group
+    #: Shape [layers, ranks]: the load of each rank that the placement was made for, in any unit;
+    #: None where it was made for none.
     load: Floats | None = None
 
     @classmethod

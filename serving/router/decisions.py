@@ -19,20 +19,15 @@ from eldr_sim.policies.base import (
 from eldr_sim.policies.registry import decode_policy
 from eldr_sim.traces.streams import stream
 
-__all__ = ["EngineSignals", "NoEngine", "Router", "build_decode_policy"]
-
 
 class EngineSignals(NamedTuple):
     """The columns of :class:`~eldr_sim.policies.base.Workers` that an engine knows."""
 
-    waiting: int
-    """Requests in the waiting queue (``vllm:num_requests_waiting``)."""
-    running: int
-    """Running requests (``vllm:num_requests_running``)."""
-    kv_usage: float
-    """Share of the KV blocks in use, 0 to 1 (``vllm:kv_cache_usage_perc``)."""
+    waiting: int  #: requests in the waiting queue (``vllm:num_requests_waiting``)
+    running: int  #: running requests (``vllm:num_requests_running``)
+    kv_usage: float  #: share of the KV blocks in use, 0 to 1 (``vllm:kv_cache_usage_perc``)
+    #: Tokens of the blocks in use: the usage of all that ``vllm:cache_config_info`` names.
     kv_tokens: int
-    """Tokens of the blocks in use: the usage of all that ``vllm:cache_config_info`` names."""
 
 
 class NoEngine(Exception):

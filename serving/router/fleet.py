@@ -19,8 +19,6 @@ from eldr_sim.serving.router.engine import Engine
 from eldr_sim.serving.router.signals import watch_engines
 from eldr_sim.serving.router.upstream import EngineFailure, ask
 
-__all__ = ["Fleet", "Pool"]
-
 
 class Pool:
     """Engines of one kind, and the policy that chooses among them.

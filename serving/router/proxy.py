@@ -46,8 +46,6 @@ from eldr_sim.serving.router.fleet import Fleet
 from eldr_sim.serving.router.passage import Passage
 from eldr_sim.serving.router.signatures import SignatureReader
 
-__all__ = ["make_app", "serve"]
-
 #: A prompt of a million token ids is about 7 MB.
 _MAX_BODY = 64 << 20
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
@@ -65,19 +63,10 @@ def make_app(
 
     Its runner needs ``handler_cancellation=True``: a client that leaves cancels its request.
 
-    Parameters
-    ----------
-    config
-        Engines and policy.
-    policy
-        Takes the place of the decode policy that ``config`` names.
-    notify
-        Called with a line when an engine is ejected and when it returns.
-
-    Raises
-    ------
-    InputError
-        If aiohttp or prometheus-client is not installed, or a policy cannot be built or used here.
+    ``config``: engines and policy; ``policy``: takes the place of the decode policy that ``config``
+    names; ``notify``: called with a line when an engine is ejected and when it returns. Raises
+    InputError if aiohttp or prometheus-client is not installed, or a policy cannot be built or used
+    here.
     """
     import_aiohttp()
     from aiohttp import web
@@ -97,17 +86,9 @@ def make_app(
 def serve(config: ProxyConfig, *, announce: Callable[[str], None] = print) -> None:
     """Serve until the process is told to stop.
 
-    Parameters
-    ----------
-    config
-        Engines and policy.
-    announce
-        Called with the router's URL, and with a line when an engine is ejected or returns.
-
-    Raises
-    ------
-    InputError
-        If a policy cannot be used here, or the address is taken.
+    ``config``: engines and policy; ``announce``: called with the router's URL, and with a line when
+    an engine is ejected or returns. Raises InputError if a policy cannot be used here, or the
+    address is taken.
     """
     app = make_app(config, notify=announce)
     from aiohttp import web

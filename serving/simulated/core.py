@@ -24,8 +24,6 @@ from eldr_sim.simulator.run import Result
 from eldr_sim.simulator.setup.config import RunConfig, make_config
 from eldr_sim.simulator.simulation import Simulation
 
-__all__ = ["Core", "Stream", "replay"]
-
 #: The cluster advances no more often than this, s of the wall clock.
 _TICK_S = 0.0005
 #: Tokens of the request that is run beforehand, so that everything is compiled.
@@ -62,6 +60,8 @@ class Stream:
 class Core:
     """A cluster that serves.
 
+    Raises InputError if the cluster cannot serve requests of any length.
+
     Parameters
     ----------
     config
@@ -72,11 +72,6 @@ class Core:
         A file for what arrives and when, see `replay`.
     lag
         Called with what tokens are late, s of the wall clock.
-
-    Raises
-    ------
-    InputError
-        If the cluster cannot serve requests of any length.
     """
 
     def __init__(
@@ -205,10 +200,7 @@ class Core:
 def replay(path: str | Path) -> Result:
     """Run what a server has logged again, without waiting: the same times, and a whole result.
 
-    Raises
-    ------
-    InputError
-        If the file is no such log.
+    Raises InputError if the file is no such log.
     """
     lines = read_text(path, "replay", limit=1 << 32).splitlines()
     entries = [parse_json(line, "replay", f"{path}, line {n}") for n, line in enumerate(lines, 1)]

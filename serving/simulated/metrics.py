@@ -8,8 +8,6 @@ from typing import Any
 from eldr_sim.errors import InputError
 from eldr_sim.serving.simulated.core import Core, Stream
 
-__all__ = ["Metrics"]
-
 #: Buckets of vLLM's histograms (vllm/v1/metrics/loggers.py).
 _TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -32,10 +30,7 @@ class Metrics:
 
     Times are simulated; ``eldr_sim_lag_seconds`` is what tokens left late, of the wall clock.
 
-    Raises
-    ------
-    InputError
-        If prometheus-client is not installed.
+    Raises InputError if prometheus-client is not installed.
     """
 
     def __init__(self, model: str) -> None:

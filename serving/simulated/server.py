@@ -27,8 +27,6 @@ from eldr_sim.serving.simulated.core import Core, Stream
 from eldr_sim.serving.simulated.metrics import Metrics
 from eldr_sim.simulator.setup.config import RunConfig
 
-__all__ = ["Service", "serve"]
-
 _MAX_BODY = 64 << 20
 _WORD = " token"
 #: Seconds that requests in flight have after SIGTERM.
@@ -281,10 +279,7 @@ def serve(
 ) -> None:
     """Serve until the process is told to stop; requests in flight may end then.
 
-    Raises
-    ------
-    InputError
-        If an address is taken.
+    Raises InputError if an address is taken.
     """
     allow_files()
     sockets = [listen(host, port) for port in ports]

@@ -18,8 +18,6 @@ from eldr_sim.errors import InputError
 from eldr_sim.traces.requests.texts import Texts
 from eldr_sim.traces.streams import stream
 
-__all__ = ["check_lengths", "describe_lengths", "draw_lengths", "told_lengths"]
-
 _LONGEST = 2**31 - 1
 
 
