@@ -15,6 +15,9 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompileResult
 
+__all__ = ["InlinedCache", "InlinedCompiler", "RestrictedCompiler"]
+
+
 _make_result: Any = CompileResult  # by names that its type does not know
 
 
@@ -57,6 +60,18 @@ class InlinedCompiler(Compiler):
         state = self.state
         state.library = _Library(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()
+        return super().define_pipelines()
+
+
+class RestrictedCompiler(InlinedCompiler):
+    """The same for functions whose arrays do not overlap, as C's ``restrict`` says.
+
+    Loops over several of them need no test of that before they run in vector registers.
+    """
+
+    def define_pipelines(self) -> Any:
+        """Return the steps of the compiler, which tell LLVM so."""
+        self.state.flags.noalias = True
         return super().define_pipelines()
 
 

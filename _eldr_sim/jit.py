@@ -20,14 +20,16 @@ from numba.extending import intrinsic
 
 import eldr_sim
 from eldr_sim.cache import NUMBA, stamp, writable_folder
-from eldr_sim.inlined import InlinedCache, InlinedCompiler
+from eldr_sim.inlined import InlinedCache, InlinedCompiler, RestrictedCompiler
 
 __all__ = ["is_cold", "njit", "popcount"]
 
 _config: Any = numba.config  # its settings are made when it is imported, which mypy cannot see
 
 
-def njit(*, inlined: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+def njit(
+    *, inlined: bool = False, restrict: bool = False, **options: Any
+) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function with ``numba.njit`` and keep the result where that can be.
 
     That is in ``NUMBA_CACHE_DIR`` if the user has set it, else in `eldr_sim.cache`.
@@ -36,12 +38,15 @@ def njit(*, inlined: bool = False, **options: Any) -> Callable[[Callable[..., An
     ----------
     inlined
         Whether only compiled code calls the function: it then takes less time (`inlined`).
+    restrict
+        Of these: whether what it writes overlaps no other array that it gets.
     options
         Of ``numba.njit``, but for ``cache``.
     """
     if inlined:
         only_code = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        options |= only_code | {"pipeline_class": InlinedCompiler}
+        kind = RestrictedCompiler if restrict else InlinedCompiler
+        options |= only_code | {"pipeline_class": kind}
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
@@ -91,6 +96,7 @@ LINKED = (
     "simulator.plane.queues",
     "simulator.plane.removal",
     "simulator.plane.state",
+    "simulator.plane.steps.bit_planes",
     "simulator.plane.steps.executor",
     "simulator.plane.steps.expert_loads",
     "simulator.plane.steps.expert_union",
@@ -100,6 +106,7 @@ LINKED = (
     "simulator.plane.steps.plain",
     "simulator.plane.steps.replica_choice",
     "simulator.plane.steps.streamed",
+    "simulator.plane.steps.token_choices",
     "simulator.setup.replay",
 )
 

@@ -34,6 +34,8 @@ from numba.extending import (
     unbox,
 )
 
+__all__ = ["Reference"]
+
 _INDEX = ir.IntType(32)
 _TYPES: dict[tuple[Any, ...], ReferenceType] = {}
 

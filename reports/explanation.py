@@ -40,11 +40,17 @@ _WRITTEN = "a folder written by this version of eldr-sim"
 
 @dataclass(frozen=True)
 class Explanation:
-    """A table, and what stands above it."""
+    """A table, and what stands above it.
 
-    lines: Sequence[str]  #: what is to be said, a line each
-    #: ``columns``, ``rows``: the table; cells are text or numbers, in ms where a column does not
-    #: say otherwise.
+    Attributes
+    ----------
+    lines
+        What is to be said, a line each.
+    columns, rows
+        The table; cells are text or numbers, in ms where a column does not say otherwise.
+    """
+
+    lines: Sequence[str]
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
@@ -116,7 +122,10 @@ def explain_request(run: Folder, number: int) -> Explanation:
     Its like are the measured requests of its domain whose prompts and outputs are as long within a
     quarter, or all requests where those are fewer than five.
 
-    Raises InputError: there is no such request.
+    Raises
+    ------
+    InputError
+        There is no such request.
     """
     requests = _requests(run)
     n = len(requests["arrival_s"])

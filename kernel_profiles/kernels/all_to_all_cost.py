@@ -69,47 +69,52 @@ def busiest_all(tokens: Any, gpus_per_node: int) -> tuple[float, float]:
     return inside, between
 
 
-#: Columns of traffic ``[ranks, 4]``: copies that a rank sends and receives in its node and beyond.
+#: Rows of traffic ``[4, ranks, layers]``: copies that a rank sends and receives in its node and
+#: beyond.
 SENT, RECEIVED, SENT_FAR, RECEIVED_FAR = range(4)
 
 
 @njit(inlined=True, _nrt=False)
-def add_direct(traffic: Any, home: int, rank: int, copies: float, gpus_per_node: int) -> None:
-    """Add copies that go straight from rank to rank."""
+def _add(traffic: Any, kind: int, rank: int, copies: Any) -> None:
+    into = traffic[kind, rank]
+    for layer in range(into.shape[0]):
+        into[layer] += copies[layer]
+
+
+@njit(inlined=True, _nrt=False)
+def add_direct(traffic: Any, home: int, rank: int, copies: Any, gpus_per_node: int) -> None:
+    """Add copies, ``[layers]``, that go straight from rank to rank."""
     if home == rank:
         return
-    if home // gpus_per_node == rank // gpus_per_node:
-        traffic[home, SENT] += copies
-        traffic[rank, RECEIVED] += copies
-    else:
-        traffic[home, SENT_FAR] += copies
-        traffic[rank, RECEIVED_FAR] += copies
+    far = 0 if home // gpus_per_node == rank // gpus_per_node else SENT_FAR
+    _add(traffic, far + SENT, home, copies)
+    _add(traffic, far + RECEIVED, rank, copies)
 
 
 @njit(inlined=True, _nrt=False)
-def add_to_node(traffic: Any, home: int, there: int, copies: float) -> None:
+def add_to_node(traffic: Any, home: int, there: int, copies: Any) -> None:
     """Add copies for another node, which go to the GPU ``there``, of the same place."""
-    if there < traffic.shape[0]:
-        traffic[home, SENT_FAR] += copies
-        traffic[there, RECEIVED_FAR] += copies
+    if there < traffic.shape[1]:
+        _add(traffic, SENT_FAR, home, copies)
+        _add(traffic, RECEIVED_FAR, there, copies)
 
 
 @njit(inlined=True, _nrt=False)
-def add_forwarded(traffic: Any, there: int, rank: int, copies: float) -> None:
+def add_forwarded(traffic: Any, there: int, rank: int, copies: Any) -> None:
     """Add copies from the GPU of their home's place in the rank's node to the rank."""
     if there != rank:
-        traffic[rank, RECEIVED] += copies
-        if there < traffic.shape[0]:
-            traffic[there, SENT] += copies
+        _add(traffic, RECEIVED, rank, copies)
+        if there < traffic.shape[1]:
+            _add(traffic, SENT, there, copies)
 
 
 @njit(inlined=True, _nrt=False)
-def busiest(traffic: Any) -> tuple[float, float]:
-    """Return what the busiest rank sends or receives: inside its node, between nodes."""
+def busiest(traffic: Any, layer: int) -> tuple[float, float]:
+    """Return what a layer's busiest rank sends or receives: inside its node, between nodes."""
     inside = between = 0.0
-    for rank in range(traffic.shape[0]):
-        inside = max(inside, traffic[rank, SENT], traffic[rank, RECEIVED])
-        between = max(between, traffic[rank, SENT_FAR], traffic[rank, RECEIVED_FAR])
+    for rank in range(traffic.shape[1]):
+        inside = max(inside, traffic[SENT, rank, layer], traffic[RECEIVED, rank, layer])
+        between = max(between, traffic[SENT_FAR, rank, layer], traffic[RECEIVED_FAR, rank, layer])
     return inside, between
 
 
@@ -121,11 +126,11 @@ def busiest_direct(copies: Any, gpus_per_node: int) -> tuple[float, float]:
     ``copies`` counts.
     """
     n_ranks = copies.shape[0]
-    traffic = np.zeros((n_ranks, 4))
+    traffic = np.zeros((4, n_ranks, 1))
     for home in range(n_ranks):
         for rank in range(n_ranks):
-            add_direct(traffic, home, rank, copies[home, rank], gpus_per_node)
-    inside, between = busiest(traffic)
+            add_direct(traffic, home, rank, copies[home, rank : rank + 1], gpus_per_node)
+    inside, between = busiest(traffic, 0)
     return inside, between
 
 
@@ -137,15 +142,15 @@ def busiest_forwarded(copies: Any, node_copies: Any, gpus_per_node: int) -> tupl
     (``deepep_ht``); a node's own tokens go straight to their ranks.
     """
     n_ranks = copies.shape[0]
-    traffic = np.zeros((n_ranks, 4))
+    traffic = np.zeros((4, n_ranks, 1))
     for home in range(n_ranks):
         place = home % gpus_per_node
         for node in range(node_copies.shape[1]):
             if node != home // gpus_per_node:
                 there = node * gpus_per_node + place
-                add_to_node(traffic, home, there, node_copies[home, node])
+                add_to_node(traffic, home, there, node_copies[home, node : node + 1])
         for rank in range(n_ranks):
             there = rank // gpus_per_node * gpus_per_node + place
-            add_forwarded(traffic, there, rank, copies[home, rank])
-    inside, between = busiest(traffic)
+            add_forwarded(traffic, there, rank, copies[home, rank : rank + 1])
+    inside, between = busiest(traffic, 0)
     return inside, between

@@ -36,7 +36,14 @@ class Elementwise:
     embedding, and the write of keys and values to the cache. Two Triton kernels on a GPU, torch's
     on the CPU.
 
-    ``model``: dimensions of one GPU's part.
+    Parameters
+    ----------
+    model
+        Dimensions of one GPU's part.
+    tokens
+        Rows.
+    device
+        Where to run.
     """
 
     def __init__(self, model: ModelDims, tokens: int, device: Device) -> None:

@@ -25,8 +25,12 @@ Search: TypeAlias = Generator[Sequence[RunConfig], Sequence[Summary], T]
 class Runs:
     """Summaries by configuration; no configuration is run twice.
 
-    ``jobs``: processes, see :func:`~eldr_sim.planning.runs.runner.run_points`; ``progress``: called
-    after every run with the numbers of runs done and asked for, or expected, so far.
+    Parameters
+    ----------
+    jobs
+        Processes, see :func:`~eldr_sim.planning.runs.runner.run_points`.
+    progress
+        Called after every run with the numbers of runs done and asked for, or expected, so far.
     """
 
     def __init__(
@@ -75,7 +79,10 @@ class Runs:
     def summaries(self, configs: Sequence[RunConfig]) -> list[Summary]:
         """Return the summaries of configurations, in order; run those that are new.
 
-        Raises InputError if a run fails; the others are cancelled.
+        Raises
+        ------
+        InputError
+            If a run fails; the others are cancelled.
         """
         keys = [config_key(config) for config in configs]
         new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._made}

@@ -93,9 +93,14 @@ class ChoiceByCount(ReplicaChoice, ABC):
     ) -> Ints:
         """Return the slots that compute each expert's tokens.
 
-        ``tokens``: shape [experts]: how many tokens of all ranks have chosen each expert;
-        ``placement``, ``layer``: the instances, and the layer of the placement that the tokens
-        pass; ``prompts``: whether the step computes prompts.
+        Parameters
+        ----------
+        tokens
+            Shape [experts]: how many tokens of all ranks have chosen each expert.
+        placement, layer
+            The instances, and the layer of the placement that the tokens pass.
+        prompts
+            Whether the step computes prompts.
 
         Returns
         -------
@@ -197,7 +202,10 @@ class NearSource(ReplicaChoice):
 def slots_of_experts(expert: Ints) -> Ints:
     """Return the slots of each expert in order, then -1; shape [experts, most instances].
 
-    ``expert``: shape [slots]: a layer of ``Placement.expert``.
+    Parameters
+    ----------
+    expert
+        Shape [slots]: a layer of ``Placement.expert``.
     """
     slots, first, count = _instances(expert)
     turn = np.arange(count.max())

@@ -33,7 +33,10 @@ def on_grid(activation: NDArray[Any]) -> Floats:
 class ExpertUnions:
     """Expected expert unions of the workers, kept up to date as requests come and go.
 
-    ``n_workers``, ``n_layers``, ``n_experts``: workers, layers and experts a layer.
+    Parameters
+    ----------
+    n_workers, n_layers, n_experts
+        Workers, layers and experts a layer.
 
     Attributes
     ----------

@@ -255,11 +255,18 @@ class Cluster:
             instances = max(shared.rank.shape[3] - 1, 0)
             asked = np.zeros((instances, ranks, most, width), np.uint64)
             shared = shared._replace(asked=asked)
+        groups = self.spec.prefill.group, self.spec.decode.group
+        nodes = [-(-ranks // group.gpus_per_node) for group in groups if group is not None]
         return Groups(
-            (self.spec.prefill.group or no_group(), self.spec.decode.group or no_group()),
+            (groups[0] or no_group(), groups[1] or no_group()),
             shared,
             make_group_scratch(
-                step_time.n_moe_layers, width, ranks, step_time.cost.n_experts, shared.rank.shape[3]
+                step_time.n_moe_layers,
+                width,
+                ranks,
+                step_time.cost.n_experts,
+                shared.rank.shape[3],
+                max(nodes, default=0),
             ),
             make_expert_loads(len(masks), 0)
             if self.relocations is None

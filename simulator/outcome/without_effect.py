@@ -37,8 +37,10 @@ def without_effect(
 ) -> list[str]:
     """Return a line for each field that differs from its default and changed nothing.
 
-    ``config``, ``prepared``, ``workload``, ``record``: a run, whose ``prepared.spec`` is that of
-    its cluster.
+    Parameters
+    ----------
+    config, prepared, workload, record
+        A run, whose ``prepared.spec`` is that of its cluster.
     """
     given = _given(config)
     engines = [

@@ -8,19 +8,33 @@ from typing import Any
 
 from eldr_sim.errors import InputError
 
+__all__ = ["PRESETS", "Preset", "preset_fields"]
+
 
 @dataclass(frozen=True)
 class Preset:
-    """A cluster, its engines and its load."""
+    """A cluster, its engines and its load.
 
-    #: ``title``, ``source``: what it is, and where it is described.
+    Attributes
+    ----------
+    title, source
+        What it is, and where it is described.
+    fields
+        Fields of :class:`~eldr_sim.simulator.setup.config.RunConfig`.
+    models
+        Its models, the first by default, and what they have of their own.
+    seconds
+        Requests are sent for so long: ``num_requests`` is this times the rate.
+    notes
+        What of it the fields cannot say.
+    """
+
     title: str
     source: str
-    fields: Mapping[str, Any]  #: fields of :class:`~eldr_sim.simulator.setup.config.RunConfig`
-    #: Its models, the first by default, and what they have of their own.
+    fields: Mapping[str, Any]
     models: Mapping[str, Mapping[str, Any]]
-    seconds: int  #: requests are sent for so long: ``num_requests`` is this times the rate
-    notes: tuple[str, ...] = ()  #: what of it the fields cannot say
+    seconds: int
+    notes: tuple[str, ...] = ()
 
 
 PRESETS: dict[str, Preset] = {
@@ -70,7 +84,10 @@ PRESETS: dict[str, Preset] = {
 def preset_fields(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``NAME`` or ``NAME:MODEL``, and those given, which override them.
 
-    Raises InputError if there is no such preset, or it has no such model.
+    Raises
+    ------
+    InputError
+        If there is no such preset, or it has no such model.
     """
     name, _, model = text.partition(":")
     preset = PRESETS.get(name)

@@ -27,7 +27,6 @@ from eldr_sim.simulator.plane.steps.group_state import (
     NODE,
     RANK,
     REPLICA_CHOICES,
-    TOTALS,
     Counting,
     GroupCost,
     make_group_scratch,
@@ -355,6 +354,7 @@ METROS = ("metro", "metro_sorted", "optimal")
 def compiled_ranks(counting, layer, experts, homes, places, by_count):
     """Return the rank of each token's instance of each of its experts."""
     found = np.zeros(experts.shape, np.int64)
+    turns = np.zeros(counting.replicas.n_instances.shape[2], np.int64)
     for token in range(experts.shape[0]):
         for column in range(experts.shape[1]):
             expert = experts[token, column]
@@ -362,8 +362,8 @@ def compiled_ranks(counting, layer, experts, homes, places, by_count):
                 found[token, column] = counting.replicas.rank[0, layer, expert, 0]
             elif by_count:
                 work = counting.work
-                turn = work.turn[layer, expert]
-                work.turn[layer, expert] += 1
+                turn = turns[expert]
+                turns[expert] += 1
                 chosen = work.chosen[layer, expert, turn % work.n_chosen[layer, expert]]
                 found[token, column] = chosen
             else:
@@ -382,6 +382,7 @@ def compiled_ranks(counting, layer, experts, homes, places, by_count):
 @njit()
 def compiled_totals(counting):
     """Let choices by count decide from the tokens of each expert in the bit planes."""
+    counting.work.held[0] = counting.masks[0]
     settle_totals(counting)
 
 
@@ -415,10 +416,10 @@ def test_compiled_choices_are_those_of_the_policies(
         row = np.zeros(64 * words, np.uint8)
         row[:n_experts] = counts >> plane & 1
         bits = np.packbits(row, bitorder="little").view(np.uint64)
-        work.planes[plane] = np.tile(bits, layers)
+        work.planes[0, plane] = np.tile(bits, layers)
     counting = Counting(
         rank_masks([placement], n_experts, layers), replicas, group, work, 0, ranks, number,
-        prompts, TOTALS,
+        prompts,
     )  # fmt: skip
     by_count = choice not in ("hash", "source", "weighted", "local_first")
     policy = registry.replica_choice(choice, PolicyContext(1, rng, rank_moe=group.moe))
@@ -432,6 +433,4 @@ def test_compiled_choices_are_those_of_the_policies(
         np.testing.assert_array_equal(found, placement.rank[layer][slots])
         if by_count:  # each instance that is used counts, two of an expert on one rank too
             used = np.bincount(placement.rank[layer][np.unique(slots)], minlength=ranks)
-            own = work.active[:, layer * words : (layer + 1) * words]
-            active = np.unpackbits(own.view(np.uint8), axis=1).sum(axis=1)
-            np.testing.assert_array_equal(active + work.copies[layer], used)
+            np.testing.assert_array_equal(work.instances[:, layer], used)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eldr_sim.simulator.plane.compiled import ask, compiled
+from eldr_sim.simulator.plane.steps.bit_planes import add_planes
 
 #: What the loop asks besides a router: for a placement, or to put one in force.
 ASK, PUT_IN_FORCE = np.int64(-1), np.int64(-2)
@@ -79,21 +80,9 @@ def begin_step(loads: ExpertLoads, leader: int, n_steps: int, start: float, deci
 
 
 @compiled()
-def add_counts(loads: ExpertLoads, leader: int, counted: Any, n_planes: int) -> None:
+def add_counts(loads: ExpertLoads, leader: int, counted: Any, n_planes: int, carry: Any) -> None:
     """Add what ``n_planes`` bit planes have counted of a step, ``[bits, layers * words]``."""
-    planes = loads.planes[leader, loads.part[leader]]
-    for k in range(planes.shape[1]):
-        carry = np.uint64(0)
-        for plane in range(n_planes):
-            here, more = planes[plane, k], counted[plane, k]
-            planes[plane, k] = here ^ more ^ carry
-            carry = (here & more) | (carry & (here ^ more))
-        plane = n_planes
-        while carry != 0:
-            both = planes[plane, k] & carry
-            planes[plane, k] ^= carry
-            carry = both
-            plane += 1
+    add_planes(loads.planes[leader, loads.part[leader]], counted, n_planes, carry)
 
 
 @compiled()

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from eldr_sim.kernel_profiles.kernels.all_to_all import AllToAllCost
 from eldr_sim.kernel_profiles.steps.cost_tables import RankMoE
+from eldr_sim.simulator.plane.steps.bit_planes import EIGHT
 from eldr_sim.simulator.plane.steps.expert_loads import ExpertLoads, make_expert_loads
 
 #: What a copy of a token is sent for: see `kernel_profiles.kernels.all_to_all.COPY_PER`.
@@ -32,8 +33,6 @@ REPLICA_CHOICES = {
 }
 #: What the loop asks besides a router: that `replica_policy` chooses for a group's step, ASKED.
 CHOOSE = np.int64(-5)
-#: What a pass over the tokens of a step counts; see `group_counting`.
-TOTALS, COPIES, BY_HOME = range(3)
 _PLANES = 20  # bits of a counter: a million tokens of a group in a step
 
 
@@ -87,22 +86,38 @@ def no_replicas() -> Replicas:
 
 
 class GroupScratch(NamedTuple):
-    """Working memory of a group's step, for the largest group."""
+    """Working memory of a group's step, for the largest group.
 
-    planes: NDArray[np.uint64]  #: ``[bits, layers * words]``: tokens of each expert, a bit a plane
+    A plane holds a bit of the tokens of each expert, see `bit_planes`. Numbers of instances are
+    places in the list of an expert's, ``Replicas.rank``; experts of one instance have it in place
+    0.
+    """
+
+    planes: NDArray[np.uint64]  #: ``[instances, bits, layers * words]``: tokens of each instance
+    node_planes: NDArray[np.uint64]  #: ``[nodes + 1, instances, bits, layers * words]``; of all
+    held: NDArray[np.uint64]  #: ``[instances, ranks, layers * words]``: the rank of each instance
+    n_held: NDArray[np.uint64]  #: ``[instances, layers * words]``: experts of 1, 2, 3 ... instances
+    next: NDArray[np.uint64]  #: ``[instances, layers * words]``: experts whose turn an instance has
     active: NDArray[np.uint64]  #: ``[ranks, layers * words]``: activated on each rank
-    turn: NDArray[np.int64]  #: ``[layers, experts]``: tokens of experts of several instances
-    copies: NDArray[np.int64]  #: ``[layers, ranks]``: activated instances beside one an expert
-    used: NDArray[np.bool_]  #: ``[layers, experts, instances]``: activated, choices by token alone
-    pairs: NDArray[np.float64]  #: ``[layers, ranks]``
-    traffic: NDArray[np.float64]  #: ``[layers, ranks, 4]``: copies, see `all_to_all_cost`
+    union: NDArray[np.uint64]  #: ``[instances, layers * words]``: activated anywhere
+    instances: NDArray[np.float64]  #: ``[ranks, layers]``: activated
+    pairs: NDArray[np.float64]  #: ``[ranks, layers]``
+    traffic: NDArray[np.float64]  #: ``[4, ranks, layers]``: copies, see `all_to_all_cost`
     tokens: NDArray[np.int64]  #: ``[ranks]``: at home there
-    owner: NDArray[np.int16]  #: ``[layers * words * 64]``: the rank of an expert that one computes
-    reached: NDArray[np.int64]  #: ``[ranks]``: those that one token reaches,
-    reached_nodes: NDArray[np.int64]  #: ``[ranks]``: and their nodes
+    rows: NDArray[np.int64]  #: ``[64]``: rows of bit sets that are counted next
+    own: NDArray[np.float64]  #: ``[ranks, layers]``: pairs of the tokens at home there
+    staged: NDArray[np.uint64]  #: ``[8, layers * words]``: rows that are added together
+    chosen_of: NDArray[np.uint64]  #: ``[instances, 8, layers * words]``: the same, by instance
+    carry: NDArray[np.uint64]  #: ``[layers * words]``
+    mask: NDArray[np.uint64]  #: ``[layers * words]``
+    counts: NDArray[np.uint64]  #: ``[3, layers * words]``
+    sums: NDArray[np.float64]  #: ``[3, layers]``
+    # Of copies for each rank or node, which are targets one behind the other, see `_reach`:
+    token: NDArray[np.uint64]  #: ``[4, instances * words, layers]``: experts of tokens
+    held_by: NDArray[np.uint64]  #: ``[ranks + nodes, instances * words, layers]``
+    hit: NDArray[np.uint64]  #: ``[4, layers]``
+    reached: NDArray[np.uint64]  #: ``[ranks + nodes, layers]``: tokens of a home rank
     # Of choices by count:
-    union: NDArray[np.uint64]  #: ``[words]``: activated in a layer
-    split: NDArray[np.uint64]  #: ``[layers * words]``: experts computed by several instances
     total: NDArray[np.int64]  #: ``[experts]``: tokens of a layer, of experts of several instances
     several: NDArray[np.int64]  #: ``[experts]``: those of them that have tokens
     n_active: NDArray[np.int64]  #: ``[ranks]``: activated experts so far
@@ -117,23 +132,39 @@ class GroupScratch(NamedTuple):
 
 
 def make_group_scratch(
-    n_layers: int, width: int, ranks: int, n_experts: int, instances: int
+    n_layers: int, width: int, ranks: int, n_experts: int, instances: int, nodes: int = 1
 ) -> GroupScratch:
-    """Return working memory for groups of so many ranks."""
+    """Return working memory for groups of so many ranks on so many nodes."""
+    places = max(instances, 1)
+    parts = 2 * -(-places * (width // max(n_layers, 1)) // 2)
+
+    def words(*shape: int) -> NDArray[np.uint64]:
+        return np.zeros((*shape, width), np.uint64)
+
     return GroupScratch(
-        planes=np.zeros((_PLANES, width), np.uint64),
-        active=np.zeros((ranks, width), np.uint64),
-        turn=np.zeros((n_layers, n_experts), np.int64),
-        copies=np.zeros((n_layers, ranks), np.int64),
-        used=np.zeros((n_layers, n_experts, instances), np.bool_),
-        pairs=np.zeros((n_layers, ranks)),
-        traffic=np.zeros((n_layers, ranks, 4)),
+        planes=words(places, _PLANES),
+        node_planes=words(nodes + 1, places, _PLANES),
+        held=words(places, ranks),
+        n_held=words(places),
+        next=words(places),
+        active=words(ranks),
+        union=words(places),
+        instances=np.zeros((ranks, n_layers)),
+        pairs=np.zeros((ranks, n_layers)),
+        traffic=np.zeros((4, ranks, n_layers)),
         tokens=np.zeros(ranks, np.int64),
-        owner=np.zeros(width * 64, np.int16),
-        reached=np.zeros(ranks, np.int64),
-        reached_nodes=np.zeros(ranks, np.int64),
-        union=np.zeros(width // n_layers, np.uint64),
-        split=np.zeros(width, np.uint64),
+        rows=np.zeros(64, np.int64),
+        own=np.zeros((ranks, n_layers)),
+        staged=words(EIGHT),
+        chosen_of=words(places, EIGHT),
+        carry=words(),
+        mask=words(),
+        counts=words(3),
+        sums=np.zeros((3, n_layers)),
+        token=np.zeros((4, parts, n_layers), np.uint64),
+        held_by=np.zeros((ranks + nodes, parts, n_layers), np.uint64),
+        hit=np.zeros((4, n_layers), np.uint64),
+        reached=np.zeros((ranks + nodes, n_layers), np.uint64),
         total=np.zeros(n_experts, np.int64),
         several=np.zeros(n_experts, np.int64),
         n_active=np.zeros(ranks, np.int64),
@@ -176,4 +207,3 @@ class Counting(NamedTuple):
     ranks: int
     choice: int  #: of this step
     computes: bool  #: whether the step holds prompts
-    counts: int  #: TOTALS, COPIES or BY_HOME

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eldr_sim.jit import njit, popcount
+from eldr_sim.jit import njit
 from eldr_sim.kernel_profiles.kernels.all_to_all_cost import (
     busiest,
     busiest_all,
@@ -39,7 +39,6 @@ from eldr_sim.simulator.plane.steps.group_state import (
     EVEN,
     METRO,
     OPTIMAL,
-    TOTALS,
     Counting,
     GroupCost,
     GroupScratch,
@@ -85,14 +84,14 @@ def execute(world: Any, leader: int) -> float:
     replaced = computes and METRO <= group.replica_choice <= OPTIMAL
     choice = EVEN if replaced else group.replica_choice
     counting = Counting(
-        run.masks, world.groups.replicas, group, work, leader, ranks, choice, computes, TOTALS
+        run.masks, world.groups.replicas, group, work, leader, ranks, choice, computes
     )
     asks = choice == ASKED and world.groups.replicas.multi.shape[0] > 0
     if asks and ask(decide, CHOOSE, leader) < 0:
         return -1.0
     count_step(engines, size, run.bits, run.prompts, counting, loads)
     shared = _shared_layers(group, work, ranks, computes)
-    choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[0]
+    choice_s = 0.0 if replaced else group.choice_s * work.pairs.shape[1]
     slowest = attention_max + cost.dense_s[tokens_max] + cost.head_s[rows_max]
     slowest += cost.collectives_s[tokens_max]
     parts = StepParts(
@@ -141,21 +140,16 @@ def _shared_layers(group: GroupCost, work: GroupScratch, ranks: int, computes: b
     active, most_active, busiest_pairs, pairs_sum = 0, 0, 0.0, 0.0
     gathers = group.gathers and not computes
     table = group.gathered if gathers else group.all_to_all
-    layers = work.pairs.shape[0]
-    words = work.active.shape[1] // layers
-    for layer in range(layers):
+    for layer in range(work.pairs.shape[1]):
         slowest, most, most_pairs = 0.0, 0, 0.0
         for r in range(ranks):
-            count = 0
-            for k in range(layer * words, (layer + 1) * words):
-                count += popcount(work.active[r, k])  # type: ignore[call-arg]
-            count += work.copies[layer, r]
-            pairs = work.pairs[layer, r]
+            instances, pairs = work.instances[r, layer], work.pairs[r, layer]
+            count = int(instances)
             active += count
             pairs_sum += pairs
             most, most_pairs = max(most, count), max(most_pairs, pairs)
             if pairs > 0:
-                slowest = max(slowest, rank_moe_s(group.moe, pairs, float(count), computes))
+                slowest = max(slowest, rank_moe_s(group.moe, pairs, instances, computes))
         most_active += most
         busiest_pairs += most_pairs
         moe += slowest
@@ -189,7 +183,7 @@ def _busiest(group: GroupCost, work: GroupScratch, layer: int, ranks: int) -> An
     """Return the copies that the busiest rank sends or receives, inside its node and between."""
     if group.copy_per == ALL:
         return busiest_all(work.tokens[:ranks], group.gpus_per_node)
-    return busiest(work.traffic[layer, :ranks])
+    return busiest(work.traffic[:, :ranks], layer)
 
 
 @compiled()

@@ -32,15 +32,15 @@ _ONE = np.uint64(1)
 _ADD, _FIRST, _SECOND = (np.uint64(constant) for constant in SPLITMIX)
 
 
-@compiled()
+@compiled(inline="always")
 def choose_instances(c: Counting, layer: int, n_several: int) -> None:
     """Choose the ranks that compute a layer's experts of several instances, into ``work.chosen``.
 
     Parameters
     ----------
     c
-        Of its working memory, ``union`` holds the layer's activated experts, ``several`` those of
-        them that have several instances, ``total`` their tokens; ``n_active`` and ``load`` the
+        Of its working memory, ``union[0]`` holds the activated experts, ``several`` those of the
+        layer's that have several instances, ``total`` their tokens; ``n_active`` and ``load`` the
         activated experts and pairs of each rank, of experts of one instance.
     layer
         Of the model.
@@ -66,33 +66,38 @@ def choose_instances(c: Counting, layer: int, n_several: int) -> None:
         _by_time(c, layer, at, n_several)
 
 
+@compiled(inline="always")
+def _union_of(union: Any, layers: int, layer: int) -> Any:
+    """Return the words of a layer."""
+    words = union.shape[0] // layers
+    return union[layer * words : (layer + 1) * words]
+
+
 @compiled()
-def _least(c: Counting, at: int, expert: int) -> Any:
-    """Return the rank with the fewest activated experts that has an instance of one."""
-    best = np.int64(c.replicas.rank[c.leader, at, expert, 0])
-    for j in range(1, c.replicas.n_instances[c.leader, at, expert]):
-        rank = np.int64(c.replicas.rank[c.leader, at, expert, j])
-        if c.work.n_active[rank] < c.work.n_active[best]:
+def _give(ranks: Any, n: int, n_active: Any) -> Any:
+    """Return the rank of ``ranks[:n]`` with the fewest activated experts, which gets one more."""
+    best = np.int64(ranks[0])
+    for j in range(1, n):
+        rank = np.int64(ranks[j])
+        if n_active[rank] < n_active[best]:
             best = rank
+    n_active[best] += 1
     return best
 
 
-@compiled()
-def _give(c: Counting, layer: int, at: int, expert: int) -> None:
-    """Let one instance of an expert, on the rank with the fewest, compute all its tokens."""
-    rank = _least(c, at, expert)
-    c.work.n_active[rank] += 1
-    c.work.chosen[layer, expert, 0] = rank
-    c.work.n_chosen[layer, expert] = 1
-
-
-@compiled()
+@compiled(inline="always")
 def _metro(c: Counting, layer: int, at: int) -> None:
-    """Take all experts in a walk whose start and stride are a hash of the activated ones."""
+    """Let one instance of an expert, on the rank with the fewest, compute all its tokens.
+
+    All experts are taken in a walk whose start and stride are a hash of the activated ones.
+    """
     work, n = c.work, np.int64(c.replicas.n_instances.shape[2])
+    ranks, n_of = c.replicas.rank[c.leader, at], c.replicas.n_instances[c.leader, at]
+    chosen, n_chosen = work.chosen[layer], work.n_chosen[layer]
+    union = _union_of(work.union[0], work.pairs.shape[1], layer)
     mixed = np.uint64(at + 1)
-    for k in range(work.union.shape[0]):
-        mixed = (mixed ^ work.union[k]) * _MIX
+    for k in range(union.shape[0]):
+        mixed = (mixed ^ union[k]) * _MIX
         mixed ^= mixed >> _HALF
     expert = np.int64(mixed % np.uint64(n))
     stride = 1 + np.int64((mixed >> _HALF) % np.uint64(n - 1 if n > 1 else 1))
@@ -100,8 +105,9 @@ def _metro(c: Counting, layer: int, at: int) -> None:
         stride += 1
     work.n_active[: c.ranks] = 0
     for _ in range(n):
-        if work.union[expert // 64] >> np.uint64(expert % 64) & _ONE:
-            _give(c, layer, at, expert)
+        if union[expert // 64] >> np.uint64(expert % 64) & _ONE:
+            chosen[expert, 0] = _give(ranks[expert], n_of[expert], work.n_active)
+            n_chosen[expert] = 1
         expert = (expert + stride) % n
 
 
@@ -112,19 +118,23 @@ def _gcd(a: int, b: int) -> Any:
     return a
 
 
-@compiled()
+@compiled(inline="always")
 def _sorted(c: Counting, layer: int, at: int, n_several: int) -> None:
-    """Take experts of several instances after those of one."""
+    """Take experts of several instances after those of one, as `_metro` does."""
+    ranks, n_of = c.replicas.rank[c.leader, at], c.replicas.n_instances[c.leader, at]
     for i in range(n_several):
-        _give(c, layer, at, c.work.several[i])
+        expert = c.work.several[i]
+        c.work.chosen[layer, expert, 0] = _give(ranks[expert], n_of[expert], c.work.n_active)
+        c.work.n_chosen[layer, expert] = 1
 
 
 @compiled()
 def _balance(c: Counting, layer: int, at: int, n_several: int) -> None:
     """Move experts along paths of ranks until none leaves a fullest rank."""
     work, active = c.work, np.int64(0)
-    for k in range(work.union.shape[0]):
-        active += np.int64(popcount(work.union[k]))  # type: ignore[call-arg]
+    union = _union_of(work.union[0], work.pairs.shape[1], layer)
+    for k in range(union.shape[0]):
+        active += np.int64(popcount(union[k]))  # type: ignore[call-arg]
     least = (active + c.ranks - 1) // c.ranks
     while True:
         top = np.int64(0)
@@ -229,15 +239,6 @@ def _split(c: Counting, layer: int, at: int, expert: int) -> None:
 
 
 # --- by the token ---
-
-
-@compiled()
-def asked_instance(asked: Any, home: int, place: int, k: int, bit: Any) -> Any:
-    """Return which instance of an expert, a bit of a token's word, Python has chosen."""
-    for j in range(asked.shape[0]):
-        if asked[j, home, place, k] & bit:
-            return np.int64(j + 1)
-    return np.int64(0)
 
 
 @compiled()

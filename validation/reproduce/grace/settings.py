@@ -156,7 +156,10 @@ SOURCES = (
 class Evaluation:
     """Placements fitted on some requests of a trace and counted on others, each once.
 
-    ``seeds``: seeds of the clustering; figures are means over them.
+    Parameters
+    ----------
+    seeds
+        Seeds of the clustering; figures are means over them.
     """
 
     def __init__(self, seeds: range) -> None:
