@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eldr_sim.simulator.plane.steps.expert_union import PromptRows
+from eldr_sim.simulator.plane.steps.expert_union import make_prompt_rows
 
 
 def random_rows(rng, n, n_layers, n_experts):
@@ -23,12 +23,11 @@ def random_prompts(rng, workload, n_requests, n_layers, n_experts):
     length = rng.integers(1, 12, size=n_requests)
     bits = random_rows(rng, int(length.sum()), n_layers, n_experts)
     bits.flags.writeable = False
-    return PromptRows(
+    return make_prompt_rows(
         bits,
         np.cumsum(length) - length,
         length.astype(np.int32),
         workload.prefix_indptr,
         workload.prefix_text,
         workload.prefix_block_tokens,
-        np.zeros(bits.shape[1], np.uint64),
     )

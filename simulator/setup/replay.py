@@ -26,7 +26,7 @@ from eldr_sim.jit import njit, popcount
 from eldr_sim.kernel_profiles.models import ModelDims
 from eldr_sim.policies.placement.base import EMPTY, Placement
 from eldr_sim.policies.replicas.weighted import rank_weights
-from eldr_sim.simulator.plane.steps.expert_union import PromptRows
+from eldr_sim.simulator.plane.steps.expert_union import PromptRows, make_prompt_rows
 from eldr_sim.simulator.plane.steps.group_state import Replicas, no_replicas
 from eldr_sim.traces.routing.format import RoutingTrace
 from eldr_sim.traces.workload import Workload
@@ -34,12 +34,17 @@ from eldr_sim.traces.workload import Workload
 
 @dataclass(frozen=True)
 class Replay:
-    """Bit sets of the replay windows of some trace requests."""
+    """Bit sets of the replay windows of some trace requests.
 
-    #: ``uint64 [rows, moe_layers * words]``: the windows one after the other.
+    Parameters
+    ----------
+    bits
+        ``uint64 [rows, moe_layers * words]``: the windows one after the other.
+    first_row, length
+        ``int64 [trace requests]``: each request's window in ``bits``; -1 and 0 where it has none.
+    """
+
     bits: NDArray[np.uint64]
-    #: ``first_row``, ``length``: ``int64 [trace requests]``: each request's window in ``bits``; -1
-    #: and 0 where it has none.
     first_row: NDArray[np.int64]
     length: NDArray[np.int64]
 
@@ -194,14 +199,13 @@ def prompt_rows(trace: RoutingTrace, workload: Workload | None = None) -> Prompt
     trace.require_prompts("the experts of prompts")
     bits = trace.bits.reshape(len(trace.bits), -1)
     bits.flags.writeable = False  # as cached ones are: to the compiler that is another type
-    return PromptRows(
+    return make_prompt_rows(
         bits,
         trace.first_row.astype(np.int64),
         trace.prompt_len.astype(np.int32),
         np.zeros(1, np.int64) if workload is None else workload.prefix_indptr,
         np.zeros(1, np.int32) if workload is None else workload.prefix_text,
         0 if workload is None else workload.prefix_block_tokens,
-        np.zeros(bits.shape[1], np.uint64),
     )
 
 

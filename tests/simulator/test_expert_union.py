@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from eldr_sim.policies.placement.base import Placement
 from eldr_sim.simulator.plane.steps.expert_union import (
-    PromptRows,
     add_prompt,
     count_experts,
+    make_prompt_rows,
     union_rows,
 )
 from eldr_sim.simulator.setup.replay import prompt_rows, rank_masks
@@ -94,14 +94,13 @@ def random_prompts(rng, trace_layers, n_experts, block_tokens):
     """Four recorded prompts, and three requests of which the last has no prefix blocks."""
     length = rng.integers(1, 9, 4)
     bits = random_bits(rng, int(length.sum()), trace_layers, n_experts)
-    return PromptRows(
+    return make_prompt_rows(
         bits,
         np.cumsum(length) - length,
         length.astype(np.int32),
         np.array([0, 3, 5, 5]),
         rng.integers(4, size=5).astype(np.int32),
         block_tokens,
-        rng.integers(0, 2**64, bits.shape[1], np.uint64),
     )
 
 
@@ -140,12 +139,41 @@ def test_layers_beyond_the_trace_take_other_tokens():
     """A trace of 1 layer under 3: a prompt of 6 rows, whose token p chooses expert p."""
     bits = np.uint64(1) << np.arange(6, dtype=np.uint64)[:, None]
     none = np.zeros(1, np.int64)
-    prompts = PromptRows(
-        bits, none, np.array([6], np.int32), none, none.astype(np.int32), 0, np.zeros(1, np.uint64)
-    )
+    prompts = make_prompt_rows(bits, none, np.array([6], np.int32), none, none.astype(np.int32), 0)
     union = np.zeros(3, np.uint64)
     add_prompt(prompts, 0, 0, 5, 7, union)  # rows 5 and 0, then 2 and 4 rows further on
     assert expert_set(union, 3) == {(0, 5), (0, 0), (1, 1), (1, 2), (2, 3), (2, 4)}
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    n_layers=st.integers(1, 3),
+    ranges=st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, 400), st.integers(0, 400)),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_unions_that_are_kept_stay_those_of_their_rows(seed, n_layers, ranges):
+    """Blocks of rows are kept as they are asked for; two prompts, of some blocks and a part."""
+    rng = np.random.default_rng(seed)
+    length = rng.integers(60, 200, 2)
+    bits = random_bits(rng, int(length.sum()), 1, 130)
+    none = np.zeros(2, np.int64)
+    prompts = make_prompt_rows(
+        bits, np.cumsum(length) - length, length.astype(np.int32), none, none.astype(np.int32), 0
+    )
+    for source, start, n in ranges:
+        union = np.zeros(n_layers * bits.shape[1], np.uint64)
+        add_prompt(prompts, 0, source, start, start + n, union)
+        rows = prompts.first_row[source] + np.arange(start, start + n) % length[source]
+        if n_layers == 1 and n:
+            assert (union == np.bitwise_or.reduce(bits[rows])).all()
+        sets = TraceSets([expert_set(row, 1) for row in prompts.bits], 1)
+        tokens = range(start, start + min(n, int(length[source])))
+        each = [prompt_token_experts(prompts, sets, source, token, n_layers) for token in tokens]
+        assert expert_set(union, n_layers) == set().union(*each)
 
 
 @pytest.fixture(scope="module")

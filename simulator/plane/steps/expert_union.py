@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from eldr_sim.jit import njit, popcount
 from eldr_sim.simulator.plane.compiled import compiled
 
+#: Prompt rows whose union is kept: a prompt is replayed by many requests, and in a few chunks.
+_BLOCK = 64
+
 
 class PromptRows(NamedTuple):
     """Which trace row each prompt token replays, see :mod:`eldr_sim.traces.prompts`."""
@@ -30,6 +33,26 @@ class PromptRows(NamedTuple):
     prefix_trace_request: NDArray[np.int32]  #: ``prefix_text`` of ``Workload``
     prefix_block_tokens: int  #: as in ``Workload``
     scratch: NDArray[np.uint64]  #: ``[trace layers * words]``
+    first_block: NDArray[np.int64]  #: ``[trace requests]``: of `_BLOCK` prompt rows each
+    blocks: NDArray[np.uint64]  #: ``[blocks, trace layers * words]``: their unions,
+    known: NDArray[np.bool_]  #: ``[blocks]``: as soon as somebody has asked for them
+
+
+def make_prompt_rows(
+    bits: NDArray[np.uint64],
+    first_row: NDArray[np.int64],
+    length: NDArray[np.int32],
+    prefix_indptr: NDArray[np.int64],
+    prefix_trace_request: NDArray[np.int32],
+    prefix_block_tokens: int,
+) -> PromptRows:
+    """Return prompts of which nobody has asked for unions yet; arguments as of `PromptRows`."""
+    blocks = -(-length.astype(np.int64) // _BLOCK)
+    return PromptRows(
+        bits, first_row, length, prefix_indptr, prefix_trace_request, prefix_block_tokens,
+        np.zeros(bits.shape[1], np.uint64), np.cumsum(blocks) - blocks,
+        np.zeros((blocks.sum(), bits.shape[1]), np.uint64), np.zeros(blocks.sum(), np.bool_),
+    )  # fmt: skip
 
 
 def no_prompts() -> PromptRows:
@@ -37,9 +60,7 @@ def no_prompts() -> PromptRows:
     bits = np.zeros((1, 1), np.uint64)
     bits.flags.writeable = False
     none = np.zeros(1, np.int64)
-    return PromptRows(
-        bits, none, none.astype(np.int32), none, none.astype(np.int32), 0, np.zeros(1, np.uint64)
-    )
+    return make_prompt_rows(bits, none, none.astype(np.int32), none, none.astype(np.int32), 0)
 
 
 @njit(_nrt=False)
@@ -55,11 +76,18 @@ def union_rows(bits: Any, rows: Any, n: int, union: Any) -> None:
         for k in range(width):
             union[k] |= a[k] | b[k] | c[k] | d[k] | e[k] | f[k] | g[k] | h[k]
         i += 8
-    while i < n:
+    if i + 4 <= n:
+        _add_four(bits[rows[i]], bits[rows[i + 1]], bits[rows[i + 2]], bits[rows[i + 3]], union)
+        i += 4
+    if i + 2 <= n:
+        a, b = bits[rows[i]], bits[rows[i + 1]]
+        for k in range(width):
+            union[k] |= a[k] | b[k]
+        i += 2
+    if i < n:
         a = bits[rows[i]]
         for k in range(width):
             union[k] |= a[k]
-        i += 1
 
 
 @njit(_nrt=False)
@@ -87,7 +115,7 @@ def _add_rows(prompts: PromptRows, source: int, start: int, n: int, union: Any) 
     Layers beyond those of the trace take them again, rotated by another part of the prompt.
     """
     have, need = prompts.bits.shape[1], union.shape[0]
-    span, base = prompts.length[source], prompts.first_row[source]
+    span: Any = np.int64(prompts.length[source])
     n = min(n, span)
     tiles = (need + have - 1) // have
     whole = prompts.scratch
@@ -96,24 +124,67 @@ def _add_rows(prompts: PromptRows, source: int, start: int, n: int, union: Any) 
         if tile == 0 or n < span:  # else the same rows again, only in another order
             whole[:] = 0
             row = (start + tile * span // tiles) % span
-            for _ in range(n):
-                for k in range(have):
-                    whole[k] |= prompts.bits[base + row, k]
-                row += 1
-                if row == span:
-                    row = 0
+            _add_range(prompts, source, row, min(row + n, span), whole)
+            _add_range(prompts, source, np.int64(0), row + n - span, whole)
         for k in range(width):
             union[tile * have + k] |= whole[k]
+
+
+@compiled()
+def _add_range(prompts: PromptRows, source: int, row: Any, stop: Any, union: Any) -> None:
+    """OR the prompt rows from ``row`` to ``stop`` of a trace request into ``union``."""
+    base: Any = prompts.first_row[source]
+    span: Any = np.int64(prompts.length[source])
+    while row < stop:
+        begin = row // _BLOCK * _BLOCK
+        end = min(begin + _BLOCK, span)
+        if row > begin or stop < end:
+            _add_each(prompts.bits, base + row, base + min(end, stop), union)
+        else:
+            at = prompts.first_block[source] + row // _BLOCK
+            if not prompts.known[at]:
+                _add_each(prompts.bits, base + begin, base + end, prompts.blocks[at])
+                prompts.known[at] = True
+            _add_each(prompts.blocks, at, at + 1, union)
+        row = end
+
+
+@compiled()
+def _add_each(bits: Any, first: int, stop: int, union: Any) -> None:
+    while first + 4 <= stop:
+        _add_four(bits[first], bits[first + 1], bits[first + 2], bits[first + 3], union)
+        first += 4
+    while first < stop:
+        row = bits[first]
+        for k in range(union.shape[0]):
+            union[k] |= row[k]
+        first += 1
+
+
+@compiled(restrict=True)
+def _add_four(a: Any, b: Any, c: Any, d: Any, union: Any) -> None:
+    for k in range(union.shape[0]):
+        union[k] |= a[k] | b[k] | c[k] | d[k]
 
 
 @njit(_nrt=False)
 def count_experts(union: Any, masks: Any, activated: Any) -> tuple[int, int]:
     """Count the activated experts of each layer on its busiest rank, into ``activated``.
 
-    ``union``: uint64 ``[layers * words]``; ``masks``: uint64 ``[ranks, layers * words]``, the
-    experts that each rank holds; with one rank it holds them all and the mask is not read;
-    ``activated``: int64 ``[layers]``. Returns ``active``, ``busiest``: sums over the layers: all
-    activated experts, and those of the busiest ranks.
+    Parameters
+    ----------
+    union
+        uint64 ``[layers * words]``.
+    masks
+        uint64 ``[ranks, layers * words]``, the experts that each rank holds; with one rank it
+        holds them all and the mask is not read.
+    activated
+        int64 ``[layers]``.
+
+    Returns
+    -------
+    active, busiest
+        Sums over the layers: all activated experts, and those of the busiest ranks.
     """
     layers, ranks = activated.shape[0], masks.shape[0]
     words = union.shape[0] // layers
